@@ -26,7 +26,7 @@ setup(
     packages=find_packages(include=["fusionrl", "fusionrl.*"]),
     package_data={
         "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
-        "fusionrl.upstream": ["*.c"],  # compiled on the user's machine
+        "fusionrl.cpu": ["*.c"],  # compiled on the user's machine
     },
     # Naming the root makes an editable install put the checkout itself on the path, so that hooks such as
     # plugins.rewards.last_number.reward load from any directory and in every Ray worker.

@@ -32,14 +32,14 @@ hypothesis.settings.load_profile("fusionrl")
 # Files that take longest, the longest first: a worker that begins with one last keeps all others waiting.
 _LONG = (
     "engines/test_engine.py",
-    "sync/test_push_matrix.py",
+    "weights/test_push_matrix.py",
     "sandbox/test_escapes.py",
-    "sync/test_push_engine.py",
+    "weights/test_push_engine.py",
     "rewards/test_code_cheats.py",
     "trainer/test_checkpoint.py",
     "tools/test_memory_check.py",
     "trainer/test_parity.py",
-    "sync/test_push_processes.py",
+    "weights/test_push_processes.py",
     "tools/test_make_quickstart.py",
     "trainer/test_megatron_checkpoint.py",
     "trainer/test_losses.py",
@@ -48,21 +48,21 @@ _LONG = (
     "trainer/test_train_hooks.py",
     "engines/test_answers.py",
     "tools/test_bench_loss.py",
-    "cluster/test_open_ray.py",
+    "runtime/test_open_ray.py",
     "engines/test_scorers.py",
     "engines/test_router_key.py",
     "tools/test_from_slime_check.py",
-    "upstream/test_auto_tokenizer.py",
-    "control/test_properties.py",
+    "data/test_auto_tokenizer.py",
+    "pipeline/test_properties.py",
     "test_cli.py",
 )
 # Files whose tests wait most of their time, the longest last: the third worker begins with these.
 _WAITING = (
     "tools/test_chaos.py",
     "rollout/test_time_limit.py",
-    "cluster/test_watchdog.py",
-    "cluster/test_guard.py",
-    "cluster/test_supervisor.py",
+    "runtime/test_watchdog.py",
+    "runtime/test_guard.py",
+    "runtime/test_supervisor.py",
     "sandbox/test_sandbox.py",
     "buffer/test_stream.py",
     "buffer/test_stream_batches.py",
@@ -122,10 +122,10 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Stop where a test file imports Megatron-core as it is collected: the CPU layer has to be there before it."""
     if "megatron.core" not in sys.modules:
         return
-    from fusionrl.upstream import cpu_megatron
+    from fusionrl.cpu import megatron_patches
 
-    if cpu_megatron.is_needed() and not cpu_megatron.is_installed():
-        pytest.exit(f"{report.nodeid} imports megatron.core; import it in the test, after cpu_megatron.install()", 4)
+    if megatron_patches.is_needed() and not megatron_patches.is_installed():
+        pytest.exit(f"{report.nodeid} imports megatron.core; import it after megatron_patches.install()", 4)
 
 
 @pytest.fixture(scope="session")

@@ -192,7 +192,7 @@ def test_their_flags_exist(page: str) -> None:
     spans = [span for span in re.findall(r"`([^`]+)`", _BLOCK.sub("", text)) if span.startswith(("--", "fusionrl "))]
     spans += [command for command in commands(text) if " fusionrl " in f" {command}"]
     names = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
-    from fusionrl.upstream.flags import megatron_fields
+    from fusionrl.config.upstream_flags import megatron_fields
 
     megatron = [name for fields in megatron_fields().values() for name in fields]
     known = {"--" + name.replace("_", "-") for name in (*FIELDS, *megatron)} | {*PLAN_FLAGS} | OTHERS

@@ -83,7 +83,7 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_docstrings_name_files_that_exist() -> None:
-    """A docstring or comment that says `trainer/batch.py` means a file of the package."""
+    """A docstring or comment that says `trainer/packed_batch.py` means a file of the package."""
     missing = []
     for path in sorted((REPO / "fusionrl").rglob("*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

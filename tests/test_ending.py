@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import fusionrl.driver.run
+import fusionrl.runtime.run
 from fusionrl import cli
-from fusionrl.cli.ending import ending
+from fusionrl.cli.end_message import ending
 from fusionrl.cli.train import debug, explain
-from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.config.config import Config
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.run_dir import RunDir
+from fusionrl.runtime.checkpoints import Checkpoints
 
 
 def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values: object) -> str:
@@ -116,7 +116,7 @@ def test_a_full_disk_is_named_also_where_it_refuses_the_log(
         logging.getLogger("fusionrl").warning("not even this")
         raise full
 
-    target = {"config.json": RunDir, "plan.txt": RunDir, "a rollout": fusionrl.driver.run}[when]
+    target = {"config.json": RunDir, "plan.txt": RunDir, "a rollout": fusionrl.runtime.run}[when]
     name = {"config.json": "write_config", "plan.txt": "write_plan", "a rollout": "run_training"}[when]
     monkeypatch.setattr(target, name, fail)
     data = tmp_path / "rows.jsonl"

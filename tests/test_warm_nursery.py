@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fusionrl.base.nursery import Branch, Order
-from fusionrl.cluster.nursery_order import engine_branch
-from fusionrl.cluster.warm import WARM_VARIABLE
+from fusionrl.runtime.nursery_order import engine_branch
+from fusionrl.runtime.warm_start import WARM_VARIABLE
 from tests.warm_nursery import SharedNursery, model_in
 
 

@@ -1,4 +1,4 @@
-"""A warm nursery (`fusionrl.cluster.warm`) that all workers of a session of tests share.
+"""A warm nursery (`fusionrl.runtime.warm_start`) that all workers of a session of tests share.
 
 Whole runs begin with forks of it. Servers that a test starts by itself are forks as those of a run are. A start costs
 a second or two of a core and not ten. A process whose model has another architecture, or whose environment is another,
@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from fusionrl.base.births import FOLDER_VARIABLE
 from fusionrl.base.nursery import Order
-from fusionrl.base.title import ROOM
-from fusionrl.cluster.ahead import start_nursery
-from fusionrl.cluster.nursery_order import engine_branch, warm_order
-from fusionrl.cluster.warm import ROOM_VARIABLE, WARM_KEY, WARM_VARIABLE, WarmBranches
+from fusionrl.base.nursery_client import FOLDER_VARIABLE
+from fusionrl.base.process_title import ROOM
 from fusionrl.config.config import Config
+from fusionrl.runtime.early_start import start_nursery
+from fusionrl.runtime.nursery_order import engine_branch, warm_order
+from fusionrl.runtime.warm_start import ROOM_VARIABLE, WARM_KEY, WARM_VARIABLE, WarmBranches
 
 ARCHITECTURE = "Qwen3ForCausalLM"  # of `make_tiny_qwen3`
 

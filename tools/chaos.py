@@ -37,7 +37,7 @@ from chaos_hooks import is_refused
 from chaos_process import MOMENTS, VICTIMS, Attempt, Kill, check_end
 from make_quickstart import build_model, build_tokenizer, write_jsonl
 
-from fusionrl.control.knobs import PIPELINES as PRESETS
+from fusionrl.pipeline.knobs import PIPELINES as PRESETS
 
 HOOKS = Path(__file__).resolve().parent / "chaos_hooks.py"
 NUM_GROUPS, NUM_SAMPLES = 4, 2  # prompts of a step, and samples of each

@@ -24,7 +24,7 @@ from tools.cuda_values import Names, names_of, value
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".txt")
 # Not ours to show: the CPU layer, which a GPU never installs.
-LEFT_OUT = ("upstream/cpu_megatron.py",)
+LEFT_OUT = ("cpu/megatron_patches.py",)
 QUESTIONS = (".is_available", ".device_count")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Span = tuple[int, int, int, int]

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusionrl.data.check import DataCheck
+from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts, template_probe
 from fusionrl.data.tokenizer_files import read_tokenizer_files
 

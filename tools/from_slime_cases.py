@@ -101,7 +101,7 @@ def _buffer_server(site: Site) -> Iterator[list[str]]:
     folder = site.slime / "slime_plugins" / "rollout_buffer"
     log = site.folder / "buffer.log"
     process = subprocess.Popen(
-        [sys.executable, "-m", "fusionrl.slime_names", str(folder / "buffer.py")],
+        [sys.executable, "-m", "fusionrl.compat.slime", str(folder / "buffer.py")],
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
         env={**os.environ, **site.env, "PYTHONUNBUFFERED": "1"},

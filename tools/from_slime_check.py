@@ -118,9 +118,9 @@ def load(path: str, hooks: list[tuple[str, str]]) -> None:
     from fusionrl.config.user_code import last_user_line
 
     if not torch.cuda.is_available():
-        from fusionrl.upstream import cpu_sglang
+        from fusionrl.cpu import sglang_stubs
 
-        cpu_sglang.install()  # sglang imports triton, which a CPU run does without
+        sglang_stubs.install()  # sglang imports triton, which a CPU run does without
     errors = []
     stand_ins = StandIns()
     sys.meta_path.append(stand_ins)

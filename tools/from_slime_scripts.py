@@ -27,15 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
+from fusionrl.compat.slime.flags.custom_flags import set_apart
+from fusionrl.compat.slime.flags.table import TABLE
+from fusionrl.compat.slime.flags.translate import translate
+from fusionrl.compat.slime.scripts.launch import Launch
+from fusionrl.compat.slime.scripts.script import read_script
+from fusionrl.compat.slime.scripts.shell import left_parts, plain
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.slime.custom import set_apart
-from fusionrl.config.slime.launch import Launch
-from fusionrl.config.slime.script import read_script
-from fusionrl.config.slime.shell import left_parts, plain
-from fusionrl.config.slime.table import TABLE
-from fusionrl.config.slime.translate import translate
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.models.shape_claims import claim_errors, layer_pattern
 

@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
     if argv == ["packages"]:
         return packages()
     num_failed = 0 if argv else failed_in([sys.executable, __file__, "packages"])
-    from fusionrl.upstream import cpu_megatron, cpu_sglang
+    from fusionrl.cpu import megatron_patches, sglang_stubs
 
-    cpu_sglang.install()
-    cpu_megatron.install()
+    sglang_stubs.install()
+    megatron_patches.install()
     names = argv or list(modules())
     for name in names:
         if name in ALONE and not argv:

@@ -58,13 +58,13 @@ _HEAD = {
 def import_megatron() -> None:
     """Megatron-core on this machine's CPU, as trainers import it."""
     warnings.filterwarnings("ignore")
-    from fusionrl.trainer import adam
-    from fusionrl.upstream import cpu_megatron, megatron_versions
+    from fusionrl.cpu import megatron_patches
+    from fusionrl.trainer import adam, megatron_versions
 
-    cpu_megatron.install()
+    megatron_patches.install()
     import megatron.core  # noqa: F401 (patched right after)
 
-    cpu_megatron.patch()
+    megatron_patches.patch()
     megatron_versions.without_te()
     adam.patch()
 
@@ -330,9 +330,9 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     """(bytes that autograd keeps of a forward pass, tokens of the rank's row, tokens of experts over an even share)."""
     import torch
 
-    from fusionrl.trainer.batch import BatchOptions as MicroBatchOptions
-    from fusionrl.trainer.batch import Slicing
-    from fusionrl.trainer.pack import build_micro_batch
+    from fusionrl.trainer.micro_batches import build_micro_batch
+    from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
+    from fusionrl.trainer.packed_batch import Slicing
 
     shape, layout = layer_shape(case, num_layers), case.layout
     passthrough = PassThrough(transformer=case.transformer)
@@ -480,10 +480,10 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
     from torch.autograd.profiler import profile
 
     from fusionrl.trainer import model
-    from fusionrl.trainer.batch import BatchOptions as MicroBatchOptions
-    from fusionrl.trainer.batch import Slicing
     from fusionrl.trainer.loss import LossOptions
-    from fusionrl.trainer.pack import build_micro_batch
+    from fusionrl.trainer.micro_batches import build_micro_batch
+    from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
+    from fusionrl.trainer.packed_batch import Slicing
     from fusionrl.trainer.step import train_step
     from fusionrl.trainer.step_loss import StepLoss
 

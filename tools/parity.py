@@ -164,7 +164,7 @@ def all_logits(actor: Any, shard: TrainShard, groups: list[list[int]]) -> list[n
     from megatron.core import parallel_state
 
     from fusionrl.trainer.forward import forward_log_probs
-    from fusionrl.trainer.pack import build_micro_batch
+    from fusionrl.trainer.micro_batches import build_micro_batch
 
     options = actor.batch_options
     batches = [dataclasses.replace(build_micro_batch(shard, ids, None, options), selection=None) for ids in groups]

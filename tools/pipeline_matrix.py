@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusionrl.control.knobs import PIPELINES
+from fusionrl.pipeline.knobs import PIPELINES
 from tools.matrix_task import write_task
 from tools.rescoring import Rescored, checkpoint_versions, pushed_versions, rescore, saved_samples
 

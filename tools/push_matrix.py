@@ -27,10 +27,6 @@ import numpy as np
 import ray
 
 from fusionrl.base.environment import extended_environment
-from fusionrl.cluster.ahead import Ahead
-from fusionrl.cluster.engine_worker import EngineWorker
-from fusionrl.cluster.ray_cluster import LOOPBACK, actor_on, start_ray
-from fusionrl.cluster.workers import PolicyWorker
 from fusionrl.config.config import Config
 from fusionrl.config.groups import WeightsGroup
 from fusionrl.engines.engine import EngineSpec
@@ -39,9 +35,13 @@ from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import EngineTarget
-from fusionrl.sync.disk_push import push_by_disk
-from fusionrl.sync.push import push_weights
-from fusionrl.sync.verify import compare_checksums, verify_push
+from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.engine_worker import EngineWorker
+from fusionrl.runtime.ray_cluster import LOOPBACK, actor_on, start_ray
+from fusionrl.runtime.worker_actors import PolicyWorker
+from fusionrl.weights.disk_push import push_by_disk
+from fusionrl.weights.push import push_weights
+from fusionrl.weights.verify import compare_checksums, verify_push
 
 BOUND = 1e-5  # of log-prob differences, in fp32
 VOCAB = 500  # no multiple of 64, to which SGLang pads it
@@ -285,7 +285,7 @@ class Bench:
         """
         from safetensors.torch import load_file
 
-        from fusionrl.sync.checksums import CPU_MULTIPLE, engine_checksums
+        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums
 
         verified = verify_push(
             self.trainers,

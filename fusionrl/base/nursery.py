@@ -2,9 +2,8 @@
 
 It reads an `Order` from its standard input, a line of JSON, and imports what is common. Lists of modules may come
 first, a line each, which are imported meanwhile. It forks a branch for each kind of process; a branch imports the rest
-and listens at a socket of its own. Whoever knows the key (`births.ask`) gets a fork of a branch, which calls the
-branch's function. So a library is imported once a run, while the command is still checked, and not once a process, one
-after the other.
+and listens at a socket of its own. A process that knows the key (`nursery_client.ask`) gets a fork of a branch, which
+calls the branch's function. So a library is imported once a run, and while the command is still checked.
 
 * A fork has one thread, the one that forked. A branch that has threads after its imports ends, and its processes are
   started in the usual way.
@@ -40,9 +39,9 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import NoReturn
 
-from fusionrl.base.births import LENGTH, MAX_DESCRIPTORS, PID_FILE, TAKEN
+from fusionrl.base.nursery_client import LENGTH, MAX_DESCRIPTORS, PID_FILE, TAKEN
 from fusionrl.base.open_files import raise_open_files
-from fusionrl.base.title import set_title, show_environment
+from fusionrl.base.process_title import set_title, show_environment
 
 _PR_SET_PDEATHSIG = 1
 _TAKEN_S = 10.0
@@ -272,7 +271,7 @@ def _end_with_threads(modules: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A process that is asked for, see `births.ask`."""
+    """A process that is asked for, see `nursery_client.ask`."""
 
     key: str
     arguments: list[str]

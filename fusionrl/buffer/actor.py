@@ -16,24 +16,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusionrl import sandbox
-from fusionrl.buffer.accepted import AcceptedSamples
-from fusionrl.buffer.blame import writing_blamed
-from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.collect import Collector
 from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.buffer.error_samples import writing_blamed
 from fusionrl.buffer.evaluation import Evaluation
-from fusionrl.buffer.functions import RolloutFunctions
-from fusionrl.buffer.rollout import Rollout, RolloutStages
-from fusionrl.buffer.source import PromptSource
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.prompt_source import PromptSource
+from fusionrl.buffer.reject_sampling import AcceptedSamples
+from fusionrl.buffer.rollout_functions import RolloutFunctions
+from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.stream_messages import StreamMessages
-from fusionrl.buffer.trained import TrainedColumns
+from fusionrl.buffer.trained_values import TrainedColumns
 from fusionrl.config.config import Config
 from fusionrl.data.tokenizer import import_tokenizers
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.registry import runs_programs
-from fusionrl.rollout.versions import take_warnings
+from fusionrl.rollout.weight_versions import take_warnings
 
 logger = logging.getLogger(__name__)
 

@@ -7,18 +7,18 @@ from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fusionrl.buffer.border import HookBorder
-from fusionrl.buffer.functions import RolloutFunctions
-from fusionrl.buffer.source import PromptSource
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.prompt_source import PromptSource
+from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import score_group
 from fusionrl.rewards.settings import RewardSettings
-from fusionrl.rollout.samples import apply_filter
+from fusionrl.rollout.generate import apply_filter
 from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import Limits, RolloutFnTrainOutput, as_train_output, check_samples, flatten
-from fusionrl.rollout.versions import fill_versions, noting_answers
+from fusionrl.rollout.weight_versions import fill_versions, noting_answers
 
 DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
 MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few groups

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.hooks import call_hook
-from fusionrl.config.parts import reads_prompts
+from fusionrl.config.run_parts import reads_prompts
 from fusionrl.data.mixture import Mixture, PromptSequence
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
 from fusionrl.data.sample import Sample
-from fusionrl.data.state import SetState, SourceState, pack, pack_sample, unpack, unpack_sample
+from fusionrl.data.sample_json import SetState, SourceState, pack, pack_sample, unpack, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.observe.values import write_atomically
+from fusionrl.observe.json_values import write_atomically
 
 
 class RolloutDataSourceWithBuffer:

@@ -6,17 +6,17 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fusionrl.buffer.border import HookBorder
-from fusionrl.buffer.build import build_shards
 from fusionrl.buffer.eval_metrics import eval_metrics, eval_set_metrics
 from fusionrl.buffer.eval_versions import check_one_version
-from fusionrl.buffer.functions import RolloutFunctions
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.rollout_functions import RolloutFunctions
+from fusionrl.buffer.train_shards import build_shards
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.json_values import to_jsonable, write_atomically
 from fusionrl.observe.rollouts import RolloutWriter
-from fusionrl.observe.values import to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import counting_lost

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fusionrl.config.config import Config
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.data.sample import Sample, is_trained_on
-from fusionrl.rollout.versions import warn_once
+from fusionrl.rollout.weight_versions import warn_once
 
 
 def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import estimator_of
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, trained_amount
 from fusionrl.data.sampling import CHANGED
 from fusionrl.observe.advice import Glimpse, RolloutFacts
-from fusionrl.observe.text import ending, shorten
+from fusionrl.observe.safe_text import ending, shorten
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 _SHOWN = 1000  # characters of a text that go to the driver

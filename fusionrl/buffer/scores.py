@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.config.parts import estimator_of
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.convert import check_rewards
 from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount

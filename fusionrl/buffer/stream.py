@@ -15,24 +15,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, get_args
 
-from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version, without_answer
-from fusionrl.buffer.border import HookBorder
-from fusionrl.buffer.clock import StreamClock, reason_of
-from fusionrl.buffer.filter import Filter
-from fusionrl.buffer.numbers import state_numbers
+from fusionrl.buffer.dynamic_filter import Filter
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version, without_answer
+from fusionrl.buffer.stream_metrics import state_numbers
 from fusionrl.buffer.stream_saved import Held, SavedStream, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
 from fusionrl.buffer.stream_waits import told
-from fusionrl.buffer.tally import Tally
+from fusionrl.buffer.token_counts import Tally
+from fusionrl.buffer.wait_times import StreamClock, reason_of
 from fusionrl.config.engine_groups import has_pairs
-from fusionrl.control import events
-from fusionrl.control.apply import apply
-from fusionrl.control.decide import decide, engine_actions
-from fusionrl.control.knobs import Knobs
 from fusionrl.data.sample import Sample, Status
+from fusionrl.pipeline import events
+from fusionrl.pipeline.apply import apply
+from fusionrl.pipeline.decide import decide, engine_actions
+from fusionrl.pipeline.knobs import Knobs
 from fusionrl.rollout.client import RolloutClient
-from fusionrl.rollout.samples import GroupContext, generate_group
-from fusionrl.rollout.state import sampling_params
+from fusionrl.rollout.generate import GroupContext, generate_group
+from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.teacher import Teacher
 
 _BEGUN = get_args(events.Begun)

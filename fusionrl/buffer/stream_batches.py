@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version
-from fusionrl.buffer.border import HookBorder
-from fusionrl.buffer.drawn import DrawnGroups
-from fusionrl.buffer.permits import PermitSource
+from fusionrl.buffer.admission import PermitSource
+from fusionrl.buffer.drawn_groups import DrawnGroups
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.stream import Groups, GroupSource, Stream, why_failed
 from fusionrl.buffer.stream_saved import Held, SavedStream
-from fusionrl.control import events
-from fusionrl.control.apply import apply
-from fusionrl.control.decide import all_fetched, decide, engine_actions, permits, push_is_due, trainable
-from fusionrl.control.knobs import Knobs
 from fusionrl.data.sample import Sample
+from fusionrl.pipeline import events
+from fusionrl.pipeline.apply import apply
+from fusionrl.pipeline.decide import all_fetched, decide, engine_actions, permits, push_is_due, trainable
+from fusionrl.pipeline.knobs import Knobs
 
 logger = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ import threading
 import time
 from contextlib import AbstractContextManager
 
-from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.collect import Collector
-from fusionrl.buffer.functions import RolloutFunctions
-from fusionrl.buffer.rollout import Rollout, RolloutStages
-from fusionrl.buffer.source import PromptSource
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.prompt_source import PromptSource
+from fusionrl.buffer.rollout_functions import RolloutFunctions
+from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.stream import Stream
 from fusionrl.buffer.stream_batches import BatchStream
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.rollout.under_way import under_way
-from fusionrl.rollout.versions import take_warnings
+from fusionrl.rollout.in_flight import under_way
+from fusionrl.rollout.weight_versions import take_warnings
 
 
 class StreamMessages:

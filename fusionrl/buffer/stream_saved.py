@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from fusionrl.buffer.ages import oldest_version
-from fusionrl.control.apply import apply
-from fusionrl.control.events import Drop
-from fusionrl.control.knobs import Knobs
-from fusionrl.control.state import Ended, Group, State
+from fusionrl.buffer.staleness import oldest_version
 from fusionrl.data.sample import Sample
-from fusionrl.data.state import pack_sample, unpack_sample
+from fusionrl.data.sample_json import pack_sample, unpack_sample
+from fusionrl.pipeline.apply import apply
+from fusionrl.pipeline.events import Drop
+from fusionrl.pipeline.knobs import Knobs
+from fusionrl.pipeline.state import Ended, Group, State
 
 
 class SavedStream(TypedDict):

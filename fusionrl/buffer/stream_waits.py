@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fusionrl.buffer.stream_saved import Held
-from fusionrl.control.events import Action, Wait
+from fusionrl.pipeline.events import Action, Wait
 
 _MOST_NAMED = 5  # groups
 

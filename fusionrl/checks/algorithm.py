@@ -6,7 +6,7 @@ from fusionrl.algorithms.estimators import names_where, readers_of
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup, CriticGroup, RolloutGroup
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.parts import estimator_of
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.models.shape import ModelShape
 
 # Estimators that measure a sample against its siblings and have nothing besides: alone, it is worth 0.

@@ -6,11 +6,11 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusionrl.base.quiet import quiet
+from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.labels import run_label_check
 from fusionrl.checks.long_rows import count_tokens, fewest_bytes
 from fusionrl.config.config import Config
-from fusionrl.config.parts import reads_prompts
+from fusionrl.config.run_parts import reads_prompts
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import Row, parse_sets, read_rows
 from fusionrl.data.template_probe import TemplateProbe

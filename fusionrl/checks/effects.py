@@ -14,7 +14,9 @@ from fusionrl.algorithms.losses import losses_that_read
 from fusionrl.config.config import Config
 from fusionrl.config.groups import CriticGroup, DataGroup, PipelineGroup, PrmGroup, RolloutGroup, WeightsGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.parts import (
+from fusionrl.config.pipelines import AVAILABLE, IN_TURN
+from fusionrl.config.presets import NONZERO_STD, PRESETS
+from fusionrl.config.run_parts import (
     changes_weights,
     estimator_of,
     evaluates,
@@ -27,9 +29,7 @@ from fusionrl.config.parts import (
     uses_trainers,
     validates,
 )
-from fusionrl.config.pipelines import AVAILABLE, IN_TURN
-from fusionrl.config.presets import NONZERO_STD, PRESETS
-from fusionrl.plan.pipeline import is_streamed
+from fusionrl.plan.pipeline_knobs import is_streamed
 
 
 @dataclass(frozen=True)

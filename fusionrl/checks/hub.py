@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fusionrl.base.log_suppression import quiet
 from fusionrl.base.packages import install_hint
-from fusionrl.base.quiet import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.data.shards import SUFFIXES, choose_split, find_splits

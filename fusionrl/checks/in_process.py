@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import estimator_of
-from fusionrl.plan.pipeline import is_streamed
+from fusionrl.config.run_parts import estimator_of
+from fusionrl.plan.pipeline_knobs import is_streamed
 
 _REPLAY = (
     "; or save the rollouts of the whole run (--save-debug-rollout-data) and replay them in one process"

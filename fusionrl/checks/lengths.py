@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fusionrl.base.quiet import quiet
+from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.long_rows import LongRow, context_length, count_tokens, first_over, most_bytes
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import DataGroup, EvalGroup, RolloutGroup
-from fusionrl.config.parts import estimator_of, evaluates, generates, uses_trainers, validates
+from fusionrl.config.run_parts import estimator_of, evaluates, generates, uses_trainers, validates
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
 from fusionrl.data.rows import Row, scan_rows

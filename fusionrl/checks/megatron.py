@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.cpu import megatron_patches
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
-from fusionrl.upstream import cpu_megatron
 
 # Flags that mean something beside --use-precision-aware-optimizer alone.
 _PRECISION_AWARE = frozenset(
@@ -33,7 +33,7 @@ def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> lis
         shape: of the model.
         plan: of the group.
     """
-    cpu_megatron.install()
+    megatron_patches.install()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig

@@ -11,7 +11,7 @@ from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
-from fusionrl.plan.places import check_engine_size
+from fusionrl.plan.engine_places import check_engine_size
 
 
 def unreadable_errors(config: Config) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fusionrl.checks.eval_engines import eval_engine_errors
 from fusionrl.config.config import Config
-from fusionrl.config.parts import estimator_of
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.rows import FORMATS
-from fusionrl.plan.pipeline import stream_errors
+from fusionrl.plan.pipeline_knobs import stream_errors
 
 
 def missing_flags(config: Config) -> list[str]:

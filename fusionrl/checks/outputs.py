@@ -6,8 +6,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-from fusionrl.base.nearest import existing_parent, names_in, nearest
 from fusionrl.base.packages import install_hint
+from fusionrl.base.spelling import existing_parent, names_in, nearest
 from fusionrl.config.config import Config
 from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
 

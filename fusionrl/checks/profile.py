@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import uses_engines, uses_trainers
 from fusionrl.config.profile import ProfileOrder
+from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.plan.plan import Plan
 
 

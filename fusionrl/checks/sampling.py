@@ -11,10 +11,10 @@ from typing import Any
 
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet
-from fusionrl.config.parts import generates
+from fusionrl.config.run_parts import generates
 from fusionrl.data.sampling import GREEDY_BELOW
 from fusionrl.rollout.evaluation import eval_sampling_params
-from fusionrl.rollout.state import sampling_params
+from fusionrl.rollout.generate_state import sampling_params
 
 MAX_STOPS = 32  # SGLang's MAX_STOP_COUNT
 _ROLLOUT_FLAGS = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusionrl.algorithms.estimators import names_where
+from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
-from fusionrl.config.parts import estimator_of
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
-from fusionrl.plan.places import check_engine_size
-from fusionrl.upstream import flags as upstream
+from fusionrl.plan.engine_places import check_engine_size
 
 _RM_FLAGS = ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")
 _OPD_FLAGS = (

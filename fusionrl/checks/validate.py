@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
-from fusionrl.checks.collect import attempt
+from fusionrl.checks.collect_errors import attempt
 from fusionrl.checks.data import check_prompts
 from fusionrl.checks.disk_push import disk_push_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
-from fusionrl.checks.guests import guest_errors
+from fusionrl.checks.external_engines import guest_errors
 from fusionrl.checks.in_process import in_process_errors
+from fusionrl.checks.install_path import place_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
 from fusionrl.checks.model import checked_quantization, checked_shape, engine_size_errors, unreadable_errors
 from fusionrl.checks.modes import missing_flags, mode_errors
 from fusionrl.checks.outputs import output_errors, template_errors
-from fusionrl.checks.place import place_errors
 from fusionrl.checks.rewards import reward_errors
 from fusionrl.checks.rollout import rollout_errors
 from fusionrl.checks.sampling import rollout_sampling_errors

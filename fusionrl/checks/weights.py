@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import uses_trainers
+from fusionrl.config.run_parts import uses_trainers
 from fusionrl.models.quantization import read_quantization
 from fusionrl.models.shape import read_model_shape
 from fusionrl.models.weight_shapes import shape_errors
-from fusionrl.plan.auxiliary import auxiliary_role
+from fusionrl.plan.critic import auxiliary_role
 
 
 def weight_shape_errors(config: Config) -> list[str]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from fusionrl import __version__
-from fusionrl.base.nearest import closest
-from fusionrl.cli.exits import EXIT_USER
+from fusionrl.base.spelling import closest
+from fusionrl.cli.exit_codes import EXIT_USER
 
 USAGE = """usage: fusionrl COMMAND [flags]
 

@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from fusionrl.base.quiet import quiet
-from fusionrl.base.words import counted
+from fusionrl.base.log_suppression import quiet
+from fusionrl.base.plurals import counted
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.labels import run_label_check
 from fusionrl.checks.lengths import conversation_limit, file_length_errors
-from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.cli.exit_codes import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.data.findings import Finding
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -47,7 +47,7 @@ def _shape(folder: str | None) -> ModelShape | None:
 
 def _check(argv: Sequence[str]) -> int:
     """`fusionrl data check FILE… [flags]`: print one line a cause, and a summary; 2 if a row cannot be trained on."""
-    from fusionrl.data.check import DataCheck
+    from fusionrl.data.check_command import DataCheck
 
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     config, errors = read_args(argv[len(files) :], "fusionrl data check")

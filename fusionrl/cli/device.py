@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Literal
 
-from fusionrl.base.quiet import quiet
-from fusionrl.plan.visible import VARIABLE, visible_names
+from fusionrl.base.log_suppression import quiet
+from fusionrl.plan.visible_devices import VARIABLE, visible_names
 
 
 def detect_device(wanted: str) -> Literal["cpu", "cuda"]:

@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.cli.exit_codes import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _examined(argv: Sequence[str]) -> Examined:
-    from fusionrl.checks.collect import attempt
+    from fusionrl.checks.collect_errors import attempt
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.warnings import flag_warnings
     from fusionrl.cli.device import detect_device

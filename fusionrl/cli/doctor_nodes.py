@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.base.nearest import existing_parent
+from fusionrl.base.spelling import existing_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.doctor.findings import Finding
     from fusionrl.checks.doctor.nodes import Look
-    from fusionrl.cluster.every_node import EveryNode
+    from fusionrl.runtime.node_actors import EveryNode
 
 
 def cluster_findings(examined: Examined) -> list[Finding]:
@@ -35,7 +35,7 @@ def cluster_findings(examined: Examined) -> list[Finding]:
         look_findings,
         reach_findings,
     )
-    from fusionrl.cluster.every_node import EveryNode
+    from fusionrl.runtime.node_actors import EveryNode
 
     address, allow_open = config.cluster.ray_address, config.cluster.allow_open_ray
     try:

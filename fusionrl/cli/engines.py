@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusionrl.cli.exits import EXIT_USER
+from fusionrl.cli.exit_codes import EXIT_USER
 from fusionrl.observe.engine_list import WANTED, add_wanted, engine_url, read_states, read_wanted, remove_wanted
 
 

@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
-from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.cli.exit_codes import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
+from fusionrl.compat.slime.flags.custom_flags import custom_file, set_apart, written_file
+from fusionrl.compat.slime.flags.defaults import TRAIN_ASYNC, slime_defaults
+from fusionrl.compat.slime.flags.laptop_size import smaller
+from fusionrl.compat.slime.flags.page import render_page
+from fusionrl.compat.slime.flags.table import SECRETS, TABLE, Kind
+from fusionrl.compat.slime.flags.translate import accepted_notes, translate
+from fusionrl.compat.slime.scripts.script import Launch, Script, read_script
+from fusionrl.compat.slime.scripts.shell import left_parts, plain, quoted
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
-from fusionrl.config.slime.custom import custom_file, set_apart, written_file
-from fusionrl.config.slime.defaults import TRAIN_ASYNC, slime_defaults
-from fusionrl.config.slime.page import render_page
-from fusionrl.config.slime.script import Launch, Script, read_script
-from fusionrl.config.slime.shell import left_parts, plain, quoted
-from fusionrl.config.slime.small import smaller
-from fusionrl.config.slime.table import SECRETS, TABLE, Kind
-from fusionrl.config.slime.translate import accepted_notes, translate
-from fusionrl.plan.pipeline import FULLY_ASYNC
+from fusionrl.plan.pipeline_knobs import FULLY_ASYNC
 
 USAGE = """usage: fusionrl from-slime SCRIPT [--set NAME=VALUE]… [--small] [--shim FOLDER]
 

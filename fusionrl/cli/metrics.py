@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusionrl.cli.exits import refuse
+from fusionrl.cli.exit_codes import refuse
 from fusionrl.observe.glossary import describe, render_glossary
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusionrl.checks.warnings import run_warnings
-from fusionrl.cli.exits import refuse
+from fusionrl.cli.exit_codes import refuse
 from fusionrl.cli.resolve import resolve, resume_lines
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
         return refuse(errors)
     try:
         if "--cluster" in of_plan:
-            from fusionrl.cli.elsewhere import plan_elsewhere
+            from fusionrl.cli.plan_cluster import plan_elsewhere
 
             return plan_elsewhere(argv, of_plan)
         config, plan = resolve(argv, of_plan)

@@ -8,23 +8,23 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fusionrl.base.quiet import quiet
-from fusionrl.checks.collect import attempt
+from fusionrl.base.log_suppression import quiet
+from fusionrl.checks.collect_errors import attempt
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.outputs import first_start_warning, resume_folder_errors
 from fusionrl.checks.profile import profile_errors, profile_plan_errors
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
+from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.config.config import Config
-from fusionrl.config.differences import difference_lines
 from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
 from fusionrl.config.plan_flags import imbalance_of
-from fusionrl.config.slime.translate import translate
+from fusionrl.config.resume_differences import difference_lines
 from fusionrl.observe.run_dir import last_config
-from fusionrl.plan.auxiliary import auxiliary_config
+from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.devices import this_machine
+from fusionrl.plan.lr_schedule import lr_decay_steps
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
-from fusionrl.plan.schedule import lr_decay_steps
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
@@ -81,7 +81,7 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
     if plan.layout is not None and (errors := trainer_errors(config, plan)):
         raise CommandLineError(errors)
     if config.run.resume:
-        from fusionrl.driver.resume_checks import resume_errors
+        from fusionrl.runtime.resume_checks import resume_errors
 
         if errors := resume_errors(config, plan):
             raise CommandLineError(errors)
@@ -93,7 +93,7 @@ def resume_lines(config: Config, plan: Plan) -> list[str]:
     former = last_config(Path(config.run.run_dir)) if config.run.resume and config.run.run_dir else None
     if former is None:
         return []
-    from fusionrl.driver.resume_checks import nothing_left
+    from fusionrl.runtime.resume_checks import nothing_left
 
     end = nothing_left(config, plan)
     lines = difference_lines(former, config, None if end else plan.num_optimizer_steps)

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.cli.exits import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
-from fusionrl.cluster.ahead import Ahead
+from fusionrl.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
+from fusionrl.runtime.early_start import Ahead
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
@@ -77,7 +77,7 @@ def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
     `ahead` has begun already.
     """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
-    from fusionrl.cli.ending import ending
+    from fusionrl.cli.end_message import ending
     from fusionrl.observe.run_dir import RunDir, umask_of
     from fusionrl.observe.spans import stop_recording
 
@@ -116,9 +116,9 @@ def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
 def _run_in(run_dir: RunDir, config: Config, plan: Plan, ahead: Ahead) -> None:
     """Write what the run is going to do, then run it."""
     from fusionrl.checks.warnings import run_warnings
-    from fusionrl.cli.ending import saves_at_the_end_only
+    from fusionrl.cli.end_message import saves_at_the_end_only
     from fusionrl.cli.resolve import resume_lines
-    from fusionrl.observe.log import quiet_libraries, setup_logging
+    from fusionrl.observe.logs import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress
     from fusionrl.observe.spans import phase, record_to
     from fusionrl.plan.render import memory_warnings, render_plan
@@ -138,7 +138,7 @@ def _run_in(run_dir: RunDir, config: Config, plan: Plan, ahead: Ahead) -> None:
         for text in [*memory_warnings(plan), *warnings]:
             logging.getLogger("fusionrl").warning("%s", text)
         with phase("import"):
-            from fusionrl.driver.run import run_training
+            from fusionrl.runtime.run import run_training
 
             quiet_libraries()
         run_training(config, plan, run_dir.path, run_dir.attempt, progress, ahead)
@@ -156,8 +156,8 @@ def debug(error: BaseException) -> None:
 
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
-    from fusionrl.cluster.ray_cluster import root_cause
-    from fusionrl.driver.signals import Terminated
+    from fusionrl.runtime.ray_cluster import root_cause
+    from fusionrl.runtime.signals import Terminated
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

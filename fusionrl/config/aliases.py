@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fusionrl.base.nearest import closest
+from fusionrl.base.spelling import closest
 from fusionrl.config.presets import NONZERO_STD
 
 _ALWAYS = "leave it out: it is always so here"
@@ -290,7 +290,7 @@ COMMON: dict[str, str] = {
     "warmup": "--lr-warmup-iters",
 }
 
-# slime's flags have a table of their own: `fusionrl/config/slime/table.py`.
+# slime's flags have a table of their own: `fusionrl/compat/slime/flags/table.py`.
 TABLES: dict[str, dict[str, str]] = {"TRL": TRL, "verl": VERL, "": COMMON}
 _VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward_model", "trainer")
 _SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=.*", re.DOTALL)

@@ -29,7 +29,7 @@ from fusionrl.config.groups import (
     WeightsGroup,
 )
 from fusionrl.config.off_policy import with_default
-from fusionrl.upstream.flags import sglang_parser
+from fusionrl.config.upstream_flags import sglang_parser
 
 
 class PassThrough(Group):

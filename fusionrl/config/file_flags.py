@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from fusionrl.compat.slime.flags.table import TABLE
+from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
-from fusionrl.config.extras import empty_passthrough, parse_extra
 from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type, own_name_error
 from fusionrl.config.file_reader import WORDS, Json, Setting, read_settings
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import READS
+from fusionrl.config.passed_flags import empty_passthrough, parse_extra
 from fusionrl.config.plan_flags import PLAN_FLAGS
 from fusionrl.config.presets import with_preset
-from fusionrl.config.slime.table import TABLE
-from fusionrl.upstream import flags as upstream
 
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
 _OF_ONE_START = ("resume", "dry_run", "in_process", "pdb")  # how a former run was started, not what it was
@@ -180,7 +180,7 @@ def _mapping(flag: str, setting: Setting) -> dict[str, Json]:
 
 # ------------------------------------------------------------------------------------------------ flags of the parts
 def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
-    """Put the value of a flag that is none of ours into `flags.passthrough`, by the parser of its part."""
+    """Put the value of a flag that is none of ours into `upstream_flags.passthrough`, by the parser of its part."""
     flag, typed, text = flag_of(name), setting.typed, setting.text
     if text is None:
         raise ValueError(parse_extra(flag, [], empty_passthrough()) or f"{flag}: it needs a value")

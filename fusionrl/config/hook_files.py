@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PREFIX = "fusionrl_hooks_"
-STAND_INS = ("slime", "miles")  # installed, or fusionrl's own (`fusionrl.slime_names`); never a folder beside a hook
+STAND_INS = ("slime", "miles")  # installed, or `fusionrl.compat.slime.names`; never a folder next to a hook
 _folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
 _files: dict[str, Path] = {}  # full module name of a hook's file → the file
 _elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported from outside of the hook's folder

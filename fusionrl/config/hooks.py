@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fusionrl.compat.slime.names import finder
 from fusionrl.config.hook_files import import_file, register_folder
 from fusionrl.config.user_code import HookError, last_user_line, user_code
-from fusionrl.slime_names import finder
-from fusionrl.upstream import cpu_sglang
+from fusionrl.cpu import sglang_stubs
 
 # Every process that loads a user's function does so by this module: in each of them the name `slime` is known.
 finder.install()
-cpu_sglang.install()  # a hook may import sglang's parsers, which import triton, on a machine without CUDA
+sglang_stubs.install()  # a hook may import sglang's parsers, which import triton, on a machine without CUDA
 
 __all__ = [
     "OPTIONAL",
@@ -160,10 +160,15 @@ def load_function(path: str) -> Callable[..., Any]:
     return found
 
 
+OLD_API, NEW_API = "fusionrl.slime_api.", "fusionrl.compat.slime.api."
+
+
 @functools.cache
 def load_object(path: str) -> Any:
     """As `load_function`, for any object of a module: a list of tools, say."""
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if module_name.startswith(OLD_API):  # in config files and run folders from before the move
+        module_name = NEW_API + module_name[len(OLD_API) :]
     if not module_name or not name:
         raise ValueError(f"{path!r} is neither package.module.function nor path/to/file.py:function")
     if ":" not in path and name == "py":
@@ -259,7 +264,7 @@ def check_hook(field: str, path: str) -> str | None:
 def takes_input(field: str, function: Callable[..., Any]) -> bool:
     """Return whether a function is called with one `input`, as miles' are: a class, or a generate function.
 
-    `fusionrl.rollout.inputs` makes these calls.
+    `fusionrl.rollout.miles_inputs` makes these calls.
     """
     if inspect.isclass(function):
         return field in _MAY_TAKE_INPUT

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusionrl.config.pipelines import IN_TURN
-from fusionrl.control.knobs import PIPELINES
+from fusionrl.pipeline.knobs import PIPELINES
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config

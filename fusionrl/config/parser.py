@@ -13,16 +13,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.engine_groups import devices_of_groups
-from fusionrl.config.extras import parse_extras
 from fusionrl.config.fields import FIELDS, describe_error, inner_type, own_name_error, switches
 from fusionrl.config.file_flags import FileFlags, read_config_file
 from fusionrl.config.file_reader import UnreadableFile
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.passed_flags import parse_extras
 from fusionrl.config.presets import with_preset
-from fusionrl.config.slime.translate import translate
 from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
 from fusionrl.observe.run_dir import own_config_file
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionrl.control.knobs import PIPELINES
+from fusionrl.pipeline.knobs import PIPELINES
 
 AVAILABLE = tuple(PIPELINES)
 # The loop of one rollout after the other, without a controller.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusionrl.base.nearest import closest
+from fusionrl.base.spelling import closest
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
 from fusionrl.data.render import decoded, tools_of

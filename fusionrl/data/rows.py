@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusionrl.base.nearest import hint
 from fusionrl.base.packages import install_hint
+from fusionrl.base.spelling import hint
 from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
 from fusionrl.data.strict_json import (

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from fusionrl.data.counts import PrefixCacheInfo, SpecInfo
-from fusionrl.data.lists import ListField, PromptField, RareField, disown, own, owner_of
-from fusionrl.data.short import total
+from fusionrl.data.packed_lists import ListField, PromptField, RareField, disown, own, owner_of
+from fusionrl.data.request_counts import PrefixCacheInfo, SpecInfo
+from fusionrl.data.short_arrays import total
 from fusionrl.data.token_versions import (
     UNKNOWN_VERSION,
     extended_versions,
@@ -22,7 +22,7 @@ from fusionrl.data.token_versions import (
     split_versions,
     token_versions,
 )
-from fusionrl.observe.values import to_jsonable
+from fusionrl.observe.json_values import to_jsonable
 
 
 class Status(str, Enum):
@@ -81,9 +81,9 @@ class Sample:
     rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
     weight_versions    [response_length], weight version that generated each token, of a tool's tokens that of the token
                        before; -1: not known. slime has a list with one text a turn here: a function may append such
-                       texts (`rollout.versions` finds their tokens)
-                       These four are Python lists to whoever reads them, as in slime (`fusionrl.data.lists`); what is
-                       written may be any sequence of numbers. fusionrl's own code reads `array(name)`.
+                       texts (`rollout.weight_versions` finds their tokens)
+                       A hook reads these four as Python lists, as in slime (`data.packed_lists`), and may write
+                       any sequence of numbers. fusionrl's own code reads `array(name)`.
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
                        each of the model's layers (--use-rollout-routing-replay); -1 where that is not known

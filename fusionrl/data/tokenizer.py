@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusionrl.upstream.auto_tokenizer import import_auto_tokenizer, torch_left_out
+from fusionrl.data.auto_tokenizer import import_auto_tokenizer, torch_left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

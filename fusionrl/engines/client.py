@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import orjson
 
-from fusionrl.engines.asked import AnswerError, Asked, extremes, num_new_tokens, sampling_params
+from fusionrl.engines.answer_checks import AnswerError, Asked, extremes, num_new_tokens, sampling_params
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
-from fusionrl.engines.parsers import Parsers
-from fusionrl.engines.siblings import Siblings
-from fusionrl.engines.targets import Targets
+from fusionrl.engines.parser_processes import Parsers
+from fusionrl.engines.request_merging import Siblings
+from fusionrl.engines.request_targets import Targets
 
 if TYPE_CHECKING:
     import aiohttp

@@ -146,7 +146,7 @@ class EngineControl:
         group_name: str,
         backend: str,
     ) -> None:
-        """Join the group of `fusionrl.sync.group.init_external_group` as ranks `rank_offset...`.
+        """Join the group of `fusionrl.weights.process_group.init_external_group` as ranks `rank_offset...`.
 
         Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
         """

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fusionrl.base.socket_folder import socket_folder
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
-from fusionrl.engines.forked import fork_server
+from fusionrl.engines.forked_server import fork_server
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from fusionrl.engines.asked import AnswerError, Asked, log_prob_entries, token_ids
+from fusionrl.engines.answer_checks import AnswerError, Asked, log_prob_entries, token_ids
 
 _ANYTHING = Asked()
 FINISH_REASONS = ("stop", "length", "abort")

@@ -1,7 +1,7 @@
 """Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
 
 It adds five things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
-`cpu_sglang` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
+`sglang_stubs` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
 parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
 comes by standard input, as every user of the machine can read a command line, and every process of the same user the
 environment. Nothing of SGLang is imported before that. And each event of a stream tells which weights sampled which
@@ -16,11 +16,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fusionrl.base.heap import keep_freed
 from fusionrl.base.imports import without_collections
+from fusionrl.base.malloc import keep_freed
 from fusionrl.base.stack_signal import answer_with_stacks
-from fusionrl.engines import rendezvous
-from fusionrl.upstream import stream_versions
+from fusionrl.engines import rendezvous, stream_versions
 
 _OF_SCHEDULERS = (
     "sglang.srt.managers.tp_worker",
@@ -29,7 +28,7 @@ _OF_SCHEDULERS = (
     "sglang.srt.mem_cache.kv_cache_configurator",
     "sglang.srt.mem_cache.rust_tree_core.adapter",
     "sglang.srt.constrained.xgrammar_backend",
-    "fusionrl.upstream.cpu_attention_backend",
+    "fusionrl.cpu.attention_backend",
 )
 """Modules that SGLang imports in functions, as a scheduler starts: 800 files with theirs, 1 s of a core."""
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
@@ -37,9 +36,9 @@ DEVICE_VARIABLE = "FUSIONRL_DEVICE"
 _KEPT_BYTES = 32 * 2**20
 
 if os.environ.get(DEVICE_VARIABLE) == "cpu":
-    from fusionrl.upstream import cpu_sglang
+    from fusionrl.cpu import sglang_stubs
 
-    cpu_sglang.install()
+    sglang_stubs.install()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang takes its CPU code paths only when told to
 
 
@@ -90,9 +89,9 @@ def import_model() -> None:
 @contextmanager
 def _light() -> Iterator[None]:
     """Import parts of SGLang within it, without what no run uses."""
-    from fusionrl.upstream.kept_scans import kept_scans
-    from fusionrl.upstream.sglang_later import endpoints_later
-    from fusionrl.upstream.torch_later import symbols_later, uncompiled
+    from fusionrl.base.scan_cache import kept_scans
+    from fusionrl.cpu.lazy_torch import symbols_later, uncompiled
+    from fusionrl.engines.lazy_endpoints import endpoints_later
 
     with without_collections(), kept_scans(), symbols_later(), uncompiled(), endpoints_later():
         yield
@@ -112,17 +111,17 @@ def main(argv: list[str]) -> None:
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from fusionrl.upstream import cpu_attention, cpu_devices, cpu_layers, cpu_pause, cpu_sampling, cpu_speculation
-        from fusionrl.upstream.speculation import FLAG
+        from fusionrl.cpu import attention, sampling, scheduler_pause, sglang_layers, speculation, torch_device
+        from fusionrl.plan.speculation import FLAG
 
         keep_freed(_KEPT_BYTES)
-        cpu_attention.register()
-        cpu_devices.register()
-        cpu_layers.register()
-        cpu_pause.register()
-        cpu_sampling.register()
+        attention.register()
+        torch_device.register()
+        sglang_layers.register()
+        scheduler_pause.register()
+        sampling.register()
         if FLAG in argv:
-            cpu_speculation.register()
+            speculation.register()
         _fork_children()
     try:
         run_server(prepare_server_args(argv))

@@ -12,8 +12,8 @@ import signal
 import socket
 import sys
 
-from fusionrl.base.frames import frame, receive, receive_bytes
-from fusionrl.engines.asked import Asked
+from fusionrl.base.pipe_messages import frame, receive, receive_bytes
+from fusionrl.engines.answer_checks import Asked
 from fusionrl.engines.generation import Generation, parse_answer
 
 

@@ -25,7 +25,7 @@ from typing import BinaryIO, Protocol, Self
 from fusionrl.base.memory_groups import MemoryKills
 from fusionrl.base.signal_names import signal_name
 
-_MINDER = Path(__file__).with_name("minder.py")
+_MINDER = Path(__file__).with_name("process_minder.py")
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|\b(errno|os error) 98\b", re.IGNORECASE)
 
 # A process that forks without exec (multiprocessing's "fork") would keep our ends of the socket pairs open
@@ -69,7 +69,7 @@ Fork = Callable[[Sequence[str], socket.socket, BinaryIO, Mapping[str, str]], Min
 class ChildProcess:
     """A command in a session of its own that dies, with all its descendants, when this object's process does.
 
-    The command runs under `minder.py`, which see. Its standard output and error are appended to `log_path`;
+    The command runs under `process_minder.py`, which see. Its standard output and error are appended to `log_path`;
     its standard input is empty, or has a secret. Collecting this object ends the command too.
     """
 

@@ -6,8 +6,9 @@ push. `install` replaces torch's handler of that scheme in the server's processe
 * SGLang's own ranks, if they are on one machine, meet in a file of the engine's temporary folder; those of an engine
   over several nodes in a store that rank 0 makes at the given address, which takes connections from the run's nodes
   alone;
-* a trainer is met in the store that it made (`fusionrl.base.stores`): a file, or a TCPStore on another node. All
-  members of the group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.meeting`).
+* a trainer is met in the store that it made (`fusionrl.base.torch_stores`): a file, or a TCPStore on another node. All
+  members of the group wait there for each other, and NCCL's communicator is made at once
+  (`fusionrl.base.group_rendezvous`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def install() -> None:
     """Replace the handler, and the constructor of groups that SGLang calls; imports torch. Idempotent."""
     from torch.distributed import distributed_c10d as c10d
 
-    from fusionrl.base.meeting import connecting
+    from fusionrl.base.group_rendezvous import connecting
 
     # `torch.distributed.rendezvous` is the function of that name.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
@@ -40,8 +41,8 @@ def install() -> None:
 def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> Iterator[tuple[object, int, int]]:
     import torch.distributed as dist
 
-    from fusionrl.base.meeting import meet
-    from fusionrl.base.stores import engine_store, join_group_store
+    from fusionrl.base.group_rendezvous import meet
+    from fusionrl.base.torch_stores import engine_store, join_group_store
 
     address = urlparse(url)
     query = {name: int(values[0]) for name, values in parse_qs(address.query).items() if name in ("rank", "world_size")}

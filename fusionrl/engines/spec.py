@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusionrl.base.environment import child_environment
-from fusionrl.base.interfaces import collective_interfaces
+from fusionrl.base.network_interfaces import collective_interfaces
+from fusionrl.cpu.attention import BACKEND
 from fusionrl.engines.launch_server import DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE
 from fusionrl.models.scorers import read_scorer
-from fusionrl.upstream.cpu_attention import BACKEND
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fusionrl.base.nearest import hint
+from fusionrl.base.spelling import hint
 from fusionrl.models import families
 from fusionrl.models.families.hf_config import is_hf_config
 from fusionrl.models.yarn import check_yarn

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 from urllib.parse import urlsplit
 
-from fusionrl.observe.values import write_atomically
+from fusionrl.observe.json_values import write_atomically
 
 WANTED, STATES = "engines.txt", "engines.json"
 _HEAD = "# Addresses of engines that others have started, one a line. A line that goes lets its engine go.\n"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fusionrl.base.packages import install_hint
-from fusionrl.observe.values import Scalar, json_line, to_scalar
+from fusionrl.observe.json_values import Scalar, json_line, to_scalar
 
 METRICS_FILE = "metrics.jsonl"
 STEP_TIME = "perf/step_time_s"  # in the line of a finished step; the lines of a resume and an evaluation lack it

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import orjson
 
-from fusionrl.observe.values import json_line
+from fusionrl.observe.json_values import json_line
 
 _NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
 _EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, NotRequired, Self, TypedDict
 
 from fusionrl.base.environment import hide_passwords
+from fusionrl.observe.json_values import to_jsonable, write_atomically
 from fusionrl.observe.metrics import next_attempt
-from fusionrl.observe.values import to_jsonable, write_atomically
 
 LOCK_FILE = "run.lock"
 CONFIG_FILE = "config.json"  # of the first attempt: with it a folder holds a run

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypedDict
 
-from fusionrl.base.words import counted
+from fusionrl.base.plurals import counted
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.panel import BOLD, CYAN, cells, clip, color_wanted
 from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
 from fusionrl.observe.run_dir import holds_run
-from fusionrl.observe.text import shorten, visible
+from fusionrl.observe.safe_text import shorten, visible
 
 EXIT_USER = 2
 _EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups

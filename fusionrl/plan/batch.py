@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusionrl.base.words import counted
+from fusionrl.base.plurals import counted
 from fusionrl.config.divisors import dividing
 
 

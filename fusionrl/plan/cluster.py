@@ -7,12 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fusionrl.base.nearest import closest
-from fusionrl.base.words import counted
+from fusionrl.base.plurals import counted
+from fusionrl.base.spelling import closest
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
-from fusionrl.config.parts import estimator_of, uses_trainers
-from fusionrl.plan.auxiliary import auxiliary_role, role_flag
+from fusionrl.config.run_parts import estimator_of, uses_trainers
+from fusionrl.plan.critic import auxiliary_role, role_flag
 from fusionrl.plan.devices import KINDS, Machine
 
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)

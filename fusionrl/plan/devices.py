@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusionrl.base.memory_groups import limited_groups
-from fusionrl.plan.visible import VARIABLE, visible_names
+from fusionrl.plan.visible_devices import VARIABLE, visible_names
 
 GIB = 2**30
 # Memory cards of the GDDR kind keep their error-correcting codes in the same memory, 1/16 of it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusionrl.config.divisors import dividing
-from fusionrl.plan.passed import whole
+from fusionrl.plan.upstream_fields import whole
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusionrl.base.open_files import most_open_files
 from fusionrl.config.config import Config
-from fusionrl.config.parts import uses_engines
+from fusionrl.config.run_parts import uses_engines
 from fusionrl.plan.plan import Plan
 
 FILES_BESIDE = 200

@@ -11,26 +11,26 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import EngineGroup, engine_groups
-from fusionrl.config.parts import uses_engines, uses_trainers
-from fusionrl.control.knobs import Knobs
+from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
+from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
-from fusionrl.plan.checks import check_device, check_placement
+from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
+from fusionrl.plan.device_checks import check_device, check_placement
+from fusionrl.plan.device_sharing import StartOrder, start_order
 from fusionrl.plan.devices import Machine
+from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_policy
 from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
-from fusionrl.plan.pipeline import is_streamed, knobs_of
-from fusionrl.plan.places import engine_sizes, place_evaluation, place_policy
+from fusionrl.plan.pipeline_knobs import is_streamed, knobs_of
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan, plan_scorers
 from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.plan.turns import StartOrder, start_order
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether engines and trainers share GPUs, which have no room for all of both (`plan/turns.py`)."""
+        """Return whether engines and trainers take turns on shared GPUs (`plan/device_sharing.py`)."""
         return self.device == "cuda" and self.is_colocated
 
     @property

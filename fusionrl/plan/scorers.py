@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import uses_engines
+from fusionrl.config.run_parts import uses_engines
 from fusionrl.models.quantization import BlockFp8, read_described
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.places import place_engines
+from fusionrl.plan.engine_places import place_engines
 
 ScorerRole = Literal["reward-model", "teacher"]
 

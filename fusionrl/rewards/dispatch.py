@@ -19,14 +19,14 @@ from typing import SupportsFloat, TypeGuard
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
-from fusionrl.observe.courses import part
-from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
-from fusionrl.rewards.here import score_here
-from fusionrl.rewards.mailbox import result_of
-from fusionrl.rewards.model import model_score
+from fusionrl.observe.sample_timeline import part
+from fusionrl.rewards.future_queue import result_of
+from fusionrl.rewards.in_process import score_here
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
 from fusionrl.rewards.remote import PATH as REMOTE_PATH
+from fusionrl.rewards.reward_call import is_async, reward_name, reward_path, rm_type_of, takes_a_list
+from fusionrl.rewards.reward_model import model_score
 from fusionrl.rewards.settings import Packer, RewardSettings
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusionrl.base.packages import install_hint
-from fusionrl.rewards.text import after_thinking
+from fusionrl.rewards.text_match import after_thinking
 
 
 def ifeval(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:

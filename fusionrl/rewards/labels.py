@@ -13,7 +13,7 @@ from fusionrl.rewards.ifbench import instructions
 from fusionrl.rewards.ifeval import followed
 from fusionrl.rewards.math_utils import read_truth
 from fusionrl.rewards.registry import REMOTE, parse_rm_type
-from fusionrl.rewards.text import read_number_label, read_text
+from fusionrl.rewards.text_match import read_number_label, read_text
 
 # Each raises ValueError for a label, or metadata, that its reward cannot grade with. Others need no label.
 _READERS: dict[str, Callable[[Any, Any], object]] = {

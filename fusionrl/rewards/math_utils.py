@@ -10,7 +10,7 @@ from typing import Any
 
 from fusionrl.base.packages import install_hint
 from fusionrl.rewards.numbers import hundredth, is_equal_number, join_thousands, read_number
-from fusionrl.rewards.text import read_text
+from fusionrl.rewards.text_match import read_text
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _DIGITS = 30  # of a value that is compared

@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.base.environment import child_environment, secrets_of_hooks
-from fusionrl.base.frames import LENGTH, frame
+from fusionrl.base.pipe_messages import LENGTH, frame
 from fusionrl.data.sample import Sample
-from fusionrl.observe.log import LEVELS
+from fusionrl.observe.logs import LEVELS
 
 # What a process is at, in memory that both see: beats of its event loop, number of the job whose code runs.
 STATE = struct.Struct("QQ")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fusionrl.config.aliases import value_hint
-from fusionrl.rewards import math_utils, text
+from fusionrl.rewards import math_utils, text_match
 from fusionrl.rewards.code import CodeGrade, code, code_all, grade_all, grade_share
 from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.format import format_reward
@@ -27,9 +27,9 @@ Reward = float | dict[str, Any]
 
 # A new one: a function in this room, a line here and in the tables below that fit it, a row in docs/rewards.md, a test.
 RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
-    "exact": text.exact,
-    "last_number": text.last_number,
-    "f1": text.f1,
+    "exact": text_match.exact,
+    "last_number": text_match.last_number,
+    "f1": text_match.f1,
     "math": math_utils.math_verl,
     "math_verify": math_utils.math_reward,
     "math_verl": math_utils.math_verl,  # another name of math
@@ -41,10 +41,10 @@ RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
     "format": format_reward,
     "code": code,
     "code_all": code_all,
-    "random": text.random_reward,
+    "random": text_match.random_reward,
 }
 REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
-MODEL = "reward_model"  # an engine's, by --rm-model: see `model.py`
+MODEL = "reward_model"  # an engine's, by --rm-model: see `reward_model.py`
 # These say, beside the reward, for which reasons how many tests failed; and they run programs in the sandbox.
 EXPLAINED: dict[str, Callable[[str, Any], CodeGrade]] = {"code": grade_share, "code_all": grade_all}
 NEED_METADATA = frozenset({"gpqa", "ifeval", "ifbench", "format"})  # grade(response, label, metadata)

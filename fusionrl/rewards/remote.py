@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from fusionrl.data.sample import Sample
-from fusionrl.engines.post import post
+from fusionrl.engines.post_request import post
 
 PATH = f"{__name__}.remote_rm"
 MAX_TRIES = 10

@@ -32,14 +32,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fusionrl.base.frames import frame, receive
+from fusionrl.base.pipe_messages import frame, receive
 from fusionrl.base.stack_signal import answer_with_stacks
 from fusionrl.config.hooks import register_hooks
 from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
-from fusionrl.observe.log import setup_logging, write_whole_lines
-from fusionrl.rewards.calls import call_reward, reward_path
+from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.rewards.pool import STATE
+from fusionrl.rewards.reward_call import call_reward, reward_path
 from fusionrl.rewards.settings import UNCHANGING, Fresh, Grading
 
 T = TypeVar("T")

@@ -28,10 +28,10 @@ from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
-from fusionrl.observe.courses import part
+from fusionrl.observe.sample_timeline import part
+from fusionrl.rollout.model_turn import SamplingParams, note_no_room
 from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
-from fusionrl.rollout.turns import SamplingParams, note_no_room
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 if TYPE_CHECKING:
@@ -266,9 +266,9 @@ def parser_name(wanted: str, folder: str) -> str:
     Raises:
         ValueError: an unknown parser, a template without tool calls, or SGLang is not installed.
     """
-    from fusionrl.upstream import cpu_sglang
+    from fusionrl.cpu import sglang_stubs
 
-    cpu_sglang.install()
+    sglang_stubs.install()
     try:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
         from sglang.srt.parser.template_detection import detect_tool_call_parser

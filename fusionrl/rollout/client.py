@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Self
 
-from fusionrl.rollout.loops import LoopSemaphore
-from fusionrl.rollout.state import new_client, request_limit, rollout_open
+from fusionrl.rollout.event_loop import LoopSemaphore
+from fusionrl.rollout.generate_state import new_client, request_limit, rollout_open
 
 
 class RolloutClient:

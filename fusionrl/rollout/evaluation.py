@@ -13,8 +13,8 @@ from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, reward_value
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.client import RolloutClient
-from fusionrl.rollout.samples import SampleContext, as_list, generate_and_score
-from fusionrl.rollout.turns import SamplingParams
+from fusionrl.rollout.generate import SampleContext, as_list, generate_and_score
+from fusionrl.rollout.model_turn import SamplingParams
 from fusionrl.rollout.types import EvalResult, RolloutFnEvalOutput
 
 

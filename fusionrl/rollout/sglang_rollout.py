@@ -2,7 +2,7 @@
 
 `generate_rollout` is synchronous, as slime's is; the Buffer runs it in a thread of its own. Inside, one event loop
 keeps a bounded number of requests in flight. The functions here are the border: they have slime's signatures, and read
-the flags in `args` into typed settings; `turns.py` makes one turn of a sample, `samples.py` a sample and a group.
+the flags in `args` into typed settings; `model_turn.py` makes one turn of a sample, `generate.py` a sample and a group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation, abort_all
 from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.evaluation import evaluate_sets
-from fusionrl.rollout.samples import (
+from fusionrl.rollout.generate import (
     GroupContext,
     SampleContext,
     apply_filter,
@@ -32,9 +32,8 @@ from fusionrl.rollout.samples import (
     generate_group,
     generate_siblings,
 )
-from fusionrl.rollout.state import GenerateState, get_rollout_num_engines, sampling_params
-from fusionrl.rollout.teacher import Teacher
-from fusionrl.rollout.turns import (
+from fusionrl.rollout.generate_state import GenerateState, get_rollout_num_engines, sampling_params
+from fusionrl.rollout.model_turn import (
     SamplingParams,
     TurnSettings,
     generate_sample,
@@ -43,6 +42,7 @@ from fusionrl.rollout.turns import (
     stream_sample,
     take_turn,
 )
+from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import DataSource, RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 __all__ = [
@@ -115,7 +115,7 @@ async def stream_generate(
 
 
 def room(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> int:
-    """Tokens by which the sample may still grow; see `turns.room_left`."""
+    """Tokens by which the sample may still grow; see `model_turn.room_left`."""
     return room_left(args.rollout_max_context_len, sample, sampling_params)
 
 

@@ -17,7 +17,7 @@ from fusionrl.algorithms.rloo import leave_one_out
 from fusionrl.algorithms.token_stages import TokenInputs, TokenOptions, TokenStage
 from fusionrl.algorithms.whitening import moments, whiten
 from fusionrl.config.config import Config
-from fusionrl.config.parts import estimator_of
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.trainer.selection import gathered
 

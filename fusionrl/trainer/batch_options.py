@@ -9,8 +9,8 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.batch import BatchOptions, Slicing
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.packed_batch import BatchOptions, Slicing
 from fusionrl.trainer.settings import aggregation_of, loss_length
 
 

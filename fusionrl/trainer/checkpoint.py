@@ -33,10 +33,10 @@ from fusionrl.base.file_hashes import check_facts, facts_of
 from fusionrl.models.saved_shape import shape_difference
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
 from fusionrl.trainer.model import Trained, gather_params, unwrap
 from fusionrl.trainer.safe_load import only_data
-from fusionrl.upstream import megatron_versions
 
 DESCRIPTION = "fusionrl.json"
 FORMAT, WITHOUT_HASHES = 2, 1

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from fusionrl.base.environment import child_environment
 from fusionrl.base.file_hashes import Facts, Written, facts_of
-from fusionrl.base.frames import frame, receive
+from fusionrl.base.pipe_messages import frame, receive
 from fusionrl.base.stack_signal import answer_with_stacks
 
 if TYPE_CHECKING:
@@ -215,9 +215,9 @@ class WriterProcess:
 
 def _serve(connection: socket.socket) -> None:
     """The writer process: until the trainer's end of the connection is closed."""
-    from fusionrl.upstream import cpu_megatron
+    from fusionrl.cpu import megatron_patches
 
-    cpu_megatron.install()
+    megatron_patches.install()
     import megatron.core.dist_checkpointing  # noqa: F401 (takes seconds; now, and not at the first save)
 
     with suppress(ConnectionError, EOFError):  # the trainer is gone

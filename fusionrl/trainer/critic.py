@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 from fusionrl.algorithms.estimators import Role
 from fusionrl.models.shape import ModelShape
 from fusionrl.observe.spans import phase
-from fusionrl.trainer.columns import Handed, columns_of
+from fusionrl.trainer.shared_columns import Handed, columns_of
 from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
-    from fusionrl.trainer.pull import ColumnSource, ShardSource
+    from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
 
 
 class CriticTrainer(TrainerBase):
@@ -32,8 +32,8 @@ class CriticTrainer(TrainerBase):
         Returns:
             No metrics; the column values.
         """
-        from fusionrl.trainer.pull import pull
         from fusionrl.trainer.score import score_samples
+        from fusionrl.trainer.shard_pull import pull
 
         self.reload()
         pulled = pull(shard)
@@ -54,8 +54,8 @@ class CriticTrainer(TrainerBase):
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
-        from fusionrl.trainer.naming import naming_samples
-        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.error_samples import naming_samples
+        from fusionrl.trainer.shard_pull import pull
         from fusionrl.trainer.stages import Prepared
 
         with phase("train", step=rollout_id + 1):

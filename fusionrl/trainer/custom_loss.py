@@ -18,11 +18,11 @@ from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.batch import MicroBatch, Slicing
+from fusionrl.trainer.hook_rollout_data import as_rollout_data
+from fusionrl.trainer.local_spec import zigzag_positions
 from fusionrl.trainer.loss import LossSums
-from fusionrl.trainer.rollout_data import as_rollout_data
+from fusionrl.trainer.packed_batch import MicroBatch, Slicing
 from fusionrl.trainer.settings import aggregation_of, loss_length
-from fusionrl.upstream.local_spec import zigzag_positions
 
 FIELD = "custom_loss_function_path"
 

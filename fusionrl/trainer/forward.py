@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.packed_batch import MicroBatch
 
 T = TypeVar("T")
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, T]]

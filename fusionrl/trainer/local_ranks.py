@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
 
 from fusionrl.algorithms.estimators import Role
-from fusionrl.base.stores import create_group_store
+from fusionrl.base.torch_stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout

@@ -1,7 +1,7 @@
 """The loss of a micro-batch, and its metrics as sums that are right when added up over ranks.
 
 One denominator: the loss is `sum_t weights_t * l_t`, where `weights` already hold the global count of the
-optimizer step (see `batch.py`). So losses and gradients are sums over micro-batches and ranks, and no split
+optimizer step (see `packed_batch.py`). So losses and gradients are sums over micro-batches and ranks, and no split
 changes them.
 """
 
@@ -28,10 +28,10 @@ from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.off_policy import corrects_by_default
-from fusionrl.config.parts import policy_loss_name
-from fusionrl.trainer.batch import MicroBatch
+from fusionrl.config.run_parts import policy_loss_name
 from fusionrl.trainer.context_sum import sum_over_context_ranks
 from fusionrl.trainer.loss_hooks import LossHooks
+from fusionrl.trainer.packed_batch import MicroBatch
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
 
 

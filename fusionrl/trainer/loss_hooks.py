@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, user_code
-from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.context_sum import sum_over_context_ranks
+from fusionrl.trainer.packed_batch import MicroBatch
 
 TIS, REDUCER = "custom_tis_function_path", "custom_pg_loss_reducer_function_path"
 

@@ -35,16 +35,15 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
-from fusionrl.plan.schedule import lr_decay_steps, warm_up_steps
+from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.trainer import settings
-from fusionrl.trainer.batch import Selection
+from fusionrl.trainer import local_mlp, settings
+from fusionrl.trainer.latent_query import keep_query_plain
+from fusionrl.trainer.local_spec import add_output_norms, local_block_spec
 from fusionrl.trainer.log_probs import chunked_log_probs
+from fusionrl.trainer.packed_batch import Selection
 from fusionrl.trainer.rope import scale_rope
 from fusionrl.trainer.routing import RoutingReplay
-from fusionrl.upstream import local_mlp
-from fusionrl.upstream.latent_query import keep_query_plain
-from fusionrl.upstream.local_spec import add_output_norms, local_block_spec
 
 
 class ChosenOutputs(GPTModel):

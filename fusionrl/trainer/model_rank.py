@@ -10,8 +10,8 @@ import gc
 from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
-from fusionrl.base.heap import give_freed_back, keep_freed
 from fusionrl.base.imports import without_collections
+from fusionrl.base.malloc import give_freed_back, keep_freed
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from fusionrl.base.heap import give_freed_back
+from fusionrl.base.malloc import give_freed_back
 from fusionrl.trainer.communicators import Communicators, backends_of_groups
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.pinned import PinnedMemory
+from fusionrl.trainer.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer

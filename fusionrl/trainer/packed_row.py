@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusionrl.cpu.row_attention import plan_rows
 from fusionrl.plan.memory.activations import LONGEST_ROW
-from fusionrl.trainer.batch import BatchOptions
+from fusionrl.trainer.attention_buckets import LONG_PROMPT, plan_buckets
+from fusionrl.trainer.local_spec import PackedLayout, zigzag_positions
+from fusionrl.trainer.packed_batch import BatchOptions
 from fusionrl.trainer.routing import FREE
-from fusionrl.upstream.buckets import LONG_PROMPT, plan_buckets
-from fusionrl.upstream.local_spec import PackedLayout, zigzag_positions
-from fusionrl.upstream.row_attention import plan_rows
 
 # Tokens without sharing ÷ with it, from which a row shares its prompts: below, finding the shared tokens again in
 # each layer's attention costs more than the prompt saves. Measured on a CPU, see docs/parallelism.md: there it costs

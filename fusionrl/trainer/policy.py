@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fusionrl.config.parts import needs_reference
+from fusionrl.config.run_parts import needs_reference
 from fusionrl.observe.spans import phase, span
-from fusionrl.trainer.columns import Handed, SampleColumns, columns_of
 from fusionrl.trainer.model_rank import SetupFacts
 from fusionrl.trainer.push_source import PushSource
+from fusionrl.trainer.shared_columns import Handed, SampleColumns, columns_of
 
 if TYPE_CHECKING:
     from fusionrl.data.train_batch import TrainShard
-    from fusionrl.trainer.pull import ColumnSource, ShardSource
+    from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
     from fusionrl.trainer.stages import Prepared, Scored, TrainReport
     from fusionrl.trainer.steps import Stepping
 
@@ -88,8 +88,8 @@ class PolicyTrainer(PushSource):
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
-        from fusionrl.trainer.naming import naming_samples
-        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.error_samples import naming_samples
+        from fusionrl.trainer.shard_pull import pull
 
         with phase("train", step=rollout_id + 1):
             self.reload()
@@ -109,7 +109,7 @@ class PolicyTrainer(PushSource):
             rollout_id: as of `train`.
             shard: as of `train`.
         """
-        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.shard_pull import pull
 
         self._scored = None
         with phase("score ahead", step=rollout_id + 1):
@@ -117,7 +117,7 @@ class PolicyTrainer(PushSource):
             self._score_pulled(rollout_id, pull(shard))
 
     def _score_pulled(self, rollout_id: int, pulled: TrainShard) -> None:
-        from fusionrl.trainer.naming import naming_samples
+        from fusionrl.trainer.error_samples import naming_samples
 
         with naming_samples(self.run_dir, pulled, rollout_id):
             if self.loss.mode == "rl":
@@ -134,8 +134,8 @@ class PolicyTrainer(PushSource):
         Returns:
             No metrics: `train` reports them; the columns values and returns.
         """
-        from fusionrl.trainer.naming import naming_samples
-        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.error_samples import naming_samples
+        from fusionrl.trainer.shard_pull import pull
 
         self._prepared = None
         with phase("prepare", step=rollout_id + 1):
@@ -199,8 +199,8 @@ class PolicyTrainer(PushSource):
         Returns:
             eval/loss and eval/num_tokens.
         """
-        from fusionrl.trainer.pack import build_micro_batches
-        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.micro_batches import build_micro_batches
+        from fusionrl.trainer.shard_pull import pull
         from fusionrl.trainer.step import evaluate
 
         self.reload()

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fusionrl.base.imports import without_collections
-from fusionrl.base.stores import join_group_store
+from fusionrl.base.torch_stores import join_group_store
+from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer import adam
-from fusionrl.upstream import cpu_megatron, megatron_versions
+from fusionrl.trainer import adam, megatron_versions
 
 
 def join_ranks(
@@ -29,11 +29,11 @@ def join_ranks(
     """Import Megatron with its CPU layer, meet the other ranks in the store at `address`, and seed what is random."""
     if address[0].startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cpu_megatron.install()
+    megatron_patches.install()
     with without_collections():
         from megatron.core import parallel_state, tensor_parallel
 
-    cpu_megatron.patch()
+    megatron_patches.patch()
     megatron_versions.without_te()
     adam.patch()
     torch.cuda.set_device(device)

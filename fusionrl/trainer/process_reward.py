@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.observe.spans import phase
-from fusionrl.trainer.columns import Handed, columns_of
 from fusionrl.trainer.model_rank import SetupFacts
+from fusionrl.trainer.shared_columns import Handed, columns_of
 from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
-    from fusionrl.trainer.pull import ShardSource
+    from fusionrl.trainer.shard_pull import ShardSource
 
 
 class ProcessRewardTrainer(TrainerBase):
@@ -45,9 +45,9 @@ class ProcessRewardTrainer(TrainerBase):
         import torch
 
         from fusionrl.algorithms.prime import implicit_rewards
-        from fusionrl.trainer.naming import naming_samples
-        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.error_samples import naming_samples
         from fusionrl.trainer.score import score_samples
+        from fusionrl.trainer.shard_pull import pull
         from fusionrl.trainer.stages import Prepared
 
         self.reload()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from torch import Tensor
 
-    from fusionrl.sync.disk import DiskWriter
-    from fusionrl.sync.export import Exporter
-    from fusionrl.sync.reports import SendReport, WriteReport
-    from fusionrl.sync.send import WeightSender
+    from fusionrl.weights.disk import DiskWriter
+    from fusionrl.weights.export import Exporter
+    from fusionrl.weights.rank_reports import SendReport, WriteReport
+    from fusionrl.weights.send import WeightSender
 
 
 class PushSource(TrainerBase):
@@ -65,14 +65,14 @@ class PushSource(TrainerBase):
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
         from fusionrl.models.fp8 import held
-        from fusionrl.sync.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
+        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
 
         tensors = held(self._exporter().full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
         return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple)
 
     def _exporter(self) -> Exporter:
-        from fusionrl.sync.export import Exporter
+        from fusionrl.weights.export import Exporter
 
         return Exporter(
             self.trained.chunks,
@@ -90,7 +90,7 @@ class PushSource(TrainerBase):
         import torch.distributed as dist
 
         from fusionrl.engines.engine import node_id
-        from fusionrl.sync.send import WeightSender
+        from fusionrl.weights.send import WeightSender
 
         return WeightSender(
             rank=self.rank,
@@ -110,7 +110,7 @@ class PushSource(TrainerBase):
             return self._disk
         import torch.distributed as dist
 
-        from fusionrl.sync.disk import DiskOptions, DiskWriter
+        from fusionrl.weights.disk import DiskOptions, DiskWriter
 
         weights, world_size = self.config.weights, self.layout.world_size
         total = self.shape.num_parameters * (4 if self.plan.rollout_dtype == "fp32" else 2)

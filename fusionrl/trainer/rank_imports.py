@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 
 from fusionrl.base.imports import without_collections
-from fusionrl.upstream import cpu_megatron
+from fusionrl.cpu import megatron_patches
 
 with warnings.catch_warnings(), without_collections():
     warnings.simplefilter("ignore")
-    cpu_megatron.install()
+    megatron_patches.install()
     import fusionrl.trainer.model  # and with it Megatron
     import fusionrl.trainer.roles  # noqa: F401

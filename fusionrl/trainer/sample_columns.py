@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.columns import SampleColumns
+from fusionrl.trainer.shared_columns import SampleColumns
 
 
 def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleColumns:

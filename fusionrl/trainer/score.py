@@ -16,11 +16,11 @@ from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.spans import span
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.advantages import AdvantageOptions
-from fusionrl.trainer.batch import BatchOptions
 from fusionrl.trainer.forward import forward_log_probs, whole_responses
 from fusionrl.trainer.loss import LossOptions
+from fusionrl.trainer.micro_batches import pack_groups, round_up
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.pack import pack_groups, round_up
+from fusionrl.trainer.packed_batch import BatchOptions
 from fusionrl.trainer.stages import Experts, Scored
 from fusionrl.trainer.train_hooks import TrainHooks
 from fusionrl.trainer.weight_sets import WeightSet

@@ -8,11 +8,11 @@ import os
 import torch
 
 from fusionrl.config.config import Config
+from fusionrl.cpu import megatron_patches
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.yarn import Yarn, is_yarn
 from fusionrl.plan.defaults import Impl, layer_impl
 from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.upstream import cpu_megatron
 
 
 def rank_device(plan: TrainerPlan, rank: int, ordinal: int | None = None) -> torch.device:
@@ -112,7 +112,7 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "moe_token_dispatcher_type": "alltoall",
         # Makes data-parallel gradients sums, not means; see step.py.
         "calculate_per_token_loss": True,
-        # On a CPU by `upstream.cpu_gradients`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
+        # On a CPU by `cpu.gradients`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
         # such gradient: a user's model may have hooks on a weight, or use it twice.
         "gradient_accumulation_fusion": plan.device == "cpu" and not _is_users(config),
         "masked_softmax_fusion": False,
@@ -122,8 +122,8 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
     fields |= _expert_fields(shape, impl) | _latent_fields(shape) | _yarn_fields(shape)
     passed = config.passthrough.transformer
     if plan.device == "cpu":
-        fields.update({name: value for name, (value, _) in cpu_megatron.OVERRIDES.items()})
-        for name, (value, reason) in cpu_megatron.OVERRIDES.items():
+        fields.update({name: value for name, (value, _) in megatron_patches.OVERRIDES.items()})
+        for name, (value, reason) in megatron_patches.OVERRIDES.items():
             if name in passed and passed[name] != value:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(

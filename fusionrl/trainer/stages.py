@@ -22,11 +22,11 @@ import numpy as np
 from torch import Tensor
 
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.columns import SampleColumns
+from fusionrl.trainer.shared_columns import SampleColumns
 from fusionrl.trainer.step_report import StepReport
 
 if TYPE_CHECKING:
-    from fusionrl.trainer.batch import MicroBatch
+    from fusionrl.trainer.packed_batch import MicroBatch
 
 # The experts that routers chose when they were recorded: samples of a micro-batch → [tokens, mixtures, topk].
 Experts = dict[tuple[int, ...], Tensor]

@@ -19,11 +19,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from fusionrl.observe.spans import span
-from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.forward import forward_log_probs, run_forward
 from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.megatron_spans import settle
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.packed_batch import MicroBatch
 from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
 

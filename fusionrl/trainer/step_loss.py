@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fusionrl.config.hooks import HookError
-from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.custom_loss import CustomLoss
 from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
 from fusionrl.trainer.loss_hooks import LossHooks
+from fusionrl.trainer.packed_batch import MicroBatch
 
 
 @dataclass(frozen=True)

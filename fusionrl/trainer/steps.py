@@ -11,13 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fusionrl.observe.spans import span
-from fusionrl.trainer.bound import Bound
 from fusionrl.trainer.custom_loss import CustomLoss, CustomLossOptions
 from fusionrl.trainer.loss import LossOptions, LossSums
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.skips import SkipWatch
+from fusionrl.trainer.skipped_steps import SkipWatch
 from fusionrl.trainer.stages import PackedStep, StepsTaken
+from fusionrl.trainer.staleness_bound import Bound
 from fusionrl.trainer.step import train_step
 from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport

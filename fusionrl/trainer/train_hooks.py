@@ -12,7 +12,7 @@ import torch
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.rollout_data import as_rollout_data, recounted, take_back
+from fusionrl.trainer.hook_rollout_data import as_rollout_data, recounted, take_back
 
 if TYPE_CHECKING:
     # Not at run time: --custom-megatron-init-path may replace what this module takes from Megatron.

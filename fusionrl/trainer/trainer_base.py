@@ -10,11 +10,11 @@ from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 if TYPE_CHECKING:
     import numpy as np
 
-    from fusionrl.trainer.batch import BatchOptions
     from fusionrl.trainer.loss import LossOptions
-    from fusionrl.trainer.pull import ShardSource
+    from fusionrl.trainer.packed_batch import BatchOptions
     from fusionrl.trainer.score import Scorer
-    from fusionrl.trainer.skips import SkipWatch
+    from fusionrl.trainer.shard_pull import ShardSource
+    from fusionrl.trainer.skipped_steps import SkipWatch
     from fusionrl.trainer.stages import Prepared, TrainReport
     from fusionrl.trainer.steps import Stepping
 
@@ -27,7 +27,7 @@ class TrainerBase(ModelRank):
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """As of `ModelRank`."""
         facts = super().setup(master_addr, master_port)
-        from fusionrl.trainer.skips import SkipWatch
+        from fusionrl.trainer.skipped_steps import SkipWatch
 
         self._skips = SkipWatch(self.config.train.max_skipped_steps, self.rank, self.layout.world_size)
         return facts
@@ -56,7 +56,7 @@ class TrainerBase(ModelRank):
     @property
     def stepping(self) -> Stepping:
         """The model, the loss and the hooks of this role's optimizer steps."""
-        from fusionrl.trainer.bound import Bound
+        from fusionrl.trainer.staleness_bound import Bound
         from fusionrl.trainer.steps import Stepping
 
         bound = Bound.of(self.trainer_plan.knobs)
@@ -78,17 +78,17 @@ class TrainerBase(ModelRank):
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
-        from fusionrl.trainer.pull import pull
         from fusionrl.trainer.score import score_samples
+        from fusionrl.trainer.shard_pull import pull
 
         self.reload(only_weights)
         return score_samples(pull(shard), self.scorer, weights=weights, all_responses=True).samples
 
     def learn(self, rollout_id: int, prepared: Prepared) -> TrainReport:
         """Train on a prepared shard: the stages pack, steps and report."""
-        from fusionrl.trainer.look_ahead import LookAhead
-        from fusionrl.trainer.pack import Packing, pack_steps
-        from fusionrl.trainer.report import report
+        from fusionrl.trainer.micro_batches import Packing, pack_steps
+        from fusionrl.trainer.rollout_report import report
+        from fusionrl.trainer.step_statistics import LookAhead
         from fusionrl.trainer.steps import take_steps
 
         loss, counters = self.loss, self.counters

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusionrl.models.hf_io import local_tensors, read_local_weights
 from fusionrl.models.shape import ModelShape
-from fusionrl.trainer.pinned import Kept, PinnedMemory
+from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 
 
 class WeightSet:

@@ -18,9 +18,9 @@ from fusionrl.checks.algorithm import OF_GROUPS, PRICED
 from fusionrl.config.config import Config
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.parser import parse_args
-from fusionrl.config.parts import estimator_of, policy_loss_name
 from fusionrl.config.presets import PRESETS
-from fusionrl.upstream import cpu_megatron
+from fusionrl.config.run_parts import estimator_of, policy_loss_name
+from fusionrl.cpu import megatron_patches
 
 # What each name came to before there was a table, at commit eb89ee4. By name: the group stage, the one with
 # --disable-grpo-std-normalization, the token stage, whitening, the model besides the policy, the policy loss.
@@ -116,7 +116,7 @@ def test_each_algorithm_sets_the_flags_that_it_set_before() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_each_algorithm_is_the_one_of_before(name: str) -> None:
     config = parse_args(["--algorithm", name, "--n-samples-per-prompt", "4", "--rollout-max-response-len", "100"])
-    cpu_megatron.install()
+    megatron_patches.install()
     from fusionrl.trainer.advantages import AdvantageOptions
     from fusionrl.trainer.loss import LossOptions
 

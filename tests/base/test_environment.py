@@ -138,6 +138,6 @@ def test_no_child_is_started_with_everything() -> None:
         text = path.read_text()
         calls = [text[m.start() : m.start() + 600] for m in re.finditer(r"subprocess\.(Popen|run)\(", text)]
         bare = [call for call in calls if not re.search(r"\benv=", call)]
-        if bare and path.name != "minder.py":  # it hands on what it was started with
+        if bare and path.name != "process_minder.py":  # it hands on what it was started with
             found[str(path.relative_to(root))] = len(bare)
     assert found == allowed, json.dumps(found)

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base.births import LENGTH, PID_FILE, ask
 from fusionrl.base.nursery import Branch, Order
-from fusionrl.base.title import ROOM
+from fusionrl.base.nursery_client import LENGTH, PID_FILE, ask
+from fusionrl.base.process_title import ROOM
 
 KEY = "k" * 64
 # What the nursery imports; `tell` is what its forks do.
 MODULE = """
 import json, os, random, signal, sys, tempfile
 import numpy
-from fusionrl.base.title import replace_title, set_title
+from fusionrl.base.process_title import replace_title, set_title
 
 IMPORTED_BY = os.getpid()
 TEMPORARY = tempfile.gettempdir()
@@ -194,7 +194,7 @@ def test_a_fork_is_ended_for_its_memory_before_others_as_its_asker_is(nursery: N
     """A raylet sets this for the process that it has started."""
     code = (
         "import os, sys\n"
-        "from fusionrl.base.births import ask\n"
+        "from fusionrl.base.nursery_client import ask\n"
         "open('/proc/self/oom_score_adj', 'w').write('900')\n"
         "ask(sys.argv[1], sys.argv[2], ['it'], os.environ, (0, 1, 2))\n"
     )

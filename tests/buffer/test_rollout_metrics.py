@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionrl.buffer.eval_metrics import eval_metrics, eval_table
-from fusionrl.buffer.report import rollout_metrics, set_metrics
+from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.data.sample import Sample
 
 

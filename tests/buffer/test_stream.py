@@ -16,10 +16,10 @@ from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.buffer.stream import check_bound
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
-from fusionrl.control.knobs import Knobs
 from fusionrl.data.sample import Sample
 from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
+from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.plan import make_plan
 
 HOOKS = Path(__file__).with_name("stream_hooks.py")

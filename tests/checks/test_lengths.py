@@ -17,7 +17,7 @@ from fusionrl.checks import long_rows as lengths
 from fusionrl.checks.lengths import length_errors
 from fusionrl.checks.long_rows import context_length, first_over, most_bytes
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.data.check import DataCheck
+from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.models.shape import read_model_shape
@@ -59,9 +59,9 @@ def one(found: list[str], *parts: str) -> None:
     ],
 )
 def test_positions_are_counted_as_sglang_counts_them(scaling: dict[str, Any] | None) -> None:
-    from fusionrl.upstream import cpu_sglang
+    from fusionrl.cpu import sglang_stubs
 
-    cpu_sglang.install()
+    sglang_stubs.install()
     from sglang.srt.utils.hf_transformers.common import get_context_length
 
     config = SimpleNamespace(max_position_embeddings=4096, rope_scaling=scaling)

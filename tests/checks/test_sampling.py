@@ -15,7 +15,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.rollout.evaluation import eval_sampling_params
-from fusionrl.rollout.state import sampling_params
+from fusionrl.rollout.generate_state import sampling_params
 
 VOCAB = 512
 NUMBERS = [-1.0, 0.0, 1e-9, 1e-6, 0.5, 1.0, 2.0, 1e9, math.inf, math.nan]

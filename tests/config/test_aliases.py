@@ -9,14 +9,14 @@ import typing
 
 import pytest
 
+from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.aliases import TABLES, VALUES, cure_for
-from fusionrl.config.extras import COMING
 from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import read_args
+from fusionrl.config.passed_flags import COMING
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES
-from fusionrl.upstream import flags as upstream
 
 FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
 ENTRIES = [(owner, name) for owner, table in TABLES.items() for name in table]

@@ -72,10 +72,10 @@ def test_mistakes_are_refused_with_text_and_cure(texts: list[str], parts: list[s
 
 
 def test_fields_that_all_engines_share_are_fields_of_sglang() -> None:
-    from fusionrl.upstream import flags
+    from fusionrl.config import upstream_flags
 
     for name in ALIKE:
-        flags.check_field("sglang", name)
+        upstream_flags.check_field("sglang", name)
 
 
 def test_devices_follow_from_the_groups() -> None:

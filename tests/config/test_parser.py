@@ -8,10 +8,10 @@ import pydantic
 import pytest
 
 from fusionrl.config.config import Config
-from fusionrl.config.extras import COMING
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, parse_args, read_args
+from fusionrl.config.passed_flags import COMING
 
 
 def errors_of(*argv: str) -> list[str]:

@@ -9,9 +9,9 @@ import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.buffer.build import build_shards
 from fusionrl.buffer.eval_metrics import eval_set_metrics
-from fusionrl.buffer.report import rollout_metrics, set_metrics
+from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
+from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.attempts import attempts_of, join_attempt
 from fusionrl.data.sample import Sample, Status
 from fusionrl.plan.balance import Balance, SequenceCost

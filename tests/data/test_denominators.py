@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionrl.algorithms.aggregation import token_weights
-from fusionrl.buffer.build import build_shards
+from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan

@@ -161,7 +161,7 @@ def _text(tokenizer: Any, prompt: Any, tools: object) -> str:
 
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"', "[1]", "Oslo"])
 def test_arguments_that_are_no_json_are_named_before_the_run(arguments: str, write_rows: Callable[..., Path]) -> None:
-    from fusionrl.data.check import DataCheck
+    from fusionrl.data.check_command import DataCheck
 
     data = write_rows([{"messages": [USER, call(arguments)]}])
     errors, _ = DataCheck(PromptColumns("messages"), is_sft=True).problems(str(data))
@@ -171,7 +171,7 @@ def test_arguments_that_are_no_json_are_named_before_the_run(arguments: str, wri
 def test_tools_of_the_metadata_are_rendered_as_those_of_a_column(
     tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
-    from fusionrl.data.check import DataCheck
+    from fusionrl.data.check_command import DataCheck
 
     tokenizer, tools = tokenizer_with(TEMPLATE), [{"type": "function", "function": {"name": "weather"}}]
     turns = [USER, {"role": "assistant", "content": "Rain."}]

@@ -11,7 +11,7 @@ import pytest
 
 from fusionrl.data.sample import Sample, reward_value
 from fusionrl.data.token_versions import token_versions
-from fusionrl.observe.values import json_line
+from fusionrl.observe.json_values import json_line
 
 
 def appended() -> Sample:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.data.check import DataCheck
+from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
 from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
 

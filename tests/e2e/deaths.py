@@ -47,7 +47,7 @@ def kill_and_check(launched: Launched, folder: Path, is_time: Callable[[], bool]
 
 def _router_of(launched: Launched) -> int:
     """It gives itself a title, so it is found by the program that minds it."""
-    (minder,) = launched.find(r"minder\.py .* fusionrl\.engines\.launch_router")
+    (minder,) = launched.find(r"process_minder\.py .* fusionrl\.engines\.launch_router")
     (router,) = psutil.Process(minder).children()
     return router.pid
 

@@ -11,8 +11,7 @@ import io
 import os
 import sys
 
-from fusionrl.engines import launch_server, rendezvous
-from fusionrl.upstream import stream_versions
+from fusionrl.engines import launch_server, rendezvous, stream_versions
 
 if __name__ == "__main__":
     rendezvous.install = stream_versions.register = lambda: None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from fusionrl.engines.attached import AttachedEngine
+from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.observe.engine_list import read_states
 from tests.e2e.launch import launch, metrics_of, run
 

@@ -26,7 +26,7 @@ SHELL = {
     "AWS_SECRET_ACCESS_KEY": "awsstolen0123456789",
     "OPENAI_API_KEY": "sk-hook0123456789",
 }
-RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|cluster/agent_later\.py|fusionrl\.cli train"
+RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|runtime/ray_agent_stub\.py|fusionrl\.cli train"
 KINDS = {
     r"gcs_server": "Ray: GCS",
     r"/raylet/raylet": "Ray: raylet",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base.births import FOLDER_VARIABLE
+from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from tests.e2e.launch import metrics_of, run
 from tests.warm_nursery import EngineBranch, SharedNursery
 

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from fusionrl.engines.asked import AnswerError, Asked, input_log_probs, log_probs, routed_experts, score
+from fusionrl.engines.answer_checks import AnswerError, Asked, input_log_probs, log_probs, routed_experts, score
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import parse_answer
 from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTATIONS, VOCAB_SIZE, compressed, table

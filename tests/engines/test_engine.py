@@ -26,7 +26,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.engines.forked import ForkedMinder
+from fusionrl.engines.forked_server import ForkedMinder
 from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
 from fusionrl.engines.payload import SharedBuffer, by_value
@@ -34,7 +34,7 @@ from fusionrl.engines.router import Router
 from fusionrl.engines.segments import map_segment
 from fusionrl.engines.spec import LOADER
 from fusionrl.rollout.sglang_rollout import sampling_params, stream_generate
-from fusionrl.sync.group import create_group_store, init_external_group
+from fusionrl.weights.process_group import create_group_store, init_external_group
 from tests.tiny_model import make_tiny_qwen3
 
 # find_spec, as the import of sglang takes seconds and must not be needed here.
@@ -307,7 +307,7 @@ def _wait_for_running_request(engine: EngineActor) -> None:
 def test_a_sender_imports_nothing_of_sglang() -> None:
     """In a process of its own: others of this one's tests read SGLang's flags."""
     program = (
-        "import sys, torch, fusionrl.sync.send; from fusionrl.engines.payload import SharedBuffer, by_value\n"
+        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.payload import SharedBuffer, by_value\n"
         "shared = SharedBuffer(24); shared.payload([('a', shared.flat.view(torch.float32).view(2, 3))])\n"
         "by_value([('a', torch.ones(2))]); assert 'sglang' not in sys.modules"
     )

@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 
-from fusionrl.base.births import FOLDER_VARIABLE
 from fusionrl.base.nursery import Branch, Order
+from fusionrl.base.nursery_client import FOLDER_VARIABLE
+from fusionrl.base.process_title import ROOM
 from fusionrl.base.signal_names import signal_name
-from fusionrl.base.title import ROOM
-from fusionrl.cluster.nursery_order import engine_branch
-from fusionrl.engines.forked import MODULE, SOCKET, ForkedMinder, fork_server
+from fusionrl.engines.forked_server import MODULE, SOCKET, ForkedMinder, fork_server
 from fusionrl.engines.process import (
     ChildExited,
     ChildProcess,
@@ -31,6 +30,7 @@ from fusionrl.engines.process import (
     start_on_free_ports,
 )
 from fusionrl.engines.spec import EngineSpec, server_environment
+from fusionrl.runtime.nursery_order import engine_branch
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.
@@ -44,7 +44,7 @@ time.sleep(600)
 
 STARTER = """
 import os, subprocess, sys, time
-from fusionrl.engines.forked import fork_server
+from fusionrl.engines.forked_server import fork_server
 from fusionrl.engines.process import ChildProcess
 child = ChildProcess(sys.argv[2:], sys.argv[1], fork=fork_server)
 subprocess.Popen(["sleep", "20"])                 # a later child by exec ...
@@ -73,7 +73,9 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("nursery")
     (folder / "any_program.py").write_text(SERVER)
     paths = [str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")]
-    branch = Branch(str(folder / SOCKET), ["any_program", "torch"], "fusionrl.engines.forked:mind_server", kept=["HF_"])
+    branch = Branch(
+        str(folder / SOCKET), ["any_program", "torch"], "fusionrl.engines.forked_server:mind_server", kept=["HF_"]
+    )
     with subprocess.Popen(
         [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],
         stdin=subprocess.PIPE,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import requests
 
-from fusionrl.cluster.refusals import RefusalWatch
-from fusionrl.engines.post import post
+from fusionrl.engines.post_request import post
 from fusionrl.engines.router import Router
+from fusionrl.runtime.router_refusals import RefusalWatch
 from tests.rollout.engine import KEY, sglang_engine
 
 pytestmark = [

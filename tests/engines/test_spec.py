@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from fusionrl.config import upstream_flags
 from fusionrl.engines.spec import LOADER, EngineSpec, server_command, server_environment, to_flags
-from fusionrl.plan.checks import FP32_ATTENTION
-from fusionrl.upstream import flags
+from fusionrl.plan.device_checks import FP32_ATTENTION
 
 
 def make_spec(**changes: Any) -> EngineSpec:
@@ -58,8 +58,10 @@ def test_a_list_of_objects_is_one_json_value() -> None:
 )
 def test_lists_reach_sglang_as_they_were_given(option: str, values: list[str]) -> None:
     """Some lists are one JSON text for SGLang, others are several values."""
-    fields = flags.parse_with(flags.sglang_parser(), option, values, flags.SGLANG_OWNED)
-    found, given = [flags._import_sglang_parser().parse_args([*x]) for x in (to_flags(fields), [option, *values])]
+    fields = upstream_flags.parse_with(upstream_flags.sglang_parser(), option, values, upstream_flags.SGLANG_OWNED)
+    found, given = [
+        upstream_flags._import_sglang_parser().parse_args([*x]) for x in (to_flags(fields), [option, *values])
+    ]
     name = next(iter(fields))
     assert isinstance(getattr(given, name), list) and getattr(found, name) == getattr(given, name)
 

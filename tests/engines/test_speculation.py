@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.data.counts import SpecInfo
+from fusionrl.data.request_counts import SpecInfo
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.upstream.speculation import ALGORITHMS
+from fusionrl.plan.speculation import ALGORITHMS
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = [

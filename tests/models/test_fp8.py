@@ -23,7 +23,7 @@ from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import buckets
 from fusionrl.plan.render import render_plan
-from fusionrl.sync.checksums import hash_tensor
+from fusionrl.weights.checksums import hash_tensor
 from tests.tiny_model import make_fp8
 
 BLOCKS = [((70, 45), (16, 8)), ((64, 32), (16, 8)), ((5, 3), (128, 128)), ((130, 257), (128, 128)), ((33, 8), (1, 8))]
@@ -225,9 +225,9 @@ def test_checksums_are_those_that_sglang_computes(folder: Path) -> None:
     """Its checker hashes what the stored values and scales are in bf16, by the code that is run here."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed")
-    from fusionrl.upstream import cpu_sglang
+    from fusionrl.cpu import sglang_stubs
 
-    cpu_sglang.install()
+    sglang_stubs.install()
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
     weight = random(256, 384, seed=2).bfloat16()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionrl.config.slime.table import SHAPES
+from fusionrl.compat.slime.flags.table import SHAPES
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.models.shape_claims import _RIGHT, claim_errors, layer_pattern
 

@@ -17,14 +17,14 @@ from fusionrl.algorithms.policy_loss import PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.value_loss import value_loss
-from fusionrl.buffer.accepted import AcceptedSamples
 from fusionrl.buffer.eval_metrics import eval_metrics
-from fusionrl.buffer.report import rollout_metrics, set_metrics
+from fusionrl.buffer.reject_sampling import AcceptedSamples
+from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.cli import main
 from fusionrl.data.sample import Sample
-from fusionrl.driver import reporter as train
 from fusionrl.observe.glossary import GLOSSARY, SECTIONS, describe, entry_of, render_glossary, undocumented
 from fusionrl.observe.metric_entries.training import ENGINE_AGAINST_TRAINER
+from fusionrl.runtime import reporter as train
 from fusionrl.trainer.step_report import WITH_MAXIMUM, WITH_MINIMUM, StepReport, pooled_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def reported_by_losses() -> Iterator[tuple[str, dict]]:
 
 
 def test_the_words_of_the_console_are_found() -> None:
-    """Those of the step line, as driver/reporter.py fills it in."""
+    """Those of the step line, as runtime/reporter.py fills it in."""
     from fusionrl.observe.glossary import _ON_THE_CONSOLE
 
     shown = set(train._SHOWN.values())

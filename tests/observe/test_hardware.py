@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from fusionrl.cluster.own_hardware import HOST, drawn
 from fusionrl.observe import spans
 from fusionrl.observe.hardware.host import peak_bytes, resident_bytes
 from fusionrl.observe.hardware.meter import Meter, summary
 from fusionrl.observe.hardware.nvml import Reading
+from fusionrl.runtime.process_hardware import HOST, drawn
 from tests.observe.fake_nvml import fake_nvml
 
 ASKS = """
 import json, os, sys
 from dataclasses import asdict
-from fusionrl.cluster.own_hardware import OwnHardware
+from fusionrl.runtime.process_hardware import OwnHardware
 from fusionrl.observe.hardware.meter import Meter
 from fusionrl.observe.hardware.nvml import open_nvml
 nvml = open_nvml()

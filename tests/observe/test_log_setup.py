@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.observe.log import LIBRARIES, quiet_libraries, setup_logging
+from fusionrl.observe.logs import LIBRARIES, quiet_libraries, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_worker_writes_each_line_once_and_whole(tmp_path: Path) -> None:
     file = tmp_path / "trainer-0.a1.log"
     code = f"""
 import logging, os, signal, warnings
-from fusionrl.cluster.actor_process import log_to
+from fusionrl.runtime.actor_process import log_to
 log_to({str(file)!r}, "trainer-0")
 print("printed by a hook")
 logging.getLogger("my_hook").info("logged by a hook")
@@ -137,7 +137,7 @@ def test_lines_of_two_processes_stay_whole(tmp_path: Path, wrap: str) -> None:
     code = f"""
 import sys
 {wrap}
-from fusionrl.observe.log import write_whole_lines
+from fusionrl.observe.logs import write_whole_lines
 write_whole_lines()
 sys.stdin.readline()
 for _ in range(3000):

@@ -14,7 +14,6 @@ import time
 
 import pytest
 
-from fusionrl.driver import reporter
 from fusionrl.observe.panel import (
     ASCII,
     UNICODE,
@@ -29,6 +28,7 @@ from fusionrl.observe.panel import (
     stacked,
 )
 from fusionrl.observe.progress import VALUE_KEYS, Progress
+from fusionrl.runtime import reporter
 
 STEP = {
     "reward": 0.412,

@@ -18,7 +18,7 @@ from fusionrl.observe.glossary import entry_of
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.run_dir import RunDir
 from fusionrl.observe.track.adapters import Target
-from fusionrl.observe.track.lines import Line
+from fusionrl.observe.track.metric_lines import Line
 from fusionrl.observe.track.prometheus import Prometheus
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
@@ -76,7 +76,7 @@ def test_prometheus_own_parser_reads_it(text: str) -> None:
 
 def test_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins before the first step, shows each, and ends with the run; it remembers nothing."""
-    monkeypatch.setattr("fusionrl.observe.track.sending._POLL_S", 0.05)
+    monkeypatch.setattr("fusionrl.observe.track.send._POLL_S", 0.05)
     port, run = free_port(), tmp_path / "run"
     held = RunDir(run)
     address = f"127.0.0.1:{port}"

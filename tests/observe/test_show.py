@@ -17,8 +17,8 @@ from fusionrl import cli
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.panel import cells
 from fusionrl.observe.rollouts import RolloutWriter, as_ranges, rollout_of_step
+from fusionrl.observe.safe_text import ending, shorten, visible
 from fusionrl.observe.show import sample_table
-from fusionrl.observe.text import ending, shorten, visible
 
 REWARDS = [0.0, 1.0, 0.5, 0.5, -2.0, 3.0]  # of groups 0, 0, 1, 1, 2, 2
 

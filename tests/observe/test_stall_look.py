@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.base.stack_signal import ask_for_stacks
-from fusionrl.observe.stalls.look import Seen, look
+from fusionrl.observe.stalls.processes import Seen, look
 
 ANSWERING = "from fusionrl.base.stack_signal import answer_with_stacks; answer_with_stacks()\n"
 BLOCKED = """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fusionrl.observe.stalls.look import Seen
-from fusionrl.observe.stalls.sentence import EngineLoad, named, ranks, sentence, spans
+from fusionrl.observe.stalls.message import EngineLoad, named, ranks, sentence, spans
+from fusionrl.observe.stalls.processes import Seen
 from fusionrl.observe.stalls.stacks import Frame, main_thread, read_stacks
-from fusionrl.observe.stalls.when import Late, Over, Phase, StallClock
+from fusionrl.observe.stalls.thresholds import Late, Over, Phase, StallClock
 
 IN_COLLECTIVE = """Current thread 0x00007f01 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2891 in all_reduce
@@ -130,8 +130,8 @@ def test_the_line_names_who_is_waited_for_and_how_far_the_others_are() -> None:
 
 
 def test_where_nobody_is_waited_for_the_driver_is_named() -> None:
-    line = sentence(Late("save", 60.0, None, 1), [], driver="publish (cluster/checkpoints.py:80)")
-    assert line == '"save" has taken 60 s (the first of its kind); the driver is in publish (cluster/checkpoints.py:80)'
+    line = sentence(Late("save", 60.0, None, 1), [], driver="publish (runtime/checkpoints.py:80)")
+    assert line == '"save" has taken 60 s (the first of its kind); the driver is in publish (runtime/checkpoints.py:80)'
 
 
 def test_names_and_numbers_are_taken_together() -> None:
@@ -148,7 +148,7 @@ def test_a_frame_is_fusionrl_s_by_the_package_s_files_and_not_by_the_name_of_a_f
     ours = ("/clones/fusionrl/fusionrl/trainer/loss.py", "/venv/lib/python3.12/site-packages/fusionrl/trainer/loss.py")
     assert [(one.is_fusionrl, str(one)) for one in map(frame, ours)] == [(True, "f (trainer/loss.py:9)")] * 2
     users = (
-        "/clones/fusionrl/tests/cluster/test_watchdog.py",
+        "/clones/fusionrl/tests/runtime/test_watchdog.py",
         "/home/fusionrl/my/reward.py",
         "/home/me/fusionrl/loss.py",
     )

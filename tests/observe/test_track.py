@@ -22,7 +22,7 @@ from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.run_dir import RunDir, is_running
 from fusionrl.observe.track import command
 from fusionrl.observe.track.adapters import Target, flat_config, mlflow_name
-from fusionrl.observe.track.lines import Line, read_lines
+from fusionrl.observe.track.metric_lines import Line, read_lines
 
 Points = list[tuple[str, int, float]]  # name, step, value; in the order in which they were sent
 
@@ -234,7 +234,7 @@ def test_a_lock_of_another_machine_is_named(
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fusionrl.observe.track.sending.time.sleep", stop)
+    monkeypatch.setattr("fusionrl.observe.track.send.time.sleep", stop)
     assert cli.main(["track", str(run), "--to", "wandb", "--follow"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("held by host elsewhere") == 1 and "3 lines sent" in captured.out
@@ -243,7 +243,7 @@ def test_a_lock_of_another_machine_is_named(
 def test_following_a_run_to_its_end(
     run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusionrl.observe.track.sending._POLL_S", 0.01)
+    monkeypatch.setattr("fusionrl.observe.track.send._POLL_S", 0.01)
     held = RunDir(run, resume=True)
     followed = threading.Thread(target=cli.main, args=(["track", str(run), "--to", "wandb", "--follow"],))
     followed.start()

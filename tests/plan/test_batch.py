@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionrl.buffer.build import build_shards
+from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches

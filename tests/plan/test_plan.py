@@ -10,8 +10,8 @@ import pytest
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import shape_from_hf_config
-from fusionrl.plan.auxiliary import auxiliary_config
-from fusionrl.plan.checks import check_device
+from fusionrl.plan.critic import auxiliary_config
+from fusionrl.plan.device_checks import check_device
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import render_plan
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.report import rollout_metrics
+from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code_run
-from fusionrl.rewards.calls import call_reward
 from fusionrl.rewards.code import grade_all, grade_share
 from fusionrl.rewards.code_labels import NumbersTest, read_tests
 from fusionrl.rewards.code_run import REASONS
+from fusionrl.rewards.reward_call import call_reward
 from fusionrl.rewards.settings import Grading
 from fusionrl.sandbox import SandboxError
 from tests.rewards.cheats import CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER

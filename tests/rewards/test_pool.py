@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.calls import is_async
 from fusionrl.rewards.pool import BLOCKED_S, Lost, RewardPool, RewardRaised
+from fusionrl.rewards.reward_call import is_async
 from fusionrl.rewards.settings import Grading
 
 GUILTY = 7

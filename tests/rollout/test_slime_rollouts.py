@@ -16,12 +16,12 @@ import pytest
 from aiohttp import web
 
 from fusionrl.buffer.data_source import RolloutDataSource
+from fusionrl.compat.slime.api.aiohttp_threaded import run_app_in_thread
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sglang_rollout import generate_rollout
 from fusionrl.rollout.types import RolloutAborted
-from fusionrl.slime_api.aiohttp_threaded import run_app_in_thread
 from tests.rollout.engine import EOS
 
 FILE = str(Path(__file__).with_name("slime_rollouts.py"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.control.knobs import PIPELINES
+from fusionrl.pipeline.knobs import PIPELINES
 from tools.bench import pipelines, pipelines_tool
 from tools.bench.lengths import Lengths
 from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row

@@ -13,7 +13,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from fusionrl.cluster.buffer_handle import BufferHandle
+from fusionrl.runtime.buffer_handle import BufferHandle
 from tests.tiny_model import make_tiny_qwen3
 from tools.bench import engine_alone
 from tools.bench.bare import Bare, samples_of

@@ -96,7 +96,7 @@ def test_the_stage_alone(workers, hf):
 def added(actor, shard, config):
     """The shard's advantages as the stage makes them, and its metrics."""
     from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
-    from fusionrl.trainer.pull import pull
+    from fusionrl.trainer.shard_pull import pull
 
     own = pull(shard)
     metrics = add_advantages(own, AdvantageOptions.from_config(config), actor.device)
@@ -105,7 +105,7 @@ def added(actor, shard, config):
 
 def advantages_of(actor, shard):
     """The shard's advantages as the trainer prepares them, and the metrics of that."""
-    from fusionrl.trainer.pull import pull
+    from fusionrl.trainer.shard_pull import pull
 
     prepared = actor._prepare(1, pull(shard))
     return prepared.shard.fields["advantages"], prepared.metrics

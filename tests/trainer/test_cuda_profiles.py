@@ -56,8 +56,8 @@ def test_torchs_trace_has_the_gpus_kernels(asked: list[tuple[object, ...]], monk
 TIMES = """
 from types import SimpleNamespace
 import torch
-from fusionrl.upstream import cpu_megatron
-cpu_megatron.install()
+from fusionrl.cpu import megatron_patches
+megatron_patches.install()
 from fusionrl.trainer.megatron_spans import record_megatron
 
 made = []

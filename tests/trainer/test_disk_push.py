@@ -21,10 +21,10 @@ from fusionrl.engines.http import call
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget
-from fusionrl.sync.calls import Threaded
-from fusionrl.sync.checksums import engine_checksums
-from fusionrl.sync.disk import DiskOptions
-from fusionrl.sync.disk_push import drop_files, push_by_disk
+from fusionrl.weights.checksums import engine_checksums
+from fusionrl.weights.disk import DiskOptions
+from fusionrl.weights.disk_push import drop_files, push_by_disk
+from fusionrl.weights.remote_calls import Threaded
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.test_weight_files import drop, limit_files, make_writer, write
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of, weights

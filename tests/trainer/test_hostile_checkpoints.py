@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.source import PromptSource
-from fusionrl.cluster.checkpoints import Checkpoints
+from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.runtime.checkpoints import Checkpoints
 from tests.trainer.checkpoint_mutations import MARKER, MUTATIONS, forge
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of
 

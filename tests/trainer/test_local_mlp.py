@@ -23,7 +23,7 @@ def values_and_gradients(rank: ModelRank, changes: dict[str, object]) -> None:
     import torch
     from megatron.core.transformer.mlp import MLP
 
-    from fusionrl.upstream.local_mlp import LocalMLP
+    from fusionrl.trainer.local_mlp import LocalMLP
 
     (mlp, *_) = [m for chunk in rank.trained.chunks for m in chunk.modules() if isinstance(m, MLP)]
     assert type(mlp) is LocalMLP

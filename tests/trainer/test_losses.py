@@ -50,7 +50,7 @@ def gradients_of(actor, config, shard, thetas, olds, group_index):
     from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
     from fusionrl.trainer.batch_options import batch_options
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
-    from fusionrl.trainer.pack import build_micro_batches
+    from fusionrl.trainer.micro_batches import build_micro_batches
     from fusionrl.trainer.selection import pair_advantages, select_tokens
 
     names = shard.fields["sample_index"].tolist()

@@ -79,10 +79,9 @@ def save_as_megatron_lm(actor, path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from fusionrl.trainer import checkpoint
+    from fusionrl.trainer import checkpoint, megatron_versions
     from fusionrl.trainer.checkpoint_io import PendingFiles, result_queue
     from fusionrl.trainer.model import unwrap
-    from fusionrl.upstream import megatron_versions
 
     modules = [unwrap(chunk) for chunk in actor.trained.chunks]
     for module in modules:

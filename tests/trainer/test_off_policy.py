@@ -9,7 +9,7 @@ from fusionrl.buffer.log_probs import warn_without_log_probs
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.rollout import versions
+from fusionrl.rollout import weight_versions
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 AHEAD = {"pipeline": "async", "rollout_batch_size": 6}
@@ -51,15 +51,15 @@ def test_without_the_engines_log_probs_only_the_flag_is_an_error(workers, hf) ->
     ("values", "is_warned"), [(AHEAD, True), (AHEAD | {"use_tis": False}, False), ({"pipeline": "on-policy"}, False)]
 )
 def test_that_is_warned_of_once(values, is_warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_warned", set())
-    monkeypatch.setattr(versions, "_warnings", [])
+    monkeypatch.setattr(weight_versions, "_warned", set())
+    monkeypatch.setattr(weight_versions, "_warnings", [])
     config = Config.from_flat(values)
     whole = Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0])
     lacking = Sample(index=1, tokens=[1, 2], response_length=1)
     warn_without_log_probs([whole], config)
-    assert versions.take_warnings() == []
+    assert weight_versions.take_warnings() == []
     for _ in range(2):
         warn_without_log_probs([whole, lacking], config)
-    found = versions.take_warnings()
+    found = weight_versions.take_warnings()
     assert len(found) == is_warned
     assert not found or ("sample 1 has no rollout_log_probs" in found[0] and "--no-use-tis" in found[0])

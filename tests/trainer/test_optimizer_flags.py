@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from fusionrl.cpu import megatron_patches
 from fusionrl.trainer.optimizer_flags import OptimizerFlags
-from fusionrl.upstream import cpu_megatron
 
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron() -> None:
     """Let Megatron be imported on a CPU."""
-    cpu_megatron.install()
+    megatron_patches.install()
 
 
 def build(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.plan.auxiliary import auxiliary_config
+from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.hf_models import clone, response_log_probs
@@ -137,8 +137,8 @@ def advantages_by_loops(process: dict[int, np.ndarray], samples: Samples) -> np.
 
 def advantages_of(actor, shard, columns):
     """Advantages as `train` makes them of the shard and the columns."""
-    from fusionrl.trainer.columns import columns_of
-    from fusionrl.trainer.pull import pull
+    from fusionrl.trainer.shard_pull import pull
+    from fusionrl.trainer.shared_columns import columns_of
 
     return columns_of(actor._prepare(1, pull(shard, columns)).shard, ("advantages",))
 

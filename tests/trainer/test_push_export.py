@@ -25,8 +25,8 @@ def gathered(
     export."""
     import torch.distributed as dist
 
-    from fusionrl.sync.export import Exporter
-    from fusionrl.sync.gather import convert_in_place, views_of
+    from fusionrl.weights.export import Exporter
+    from fusionrl.weights.gather import convert_in_place, views_of
 
     trained = actor.trained
     exporter = Exporter(

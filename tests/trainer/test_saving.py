@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from fusionrl.upstream import cpu_megatron
+from fusionrl.cpu import megatron_patches
 from tests.trainer.forked_program import ForkedProgram
 
 COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
@@ -21,7 +21,7 @@ COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
 
 def _module() -> Any:
     """fusionrl.trainer.checkpoint, which imports Megatron: not when tests are collected, and after the shims."""
-    cpu_megatron.install()
+    megatron_patches.install()
     from fusionrl.trainer import checkpoint
 
     return checkpoint
@@ -108,7 +108,7 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_a_full_disk_has_its_own_error_and_not_torch_s(tmp_path: Path) -> None:
     """What is written to /dev/full meets the kernel's full disk; torch says "unexpected pos 704 vs 598" of one."""
-    cpu_megatron.install()
+    megatron_patches.install()
     from fusionrl.trainer import checkpoint_io
 
     torch_error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")

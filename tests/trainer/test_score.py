@@ -23,8 +23,8 @@ class Borders:
 
 def scored(actor, shard, own: bool):
     """(columns that the stage added, the prefixes that hooks were told) on one rank."""
-    from fusionrl.trainer.pull import pull
     from fusionrl.trainer.score import ScoreNeeds, score
+    from fusionrl.trainer.shard_pull import pull
 
     hooks = Borders()
     found = score(pull(shard), actor.scorer, ScoreNeeds(own), hooks)

@@ -23,8 +23,8 @@ def taken(actor, shard, rollout_id: int = 4, poisoned: bool = False):
     """(reports, mean differences, steps that hooks saw) of the stage on one rank."""
     from dataclasses import replace
 
-    from fusionrl.trainer.pack import Packing, pack_steps
-    from fusionrl.trainer.pull import pull
+    from fusionrl.trainer.micro_batches import Packing, pack_steps
+    from fusionrl.trainer.shard_pull import pull
     from fusionrl.trainer.stages import Prepared
     from fusionrl.trainer.steps import take_steps
 

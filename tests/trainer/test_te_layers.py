@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.base.stores import create_group_store
+from fusionrl.base.torch_stores import create_group_store
 from fusionrl.models import families
 from fusionrl.models.shape import read_model_shape
 from tests.trainer import hf_models

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.schedule import warm_up_notes
+from fusionrl.plan.lr_schedule import warm_up_notes
 from tests.trainer.trainer_worker import Samples, config_of
 
 

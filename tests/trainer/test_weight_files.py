@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from fusionrl.engines.local_copy import DamagedVersion, pull_version
 from fusionrl.engines.manifest import Manifest
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.sync.disk import DiskOptions, DiskWriter
+from fusionrl.weights.disk import DiskOptions, DiskWriter
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of, weights
 
 

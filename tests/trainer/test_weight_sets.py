@@ -19,7 +19,7 @@ def train_on_squares(actor, shard) -> float:
     from dataclasses import replace
 
     from fusionrl.trainer.forward import run_forward
-    from fusionrl.trainer.pack import build_micro_batches
+    from fusionrl.trainer.micro_batches import build_micro_batches
 
     def squares(batch, output):
         loss = (output[0] ** 2).sum()

@@ -180,7 +180,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
     """A GPTModel as Megatron's users build it. Its first norm is not trained; a hook keeps a matrix as it is."""
     from megatron.core.models.gpt import GPTModel
 
-    from fusionrl.upstream.local_spec import local_block_spec
+    from fusionrl.trainer.local_spec import local_block_spec
 
     like = usual()
     model = GPTModel(
@@ -203,7 +203,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
 
 def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
     """Slime's --spec: the layers, from the flags and Megatron's configuration."""
-    from fusionrl.upstream.local_spec import local_block_spec
+    from fusionrl.trainer.local_spec import local_block_spec
 
     assert args.lr >= 0 and config.num_layers > 0
     return local_block_spec(config, vp_stage)

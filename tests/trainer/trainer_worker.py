@@ -40,7 +40,7 @@ def logits(actor: Any, shard: TrainShard, samples: list[int]) -> np.ndarray:
     """[tokens, vocab] logits of packed samples, without the last token of each."""
     import torch
 
-    from fusionrl.trainer.pack import build_micro_batch
+    from fusionrl.trainer.micro_batches import build_micro_batch
 
     batch = build_micro_batch(shard, samples, None, actor.batch_options)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def logits(actor: Any, shard: TrainShard, samples: list[int]) -> np.ndarray:
 
 def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
     """Tokens that the model runs over for each micro-batch of the first step."""
-    from fusionrl.trainer.pack import build_micro_batches
+    from fusionrl.trainer.micro_batches import build_micro_batches
 
     batches = build_micro_batches(shard, shard.steps[0], actor.batch_options)
     return [batch.tokens.numel() for batch in batches]

@@ -37,12 +37,12 @@ import ray
 from aiohttp import web
 
 from fusionrl.buffer.actor import EngineEndpoints
-from fusionrl.cluster.actor_process import Settled
-from fusionrl.cluster.ray_cluster import actor_on, start_ray
-from fusionrl.cluster.workers import BufferWorker
 from fusionrl.config.config import Config
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
+from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.ray_cluster import actor_on, start_ray
+from fusionrl.runtime.worker_actors import BufferWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ANSWERS = 64  # different ones; they are given in turn

@@ -35,8 +35,8 @@ PARTS = (
     ("prepare the batch", "sglang.srt.managers.scheduler", "Scheduler.run_batch"),
     ("model", "sglang.srt.model_executor.model_runner", "ModelRunner.forward"),
     ("output layer", "sglang.srt.layers.logits_processor", "LogitsProcessor.forward"),
-    ("attention of prompts", "fusionrl.upstream.cpu_attention_backend", "BatchedAttentionBackend._forward"),
-    ("attention of a step", "fusionrl.upstream.cpu_kernels", "attend_new"),
+    ("attention of prompts", "fusionrl.cpu.attention_backend", "BatchedAttentionBackend._forward"),
+    ("attention of a step", "fusionrl.cpu.kernels", "attend_new"),
     ("sample", "sglang.srt.model_executor.model_runner", "ModelRunner.sample"),
     ("answers", "sglang.srt.managers.scheduler", "Scheduler.process_batch_result"),
 )

@@ -10,11 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusionrl.control import events
-from fusionrl.control.apply import apply
-from fusionrl.control.decide import decide
-from fusionrl.control.knobs import PIPELINES, Knobs
-from fusionrl.control.state import State
+from fusionrl.pipeline import events
+from fusionrl.pipeline.apply import apply
+from fusionrl.pipeline.decide import decide
+from fusionrl.pipeline.knobs import PIPELINES, Knobs
+from fusionrl.pipeline.state import State
 from tools.bench.engine_model import Company, Machine, PacedBatch, Request
 from tools.bench.pipelines_paced import BATCHES_AFTER, Row, Setting
 

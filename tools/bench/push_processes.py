@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.engines import segments
-from fusionrl.engines.attached import AttachedEngine
+from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.engines.spec import LOADER
 from fusionrl.models import convert
 from fusionrl.models.families import Rule, model_rules
@@ -37,10 +37,10 @@ from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_name
-from fusionrl.sync.calls import Threaded
-from fusionrl.sync.gather import DTYPES, PartGatherer
-from fusionrl.sync.group import create_group_store, init_external_group
-from fusionrl.sync.send import WeightSender
+from fusionrl.weights.gather import DTYPES, PartGatherer
+from fusionrl.weights.process_group import create_group_store, init_external_group
+from fusionrl.weights.remote_calls import Threaded
+from fusionrl.weights.send import WeightSender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 600.0

@@ -42,9 +42,9 @@ def measure(sizes: tuple[int, ...], turns: int) -> tuple[float, float, float]:
     """Median milliseconds of our kernel and of torch's attention, and the median ratio."""
     import torch
 
-    from fusionrl.upstream import row_attention
-    from fusionrl.upstream.buckets import plan_buckets
-    from fusionrl.upstream.local_spec import PackedLayout, SDPACoreAttention
+    from fusionrl.cpu import row_attention
+    from fusionrl.trainer.attention_buckets import plan_buckets
+    from fusionrl.trainer.local_spec import PackedLayout, SDPACoreAttention
 
     *counts, heads, groups, size = sizes
     rows, num_tokens = sequences(*counts)
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=15)
     options = parser.parse_args()
-    from fusionrl.upstream import cpu_megatron
+    from fusionrl.cpu import megatron_patches
 
-    cpu_megatron.install()
+    megatron_patches.install()
     import torch
 
     torch.set_num_threads(options.threads)

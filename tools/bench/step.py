@@ -36,7 +36,7 @@ from typing import Any
 
 from fusionrl.base.environment import ENGINE_KEY
 from fusionrl.cli.resolve import resolve
-from fusionrl.driver.actors import Actors
+from fusionrl.runtime.run_actors import Actors
 from tools.bench import engine_alone
 from tools.bench.bare import QUESTIONS, Bare, samples_of
 

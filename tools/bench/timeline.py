@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 
 from fusionrl.observe import spans
-from fusionrl.observe.courses import course, part
 from fusionrl.observe.metrics import METRICS_FILE
+from fusionrl.observe.sample_timeline import course, part
 from fusionrl.observe.timeline.records import DRIVER, attempts, read_attempt
 
 _NUMBER = 20_000

@@ -38,15 +38,15 @@ from typing import Any
 
 import torch
 
-from fusionrl.engines.attached import AttachedEngine
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.models.families import hf_shapes
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget, Feed
-from fusionrl.sync.calls import Threaded
-from fusionrl.sync.group import create_group_store
-from fusionrl.sync.push import push_weights
+from fusionrl.weights.process_group import create_group_store
+from fusionrl.weights.push import push_weights
+from fusionrl.weights.remote_calls import Threaded
 from tools.bench.push_processes import HOST, TIMEOUT_S, RankOptions, Ranks, Receivers
 
 MB = 1024**2

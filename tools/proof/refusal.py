@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from fusionrl.plan.push import EngineTarget
-from fusionrl.sync.broadcast import Broadcast
-from fusionrl.sync.calls import Threaded, stamp_of
-from fusionrl.sync.group import init_external_group
+from fusionrl.weights.broadcast import Broadcast
+from fusionrl.weights.process_group import init_external_group
+from fusionrl.weights.remote_calls import Threaded, stamp_of
 
 HOST, LIMIT_S, SECONDS = "127.0.0.1", 60.0, 20.0
 NUM_BYTES = 64 * 2**20

@@ -234,7 +234,7 @@ STAGES = (
     Stage(
         "optimizer-offload", ("the optimizer in host memory",), _pytest("tests/trainer/test_offload.py"), _read_pytest
     ),
-    Stage("hashes", ("hashes of tensors on a GPU",), _pytest("tests/sync/test_checksums.py"), _read_pytest),
+    Stage("hashes", ("hashes of tensors on a GPU",), _pytest("tests/weights/test_checksums.py"), _read_pytest),
     Stage("refusal", ("an engine that refuses",), _refusal, _read_refusal, num_gpus=2),
     Stage("parity", ("layouts over NCCL",), _parity, _read_parity, num_gpus=2),
     Stage(

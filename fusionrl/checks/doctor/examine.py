@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.base.quiet import quiet
+from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.data import prompt_columns
-from fusionrl.checks.disk import disk_findings_of_run
+from fusionrl.checks.disk_space import disk_findings_of_run
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
 from fusionrl.checks.doctor.gpus import gpu_findings
 from fusionrl.checks.doctor.host import (
@@ -32,7 +32,7 @@ from fusionrl.checks.doctor.tokens import (
 from fusionrl.checks.doctor.weights import weight_findings
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.parts import generates, uses_engines
+from fusionrl.config.run_parts import generates, uses_engines
 from fusionrl.data.prompts import metadata_and_tools, render_prompt
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample

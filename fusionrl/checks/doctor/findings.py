@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionrl.base.words import counted
+from fusionrl.base.plurals import counted
 
 Status = Literal["fact", "warning", "fault"]
 _MARKS: dict[Status, str] = {"fact": "  ok  ", "warning": " warn ", "fault": "FAULT "}

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.plan.devices import GIB
-from fusionrl.plan.visible import VARIABLE, visible_names
+from fusionrl.plan.visible_devices import VARIABLE, visible_names
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fusionrl.base.memory_groups import limited_groups
-from fusionrl.base.nearest import existing_parent
 from fusionrl.base.open_files import most_open_files
+from fusionrl.base.spelling import existing_parent
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.plan.devices import GIB, host_memory
 from fusionrl.plan.plan import Plan

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from fusionrl.base.environment import hide_passwords
-from fusionrl.base.interfaces import GLOO, NCCL
+from fusionrl.base.network_interfaces import GLOO, NCCL
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 
 _CONNECT_S = 3.0

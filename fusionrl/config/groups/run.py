@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from fusionrl.config.groups.base import Group
-from fusionrl.control.knobs import PIPELINES
+from fusionrl.pipeline.knobs import PIPELINES
 
 # The table decides what the flag takes. A type checker cannot read a Literal of a table.
 if TYPE_CHECKING:

@@ -13,20 +13,20 @@ HARDWARE: Table = {
         " trained on, prompts included, divided by what the trainers' devices could do in perf/time_train_s"
         " (--peak-tflops, or the data sheet's bf16). Log-prob passes and recomputation are no use and count as time"
         " alone; of a critic or reward model likewise.",
-        "cluster/hardware.py",
+        "runtime/hardware.py",
         "GPUs that the table has, or --peak-tflops",
     ),
     "perf/train_tokens_per_s_per_device": Entry(
         "tokens/s",
         "Tokens that are trained on, prompts included, divided by perf/time_train_s and the policy's trainer devices.",
-        "cluster/hardware.py",
+        "runtime/hardware.py",
         "runs that train",
     ),
     "perf/generate_tokens_per_s_per_device": Entry(
         "tokens/s",
         "Response tokens of the rollout divided by perf/time_generate_s and the devices of the policy's engines. Under"
         " a pipeline that runs ahead, that time is the wait for the batch.",
-        "cluster/hardware.py",
+        "runtime/hardware.py",
         "runs with engines",
     ),
     "hardware/host_bytes/<group>": Entry(
@@ -34,23 +34,23 @@ HARDWARE: Table = {
         "Resident host memory at the end of the step, added up over the group's processes: trainers; engines (server,"
         " schedulers, actor); the Buffer with the reward processes; the driver; Ray's own on the driver's node. Pages"
         " that processes share count for each.",
-        "cluster/hardware.py",
+        "runtime/hardware.py",
     ),
     "hardware/host_peak_bytes/<group>": Entry(
         "bytes",
         "The most resident host memory that one process of the group ever had (trainers).",
-        "cluster/own_hardware.py",
+        "runtime/process_hardware.py",
     ),
     "hardware/memory_peak_bytes/<group>": Entry(
         "bytes",
         "The most memory that torch had allocated on a GPU since the step before, of the rank with the most.",
-        "cluster/own_hardware.py",
+        "runtime/process_hardware.py",
         "trainers on GPUs",
     ),
     "hardware/memory_reserved_bytes/<group>": Entry(
         "bytes",
         "The most memory that torch had reserved on a GPU since the step before, of the rank with the most.",
-        "cluster/own_hardware.py",
+        "runtime/process_hardware.py",
         "trainers on GPUs",
     ),
     "hardware/memory_used_bytes/<group>": Entry(

@@ -9,7 +9,7 @@ TIMES: Table = {
         "seconds",
         "The whole step: rollout, training, weight push. Evaluations and checkpoints are not in it. Of a step that a"
         " stop or an error ended: until then.",
-        "driver/step.py",
+        "runtime/step.py",
     ),
     "perf/time_generate_s": Entry(
         "seconds", "The rollout: generation, rewards, filters, and cutting it into shards.", "buffer/actor.py"
@@ -20,61 +20,61 @@ TIMES: Table = {
     "perf/time_wait_batch_s": Entry(
         "seconds",
         "Of that, while fewer groups were ready than a batch takes.",
-        "buffer/clock.py",
+        "buffer/wait_times.py",
         "--pipeline that runs ahead",
     ),
     "perf/time_wait_deadline_s": Entry(
         "seconds",
         "Of that, while a batch was ready and stood back for groups that would be too old later.",
-        "buffer/clock.py",
+        "buffer/wait_times.py",
         "--pipeline that runs ahead",
     ),
     "perf/engines_idle": Entry(
         "share",
         "Share of the time in which engines had no sample, or were held up by a push: between two batches of a pipeline"
         " that runs ahead; else what perf/time_generate_s leaves of the step.",
-        "driver/step.py",
+        "runtime/step.py",
     ),
     "perf/trainers_idle": Entry(
-        "share", "What training and the weight push leave of the step.", "driver/step.py", "runs that train"
+        "share", "What training and the weight push leave of the step.", "runtime/step.py", "runs that train"
     ),
     "perf/time_drain_s": Entry(
         "seconds",
         "How long the push waited until nothing stood in its way: samples in flight, with --in-flight drain.",
-        "driver/step.py",
+        "runtime/step.py",
         "--pipeline that runs ahead",
     ),
     "perf/time_train_s": Entry(
         "seconds",
         "Training: all forward passes and optimizer steps, critic and reward model included.",
-        "driver/context.py",
+        "runtime/run_context.py",
     ),
-    "perf/time_sync_s": Entry("seconds", "The weight push, without its verification.", "sync/push.py"),
+    "perf/time_sync_s": Entry("seconds", "The weight push, without its verification.", "weights/push.py"),
     "perf/time_eval_s": Entry("seconds", "An evaluation of all sets.", "buffer/actor.py"),
     "perf/time_wait_eval_s": Entry(
         "seconds",
         "How long a push waited for the evaluation before, whose engines the next one needs.",
-        "driver/context.py",
+        "runtime/run_context.py",
         "--eval-num-gpus, where an evaluation follows",
     ),
     "perf/tokens_per_s": Entry(
         "tokens/s",
         "Response tokens of the rollout divided by perf/step_time_s; in mode sft trained tokens.",
-        "driver/step.py",
+        "runtime/step.py",
     ),
     "perf/update_weights_density": Entry(
         "share",
         "Share of the weights' elements that travelled; 1 for a full version.",
-        "sync/disk_push.py",
+        "weights/disk_push.py",
         "--update-weight-transport disk",
     ),
     "perf/update_weights_wire_bytes": Entry(
-        "bytes", "Size of the version's files.", "sync/disk_push.py", "--update-weight-transport disk"
+        "bytes", "Size of the version's files.", "weights/disk_push.py", "--update-weight-transport disk"
     ),
 }
 
 _AHEAD = "--pipeline that runs ahead"
-_STATE, _TALLY = "buffer/numbers.py", "buffer/tally.py"
+_STATE, _TALLY = "buffer/stream_metrics.py", "buffer/token_counts.py"
 
 # When a batch is taken out of the stream, and of tokens since the batch before.
 PIPELINE: Table = {
@@ -125,48 +125,48 @@ PIPELINE: Table = {
 
 PUSHES: Table = {
     "sync/version": Entry(
-        "version", "Version of the weights that the engines have after the push: equal to `step`.", "sync/push.py"
+        "version", "Version of the weights that the engines have after the push: equal to `step`.", "weights/push.py"
     ),
-    "sync/prepare_s": Entry("seconds", "Preparation, while the engines generate.", "sync/push.py"),
+    "sync/prepare_s": Entry("seconds", "Preparation, while the engines generate.", "weights/push.py"),
     "sync/pause_s": Entry(
         "seconds",
         "How long an engine stood still: from the first that had paused until all had gone on.",
-        "sync/push.py",
+        "weights/push.py",
     ),
     "sync/transfer_s": Entry(
         "seconds",
         "From the first byte sent to the last one loaded, within the pause.",
-        "sync/push.py",
+        "weights/push.py",
         "not by disk",
     ),
-    "sync/bytes": Entry("bytes", "Bytes of the weights, each counted once.", "sync/push.py"),
-    "sync/buckets": Entry("buckets", "Parts in which they were sent; by disk, files.", "sync/push.py"),
-    "sync/calls": Entry("calls", "Calls of engines.", "sync/push.py", "not by disk"),
+    "sync/bytes": Entry("bytes", "Bytes of the weights, each counted once.", "weights/push.py"),
+    "sync/buckets": Entry("buckets", "Parts in which they were sent; by disk, files.", "weights/push.py"),
+    "sync/calls": Entry("calls", "Calls of engines.", "weights/push.py", "not by disk"),
     "sync/gb_per_s": Entry(
-        "10^9 bytes/s", "What all engines together received in a second of the transfer.", "sync/push.py"
+        "10^9 bytes/s", "What all engines together received in a second of the transfer.", "weights/push.py"
     ),
     "sync/full_hosts": Entry(
         "hosts",
         "Hosts that got the full version in place of a delta.",
-        "sync/disk_push.py",
+        "weights/disk_push.py",
         "--update-weight-transport disk",
     ),
     "sync/engines_restarted": Entry(
-        "engines", "Engines replaced since the run began.", "cluster/weight_sync.py", "--use-fault-tolerance"
+        "engines", "Engines replaced since the run began.", "runtime/weight_sync.py", "--use-fault-tolerance"
     ),
     "sync/verify_logprob_diff": Entry(
         "nats",
         "Mean |log p(trainer) - log p(engine)| of a few tokens after the push, of the worst engine.",
-        "sync/verify.py",
+        "weights/verify.py",
         "--verify-weights",
     ),
     "sync/verify_logprob_diff_max": Entry(
-        "nats", "The largest of these differences.", "sync/verify.py", "--verify-weights"
+        "nats", "The largest of these differences.", "weights/verify.py", "--verify-weights"
     ),
     "sync/verify_tensors": Entry(
         "tensors",
         "Tensors of the engines whose checksums equal the trainers'.",
-        "sync/verify.py",
+        "weights/verify.py",
         "--verify-weights",
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fusionrl.base.words import counted
+from fusionrl.base.plurals import counted
 from fusionrl.observe.timeline.records import DRIVER, Course, Recorded, Span
 from fusionrl.observe.timeline.shares import compute_time, driver_shares, in_flight, pools
 from fusionrl.observe.timeline.steps import tokens_of

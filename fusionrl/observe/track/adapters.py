@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fusionrl.base.packages import install_hint
-from fusionrl.observe.track.lines import Line
+from fusionrl.observe.track.metric_lines import Line
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Target:
     """The run as a tracker opens it.
 
     folder   the run's folder
-    run_id   see `state.Sent`
+    run_id   see `sent_state.Sent`
     is_new   there is no run there yet
     offline  nothing leaves this machine
     address  of the tracker's server, or of its files; "": the tracker's own choice

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from fusionrl.observe.local_server import THIS_MACHINE, names_this_machine
 from fusionrl.observe.track.adapters import Target
-from fusionrl.observe.track.lines import Line
+from fusionrl.observe.track.metric_lines import Line
 
 DEFAULT_ADDRESS = "127.0.0.1:9464"
 _HEAD = {

@@ -8,7 +8,7 @@ import zlib
 
 import orjson
 
-from fusionrl.observe.values import to_jsonable
+from fusionrl.observe.json_values import to_jsonable
 
 Number = float | int | None
 

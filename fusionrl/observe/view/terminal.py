@@ -6,7 +6,7 @@ import codecs
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from fusionrl.observe.text import visible
+from fusionrl.observe.safe_text import visible
 from fusionrl.observe.view.packing import Number
 from fusionrl.observe.view.vocabulary import Vocabulary
 

@@ -2,7 +2,7 @@
 
 Two implementations of a layer are known:
 
-  local               torch operations (`upstream/local_spec.py`). The inventory was read off
+  local               torch operations (`trainer/local_spec.py`). The inventory was read off
                       `torch.autograd.graph.saved_tensors_hooks` on a CPU; `tools/memory_check.py` measures it anew.
   transformer_engine  fused kernels in bf16. The inventory was compared with published peaks (docs/memory.md); nobody
                       has measured it with the versions that are pinned here.
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import Impl
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.passed import text, whole
+from fusionrl.plan.upstream_fields import text, whole
 
 LONGEST_ROW = 512
-"""Tokens of a sequence up to which our own attention on a CPU (`upstream/row_attention.py`) is the faster one, as
+"""Tokens of a sequence up to which our own attention on a CPU (`cpu/row_attention.py`) is the faster one, as
 measured. The trainer takes it for micro-batches without a longer one."""
 
 
@@ -143,7 +143,7 @@ class _Layer:
 
 
 class _LocalLayer(_Layer):
-    """`upstream/local_spec.py`. Norms keep their input and each row's scale; torch's on a GPU, in fp32, and its
+    """`trainer/local_spec.py`. Norms keep their input and each row's scale; torch's on a GPU, in fp32, and its
     normalised copy."""
 
     def total(self, has_experts: bool) -> float:
@@ -171,7 +171,7 @@ class _LocalLayer(_Layer):
         d, n, g = shape.head_dim, self.heads, self.groups
         casts = width == 2 and not options.on_cpu  # norms in fp32
         kernel = 4 if options.on_cpu else width  # bytes of a value in the attention kernel
-        # Cosines and sines for q and k; on a CPU all layers have the same (`upstream/rotary.py`).
+        # Cosines and sines for q and k; on a CPU all layers have the same (`cpu/rotary.py`).
         shares_tables = options.on_cpu and self.layout.cp == 1 and not shape.rotary_interleaved
         kept = 0.0 if shares_tables else 4 * d * shape.rotary_percent * width
         keeps_qkv = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.passed import number, whole
+from fusionrl.plan.upstream_fields import number, whole
 
 GIB = 2**30
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import needs_reference
+from fusionrl.config.run_parts import needs_reference
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.defaults import layer_impl
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout, stage_layers

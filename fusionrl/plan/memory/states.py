@@ -10,7 +10,7 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.families.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.passed import number
+from fusionrl.plan.upstream_fields import number
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
 _BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, beside the number of data-parallel ranks

@@ -15,11 +15,11 @@ from numbers import Real
 
 from fusionrl.config.hooks import HookError, load_function, user_code
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.calls import takes_a_list
 from fusionrl.rewards.dispatch import score_sample
+from fusionrl.rewards.reward_call import takes_a_list
 from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.model_turn import SamplingParams
 from fusionrl.rollout.sessions.session import CUT, NO_ROOM, Session, open_session
-from fusionrl.rollout.turns import SamplingParams
 
 Reward = float | dict[str, object]
 

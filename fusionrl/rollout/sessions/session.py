@@ -16,10 +16,10 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.engines.http import EndpointError
 from fusionrl.rollout.agent import ToolCall, end_of_turn, parse_tool_calls
+from fusionrl.rollout.model_turn import SamplingParams, note_no_room, prompt_ids
 from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
 from fusionrl.rollout.sessions.segments import Segment, Segments
 from fusionrl.rollout.sglang_rollout import generate_turn, room
-from fusionrl.rollout.turns import SamplingParams, note_no_room, prompt_ids
 from fusionrl.rollout.types import SESSION
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from fusionrl.checks.doctor.examine import Examined
 from fusionrl.checks.doctor.findings import Finding
 from fusionrl.checks.doctor.nodes import NodeDoctor
 from fusionrl.cli.doctor_nodes import cluster_findings
-from fusionrl.cluster.every_node import Node
 from fusionrl.config.parser import read_args
+from fusionrl.runtime.node_actors import Node
 
 OWN, OTHER = "10.0.0.1", "10.0.0.2"
 
@@ -65,7 +65,7 @@ def _findings(
 ) -> tuple[dict[str, Finding], list[str]]:
     """Findings by check, and the questions to the nodes."""
     asked: list[str] = []
-    monkeypatch.setattr("fusionrl.cluster.every_node.EveryNode", _Nodes(asked, **answers))
+    monkeypatch.setattr("fusionrl.runtime.node_actors.EveryNode", _Nodes(asked, **answers))
     config, errors = read_args(["--ray-address", "10.0.0.1:6379", *flags])
     assert not errors
     return {one.check: one for one in cluster_findings(Examined(config, plan, (), (), "cpu"))}, asked

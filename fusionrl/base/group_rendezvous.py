@@ -1,0 +1,137 @@
+"""Members of a group for a weight push meet before they make it, so that one that never comes holds up nobody.
+
+A process group's constructor (gloo) or its first collective (NCCL) blocks until all members are there, up to limits of
+half an hour, and an SGLang scheduler that is blocked answers nothing. So the members first meet in the group's store:
+each says that it is there and waits for the others, which can be called off.
+
+NCCL's communicator is then made at once (`connect`), and not inside the first broadcast, when engines stand still.
+
+Engines that others have started know nothing of meetings: the trainer says of them that they are there. One that then
+dies would keep the others inside gloo's constructor. So the run's own members look there, too, whether the group is
+called off (`fusionrl.base.revocable_store`), and rank 0's limit is the group's.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fusionrl.base.revocable_store import RevocableStore
+
+PUSH_GROUP = "fusionrl-push-"
+"""How the names of the groups begin whose communicator is made at once, on all sides."""
+MIXED_GROUP = "fusionrl-mixed-"
+"""The same for groups with engines that others have started: SGLang makes the communicator with the first broadcast."""
+
+_POLL_S = 0.02
+_CONNECTS = "fusionrl_connects"
+_OFF, _LIMIT = "meeting-off", "meeting-limit"
+
+R = TypeVar("R")
+
+
+class CalledOff(RuntimeError):
+    """The meeting will not take place; says why."""
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Say that `rank` is there, and return when all members are.
+
+    Rank 0's limit holds for all, as an engine's own is half an hour.
+
+    Raises:
+        CalledOff: somebody has called the meeting off.
+        RuntimeError: not all came in time; names those that did not.
+    """
+    members = [f"meeting-{member}" for member in range(world_size)]
+    if rank == 0:
+        store.set(_LIMIT, repr(timeout_s))
+    store.set(members[rank], "")
+    start, has_limit = time.monotonic(), rank == 0
+    while not store.check(members):
+        _raise_if_off(store)
+        if not has_limit and store.check([_LIMIT]):
+            timeout_s, has_limit = float(store.get(_LIMIT)), True
+        if time.monotonic() - start > timeout_s:
+            absent = [str(member) for member, key in enumerate(members) if not store.check([key])]
+            raise RuntimeError(
+                f"the group for a weight push: its ranks {', '.join(absent)} did not come within {timeout_s:.0f} s"
+                " (--update-weight-timeout-s)"
+            )
+        time.sleep(_POLL_S)
+
+
+def _raise_if_off(store: dist.Store) -> None:
+    if store.check([_OFF]):
+        raise CalledOff(f"the group for a weight push is called off: {store.get(_OFF).decode()}")
+
+
+def attend(store: dist.Store, rank: int) -> None:
+    """Say that `rank` is there in its place: an engine that others have started knows nothing of meetings."""
+    store.set(f"meeting-{rank}", "")
+
+
+def call_off(store: dist.Store, reason: str) -> None:
+    """Let all go who wait in `meet`, or in the constructor of the group."""
+    store.set(_OFF, reason)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Make NCCL's communicator of `group` for this thread's GPU; blocks until all members do. Nothing for gloo."""
+    if not torch.cuda.is_available():
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = group._get_backend(device)
+    if backend.name() == "nccl":
+        backend.eager_connect_single_device(device)
+
+
+def connecting(make_group: Callable[..., tuple[dist.ProcessGroup, R]]) -> Callable[..., tuple[dist.ProcessGroup, R]]:
+    """Return torch's constructor of groups, which connects those of a weight push at once; while it waits for members
+    by gloo, it can be called off. Idempotent."""
+    if hasattr(make_group, _CONNECTS):  # torch's own may be wrapped, too
+        return make_group
+
+    @functools.wraps(make_group)
+    def make_and_connect(*args: object, **kwargs: object) -> tuple[dist.ProcessGroup, R]:
+        name = str(kwargs.get("group_name", ""))
+        if name.startswith((PUSH_GROUP, MIXED_GROUP)) and args[_BACKEND:] and str(args[_BACKEND]) == "gloo":
+            args, kwargs = _revocable(name, args, kwargs)
+        try:
+            group, store = make_group(*args, **kwargs)
+        except BaseException:
+            _kept.pop(name, None)  # a store that nobody holds ends, and with it the waits of those who hear of nothing
+            raise
+        if name.startswith(PUSH_GROUP):
+            connect(group)
+        return group, store
+
+    setattr(make_and_connect, _CONNECTS, True)
+    return make_and_connect
+
+
+# Arguments of torch's constructor, which both sides give by place.
+_BACKEND, _STORE = 3, 4
+_kept: dict[str, RevocableStore] = {}  # of groups that live, by name: torch holds only the C++ half of such a store
+
+
+def _revocable(
+    name: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments with a store whose waits can be called off, and with rank 0's limit: an engine's own is half an
+    hour, also for the connections to members that have said where they are."""
+    store = args[_STORE]
+    assert isinstance(store, dist.Store)
+    signals = store.underlying_store if isinstance(store, dist.PrefixStore) else store
+    limit_s = float(signals.get(_LIMIT)) if signals.check([_LIMIT]) else c10d.default_pg_timeout.total_seconds()
+    for gone in _kept.keys() - set(c10d._world.pg_names.values()):
+        del _kept[gone]
+    _kept[name] = RevocableStore(store, functools.partial(_raise_if_off, signals), limit_s)
+    return (*args[:_STORE], _kept[name], *args[_STORE + 1 :]), kwargs | {"timeout": timedelta(seconds=limit_s)}

@@ -1,0 +1,193 @@
+"""transformers imported without reading all of its model files, and the records of all installed packages, each time.
+
+When it is imported, transformers opens the 2,400 files of its models, to know which class is in which of them, and once
+more when the first model's module is imported. It also reads the list of files of every installed package. Both take a
+second of a core, in each process that reads a tokenizer, and the answers are the same until something is installed. So
+they are kept (`cache_files.py`), named by the sizes and times of all the files that they came from: to look at those
+takes 30 ms. Where an answer cannot be kept, transformers finds it out as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fusionrl.base.cache_files import Json, file_fact, kept_path, read_kept, write_kept
+
+T = TypeVar("T")
+Structure = dict[frozenset[str], dict[str, set[str]]]
+"""As transformers has it: needed packages → module → names in it."""
+
+_TRANSFORMERS, _IMPORT_UTILS, _SCAN = "transformers", "transformers.utils.import_utils", "define_import_structure"
+_FORM = "1"  # of the files
+_RECORDS = ("METADATA", "PKG-INFO", "top_level.txt", "RECORD", "SOURCES.txt", "installed-files.txt")
+"""Files of an installed package from which its names are read."""
+
+
+@contextmanager
+def kept_scans() -> Iterator[None]:
+    """Import transformers within it. Nothing is done where it is imported already, or is being imported."""
+    if _TRANSFORMERS in sys.modules:
+        yield
+        return
+    usual, finder = importlib.metadata.packages_distributions, _Finder()
+    importlib.metadata.packages_distributions = functools.partial(_distributions, usual)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        importlib.metadata.packages_distributions = usual
+
+
+# ---------------------------------------------------------------------------------------- names of packages
+def _distributions(usual: Callable[[], Mapping[str, list[str]]]) -> Mapping[str, list[str]]:
+    """As `importlib.metadata.packages_distributions`: top-level module → packages that have it."""
+    facts = _record_facts()
+    if facts is None:
+        return usual()
+    return _kept("packages", facts, usual, dict, _as_distributions)
+
+
+def _record_facts() -> list[str] | None:
+    """Return facts of all installed packages in the order in which they are found; None: some are found otherwise."""
+    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
+        return None
+    facts: list[str] = []
+    for folder in sys.path:
+        if os.path.isfile(folder):
+            return None  # an archive
+        with contextlib.suppress(OSError):  # it is not there, or cannot be read: nothing is found in it
+            for name in os.listdir(folder or "."):
+                if name.endswith(".egg"):
+                    return None
+                if name.endswith((".dist-info", ".egg-info")):
+                    facts += _facts_of_package(os.path.join(os.path.abspath(folder), name))
+    return facts
+
+
+def _facts_of_package(folder: str) -> Iterator[str]:
+    for path in (folder, *(os.path.join(folder, name) for name in _RECORDS)):
+        with contextlib.suppress(OSError):  # few packages have all of them
+            yield file_fact(path, os.stat(path))
+
+
+def _as_distributions(found: Json) -> dict[str, list[str]]:
+    if not isinstance(found, dict):
+        raise TypeError(found)
+    return {name: [str(one) for one in packages] for name, packages in found.items() if isinstance(packages, list)}
+
+
+# ---------------------------------------------------------------------------------------- names in models' files
+class _Finder(MetaPathFinder):
+    """Finds `transformers.utils.import_utils` as usual, and puts `_Scan` into it when it has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the one module; all others are for the other finders."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _IMPORT_UTILS else None
+        if spec is None or type(spec.loader) is not SourceFileLoader:
+            return None
+        spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        if callable(usual := getattr(module, _SCAN, None)):
+            setattr(module, _SCAN, _Scan(usual, Path(self.path)))
+
+
+class _Scan:
+    """In the place of transformers' function; only the folder of all models is another's answer."""
+
+    def __init__(self, usual: Callable[..., Structure], source: Path) -> None:
+        """`source`: the file with the usual function."""
+        self._usual, self._source = usual, source
+        self._models = str(source.parents[1] / "models")
+        self._structure = functools.lru_cache(1)(self._kept_structure)
+
+    def __call__(self, module_path: str | Path, prefix: str | None = None) -> Structure:
+        """As the usual function: of a folder, or of that of a file."""
+        folder = os.path.dirname(module_path) if os.path.isfile(module_path) else str(module_path)
+        if folder != self._models:
+            return self._usual(module_path, prefix)
+        start = "" if prefix is None else f"{prefix}."
+        return {
+            needed: {start + module: set(names) for module, names in modules.items()}
+            for needed, modules in self._structure().items()
+        }
+
+    def _kept_structure(self) -> Structure:
+        find_out = functools.partial(self._usual, self._models)
+        return _kept("transformers-models", self._facts(), find_out, _to_json, _as_structure)
+
+    def _facts(self) -> Iterator[str]:
+        yield file_fact(self._source, self._source.stat())
+        yield from _source_facts(self._models)
+
+
+def _source_facts(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from _source_facts(entry.path)
+        elif entry.name.endswith(".py"):
+            yield file_fact(entry.path, entry.stat())
+
+
+def _to_json(structure: Structure) -> list[list[object]]:
+    return [
+        [sorted(needed), {module: sorted(names) for module, names in modules.items()}]
+        for needed, modules in structure.items()
+    ]
+
+
+def _as_structure(found: Any) -> Structure:
+    """Read what `_to_json` wrote; of another form: a TypeError, a ValueError or an AttributeError."""
+    if not isinstance(found, list):
+        raise TypeError(found)
+    return {frozenset(needed): {module: set(names) for module, names in modules.items()} for needed, modules in found}
+
+
+# ---------------------------------------------------------------------------------------- the files
+def _kept(
+    name: str,
+    facts: Iterable[str],
+    find_out: Callable[[], T],
+    to_json: Callable[[T], object],
+    from_json: Callable[[Json], T],
+) -> T:
+    """Return an answer that is valid for these facts: from its file, or found out and kept."""
+    try:
+        path = kept_path(name, [_FORM, *facts])
+    except (RuntimeError, OSError):  # a user without a home; a file that goes at this moment
+        return find_out()
+    with contextlib.suppress(TypeError, ValueError, AttributeError):  # there is none, or of another form
+        return from_json(read_kept(path))
+    answer = find_out()
+    with contextlib.suppress(OSError, TypeError, ValueError, AttributeError):  # another transformers': not kept
+        plain = to_json(answer)
+        if from_json(_copied(plain)) == answer:
+            write_kept(path, plain)
+    return answer
+
+
+def _copied(plain: object) -> Json:
+    copy: Json = json.loads(json.dumps(plain))
+    return copy

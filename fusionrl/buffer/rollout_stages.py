@@ -1,0 +1,152 @@
+"""One rollout, stage after stage: collect or replay → score → report → write → accept → choose → cut.
+
+Each stage is a function of the stage before it, in a file of its own; users' functions are called at the borders
+between them. The collection is the only stage that waits for engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusionrl.buffer.collect import Collected, Collector, limits_of
+from fusionrl.buffer.debug_rollouts import load_samples, save_samples
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.log_probs import warn_without_log_probs
+from fusionrl.buffer.reject_sampling import AcceptedSamples
+from fusionrl.buffer.rollout_report import report
+from fusionrl.buffer.sample_files import SampleFiles
+from fusionrl.buffer.scores import score
+from fusionrl.buffer.step_staleness import StepsSince
+from fusionrl.buffer.stream import Batch
+from fusionrl.buffer.train_shards import CutShards, cut
+from fusionrl.buffer.trained_values import TrainedSamples
+from fusionrl.buffer.training_samples import choose
+from fusionrl.config.config import Config
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.advice import Glimpse, RolloutFacts
+from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.spans import phase, span
+from fusionrl.plan.flops import Work
+from fusionrl.plan.plan import Plan
+
+
+@dataclass
+class Rollout:
+    """A rollout as the driver gets it: references to one shard a rank, and numbers."""
+
+    rollout_id: int
+    shards: list[Any]  # object references; the trainers pull what they stand for
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_accepted: int = 0
+    auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
+    warnings: list[str] = field(default_factory=list, kw_only=True)  # for the console
+    facts: RolloutFacts | None = field(default=None, kw_only=True)  # for warnings; not in --mode sft
+    glimpses: list[Glimpse] = field(default_factory=list, kw_only=True)  # --log-samples of its samples
+    work: Work = field(default_factory=Work, kw_only=True)  # of the samples that are trained on
+
+
+class RolloutStages:
+    """The stages of a rollout, and the files that they write."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        border: HookBorder,
+        collector: Collector,
+        writer: RolloutWriter,
+        accepted: AcceptedSamples,
+        attempt: int,
+        put: Callable[[TrainShard], object],
+    ) -> None:
+        self._config, self._plan, self._border, self._collector = config, plan, border, collector
+        self._accepted, self._put = accepted, put
+        self._files = SampleFiles(config, writer, attempt)
+        self.trained = TrainedSamples(writer)
+
+    def make(self, rollout_id: int, pushed_version: int | None, since: float) -> Rollout:
+        """Make rollout `rollout_id`, which began at `since` (`time.monotonic`).
+
+        Raises:
+            HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
+        """
+        if self._config.run.load_debug_rollout_data:
+            pushed_version = None  # the versions in the file are those of another run
+        return self._pass_on(rollout_id, self._take(rollout_id), pushed_version, since)
+
+    def make_of(self, rollout_id: int, batch: Batch, since: float) -> Rollout:
+        """Make rollout `rollout_id` of what the stream gave.
+
+        Raises:
+            HookError, ValueError: with the flag concerned.
+        """
+        collected = Collected(self._collector.finish(batch.groups, batch.refused), batch.metrics)
+        warn_without_log_probs(collected.samples, self._config)
+        run = self._config.run
+        if run.save_debug_rollout_data:
+            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
+        return self._pass_on(rollout_id, collected, batch.version, since, trains=rollout_id)
+
+    def _take(self, rollout_id: int) -> Collected:
+        """Collect the samples, or read those of --load-debug-rollout-data."""
+        run = self._config.run
+        if run.load_debug_rollout_data:
+            collected = Collected(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
+        else:
+            with phase("collect", lane="stages", step=rollout_id + 1):
+                collected = self._collector.collect(rollout_id)
+        if run.save_debug_rollout_data:
+            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
+        return collected
+
+    def _pass_on(
+        self,
+        rollout_id: int,
+        collected: Collected,
+        pushed_version: int | None,
+        since: float,
+        trains: int | None = None,
+    ) -> Rollout:
+        """Take the samples through the stages behind the collection.
+
+        trains  version of the trainers' weights where they are ahead of the engines': they train several rollouts
+                between two pushes, and log-probs of older weights are not compared with theirs
+        """
+        config, border, mode = self._config, self._border, self._config.run.mode
+        samples = collected.samples
+        counts, made, work = dict[str, int](), CutShards[Any](), Work()
+        with span("score and report", lane="stages"):
+            scored = score(samples, config, border)
+            told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
+        with span("write", lane="stages"):
+            path = self._files.write(rollout_id, samples)
+        if mode == "reject-sampling":
+            counts = self._accepted.add(rollout_id, samples, scored.raw)
+            told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
+        elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
+            chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
+            if path is not None and mode == "rl":
+                self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
+            work = Work.of(sample.num_tokens for sample in chosen.samples)
+            del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
+            version = told.version if trains is None else trains
+            # Without a push the versions are those of another run, whose steps nobody knows.
+            newest = pushed_version if trains is None else trains
+            ages = None if newest is None else StepsSince.of(newest, config)
+            temperature = config.rollout.rollout_temperature
+            with phase("cut", lane="stages", step=rollout_id + 1):
+                made = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
+            told.metrics |= {} if ages is None else ages.metrics()
+        accepted, shown = counts.get("accepted", 0), told.glimpses
+        return Rollout(
+            rollout_id,
+            made.shards,
+            told.metrics,
+            accepted,
+            made.auxiliary,
+            facts=told.facts,
+            glimpses=shown,
+            work=work,
+        )

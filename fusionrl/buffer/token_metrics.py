@@ -1,0 +1,153 @@
+"""Numbers over the trained tokens of a rollout: staleness, and the distance to a teacher.
+
+Staleness is how many pushes lie between the weights that sampled a token and those that train on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionrl.data.sample import Sample, is_trained_on, response_mask
+from fusionrl.data.short_arrays import are_equal, extremes, num_positive
+from fusionrl.data.token_versions import UNKNOWN_VERSION
+
+LAST_BIN = 8  # of the histogram: it also counts what is older
+
+
+def training_version(samples: Sequence[Sample], pushed: int | None = None) -> int | None:
+    """Return the version of the weights that will train on these samples.
+
+    pushed  version of the last push; None where that is not known, as for samples read from a file: then it is the
+            newest version that sampled any of their tokens, and None if no token has a version.
+    """
+    versions = [sample.array("weight_versions") for sample in samples]
+    known = [int(extremes(one)[1]) for one in versions if one is not None and len(one)]
+    newest = max(known, default=UNKNOWN_VERSION)
+    newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
+    return None if newest == UNKNOWN_VERSION else newest
+
+
+def is_current(sample: Sample, version: int) -> np.ndarray:
+    """[response_length] bool: False where weights older than `version` sampled the token.
+
+    A token of an unknown version counts as current.
+    """
+    versions = sample.array("weight_versions")
+    if versions is None:
+        return np.ones(sample.response_length, bool)
+    return (versions >= version) | (versions == UNKNOWN_VERSION)
+
+
+def is_all_current(sample: Sample, version: int) -> bool:
+    """Return whether `is_current` is True for all tokens; most often one look at the oldest one shows it."""
+    versions = sample.array("weight_versions")
+    if versions is None or not len(versions) or extremes(versions)[0] >= version:
+        return True
+    return bool(is_current(sample, version).all())
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """Numbers over the trained tokens of a rollout.
+
+    version    of the weights that will train on them; None: no token has a known version
+    staleness  metrics of the tokens' and the samples' staleness; none where no version is known
+    distance   metrics of the distance to the teacher; none without a teacher
+    """
+
+    version: int | None
+    staleness: dict[str, float]
+    distance: dict[str, float]
+
+
+def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) -> TokenNumbers:
+    """Return the numbers of a rollout; `pushed_version` as `training_version` takes it."""
+    version = training_version(samples, pushed_version)
+    ages: list[dict[int, int]] = []  # of each sample's trained tokens whose version is known
+    gaps: list[np.ndarray] = []
+    num_unknown = 0
+    for sample in samples:
+        log_probs = sample.array("rollout_log_probs")
+        if sample.teacher_log_probs is not None and log_probs is not None:
+            teacher = np.asarray(sample.teacher_log_probs, np.float64)
+            gaps.append((np.asarray(log_probs, np.float64) - teacher)[response_mask(sample) > 0])
+        versions = sample.array("weight_versions")
+        if versions is None:
+            num_unknown += _num_trained(sample)
+        elif version is not None:
+            counts = _counted(sample, versions)
+            num_unknown += counts.pop(UNKNOWN_VERSION, 0)
+            own: dict[int, int] = {}
+            for sampled_by, count in counts.items():
+                age = max(version - sampled_by, 0)
+                own[age] = own.get(age, 0) + count
+            ages.append(own)
+    return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
+
+
+def _num_trained(sample: Sample) -> int:
+    """Return the number of tokens with a mask above 0."""
+    mask = sample.array("loss_mask")
+    if mask is None or not is_trained_on(sample):
+        return sample.response_length if is_trained_on(sample) else 0
+    return num_positive(mask)
+
+
+def _counted(sample: Sample, versions: np.ndarray) -> dict[int, int]:
+    """Return version -> number of trained tokens, of one sample. Most have one version, which costs little to see."""
+    num_trained = _num_trained(sample)
+    if not num_trained:
+        return {}
+    if are_equal(versions):
+        return {int(versions[0]): num_trained}
+    found, counts = np.unique(versions[response_mask(sample) > 0], return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(age * count for age, count in counts.items()) / counts.total()
+
+
+def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> dict[str, float]:
+    """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
+
+    ages         of each sample: pushes between the weights that sampled and those that train -> number of tokens
+    num_unknown  trained tokens of an unknown version
+    """
+    ages = [own for own in ages if own]
+    if not ages:
+        return {}
+    tokens: Counter[int] = Counter()
+    for own in ages:
+        for age, count in own.items():  # of one sample it is mostly one, for which `update` costs ten times as much
+            tokens[age] += count
+    samples = Counter(max(own) for own in ages)
+    metrics = {
+        "rollout/staleness/token_mean": _mean(tokens),
+        "rollout/staleness/token_max": float(max(tokens)),
+        "rollout/staleness/sample_mean": _mean(samples),
+        "rollout/staleness/sample_max": float(max(samples)),
+    }
+    metrics |= {f"rollout/staleness/tokens/{age}": share for age, share in _histogram(tokens).items()}
+    metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(samples).items()}
+    if num_unknown:
+        metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + tokens.total())
+    return metrics
+
+
+def _distance_metrics(gaps: Sequence[np.ndarray]) -> dict[str, float]:
+    """Mean of log p(student) - log p(teacher) over the trained tokens: an estimate of their reverse KL (k1)."""
+    found = np.concatenate([np.zeros(0), *gaps])
+    return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
+
+
+def _histogram(ages: Counter[int]) -> dict[int, float]:
+    """Age in pushes -> share, of those that occur and of 0."""
+    shares: Counter[int] = Counter({0: 0})
+    for age, count in ages.items():
+        shares[min(age, LAST_BIN)] += count
+    return {age: shares[age] / ages.total() for age in sorted(shares)}

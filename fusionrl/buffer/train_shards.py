@@ -1,0 +1,350 @@
+"""Samples → train shards: one balanced shard per data-parallel rank.
+
+Every rank gets, in each optimizer step, the same number of micro-batches; the counts over which a loss is averaged
+are those of the whole step, so that no split changes the loss. Every sample of a step counts, also one that a filter
+removed: with `sequence_mean` and `constant` the gradient of the others does not grow when more are removed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from fusionrl.base.malloc import give_freed_back
+from fusionrl.buffer.step_staleness import StepsSince
+from fusionrl.buffer.token_metrics import is_all_current, is_current
+from fusionrl.buffer.training_samples import TrainingSamples
+from fusionrl.data.attempts import attempts_of
+from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
+from fusionrl.data.sampling import temperatures_of
+from fusionrl.data.token_versions import UNKNOWN_VERSION
+from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
+from fusionrl.plan.balance import Balance, divide
+from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.plan import Plan
+
+Ref = TypeVar("Ref")  # what stands for a shard: a reference into the object store
+PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
+
+
+@dataclass
+class CutShards(Generic[Ref]):
+    """One shard for each rank of the actor; the same samples for each rank of the critic or process reward model."""
+
+    shards: list[Ref] = field(default_factory=list)
+    auxiliary: list[Ref] = field(default_factory=list)
+
+
+def cut(
+    chosen: TrainingSamples,
+    plan: Plan,
+    rollout_id: int,
+    version: int | None,
+    put: Callable[[TrainShard], Ref],
+    ages: StepsSince | None = None,
+    temperature: float | None = None,
+) -> CutShards[Ref]:
+    """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
+
+    put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
+    ages  counts the actor's shards
+    temperature  --rollout-temperature: tokens that were sampled at another are marked (field `temperatures`)
+    """
+    assert plan.balance is not None and plan.batch is not None
+    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
+    named["weight_version"], named["temperature"] = version, temperature
+    auxiliary: list[Ref] = []
+    if (other := plan.auxiliary) is not None:
+        assert other.batch is not None
+        made = build_shards(chosen.samples, chosen.rewards, chosen.raw, other.batch, other.balance, **named)
+        auxiliary = [put(shard) for shard in made]
+    named["freed"] = give_freed_back
+    taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
+
+    def counted(shard: TrainShard) -> Ref:
+        if ages is not None:
+            ages.add(shard)
+        return put(shard)
+
+    return CutShards(list(map(counted, taken)), auxiliary)
+
+
+def build_shards(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    raw_rewards: Sequence[float],
+    plan: BatchPlan,
+    balance: Balance,
+    *,
+    rollout_id: int,
+    extra: dict[str, list[object]] | None = None,
+    by_groups: bool = False,
+    weight_version: int | None = None,
+    temperature: float | None = None,
+) -> list[TrainShard]:
+    """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
+
+    samples  in the order in which they are trained; siblings of one group stand side by side and stay in one step
+             where the step's size allows it.
+    extra    a user's columns: one value a sample.
+    by_groups  no step begins within a group.
+    weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
+    temperature  see `cut`
+
+    Raises:
+        ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
+            micro-batch may be.
+    """
+    shards = take_shards(
+        list(samples),
+        rewards,
+        raw_rewards,
+        plan,
+        balance,
+        rollout_id=rollout_id,
+        extra=extra,
+        by_groups=by_groups,
+        weight_version=weight_version,
+        temperature=temperature,
+    )
+    return list(shards)
+
+
+def take_shards(
+    samples: list[Sample],
+    rewards: Sequence[float],
+    raw_rewards: Sequence[float],
+    plan: BatchPlan,
+    balance: Balance,
+    *,
+    rollout_id: int,
+    extra: dict[str, list[object]] | None = None,
+    by_groups: bool = False,
+    weight_version: int | None = None,
+    temperature: float | None = None,
+    freed: Callable[[], None] | None = None,
+) -> Iterator[TrainShard]:
+    """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
+
+    Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
+    that cannot be cast to its field's type is found before the first is taken.
+    """
+    sizes = _Sizes.of(samples)
+    present = _present(samples, sizes)
+    per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
+    given: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
+    # Where all tokens are current the field says nothing, and is left out.
+    if weight_version is not None and not all(is_all_current(sample, weight_version) for sample in samples):
+        given["current"], present["current"] = [is_current(sample, weight_version) for sample in samples], ()
+    if sizes.has_fan_out:
+        given["attempt_tokens"] = np.bincount(sizes.attempts, sizes.trained)[sizes.attempts].tolist()
+        present["attempt_tokens"] = ()
+    if temperature is not None:
+        hot = [temperatures_of(sample, temperature) for sample in samples]
+        if any(values is not None for values in hot):
+            plain = [np.full(sample.response_length, temperature, np.float32) for sample in samples]
+            given["temperatures"] = [p if h is None else h for p, h in zip(plain, hot, strict=True)]
+            present["temperatures"] = ()
+    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
+    for members, own_steps in zip(per_rank, steps, strict=True):
+        yield _take_shard(samples, members, given, present, steps=own_steps, **named)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of n samples, from which the division into steps, ranks and micro-batches follows.
+
+    lengths, responses  [n] tokens of the sample, and of its response
+    trained  [n] tokens that are trained on
+    groups   [n] the run of samples of one group, side by side, that the sample is of: 0, 1, …
+    attempts [n] the attempt that the sample is of
+    """
+
+    lengths: np.ndarray
+    responses: np.ndarray
+    trained: np.ndarray
+    groups: np.ndarray
+    attempts: np.ndarray
+
+    @property
+    def has_fan_out(self) -> bool:
+        """Return whether an attempt has several samples."""
+        return bool(self.attempts.size) and int(self.attempts.max()) + 1 < self.attempts.size
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> _Sizes:
+        for sample in samples:
+            sample.validate()
+        numbers = [sample.group_index for sample in samples]
+        first = [i == 0 or number is None or number != numbers[i - 1] for i, number in enumerate(numbers)]
+        return cls(
+            np.array([sample.num_tokens for sample in samples], np.int64),
+            np.array([sample.response_length for sample in samples], np.int64),
+            np.array([trained_amount(sample) for sample in samples], np.float64),
+            np.cumsum(first) - 1,
+            attempts_of(samples),
+        )
+
+
+def _plan_steps(
+    sizes: _Sizes, indices: Sequence[int | None], plan: BatchPlan, balance: Balance, by_groups: bool
+) -> tuple[list[list[int]], list[list[TrainStep]]]:
+    """(positions of each rank's samples, each rank's steps)."""
+    bounds = _step_bounds(sizes, plan, by_groups)
+    _check_lengths(sizes, indices, balance)
+    per_rank: list[list[int]] = [[] for _ in range(plan.dp_size)]
+    steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
+    for first, end in itertools.pairwise(bounds):
+        lengths = sizes.lengths[first:end]
+        prompts, siblings = lengths - sizes.responses[first:end], _siblings(sizes.groups[first:end])
+        num_tokens = int(np.floor(sizes.trained[first:end]).sum())
+        num_attempts = len(np.unique(sizes.attempts[first:end]))
+        for rank, bins in enumerate(divide(lengths, prompts, siblings, plan.dp_size, balance)):
+            members = sorted(i for b in bins for i in b)
+            local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
+            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_attempts))
+            per_rank[rank] += [first + i for i in members]
+    return per_rank, steps
+
+
+def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
+    """Return the position at which each optimizer step begins, and the end of the last one.
+
+    A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
+    """
+    count = len(sizes.lengths)
+    if count == plan.num_samples and not by_groups and not sizes.has_fan_out:
+        return [step * plan.global_batch_size for step in range(plan.num_steps + 1)]
+    starts = [group[0] for group in _siblings(sizes.groups)]
+    if len(starts) < plan.num_steps:
+        raise ValueError(
+            f"the rollout has {len(starts)} groups of samples for {plan.num_steps} optimizer steps "
+            "(--num-steps-per-rollout); return more groups, or lower it"
+        )
+    return [starts[step * len(starts) // plan.num_steps] for step in range(plan.num_steps)] + [count]
+
+
+def _check_lengths(sizes: _Sizes, indices: Sequence[int | None], balance: Balance) -> None:
+    """Refuse a sample that does not fit into a micro-batch."""
+    padded = balance.padded(sizes.lengths)
+    if int(padded.max(initial=0)) > balance.max_tokens:
+        longest = int(padded.argmax())
+        raise ValueError(
+            f"sample {indices[longest]} has {sizes.lengths[longest]} tokens ({padded[longest]} with padding), over the "
+            f"{balance.max_tokens} of a micro-batch (--max-tokens-per-gpu x --context-parallel-size); raise "
+            "--max-tokens-per-gpu, or bound the length with --rollout-max-context-len"
+        )
+
+
+def _siblings(groups: np.ndarray) -> list[list[int]]:
+    """Positions, group by group: samples of one group that stand side by side."""
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    return [list(range(first, end)) for first, end in itertools.pairwise([*starts.tolist(), len(groups)])]
+
+
+def _present(samples: Sequence[Sample], sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the fields of the shards, and the dimensions behind the first; a field stands in every shard or in none.
+
+    A sample that trains nothing does not need a field that may be missing. Versions are there where any sample has
+    them: the others' are unknown.
+    """
+    needed = [sample for sample, trained in zip(samples, sizes.trained, strict=True) if trained]
+
+    def is_whole(name: str) -> bool:
+        enough = any if name == "weight_versions" else all
+        return enough(vars(sample).get(name) is not None for sample in needed)
+
+    names = [name for name, spec in FIELDS.items() if spec.required or (not spec.is_derived and is_whole(name))]
+    return {name: _trailing(samples, name) for name in names}
+
+
+def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
+    """The dimensions of a field behind the first, which all samples must share."""
+    count = FIELDS[name].trailing
+    if not count:
+        return ()
+    shapes = {np.shape(value)[1:]: s.index for s in samples if (value := vars(s)[name]) is not None}
+    for shape, index in shapes.items():
+        if len(shape) != count or len(shapes) > 1:
+            others = f"; others have {', '.join(str(s) for s in shapes if s != shape)}" if len(shapes) > 1 else ""
+            raise ValueError(
+                f"sample {index}: {name} has {shape} values a token{others}; expected {FIELDS[name].description}"
+            )
+    return next(iter(shapes), (0,) * count)
+
+
+def _take_shard(
+    samples: list[Sample],
+    members: Sequence[int],
+    given: dict[str, Sequence[object]],
+    present: dict[str, tuple[int, ...]],
+    *,
+    rollout_id: int,
+    steps: list[TrainStep],
+    extra: dict[str, list[object]],
+    freed: Callable[[], None] | None,
+) -> TrainShard:
+    """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples.
+
+    present  each field's dimensions behind that over which it runs
+    """
+    total = np.array([samples[i].num_tokens for i in members], np.int32)
+    responses = np.array([samples[i].response_length for i in members], np.int32)
+    sizes = {"token": int(total.sum()), "response": int(responses.sum()), "sample": len(members)}
+    fields: dict[str, np.ndarray] = {
+        name: np.empty((sizes[FIELDS[name].extent], *trailing), FIELDS[name].dtype)
+        for name, trailing in present.items()
+    }
+    ends = dict.fromkeys(present, 0)
+    metadata, blank = [], Sample()
+    for first in range(0, len(members), PACKED_AT_ONCE):
+        packed = members[first : first + PACKED_AT_ONCE]
+        chosen = [samples[i] for i in packed]
+        for name in present:
+            values = [given[name][i] for i in packed] if name in given else _values(name, chosen, present[name])
+            part = flat_field(name, values)
+            fields[name][ends[name] : ends[name] + len(part)] = part
+            ends[name] += len(part)
+        metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
+        for i in packed:
+            samples[i] = blank
+        del chosen, values
+        if freed is not None:
+            freed()
+    columns = {name: [values[i] for i in members] for name, values in extra.items()}
+    fields["position"] = np.asarray(members, np.int64)
+    return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns)
+
+
+def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[object]:
+    """A value a sample, for `flat_field`."""
+    match name:
+        case "sample_index":
+            return [_or(s.index, -1) for s in samples]
+        case "group_index":
+            return [_or(s.group_index, -1) for s in samples]
+        case "truncated":
+            return [s.status == Status.TRUNCATED for s in samples]
+        case "rollout_routed_experts":
+            return [_of_all_tokens(s.rollout_routed_experts, s.num_tokens, trailing) for s in samples]
+        case "loss_mask":
+            return [response_mask(s) for s in samples]
+    values = [vars(s).get(name) for s in samples]
+    missing = UNKNOWN_VERSION if name == "weight_versions" else 0
+    return [np.full(s.response_length, missing) if v is None else v for s, v in zip(samples, values, strict=True)]
+
+
+def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:
+    """With the last token, which no engine runs over, where it is missing: -1."""
+    whole = np.full((num_tokens, *trailing), -1, np.int16)
+    if experts is not None:
+        whole[: len(experts)] = experts
+    return whole
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

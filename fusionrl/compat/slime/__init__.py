@@ -1,0 +1,1 @@
+"""slime and its fork miles: functions (`api`), import names (`names`), flags, launch scripts."""

@@ -1,0 +1,30 @@
+"""Run a program with slime's names: `python -m fusionrl.compat.slime PROGRAM.py [ARGUMENT …]`.
+
+For programs of a slime user's own that run beside a run, a server say, and import `slime`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from fusionrl.compat.slime.names.finder import install
+
+
+def main() -> None:
+    """Run the program as Python would, with its folder first in sys.path.
+
+    Raises:
+        SystemExit: no program is named, or there is no such file.
+    """
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        raise SystemExit("python -m fusionrl.compat.slime PROGRAM.py [ARGUMENT …]: name a program that exists")
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

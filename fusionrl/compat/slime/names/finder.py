@@ -1,0 +1,131 @@
+"""Let `import slime…`, or `import miles…` of its fork, resolve to fusionrl's equivalents where it is not installed.
+
+The finder stands last in `sys.meta_path`, so an installed slime is found before it. A module that it makes is empty at
+first: a name is looked up in the table, and imported, when it is asked for. So `import slime.utils.types` costs nothing
+and imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from fusionrl.compat.slime.names.entries import Absent, Here, Names
+from fusionrl.compat.slime.names.miles import MILES
+from fusionrl.compat.slime.names.table import ABSENT_MODULES, MODULES
+
+ROOTS = ("slime", "slime_plugins")
+FORKS = {"miles": "slime", "miles_plugins": "slime_plugins"}  # whose modules have slime's names, and more
+TABLE_PAGE = "docs/from-slime.md"
+
+
+def _of_slime(name: str) -> str:
+    """Return slime's name of a module, which a fork may have under a name of its own."""
+    root, dot, rest = name.partition(".")
+    return FORKS.get(root, root) + dot + rest
+
+
+def _names_of(module: str) -> Names | None:
+    """Return the names of a module; None for one that is in no table."""
+    own, slimes = MILES.get(module), MODULES.get(_of_slime(module))
+    return None if own is None and slimes is None else {**(slimes or {}), **(own or {})}
+
+
+_PACKAGES = {name.rpartition(".")[0] for name in (*MODULES, *ABSENT_MODULES, *MILES)} | {*ROOTS, *FORKS}
+
+
+def _is_package(module: str) -> bool:
+    """Return whether other modules are below a module."""
+    known = _of_slime(module)
+    return module in _PACKAGES or known in _PACKAGES or (known not in MODULES and _absent(known) is not None)
+
+
+def install() -> None:
+    """Let this process import slime's names; doing it again changes nothing."""
+    if not any(isinstance(one, SlimeFinder) for one in sys.meta_path):
+        sys.meta_path.append(SlimeFinder())
+
+
+def is_ours(name: str) -> bool:
+    """Return whether `import name` gives the stand-in: slime itself, as a package with files, is not there."""
+    root = sys.modules.get(name.partition(".")[0])
+    # A folder named slime beside the program, without an __init__.py, is found as an empty package and hides nothing.
+    return root is None or isinstance(root, SlimeModule) or getattr(root, "__file__", None) is None
+
+
+class SlimeFinder:
+    """Finds the modules of the table, after all other finders."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of slime's, also of one that is absent here: its names say why."""
+        if name.partition(".")[0] not in (*ROOTS, *FORKS) or not is_ours(name):
+            return None
+        is_package = _is_package(name)
+        is_known = is_package or _names_of(name) is not None
+        return ModuleSpec(name, _Loader(), is_package=is_package) if is_known else None
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return SlimeModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = _names_of(module.__name__) or {}
+        public = [name for name, entry in names.items() if isinstance(entry, Here) and name[0] != "_"]
+        module.__dict__["__all__"] = public
+
+
+class SlimeModule(ModuleType):
+    """A module under slime's name. Its names are looked up in the table when they are asked for."""
+
+    def __getattr__(self, name: str) -> object:
+        """Return what stands for the name here.
+
+        Raises:
+            ImportError: it does not exist here; with the reason and the cure. Not an AttributeError, for which
+                `from slime.x import y` would show a text of Python's own.
+        """
+        own, names = self.__name__, _names_of(self.__name__)
+        if name.startswith("__"):
+            raise AttributeError(f"module {own!r} has no attribute {name!r}")
+        entry = (names or {}).get(name)
+        if isinstance(entry, Here):
+            value = resolve(entry)
+            self.__dict__[name] = value
+            return value
+        full_name = f"{own}.{name}"
+        if entry is None and (_names_of(full_name) is not None or full_name in _PACKAGES):
+            return importlib.import_module(full_name)
+        absent = entry if isinstance(entry, Absent) or names is not None else _absent(_of_slime(full_name))
+        if absent is not None:
+            raise ImportError(f"{full_name} does not exist in fusionrl: {absent.told} ({TABLE_PAGE})", name=own)
+        raise ImportError(
+            f"{full_name} is not among the names of {own.partition('.')[0]} that fusionrl knows ({TABLE_PAGE});"
+            " define it in your own file",
+            name=own,
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(_names_of(self.__name__) or {})})
+
+
+def resolve(entry: Here) -> object:
+    """Return the object that an entry of the table names."""
+    module, _, name = entry.target.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def _absent(name: str) -> Absent | None:
+    """Return why a module, or a package around it, is absent."""
+    while name:
+        if name in ABSENT_MODULES:
+            return ABSENT_MODULES[name]
+        name = name.rpartition(".")[0]
+    return None

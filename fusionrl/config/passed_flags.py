@@ -1,0 +1,107 @@
+"""Flags that are no fields of ours: passed through to SGLang, the router and Megatron-core, or refused with a cure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from fusionrl.base.spelling import closest
+from fusionrl.compat.slime.flags.table import TABLE
+from fusionrl.compat.slime.flags.translate import take_flag
+from fusionrl.config import upstream_flags as upstream
+from fusionrl.config.aliases import cure_for, setting_of
+from fusionrl.config.config import PassThrough
+from fusionrl.config.fields import FIELDS
+from fusionrl.config.hooks import flag_of
+
+# Flags of the field whose work is still to come here: refused by name, never ignored.
+COMING: dict[str, str] = {
+    "multimodal_keys": "multimodal data",
+}
+
+
+def parse_extras(
+    extras: Sequence[str], errors: list[str], of_slime: Mapping[str, object] = MappingProxyType({})
+) -> PassThrough:
+    """Return what the tokens `extras` pass through; a message for each that no part takes goes to `errors`.
+
+    of_slime  flags of slime's that were accepted already
+    """
+    found = empty_passthrough()
+    found["slime"].update(of_slime)
+    for flag, values in _group_extras(extras):
+        if error := parse_extra(flag, values, found):
+            errors.append(error)
+    return PassThrough(**found)
+
+
+def empty_passthrough() -> dict[str, dict[str, object]]:
+    """Return a mapping of each kind of `PassThrough` to no values."""
+    return {kind: {} for kind in PassThrough.model_fields}
+
+
+def parse_extra(flag: str, values: list[str], found: dict[str, dict[str, object]]) -> str | None:
+    """Put the value of one flag that is no field of ours into `found`, by kind; return the message if it has none."""
+    field = flag[2:].replace("-", "_")
+    shown = " ".join([flag, *values])
+    try:
+        if flag.startswith("--") and (entry := TABLE.get(field)) is not None:
+            return take_flag(field, entry, values, found["slime"])
+        if (cure := _cure(flag)) is not None:
+            return f"{shown}: {cure}"
+        if not flag.startswith("--"):
+            return f"{flag}: unexpected argument (flags begin with --)"
+        if field in COMING:
+            return f"{shown}: not available yet ({COMING[field]} is still to come); leave it out"
+        if flag.startswith("--sglang-"):
+            option = "--" + flag[len("--sglang-") :]
+            found["sglang"].update(upstream.parse_with(upstream.sglang_parser(), option, values, upstream.SGLANG_OWNED))
+        elif flag.startswith("--router-"):
+            option = "--" + flag[len("--router-") :]
+            found["router"].update(upstream.parse_with(upstream.router_parser(), option, values, upstream.ROUTER_OWNED))
+        else:
+            for kind, value in upstream.parse_megatron(field, values).items():
+                found[kind][field.removeprefix("no_") if value is False else field] = value
+    except upstream.UpstreamError as error:
+        return f"{shown}: {error}{_did_you_mean(flag)}"
+    except KeyError:
+        return f"{flag}: unknown flag{_did_you_mean(flag)}"
+    return None
+
+
+def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
+    grouped: list[tuple[str, list[str]]] = []
+    for token in extras:
+        if token.startswith("--") and len(token) > 2:
+            flag, separator, value = token.partition("=")
+            grouped.append((flag, [value] if separator else []))
+        elif setting_of(token) is not None:
+            grouped.append((token, []))
+        elif grouped:
+            grouped[-1][1].append(token)
+        else:
+            grouped.append((token, []))
+    return grouped
+
+
+def _cure(flag: str) -> str | None:
+    """Say what to write for a flag with underscores, or for another trainer's; None for any other flag."""
+    plain = flag.removeprefix("--").replace("-", "_")
+    if flag.startswith("--") and (plain in FIELDS or plain.removeprefix("no_") in FIELDS):
+        return f"flags are written with dashes: --{plain.replace('_', '-')}"
+    return cure_for(setting_of(flag) or flag)
+
+
+def _did_you_mean(flag: str) -> str:
+    names = [flag_of(field) for field in FIELDS]
+    if flag.startswith("--sglang-"):
+        names = upstream.option_names(upstream.sglang_parser(), "sglang")
+    elif flag.startswith("--router-"):
+        names = upstream.option_names(upstream.router_parser(), "router")
+    else:
+        names += [flag_of(field) for fields in upstream.megatron_fields().values() for field in fields]
+    # Whoever writes --trainer does not mean --no-trainer.
+    names = [name for name in names if name.startswith("--no-") == flag.startswith("--no-")]
+    # Without the dashes, which would make all short names alike.
+    close = closest(flag.removeprefix("--"), [name.removeprefix("--") for name in names], cutoff=0.7)
+    return f"; did you mean --{close}?" if close and f"--{close}" != flag else ""

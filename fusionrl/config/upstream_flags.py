@@ -1,0 +1,310 @@
+"""Field lists of SGLang, its router and Megatron-core, read from the installed packages when they are needed.
+
+The one place of `config` that imports them, and only inside functions: a command line that names none of their
+flags never pays for the import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import types
+import typing
+from pathlib import Path
+
+from fusionrl.base.log_suppression import quiet
+from fusionrl.base.spelling import closest
+from fusionrl.config.upstream_flag_cache import kept_parser, own_parser
+
+# An engine is one replica of tensor-parallel ranks: placement and weight push count on it.
+_MORE_ENGINES = "--rollout-num-gpus: more devices are more engines, behind one router"
+_TENSOR_PARALLEL = "--rollout-num-gpus-per-engine: an engine is divided by tensor parallelism alone"
+# Fields of ServerArgs that fusionrl sets itself, with what to use in their place.
+SGLANG_OWNED: dict[str, str] = {
+    "model_path": "--hf-checkpoint",
+    "host": "the node's own address",
+    "port": "a free port",
+    "api_key": "a key made for the run",
+    "admin_api_key": "a key made for the run",
+    "device": "--device",
+    "dtype": "--rollout-dtype",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "base_gpu_id": "the placement",
+    "gpu_id_step": "the placement",
+    "nccl_port": "a free port",
+    "nnodes": "the placement",
+    "node_rank": "the placement",
+    "dist_init_addr": "the placement",
+    "random_seed": "--rollout-seed",
+    "dp_size": _MORE_ENGINES,
+    "enable_dp_attention": _MORE_ENGINES,
+    "pp_size": _TENSOR_PARALLEL,
+    "disaggregation_mode": "--engine-group: role=prefill and role=decode",
+    "disaggregation_bootstrap_port": "a free port",
+}
+ROUTER_OWNED: dict[str, str] = {
+    "worker_urls": "the run's own engines",
+    "host": "the node's own address",
+    "api_key": "a key made for the run",
+    "log_dir": "the run's folder",
+}
+# Fields of Megatron's config classes that fusionrl sets itself.
+MEGATRON_OWNED: dict[str, str] = {
+    "bf16": "--precision",
+    "fp16": "--precision",
+    "params_dtype": "--precision",
+    "pipeline_dtype": "--precision",
+    "num_layers": "the Hugging Face config",
+    "hidden_size": "the Hugging Face config",
+    "num_attention_heads": "the Hugging Face config",
+    "num_query_groups": "the Hugging Face config",
+    "ffn_hidden_size": "the Hugging Face config",
+    "kv_channels": "the Hugging Face config",
+    "layernorm_epsilon": "the Hugging Face config",
+    "normalization": "the Hugging Face config",
+    "qk_layernorm": "the Hugging Face config",
+    "add_bias_linear": "the Hugging Face config",
+    "add_qkv_bias": "the Hugging Face config",
+    "gated_linear_unit": "the Hugging Face config",
+    "activation_func": "the Hugging Face config",
+    "rotary_interleaved": "the Hugging Face config",
+    "num_moe_experts": "the Hugging Face config",
+    "moe_ffn_hidden_size": "the Hugging Face config",
+    "moe_layer_freq": "the Hugging Face config",
+    "moe_router_topk": "the Hugging Face config",
+    "moe_router_score_function": "the Hugging Face config",
+    "moe_router_pre_softmax": "the Hugging Face config",
+    "moe_router_topk_scaling_factor": "the Hugging Face config",
+    "moe_router_num_groups": "the Hugging Face config",
+    "moe_router_group_topk": "the Hugging Face config",
+    "moe_router_enable_expert_bias": "the Hugging Face config",
+    "moe_shared_expert_intermediate_size": "the Hugging Face config",
+    "moe_shared_expert_gate": "the Hugging Face config",
+    "multi_latent_attention": "the Hugging Face config",
+    "calculate_per_token_loss": "--calculate-per-token-loss",
+    "finalize_model_grads_func": "the trainer",
+    "variable_seq_lengths": "the trainer",
+    "optimizer": "the trainer (Adam)",
+    "use_distributed_optimizer": "the trainer (always on)",
+    "transformer_impl": "--transformer-impl",
+}
+
+# Options that the installed version has under another name: launch scripts keep the older one.
+RENAMED: dict[str, str] = {
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+}
+
+
+class UpstreamError(ValueError):
+    """A pass-through flag that upstream does not take."""
+
+
+def _owned(source: str) -> UpstreamError:
+    return UpstreamError("it is set by fusionrl" + (f"; use {source}" if source[:2] == "--" else f" ({source})"))
+
+
+class _QuietParser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UpstreamError(message)
+
+
+@functools.cache
+def sglang_parser() -> argparse.ArgumentParser:
+    """SGLang's command line, as its installed version declares it; kept in a file after its first import."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        return _import_sglang_parser()
+    root = Path(package.origin).parent / "srt"
+    sources = [root / "server_args.py", *root.glob("arg_groups/**/*.py")]
+    sources.append(Path(__file__).with_name("attention.py"))  # it adds a choice
+    try:
+        versions = " ".join(importlib.metadata.version(name) for name in ("sglang", "torch"))
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return _import_sglang_parser()
+    return kept_parser("sglang", versions, [path for path in sources if path.is_file()], _import_sglang_parser)
+
+
+@functools.cache
+def _import_sglang_parser() -> argparse.ArgumentParser:
+    from fusionrl.cpu import attention, sglang_stubs
+
+    sglang_stubs.install()
+    parser = _QuietParser(add_help=False, allow_abbrev=False)
+    with quiet():
+        from sglang.srt.server_args import ServerArgs
+
+        attention.add_choice()
+        ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@functools.cache
+def router_parser() -> argparse.ArgumentParser:
+    """The router's own command line, as its installed version declares it."""
+    parser = _QuietParser(add_help=False, allow_abbrev=False)
+    with quiet():
+        from sglang_router.router_args import RouterArgs
+
+        RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False)
+    return parser
+
+
+def parse_with(
+    parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]
+) -> dict[str, object]:
+    """The fields that `option values…` sets by upstream's own parser.
+
+    A list that it reads from one JSON text stays that text: so it is handed to engines.
+
+    Raises:
+        UpstreamError: unknown to upstream, a value it does not take, or a field that fusionrl owns.
+    """
+    if not {option, RENAMED.get(option)} & parser._option_string_actions.keys():
+        parser = own_parser(parser)  # the file may be older than the package
+    if option not in parser._option_string_actions:
+        option = RENAMED.get(option, option)
+    action = parser._option_string_actions.get(option)
+    if action is None:
+        raise UpstreamError(f"{option} is no option of the installed version")
+    if action.dest in owned:
+        raise _owned(owned[action.dest])
+    for required in parser._actions:
+        required.required = False
+    # "=": a value that begins with "-" is a value, not the next flag.
+    parsed, rest = parser.parse_known_args([f"{option}={values[0]}"] if len(values) == 1 else [option, *values])
+    if rest:
+        raise UpstreamError(f"unexpected value {' '.join(rest)}")
+    value = getattr(parsed, action.dest)
+    is_text = action.nargs is None and isinstance(value, list) and len(values) == 1 and values[0].startswith("[")
+    return {action.dest: values[0] if is_text else value}
+
+
+def is_switch(parser: argparse.ArgumentParser, option: str) -> bool:
+    """Return whether upstream's option takes no value."""
+    return num_values(parser, option) == 0
+
+
+def num_values(parser: argparse.ArgumentParser, option: str) -> int:
+    """Return how many values upstream's option takes; -1: several, 1: also one that upstream does not have."""
+    if option not in parser._option_string_actions:
+        parser = own_parser(parser)
+    action = parser._option_string_actions.get(option)
+    if action is None or action.nargs in (None, argparse.OPTIONAL):
+        return 1
+    return action.nargs if isinstance(action.nargs, int) else -1
+
+
+def check_field(kind: str, name: str) -> None:
+    """Check that fusionrl passes the field `name` on, as the config.json of a run has it.
+
+    Raises:
+        UpstreamError: the installed version has no such field, or fusionrl sets it.
+    """
+    if kind in ("sglang", "router"):
+        parser, owned = (sglang_parser(), SGLANG_OWNED) if kind == "sglang" else (router_parser(), ROUTER_OWNED)
+        known = {action.dest for action in parser._actions}
+        if name not in known:
+            known = {action.dest for action in own_parser(parser)._actions}
+    else:
+        known, owned = set(megatron_fields()[kind]), MEGATRON_OWNED
+    if name not in known:
+        close = closest(name, known, cutoff=0.7)
+        hint = f"; did you mean {close}?" if close else ""
+        raise UpstreamError(f"the installed version has no such field{hint}")
+    if name in owned:
+        raise _owned(owned[name])
+
+
+def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
+    """The parser's options as fusionrl spells them, for 'did you mean'."""
+    return [f"--{prefix}-{name[2:]}" for name in parser._option_string_actions if name.startswith("--")]
+
+
+@functools.cache
+def megatron_fields() -> dict[str, dict[str, object]]:
+    """Field name → type, for each of Megatron's classes: transformer, optimizer, ddp."""
+    with quiet():
+        from fusionrl.cpu import megatron_patches
+
+        megatron_patches.install()
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
+
+    classes = {
+        "transformer": TransformerConfig,
+        "optimizer": OptimizerConfig,
+        "ddp": DistributedDataParallelConfig,
+    }
+    return {kind: {f.name: _hint(cls, f) for f in dataclasses.fields(cls)} for kind, cls in classes.items()}
+
+
+def _hint(cls: type, field: dataclasses.Field) -> object:
+    # Some of Megatron's annotations name modules that are not installed; those fields stay as plain strings.
+    if not isinstance(field.type, str):
+        return field.type
+    try:
+        return typing.get_type_hints(cls)[field.name]
+    except (NameError, AttributeError, TypeError):
+        return str
+
+
+def parse_megatron(field: str, values: list[str]) -> dict[str, object]:
+    """Class kind → value for every Megatron class that has `field` (one that several share is set in all).
+
+    Raises:
+        UpstreamError: no class has it, fusionrl owns it, or the value does not fit its type.
+    """
+    fields = megatron_fields()
+    name, negated = (field[3:], True) if field.startswith("no_") else (field, False)
+    if negated and any(field in of for of in fields.values()):
+        name, negated = field, False
+    kinds = [kind for kind, of in fields.items() if name in of]
+    if not kinds:
+        raise KeyError(field)
+    if name in MEGATRON_OWNED:
+        raise _owned(MEGATRON_OWNED[name])
+    if negated:
+        if values:
+            raise UpstreamError("a --no- flag takes no value")
+        return dict.fromkeys(kinds, False)
+    return {kind: _convert(fields[kind][name], values) for kind in kinds}
+
+
+def _convert(hint: object, values: list[str]) -> object:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = tuple(option for option in options if option is not type(None))
+    if not values:
+        if bool in options:
+            return True
+        raise UpstreamError("it needs a value")
+    text = values[0] if len(values) == 1 else None
+    if text is not None and text.lower() == "none":
+        return None
+    for option in options:
+        origin = typing.get_origin(option) or option
+        try:
+            if origin is bool and text is not None and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            if origin in (int, float) and text is not None:
+                return origin(text)
+            if origin is typing.Literal and text in typing.get_args(option):
+                return text
+            if origin in (list, tuple):
+                return [json.loads(value) if value[:1] in '-0123456789["{' else value for value in values]
+            if origin is dict and text is not None:
+                return json.loads(text)
+            if origin is str and text is not None:
+                return text
+        except ValueError:
+            continue
+    raise UpstreamError(f"value {' '.join(values)!r} does not fit its type {hint}")

@@ -1,6 +1,0 @@
-"""The pipeline controller: what is admitted, fetched, trained, pushed and dropped, and what the run waits for.
-
-Pure: it knows no Ray, no clock and no file. `apply(state, knobs, event)` notes what has happened, and
-`decide(state, knobs)` says what to do next, or what it waits for. Every pipeline, the synchronous one too, is a setting
-of `Knobs`. May import nothing but `base`.
-"""

@@ -1,0 +1,446 @@
+"""Kernels of a transformer on a CPU (`kernels.c`), as functions of tensors.
+
+torch does each of these in several operations, each of which passes over memory and takes microseconds to begin; on
+small tensors that is most of their time. The functions here take tensors in a CPU's memory, as `fit` tells, all of fp32
+or all of bf16, and write new ones of that type; they compute in fp32. Where there is no library (`kernel_library.py`),
+`fit` says no, and callers go on with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusionrl.cpu import kernel_library
+
+logger = logging.getLogger(__name__)
+
+_pointer, _long, _float = c_void_p, c_int64, c_float
+# Of each function: what it returns and takes, before what all of them take: `half` and the number of threads.
+_ARGUMENTS = {
+    "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float]),
+    "norm_heads": (None, [_pointer, _long, _long, _pointer, _pointer, _long, _long, _pointer, _long, _long, _float]),
+    "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long]),
+    "swiglu": (None, [_pointer, _pointer, _long, _long]),
+    "swiglu_backward": (None, [*[_pointer] * 3, _long, _long]),
+    "rotate": (
+        c_int,
+        [_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer, *[_long] * 4],
+    ),
+    "rotate_both": (
+        c_int,
+        [*[_pointer, _long, _long, _pointer] * 2, _pointer, _long, _pointer, _long, _long, _long],
+    ),
+    "store_rows": (c_int, [_pointer, _long, _pointer, _long, *[_pointer] * 3, *[_long] * 4]),
+    "attend_decode": (
+        c_int,
+        [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float],
+    ),
+    "attend_new": (
+        c_int,
+        [*[_pointer] * 3, _float, _pointer, _long, _long, *[_pointer] * 6, *[_long] * 3]
+        + [*[_pointer] * 3, *[_long] * 6, _float],
+    ),
+    "attend_rows": (c_int, [*[_pointer] * 8, _long, _long, _pointer, _pointer, *[_long] * 4, _float]),
+    "attend_rows_backward": (c_int, [*[_pointer] * 9, _long, _long, *[_pointer] * 4, *[_long] * 4, _float]),
+}
+
+
+@functools.cache
+def loaded() -> bool:
+    """Return whether the kernels can be called; compile them if this machine has not done so. Logs why not, once."""
+    try:
+        _library()
+    except kernel_library.CompileError as error:
+        logger.warning("no kernels for this CPU; torch computes instead: %s", error)
+        return False
+    return True
+
+
+def fit(*tensors: Tensor) -> bool:
+    """Return whether the kernels can take these: all fp32 or all bf16, on a CPU; and whether there are kernels."""
+    dtype = tensors[0].dtype
+    if dtype is not torch.float32 and dtype is not torch.bfloat16:
+        return False
+    for tensor in tensors:
+        if tensor.dtype is not dtype or tensor.device.type != "cpu":
+            return False
+    return loaded()
+
+
+def _is_half(*tensors: Tensor) -> bool:
+    """Return whether these are of bf16; all of them are of one type."""
+    dtype = tensors[0].dtype
+    assert all(tensor.dtype is dtype for tensor in tensors) and dtype in (torch.float32, torch.bfloat16)
+    return dtype is torch.bfloat16
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """(tensor [..., n] whose dense rows are one step apart, that step); itself, where it is so."""
+    if tensor.is_contiguous():
+        return tensor, tensor.size(-1)
+    step, count = tensor.stride(-2) if tensor.dim() > 1 else 0, 1
+    if tensor.stride(-1) != 1:
+        return tensor.contiguous(), tensor.size(-1)
+    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if size > 1 and stride != step * count:
+            return tensor.contiguous(), tensor.size(-1)
+        count *= size
+    return tensor, step
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of `hidden` [..., h] → (the same shape, the factor of each row [..., 1] in fp32)."""
+    assert weight.shape == hidden.shape[-1:]
+    (hidden, step), weight = _rows(hidden), weight.contiguous()
+    size = hidden.size(-1)
+    out = hidden.new_empty(hidden.shape)
+    scale = hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32)
+    _library().rms_norm(
+        *(hidden.data_ptr(), step, None, None, weight.data_ptr(), out.data_ptr(), scale.data_ptr()),
+        *(scale.numel(), size, eps, _is_half(hidden, weight), torch.get_num_threads()),
+    )
+    return out, scale
+
+
+def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of `hidden` + `residual` [..., h], that sum)."""
+    assert weight.shape == hidden.shape[-1:] and residual.shape == hidden.shape
+    (hidden, step), weight = _rows(hidden), weight.contiguous()
+    residual = residual.contiguous()
+    size = hidden.size(-1)
+    out, both = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+    _library().rms_norm(
+        *(hidden.data_ptr(), step, residual.data_ptr(), both.data_ptr(), weight.data_ptr(), out.data_ptr(), None),
+        *(hidden.numel() // size, size, eps, _is_half(hidden, residual, weight), torch.get_num_threads()),
+    )
+    return out, both
+
+
+def norm_heads(query: Tensor, query_weight: Tensor, key: Tensor, key_weight: Tensor, eps: float) -> None:
+    """RMSNorm of each head of queries [T, heads * d] and keys [T, heads * d], in their place; weights [d], dense.
+
+    Tokens may lie apart, as in a tensor of queries, keys and values; each one's numbers are dense.
+    """
+    size, (count, *_) = query_weight.numel(), query.shape
+    assert key.size(0) == count and query.stride(1) == key.stride(1) == 1 and key_weight.numel() == size
+    assert (
+        query.size(1) % size == key.size(1) % size == 0 and query_weight.is_contiguous() and key_weight.is_contiguous()
+    )
+    _library().norm_heads(
+        *(query.data_ptr(), query.stride(0), query.size(1) // size, query_weight.data_ptr()),
+        *(key.data_ptr(), key.stride(0), key.size(1) // size, key_weight.data_ptr(), count, size, eps),
+        *(_is_half(query, key, query_weight, key_weight), torch.get_num_threads()),
+    )
+
+
+def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of `hidden` [..., h], gradient of `weight` [h]) of `rms_norm`, with the factors that it returned."""
+    assert grad.shape == hidden.shape and weight.shape == hidden.shape[-1:]
+    (hidden, step), weight, grad = _rows(hidden), weight.contiguous(), grad.contiguous()
+    out, grad_weight = grad.new_empty(grad.shape), torch.empty_like(weight)
+    others = (grad, weight, scale, out, grad_weight)
+    code = _library().rms_norm_backward(
+        *(hidden.data_ptr(), step, *(tensor.data_ptr() for tensor in others)),
+        *(scale.numel(), weight.numel(), _is_half(grad, hidden, weight), torch.get_num_threads()),
+    )
+    _check(code, "")
+    return out, grad_weight
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """`silu(gate) * up` [..., f] of gate and up side by side [..., 2 f]."""
+    both = both.contiguous()
+    size = both.size(-1) // 2
+    out = both.new_empty(*both.shape[:-1], size)
+    rows = both.numel() // both.size(-1)
+    _library().swiglu(both.data_ptr(), out.data_ptr(), rows, size, _is_half(both), torch.get_num_threads())
+    return out
+
+
+def swiglu_backward(grad: Tensor, both: Tensor) -> Tensor:
+    """Gradient of `both` [..., 2 f] of `swiglu`, for that of its output [..., f]."""
+    both, grad = both.contiguous(), grad.contiguous()
+    out = both.new_empty(both.shape)
+    pointers = (both.data_ptr(), grad.data_ptr(), out.data_ptr())
+    rows = both.numel() // both.size(-1)
+    _library().swiglu_backward(*pointers, rows, grad.size(-1), _is_half(both, grad), torch.get_num_threads())
+    return out
+
+
+def rotate(values: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, back: bool = False) -> Tensor:
+    """Turn halves of each head against each other, as rotary embeddings do; the dimensions beyond them are copied.
+
+    Args:
+        values: [T, heads, d]
+        cos, sin: [any, r / 2] of one stride: the first r of d dimensions are turned
+        positions: [T] int64 row of the angles of each token; None: row t for token t
+        back: turn the other way, which is the gradient
+
+    Raises:
+        IndexError: a token has no row of angles.
+    """
+    assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(-1) == 1
+    count, heads, size = values.shape
+    values = values if values.stride(-1) == 1 else values.contiguous()
+    if positions is not None:
+        assert positions.shape == (count,) and positions.dtype is torch.int64
+        positions = positions.contiguous()
+    out = values.new_empty(values.shape)
+    code = _library().rotate(
+        *(values.data_ptr(), *values.stride()[:2], cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.size(0)),
+        *(None if positions is None else positions.data_ptr(), -1.0 if back else 1.0, out.data_ptr()),
+        *(count, heads, size, 2 * cos.size(-1), _is_half(values, cos, sin), torch.get_num_threads()),
+    )
+    _check(code, "a token's position is beyond the table of angles")
+    return out
+
+
+def rotate_both(query: Tensor, key: Tensor, table: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`rotate` of queries [T, heads * size] and keys [T, heads * size] by rows of `table` [any, r]: r / 2 cosines, then
+    as many sines.
+
+    Raises:
+        IndexError: a token has no row of angles.
+    """
+    query, key = (values if values.stride(1) == 1 else values.contiguous() for values in (query, key))
+    count, turned = query.size(0), table.size(1)
+    assert key.size(0) == positions.numel() == count and positions.dtype is torch.int64
+    assert query.size(1) % size == key.size(1) % size == 0 and turned <= size
+    positions, table = positions.contiguous(), table.contiguous()
+    outs = query.new_empty(query.shape), key.new_empty(key.shape)
+    code = _library().rotate_both(
+        *(query.data_ptr(), query.stride(0), query.size(1) // size, outs[0].data_ptr()),
+        *(key.data_ptr(), key.stride(0), key.size(1) // size, outs[1].data_ptr()),
+        *(table.data_ptr(), table.size(0), positions.data_ptr(), count, size, turned),
+        *(_is_half(query, key, table), torch.get_num_threads()),
+    )
+    _check(code, "a token's position is beyond the table of angles")
+    return outs
+
+
+def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write keys [T, K, D] and values [T, K, V], each token's numbers dense, into `slots` [T] int64 of a dense cache.
+
+    Raises:
+        IndexError: a slot is beyond the cache; nothing is written.
+    """
+    code = _library().store_rows(
+        *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), slots.data_ptr()),
+        *(keys.data_ptr(), values.data_ptr(), keys.size(0), slots.numel(), keys[0].numel(), values[0].numel()),
+        *(_is_half(key, value, keys, values), torch.get_num_threads()),
+    )
+    _check(code, "a slot is beyond the cache")
+
+
+def attend_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of one new token a request; keys and values are read where the cache has them.
+
+    Args:
+        query: [B, H, D]
+        keys, values: [slots, K, D], [slots, K, V], dense; H / K heads share a key head
+        table: [any, longest] int32 slot of each token of each request, rows dense
+        rows: [B] int64 row of the table, dense
+        lengths: [B] int64 tokens of each request, the new one included, dense
+        window: a token sees so many before itself; None: all
+
+    Returns:
+        [B, H, V]
+
+    Raises:
+        IndexError: a row or a length is beyond the table, or a slot of it beyond the cache.
+    """
+    count, heads, size = query.shape
+    query = query if query.stride()[1:] == (size, 1) else query.contiguous()
+    out = query.new_empty(count, heads, values.size(2))
+    code = _library().attend_decode(
+        *(query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
+        *(
+            *table.shape,
+            rows.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            keys.size(0),
+            count,
+            heads,
+            keys.size(1),
+            size,
+        ),
+        *(values.size(2), -1 if window is None else window, scale, _is_half(query, keys, values)),
+        torch.get_num_threads(),
+    )
+    _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
+    return out
+
+
+def attend_new(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    angles: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """The attention of a decode step: `norm_heads`, `rotate_both`, `store_rows` and `attend_decode` in one call.
+
+    Args:
+        qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; its numbers are of no use afterwards
+        norms: weights [D] of the norms of queries and keys, dense; None: there are none
+        angles, positions: as `table` and `positions` of `rotate_both`, dense
+        slots: [B] int64 where the cache takes the new keys and values, dense
+        keys, values, table, rows, lengths, scale, window: as of `attend_decode`, heads of keys and values of one size D
+
+    Returns:
+        [B, H * D]
+
+    Raises:
+        IndexError: a position, a slot, a row or a length is beyond its table.
+    """
+    (count, width), (num_slots, groups, size) = qkv.shape, keys.shape
+    heads = width // size - 2 * groups
+    assert values.shape == keys.shape and width % size == 0 and heads % groups == 0
+    assert angles.size(1) % 2 == 0 and angles.size(1) <= size and table.dtype is torch.int32
+    for numbers in (positions, slots, rows, lengths):
+        assert numbers.dtype is torch.int64 and numbers.numel() == count and numbers.is_contiguous()
+    for dense in (qkv, angles, keys, values, *(norms or ())):
+        assert dense.is_contiguous()
+    assert norms is None or norms[0].numel() == norms[1].numel() == size
+    place = qkv.new_empty(count * (heads + groups) * size)
+    out = qkv.new_empty(count, heads * size)
+    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    code = _library().attend_new(
+        *(qkv.data_ptr(), *weights, eps, angles.data_ptr(), *angles.shape, positions.data_ptr(), place.data_ptr()),
+        *(slots.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *table.shape),
+        *(rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), num_slots, count, heads, groups, size),
+        *(
+            -1 if window is None else window,
+            scale,
+            _is_half(qkv, angles, keys, values, *(norms or ())),
+            torch.get_num_threads(),
+        ),
+    )
+    _check(code, "a position, a slot, a row or a length is beyond its table")
+    return out
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Where the sequences of a packed row have their tokens; sequences that share tokens stand side by side.
+
+    places    [tokens of all sequences] int32 packed token of each, one sequence after the other
+    starts    [sequences + 1] int64 where each begins among these
+    firsts    [sequences] int64 tokens at its begin that a sequence before it has, too: their attention is computed once
+    families  [families + 1] int64 first sequence of each family: what a sequence shares it shares within its family
+    longest   tokens of the longest sequence
+    """
+
+    places: Tensor
+    starts: Tensor
+    firsts: Tensor
+    families: Tensor
+    longest: int
+    num_tokens: int
+    """Of the packed row."""
+    is_whole: bool
+    """Each of its tokens is in a sequence."""
+
+    def pointers(self) -> tuple[int, ...]:
+        """The tensors, and the two sizes that the kernels take after them."""
+        tensors = (self.places, self.starts, self.firsts, self.families)
+        return (*(tensor.data_ptr() for tensor in tensors), self.families.numel() - 1, self.longest)
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of the sequences in a packed row of T tokens; H / K heads share a key head.
+
+    Args:
+        query: [T, H, D]
+        key, value: [T, K, D], [T, K, V]
+
+    Returns:
+        ([T, H, V], the logarithm of each softmax's sum [T, H] in fp32); 0 for tokens of no sequence.
+    """
+    parts, strides = _heads(query, key, value)
+    (count, heads, size), (_, groups, _), value_size = query.shape, key.shape, value.size(2)
+    assert count == table.num_tokens and key.shape == (count, groups, size) and heads % groups == 0
+    assert value.shape == (count, groups, value_size)
+    new = query.new_empty if table.is_whole else query.new_zeros
+    out, logs = new(count, heads, value_size), new(count, heads, dtype=torch.float32)
+    code = _library().attend_rows(
+        *(*(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers(), out.data_ptr()),
+        *(logs.data_ptr(), heads, groups, size, value_size, scale, _is_half(query, key, value)),
+        torch.get_num_threads(),
+    )
+    _check(code, "")
+    return out, logs
+
+
+def attend_rows_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, logs: Tensor, table: RowTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of `attend_rows`, for that of its output [T, H, V]."""
+    parts, strides = _heads(query, key, value)
+    grad = grad.contiguous()
+    new = query.new_empty if table.is_whole else query.new_zeros
+    of_query = new(query.shape)
+    # Tokens that sequences share get a part from each: in fp32, however the tensors are stored.
+    of_key, of_value = (torch.zeros(part.shape, dtype=torch.float32) for part in (key, value))
+    code = _library().attend_rows_backward(
+        *(grad.data_ptr(), *(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers()),
+        *(logs.data_ptr(), of_query.data_ptr(), of_key.data_ptr(), of_value.data_ptr()),
+        *(query.size(1), key.size(1), query.size(2), value.size(2), scale, _is_half(grad, query, key, value)),
+        torch.get_num_threads(),
+    )
+    _check(code, "")
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _heads(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+    """(tensors [T, heads, size] of dense heads; [2 a tensor] int64 steps from token to token and from head to head)."""
+    dense = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in tensors]
+    return dense, torch.tensor([step for tensor in dense for step in tensor.stride()[:2]])
+
+
+def _check(code: int, beyond: str) -> None:
+    if code == 1:
+        raise MemoryError("no memory for the sums of a kernel")
+    if code == 2:
+        raise IndexError(beyond)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The library, with the types of its functions.
+
+    Raises:
+        CompileError: there is none here.
+    """
+    library = kernel_library.load()
+    for name, (result, arguments) in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, [*arguments, c_int, c_int]
+    return library

@@ -1,0 +1,302 @@
+"""The CPU layer of Megatron-core: its unmodified package runs on torch's CPU build with gloo.
+
+    megatron_patches.install()        # before the first import of megatron.core
+    import megatron.core
+    megatron_patches.patch()          # after it
+
+A process that imports Megatron-core for others, its forks, calls `before_import` alone: torch stays as it is
+until one of them calls `install`.
+
+They do nothing where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA:
+
+| shim | what it replaces | what fails without it |
+|---|---|---|
+| jit | `megatron.core.jit` (torch.compile of small functions) | time: a C++ compile for each of them |
+| device | `torch.cuda.current_device` and `set_device` | every allocation of a buffer |
+| streams | `torch.cuda` streams, events, `synchronize`, `Tensor.record_stream` | data-parallel buffers |
+| rng | `torch.cuda` RNG functions, and Megatron's own getter and setter | seeding, the RNG tracker |
+| factories | `device="cuda"`, `pin_memory=True` in torch's factory functions | schedules, the optimizer |
+| moves | `Tensor.cuda`, `Tensor.pin_memory`, `Tensor.to("cuda")` | as above |
+| types | `Tensor.type()` answers `torch.cuda.FloatTensor` | the optimizer, gradient clipping |
+| recompute | `CheckpointWithoutOutput(fp8=False)` is not "fp8 is on" | selective recompute |
+| compiler | torch's optimizers ask its compiler not to compile them, and import it to ask | time: 1 s of a core |
+| splits | sizes of the experts' exchange become numbers on a CPU, too | mixtures of experts |
+| gradients | kernels that add and scale them (`gradients.py`) | time: copies of all of them |
+| rotary | rotary embeddings of packed sequences (`rotary.py`) | time: a dozen passes over queries and keys |
+| uneven | `all_gather` of parts of different sizes, which gloo lacks: padded | expert tensor parallelism |
+
+What is missing without Transformer Engine, on a CPU or a GPU, is mended in `megatron_versions.py`, as is what differs
+between the versions of Megatron-core.
+The optimizer's stand-in is in `adam.py`, because a GPU without Transformer Engine needs it as well.
+`OVERRIDES` are the TransformerConfig values without which a CPU run fails or, worse, is silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusionrl.cpu import gradients, rotary
+from fusionrl.trainer import megatron_versions
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from torch.distributed import ProcessGroup
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_UNCOMPILED = "__dynamo_disable"  # torch's name for what its wrapper calls, once it is there
+# Packages of the GPU requirement set that Megatron uses where they are installed: an optimizer and norms of gradients
+# that are kernels, and attention that cannot be imported without CUDA's driver.
+_KERNELS = ("transformer_engine", "flash_mla")
+_state = {"importable": False, "installed": False, "patched": False}
+
+# Name → (value, why). A user who sets one of these otherwise gets an error with this reason.
+OVERRIDES: dict[str, tuple[Any, str]] = {
+    "use_cpu_initialization": (True, "there is no other device"),
+    "deallocate_pipeline_outputs": (
+        False,
+        "gloo's isend does not keep the storage alive: wrong activations are sent",
+    ),
+    "batch_p2p_comm": (False, "the batched exchange fails with interleaved pipeline stages"),
+    "masked_softmax_fusion": (False, "it is a CUDA kernel"),
+    "bias_dropout_fusion": (False, "it is compiled for CUDA"),
+    "bias_activation_fusion": (False, "it is compiled for CUDA"),
+    "apply_rope_fusion": (False, "it is a CUDA kernel"),
+    "persist_layer_norm": (False, "it is a CUDA kernel"),
+    "cross_entropy_loss_fusion": (False, "it is compiled for CUDA"),
+    "moe_grouped_gemm": (False, "it is a CUDA kernel"),
+    "moe_permute_fusion": (False, "it is a CUDA kernel"),
+}
+
+
+def is_needed() -> bool:
+    """Return whether this process has no CUDA device, so that Megatron-core needs this layer."""
+    return not torch.cuda.is_available()
+
+
+def is_installed() -> bool:
+    """Return whether `install` has put the shims into this process."""
+    return _state["installed"]
+
+
+class _Event:
+    """A CUDA event on a device where everything has happened by the time it is asked."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class _Stream:
+    """A CUDA stream on a device that runs everything in order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: object = None) -> object:
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def before_import() -> None:
+    """Let megatron.core be imported; changes nothing of torch. Once a process."""
+    if not is_needed() or _state["importable"]:
+        return
+    assert "megatron.core" not in sys.modules, "megatron_patches.install() must run before megatron.core is imported"
+    for name in _KERNELS:  # None is the import system's sign for "not there"; a module that is imported stays
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    megatron_versions.before_import()
+    _install_jit()
+    _state["importable"] = True
+
+
+def install() -> bool:
+    """Put the shims into torch; once a process, before megatron.core is imported. True where they are.
+
+    After `before_import`, megatron.core may be there: it takes nothing from torch by name that is replaced here.
+    """
+    if not is_needed():
+        return False
+    if _state["installed"]:
+        return True
+    before_import()
+    _install_cuda_functions()
+    _install_factories()
+    _install_tensor_methods()
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        _install_compiler(getattr(torch.optim.Optimizer, name))
+    _state["installed"] = True
+    return True
+
+
+def patch() -> None:
+    """Mend what needs megatron.core to be imported; once a process."""
+    if not _state["installed"] or _state["patched"]:
+        return
+    from megatron.core.tensor_parallel import random as tp_random
+    from megatron.core.transformer import attention
+
+    def get_rng_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    tp_random._get_cuda_rng_state, tp_random._set_cuda_rng_state = get_rng_state, set_rng_state
+    # The tracker warns when the CPU's RNG state changed inside its fork(); here that is the state it forks.
+    logging.getLogger(tp_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    original = tp_random.CheckpointWithoutOutput.__init__
+
+    @functools.wraps(original)
+    def init(self: CheckpointWithoutOutput, fp8: object = False) -> None:
+        original(self, fp8)
+        self.fp8 = bool(fp8)
+
+    tp_random.CheckpointWithoutOutput.__init__ = init
+    _patch_exchange()
+    gradients.patch()
+    rotary.patch(attention)
+    _state["patched"] = True
+
+
+def _patch_exchange() -> None:
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    gather = mappings._gather_along_first_dim
+
+    def gather_uneven(
+        tensor: torch.Tensor,
+        group: ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(tensor, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: tensor.size(0)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    mappings._gather_along_first_dim = gather_uneven
+
+
+def _install_jit() -> None:
+    jit: Any = types.ModuleType("megatron.core.jit")
+    jit.noop_decorator = jit.jit_fuser = lambda function: function
+    jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
+    sys.modules["megatron.core.jit"] = jit
+
+
+def _install_cuda_functions() -> None:
+    cuda, cpu, stream = torch.cuda, torch.device("cpu"), _Stream()
+    cuda.current_device = lambda: cpu
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(int(seed)) and None
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _install_compiler(wrapper: Callable[..., object]) -> None:
+    """Let torch's compiler be imported by `wrapper`, of torch's `_disable_dynamo`, only where something else has it."""
+    function = getattr(wrapper, "__wrapped__", None)
+    if function is None:
+        return  # this torch does not wrap it
+
+    @functools.wraps(function)
+    def uncompiled(*args: object, **kwargs: object) -> object:
+        if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+            return function(*args, **kwargs)
+        setattr(function, _UNCOMPILED, None)
+        return wrapper(*args, **kwargs)
+
+    setattr(function, _UNCOMPILED, uncompiled)
+
+
+def _install_factories() -> None:
+    def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+            if kwargs:
+                if _is_cuda(kwargs.get("device")):
+                    kwargs["device"] = "cpu"
+                if kwargs.get("pin_memory"):
+                    kwargs["pin_memory"] = False
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    # torch makes its table of factories when a device is first used as a context. Made after this, it would hold the
+    # wrappers, and such contexts would do nothing: transformers would load models with wrong rotary frequencies.
+    with torch.device("cpu"):
+        torch.empty(0)
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _install_tensor_methods() -> None:
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = ("cpu", *args[1:])
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return tensor_to(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
+        if dtype is None and not args and not kwargs:
+            name = tensor_type(self)
+            return name if self.is_cuda else name.replace("torch.", "torch.cuda.", 1)
+        return tensor_type(self, dtype, *args, **kwargs)
+
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.Tensor.to = to
+    torch.Tensor.type = type_

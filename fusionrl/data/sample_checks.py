@@ -1,0 +1,170 @@
+"""Values that cannot be trained on: found where samples come in, before any trainer sees them.
+
+`Sample.validate` compares lengths; here are the values. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fusionrl.data.sample import Sample
+from fusionrl.data.short_arrays import are_within
+
+LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
+SMALLEST_LOG_PROB = -1e5  # lower ones are no log-probs: exp of their difference to any other overflows
+_LARGEST_VERSION = _LARGEST_TOKEN = int(np.iinfo(np.int32).max)
+
+
+def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int | None = None) -> None:
+    """Check that every number of a sample that reaches the trainers is one that they can compute with.
+
+    tokens are whole numbers in [0, vocab_size), log-probs finite and at most 0, masks between 0 and 1, weight versions
+    whole numbers from -1 on, experts in [-1, num_experts). Lengths are `Sample.validate`'s, which this calls.
+
+    Raises:
+        ValueError: names the sample, the field, the value and its place.
+    """
+    sample.validate()
+    held = vars(sample)
+    most = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
+    if sample.num_tokens:
+        _check(sample, "tokens", 0, most, "iu", "the model's tokens are 0..{most}")
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        if held[name] is not None:
+            _check(sample, name, SMALLEST_LOG_PROB, LARGEST_LOG_PROB, "fiu", "log-probs are finite and at most 0")
+    if held["loss_mask"] is not None:
+        _check(sample, "loss_mask", 0, 1, "fiub", "1 is trained on, 0 is not")
+    if held["weight_versions"] is not None:
+        _check(sample, "weight_versions", -1, _LARGEST_VERSION, "iu", "versions are whole numbers from 0 on")
+    if held["rollout_routed_experts"] is not None:
+        most = np.iinfo(np.int16).max if num_experts is None else num_experts - 1
+        _check(sample, "rollout_routed_experts", -1, most, "iu", "the model's experts are 0..{most}, -1 is unknown")
+
+
+def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rule: str) -> None:
+    """Check a field that is not None.
+
+    kinds  of numpy's dtypes, those that the field may have
+    rule   as a person reads it; {most} is put in where it is told
+    """
+    given = vars(sample)[name]
+    if type(given) is np.ndarray and given.dtype.kind in kinds and are_within(given, least, most):
+        return  # the usual case
+    rule = rule.replace("{most}", str(most))
+    try:
+        values = np.asarray(given)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"sample {sample.index}: {name} is no array of numbers ({error})") from error
+    if not values.size:
+        return
+    if values.dtype.kind not in kinds:
+        raise ValueError(f"sample {sample.index}: {name} holds {_first_strange(given)}; {rule}")
+    if not are_within(values, least, most):
+        place = np.argwhere(~((values >= least) & (values <= most)))[0]
+        value, where = values[tuple(place)], ", ".join(map(str, place))
+        raise ValueError(f"sample {sample.index}: {name} holds {value:.6g} at place {where}; {rule}")
+
+
+def _first_strange(values: np.ndarray | Sequence[object]) -> str:
+    """The first value that is no whole number, as a person reads it."""
+    flat = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
+    strange = next((value for value in flat if isinstance(value, bool) or not isinstance(value, int)), flat[0])
+    return f"{strange!r:.80}"
+
+
+def read_samples(path: Path, vocab_size: int | None = None, num_experts: int | None = None) -> list[Sample]:
+    """Saved samples, a JSON object each line (`Sample.to_dict`), each checked by `check_values`.
+
+    Raises:
+        ValueError: names file, line and what is wrong.
+    """
+    samples = []
+    with path.open("rb") as lines:  # not splitlines: a response may hold other ends of lines
+        for number, line in enumerate(lines, 1):
+            try:
+                samples.append(_read_sample(line))
+                check_values(samples[-1], vocab_size, num_experts)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not samples:
+        raise ValueError(f"{path}: it holds no samples")
+    return samples
+
+
+def _read_sample(line: bytes) -> Sample:
+    row = _read_json(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not a JSON object with a sample's fields")
+    _check_row(row)
+    try:
+        return Sample.from_dict(row)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"its fields do not make a sample ({error})") from error
+
+
+def _read_json(line: bytes) -> object:
+    """Not by orjson: it rounds numbers of over 64 bits, and refuses half a surrogate pair, which a label may hold."""
+
+    def refuse(text: str) -> None:
+        raise ValueError(f"{text} is no JSON number")
+
+    try:
+        return json.loads(line, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("not valid JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+
+
+# Lists that become arrays: what they hold is looked at before, as a cast would round 1.5 to 1.
+_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs", "prompt_tokens")
+_TEXTS: dict[str, tuple[type, ...]] = {"response": (str,), "prompt": (str, list)}
+
+
+def _check_row(row: Mapping[str, object]) -> None:
+    for name in _LISTS:
+        values = row.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, list):
+            raise ValueError(f"{name} is {values!r:.80}, not a list of numbers")
+        whole = name not in ("rollout_log_probs", "teacher_log_probs", "loss_mask")
+        kinds: tuple[type, ...] = (int,) if whole else (int, float)
+        wrong = next((value for value in values if type(value) not in kinds), None)
+        if wrong is not None or None in values:
+            raise ValueError(f"{name} holds {wrong!r:.80}, not a {'whole ' if whole else ''}number")
+        if whole and values and not (min(values) >= -(1 << 31) and max(values) < 1 << 31):
+            raise ValueError(f"{name} holds {max(values, key=abs)}, which no 32-bit number can be")
+    for name, kinds in _TEXTS.items():
+        if name in row and not isinstance(row[name], kinds):
+            raise ValueError(f"{name} is {row[name]!r:.80}, not text")
+    length = row.get("response_length", 0)
+    if type(length) is not int or length < 0:
+        raise ValueError(f"response_length is {length!r:.80}, not a number of tokens")
+    if not isinstance(row.get("metadata", {}), dict):
+        raise ValueError(f"metadata is {row['metadata']!r:.80}, not a JSON object")
+    for name in ("reward", "baseline_reward"):
+        _check_reward(name, row.get(name))
+
+
+def _check_reward(name: str, reward: object) -> None:
+    """A dict may hold texts and null beside its numbers: the reward `dapo` keeps the answer that it found."""
+    if isinstance(reward, dict) and name == "reward":
+        for key, value in reward.items():
+            if isinstance(value, int | float):
+                _check_reward(f"reward[{key!r:.40}]", value)
+        return
+    if reward is not None and not (isinstance(reward, int | float) and _is_finite(reward)):
+        raise ValueError(f"{name} is {reward!r:.80}, not a finite number{' or a dict of such' * (name == 'reward')}")
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number that no float can be
+        return False

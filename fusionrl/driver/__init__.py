@@ -1,1 +1,0 @@
-"""Room `driver`: the loop of a run, one function for each pipeline."""

@@ -1,0 +1,262 @@
+"""Run one command and end it, with all its descendants, the moment the starter of this program is gone.
+
+`python -I -S process_minder.py FD COMMAND...`, started by `process.ChildProcess`. FD is one end of a socket pair
+whose other end only the starter holds: end-of-file on it means that the starter ended, in whatever way,
+SIGKILL included. A program of its own rather than PR_SET_PDEATHSIG, which follows the *thread* that started
+the child and is not inherited by grandchildren. It is a child subreaper, so a descendant that leaves the
+process group or whose parent dies is still found. It imports the standard library alone: starting it takes
+about 30 ms.
+
+Protocol: the starter writes a line, the length of a secret (0: none), and the secret. The minder gives it to the
+command on its standard input, and writes the command's output with *** in its place, as SGLang prints its arguments,
+key and all. Then the minder writes the command's pid as one line; a byte `T` from the starter sends the command
+SIGTERM. The minder ends as the command ended, with the same exit code or by the same signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _descendants() -> list[int]:
+    """Pids of all living descendants of this process, from one pass over /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # The second field is the command in parentheses and may hold anything: read after
+                # the last ")".
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if fields[0] != b"Z":
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found, stack = [], [os.getpid()]
+    while stack:
+        for pid in children.get(stack.pop(), ()):
+            found.append(pid)
+            stack.append(pid)
+    return found
+
+
+def _kill_descendants(limit_s: float = 10.0) -> None:
+    """SIGKILL every descendant until the kernel says that none is left.
+
+    In a loop, as one may fork between the look and the kill. An orphan becomes this process's child, so "no
+    children" means "no descendants"; a look at /proc would miss a process whose other threads are still
+    ending.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for pid in _descendants():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _reap(child: int) -> int | None:
+    """Collect every ended child; return the wait status of `child` if it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == child:
+            found = status
+
+
+def _end_like(status: int) -> NoReturn:
+    """End this process the way the command ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+class _Output:
+    """The command's output on its way to this program's own, with *** in place of the secret."""
+
+    _HIDDEN = b"***"
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self.pipe, self.theirs = os.pipe()
+        os.set_blocking(self.pipe, False)
+        self._held = b""  # an end of what was read that may be the secret's beginning
+
+    def pump(self) -> bool:
+        """Write what is there. False when no process has the pipe any more."""
+        while True:
+            try:
+                part = os.read(self.pipe, 65536)
+            except BlockingIOError:
+                return True
+            text = (self._held + part).replace(self._secret, self._HIDDEN)
+            keep = 0
+            if part:
+                longest = min(len(self._secret) - 1, len(text))
+                keep = next((n for n in range(longest, 0, -1) if text.endswith(self._secret[:n])), 0)
+            self._held = text[len(text) - keep :]
+            _write_all(text[: len(text) - keep])
+            if not part:
+                return False
+
+
+def _write_all(data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(1, data) :]
+        except OSError:
+            return  # a full disk must not end the command, which would go on after the same error of its own
+
+
+def _read_secret(starter: socket.socket) -> bytes:
+    length = b""
+    while not length.endswith(b"\n"):
+        part = starter.recv(1)
+        if not part:
+            os._exit(0)  # the starter is gone already
+        length += part
+    secret = b""
+    while len(secret) < int(length):
+        part = starter.recv(int(length) - len(secret))
+        if not part:
+            os._exit(0)
+        secret += part
+    return secret
+
+
+def start_command(command: Sequence[str], given: int, output: int | None) -> int:
+    """Start a command that reads from the descriptor `given`, and writes to `output`. Returns its pid.
+
+    It does not outlive the minder either; the minder has one thread, which ends with it.
+
+    Raises:
+        OSError: there is no such program.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=given,
+        stdout=output,
+        stderr=output,
+        preexec_fn=end_with_parent,
+    ).pid
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _input_with(secret: bytes) -> int:
+    """A descriptor from which `secret` can be read, and then the end of the file."""
+    read, write = os.pipe()
+    os.write(write, secret)
+    os.close(write)
+    return read
+
+
+def mind(
+    starter: socket.socket, start: Callable[[int, int | None], int], name: str, report: Callable[[int], None]
+) -> NoReturn:
+    """Start the command, then wait for its end or the starter's, and end as it ended.
+
+    Args:
+        starter: the socket pair's end.
+        start: starts the command, which reads from one descriptor and writes to another one, and returns its pid.
+        name: of the command.
+        report: is told the wait status with which this program ends.
+    """
+    starter.set_inheritable(False)
+    secret = _read_secret(starter)
+    output = _Output(secret) if secret else None
+    given = _input_with(secret) if secret else os.open(os.devnull, os.O_RDONLY)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        child = start(given, output.theirs if output else None)
+        starter.sendall(f"{child}\n".encode())
+    except OSError as error:
+        print(f"cannot start {name}: {error}", file=sys.stderr, flush=True)
+        _kill_descendants()
+        report(127 << 8)
+        os._exit(127)
+
+    def end(status: int) -> NoReturn:
+        _kill_descendants()
+        if output:
+            output.pump()
+        report(status)
+        _end_like(status)
+
+    os.close(given)
+    poller = select.poll()
+    poller.register(starter, select.POLLIN)
+    poller.register(wake_read, select.POLLIN)
+    if output:
+        os.close(output.theirs)
+        poller.register(output.pipe, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poller.poll()}
+        if output and output.pipe in ready and not output.pump():
+            poller.unregister(output.pipe)
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            status = _reap(child)
+            if status is not None:
+                end(status)
+        if starter.fileno() in ready:
+            try:
+                message = starter.recv(16)
+            except ConnectionError:
+                message = b""
+            if not message:
+                end(signal.SIGKILL)
+            os.kill(child, signal.SIGTERM)
+
+
+def main() -> None:
+    """Mind the command of this program's arguments."""
+    command = sys.argv[2:]
+    starter = socket.socket(fileno=int(sys.argv[1]))
+    mind(starter, functools.partial(start_command, command), command[0], lambda status: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The one line that names who waits for whom, for how long, and how far the others are. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fusionrl.observe.stalls.processes import Seen
+from fusionrl.observe.stalls.thresholds import Late
+
+_MOST_PLACES = 4
+_NUMBERED = re.compile(r"^(?P<group>.*?)[ -](?P<number>\d+)$")
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Two looks at an engine, a second apart.
+
+    fault  it does not answer: the reason; "" where it does
+    """
+
+    name: str
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    fault: str = ""
+
+    def __str__(self) -> str:
+        if self.fault:
+            return f"{self.name} {self.fault}"
+        queued = f", {self.waiting} waiting" if self.waiting else ""
+        return f"{self.name}: {self.running} running{queued}, {self.tokens_per_s:.0f} tok/s"
+
+
+def sentence(
+    late: Late,
+    waited_for: Sequence[str],
+    seen: Sequence[Seen] = (),
+    *,
+    driver: str = "",
+    progress: Sequence[str] = (),
+    engines: Sequence[EngineLoad] = (),
+    sizes: Mapping[str, int] | None = None,
+    file: str = "",
+) -> str:
+    """Return the line about a phase that is late.
+
+    waited_for  names of the calls that the driver waits for: "trainer rank 3", "engine 1: pause"
+    driver      where the driver is, for when it waits for nobody that has a name
+    progress    how far others are, each in words
+    sizes       of the groups in `waited_for`: "trainer rank" → 8
+    file        the file with the stacks
+    """
+    usual = "the first of its kind" if late.usual_s is None else f"median {seconds(late.usual_s)}"
+    parts = [f'"{late.phase}" has taken {seconds(late.seconds)} ({usual})']
+    if waited_for:
+        parts.append("waits for " + named(waited_for, sizes or {}))
+    elif driver:
+        parts.append(f"the driver is in {driver}")
+    parts += troubles(seen)
+    if meeting := ranks(seen):
+        parts.append(meeting)
+    parts += progress
+    parts += map(str, engines)
+    if file:
+        parts.append(f"stacks in {file}")
+    return "; ".join(parts)
+
+
+def seconds(value: float) -> str:
+    """Seconds as a person reads them."""
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def named(names: Iterable[str], sizes: Mapping[str, int]) -> str:
+    """Names with their numbers taken together: "trainer ranks 3, 7 of 8, engine 1: pause"."""
+    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    others: list[str] = []
+    for name in names:
+        head, _, rest = name.partition(":")
+        if match := _NUMBERED.match(head):
+            groups[match["group"], rest].append(int(match["number"]))
+        elif name not in others:
+            others.append(name)
+    texts = []
+    for (group, rest), numbers in groups.items():
+        size = f" of {sizes[group]}" if group in sizes else ""
+        plural = "s" * (len(set(numbers)) > 1)
+        texts.append(f"{group}{plural} {spans(numbers)}{size}" + (f":{rest}" if rest else ""))
+    return ", ".join(texts + others)
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers, with those that follow one another as a span: "0-2, 5"."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def troubles(seen: Sequence[Seen]) -> list[str]:
+    """One text for each process that is stopped, dead or blocked in the kernel."""
+    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for one in seen:
+        if one.trouble:
+            groups[one.role, one.trouble].append(one.pid)
+    return [
+        f"{role} is {trouble} (pid {', '.join(map(str, pids))})"
+        if not trouble.startswith("waits")
+        else f"{role} {trouble}"
+        for (role, trouble), pids in groups.items()
+    ]
+
+
+def ranks(seen: Sequence[Seen], group: str = "trainer") -> str:
+    """Who of the ranks waits in a collective, and who did not arrive there; "" where no rank waits in one."""
+    waiting: defaultdict[str, list[int]] = defaultdict(list)
+    away: defaultdict[str, list[int]] = defaultdict(list)
+    for one in seen:
+        match = _NUMBERED.match(one.role)
+        if match is None or match["group"] != group:
+            continue
+        rank, thread = int(match["number"]), one.thread
+        collective = thread.collective if thread is not None else None
+        if thread is not None and collective:
+            waiting[f"{collective} of {thread.place}"].append(rank)
+        elif one.trouble:
+            away[one.trouble].append(rank)
+        else:
+            away[f"in {thread.place}" if thread is not None and thread.place else "silent"].append(rank)
+    if not waiting:
+        return ""
+    here = "; ".join(
+        f"{_ranks(numbers)} wait{'s' * (len(numbers) == 1)} in {place}" for place, numbers in waiting.items()
+    )
+    if away:
+        shown = [f"{_ranks(numbers)} ({place})" for place, numbers in list(away.items())[:_MOST_PLACES]]
+        more = ", …" * (len(away) > _MOST_PLACES)
+        return f"{here}, where {', '.join(shown)}{more} did not arrive"
+    return here if len(waiting) == 1 else f"the ranks wait in different collectives: {here}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {spans(numbers)}"

@@ -1,0 +1,240 @@
+"""What to do next: the pipelines' one set of rules.
+
+Three questions, each asked of the state alone: may the trainers begin something, may weights be pushed, may the engines
+be given more. What may not is a `Wait` that says why and for whom, so that no run stands still in silence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from fusionrl.pipeline.events import Action, Admit, Drop, Eval, Fetch, Push, Save, Stop, Wait
+from fusionrl.pipeline.knobs import Knobs
+from fusionrl.pipeline.state import Group, State
+
+
+def decide(state: State, knobs: Knobs) -> tuple[Action, ...]:
+    """Return what may begin now, in this order, or what is waited for; never nothing.
+
+    The caller applies each action of `Begun` when it begins it, and of `Admit` the groups' `Admitted`. Then it asks
+    again, until all that is left are waits or the end.
+    """
+    if state.failure:
+        return (Stop(state.failure),)
+    trainers = trainer_actions(state, knobs)
+    if not all(isinstance(action, Wait) for action in trainers):
+        return trainers  # what the engines may begin depends on it
+    return (*trainers, *engine_actions(state, knobs))
+
+
+# ------------------------------------------------------------------------------------------------------------ trainers
+def trainer_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
+    """Return what the trainers begin: a push, an evaluation or a save that is due, the next fetch, or the end."""
+    if state.lease:
+        return (Wait("trainers", "they train", state.lease),)
+    if state.pushing:
+        return (Wait("trainers", "weights are being pushed"),)
+    if state.saving:
+        return (Wait("trainers", "a checkpoint is being written"),)
+    if save_is_due(state, knobs):
+        return (Save(state.num_trained),)
+    if push_is_due(state, knobs):
+        return push_actions(state, knobs)
+    if eval_is_due(state, knobs):
+        return (Eval(state.version),)
+    if all_trained(state, knobs):
+        return (Wait("trainers", "the evaluation is under way"),) if state.evaluating else (Stop(),)
+    if state.evaluating and knobs.exclusive:
+        return (Wait("trainers", "the evaluation has the devices"),)
+    return fetch_actions(state, knobs)
+
+
+def all_trained(state: State, knobs: Knobs) -> bool:
+    """Return whether every fetch of the run is trained."""
+    return knobs.num_fetches is not None and state.num_trained >= knobs.num_fetches
+
+
+def all_fetched(state: State, knobs: Knobs) -> bool:
+    """Return whether the last fetch of the run has begun."""
+    return knobs.num_fetches is not None and state.num_fetched >= knobs.num_fetches
+
+
+def push_is_due(state: State, knobs: Knobs) -> bool:
+    """Return whether the trainers' weights are a version ahead of the engines'."""
+    return state.num_trained // knobs.fetches_per_push > state.version
+
+
+def eval_is_due(state: State, knobs: Knobs) -> bool:
+    """Return whether the fetches since the last evaluation reach the interval, and the engines have the weights."""
+    interval = knobs.eval_interval
+    reached = interval is not None and state.num_trained // interval > state.last_eval // interval
+    return reached and not state.evaluating and state.num_trained % knobs.fetches_per_push == 0
+
+
+def save_is_due(state: State, knobs: Knobs) -> bool:
+    """Return whether the fetches since the last save reach the interval."""
+    interval = knobs.save_interval
+    return interval is not None and state.num_trained // interval > state.last_save // interval
+
+
+def push_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
+    """Return the push, or what it waits for: an evaluation, which has one version, and the samples where they drain."""
+    if state.evaluating:
+        return (Wait("trainers", "a push would change the weights of the evaluation that is under way"),)
+    if knobs.in_flight == "drain" and (running := state.of("running")):
+        return (Wait("trainers", "a push waits until no sample is in flight", _ordinals(running)),)
+    return (Push(state.version + 1),)
+
+
+def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
+    """Return the next fetch, with the groups that it leaves behind for good, or what it waits for."""
+    ready = in_dispatch_order(state.of("ready"))
+    unready = state.unready()
+    # A pending group beyond the bound may never go on.
+    busy = [group for group in unready if not (group.is_spare and group.phase == "pending")]
+    if knobs.exclusive and busy:
+        return (Wait("trainers", "the engines have the devices", _ordinals(busy)),)
+    if len(ready) < knobs.groups_per_fetch:
+        if not unready and not may_come(state, knobs):
+            return (Stop(_ended_early(state, knobs, len(ready))),)
+        why = f"{len(ready)} of {knobs.groups_per_fetch} groups are ready"
+        return (Wait("trainers", why, _ordinals(unready), "batch"),)
+    chosen, rest = ready[: knobs.groups_per_fetch], ready[knobs.groups_per_fetch :]
+    late = latecomers(state, knobs, [*rest, *unready])
+    if late and knobs.at_deadline == "wait":
+        unready_late = [group for group in late if group.phase != "ready"]
+        return (Wait("trainers", "groups that are due are not ready", _ordinals(unready_late or late), "deadline"),)
+    fetch = Fetch(state.num_fetched, _ordinals(chosen), state.version)
+    return (*left_behind(state, knobs, [*rest, *unready]), fetch)
+
+
+def in_dispatch_order(groups: Iterable[Group]) -> list[Group]:
+    """Return the groups, the longest admitted first: who is fetched first does not depend on how long it took."""
+    return sorted(groups, key=lambda group: group.order)
+
+
+def may_come(state: State, knobs: Knobs) -> bool:
+    """Return whether further groups can be admitted at all."""
+    return not state.stream_ended or bool(state.of("pending"))
+
+
+def latecomers(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Group]:
+    """Return the groups of `left` that no fetch can train in time if the next one goes without them.
+
+    Those due by version d must fit into the fetches up to the end of d, for each d. Spare groups need not.
+    """
+    left = [group for group in left if not group.is_spare]
+    allowed = surplus(state, knobs)
+    slots = slots_after_fetch(state, knobs)
+    by_due = Counter(group.born + knobs.max_staleness for group in left)
+    count = 0
+    for due in sorted(by_due):
+        count += by_due[due]
+        room = max(0, slots + (due - state.version) * knobs.groups_per_version)
+        if count > room + allowed:
+            return in_dispatch_order(group for group in left if group.born + knobs.max_staleness <= due)
+    return []
+
+
+def slots_after_fetch(state: State, knobs: Knobs) -> int:
+    """Return the groups that this version still trains after the next fetch."""
+    left = knobs.fetches_per_push - state.num_fetched % knobs.fetches_per_push - 1
+    return left * knobs.groups_per_fetch
+
+
+def surplus(state: State, knobs: Knobs) -> int:
+    """Return how many of the groups are spare: more than this version and its lead need."""
+    beyond = sum(group.is_spare and group.phase != "leased" for group in state.groups.values())
+    return min(knobs.spare_groups, max(0, state.committed - beyond - base_limit(state, knobs)))
+
+
+def base_limit(state: State, knobs: Knobs) -> int:
+    """Return how many groups may be committed, spare ones apart: those of all versions so far, and the lead."""
+    limit = int((state.version + 1 + knobs.lead) * knobs.groups_per_version)
+    return limit if knobs.num_fetches is None else min(limit, knobs.num_fetches * knobs.groups_per_fetch)
+
+
+def left_behind(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Drop]:
+    """Return the drops of groups that are too old after a version's last fetch, or that the run's last one leaves."""
+    is_last = knobs.num_fetches is not None and state.num_fetched + 1 >= knobs.num_fetches
+    if slots_after_fetch(state, knobs) and not is_last:
+        return []
+    due = [group for group in left if is_last or group.born + knobs.max_staleness <= state.version]
+    latest_first = [group for group in reversed(in_dispatch_order(due)) if not group.is_spare]
+    spare = {group.ordinal for group in latest_first[: surplus(state, knobs)]}
+    spare |= {group.ordinal for group in due if group.is_spare}
+    if is_last and knobs.at_deadline == "wait":  # groups beyond the bound were trained in the place of these
+        spare |= {group.ordinal for group in due}
+    return [Drop(group.ordinal, "surplus" if group.ordinal in spare else "deadline") for group in due]
+
+
+def _ended_early(state: State, knobs: Knobs, num_ready: int) -> str:
+    if knobs.num_fetches is None:
+        return ""
+    return (
+        f"the data ended after {state.num_trained} of {knobs.num_fetches} fetches; {num_ready} groups are left, a fetch"
+        f" takes {knobs.groups_per_fetch}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+def engine_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
+    """Return the groups that the engines begin, or why they get none."""
+    count, why = permits(state, knobs)
+    if not count:
+        return (Wait("engines", why, _ordinals(state.of("running"))),)
+    count = min(count, trainable(state, knobs))
+    pending = sorted(state.of("pending"), key=lambda group: group.ordinal)[:count]
+    num_new = 0 if state.stream_ended else min(count - len(pending), new_permits(state, knobs))
+    if not pending and not num_new:
+        return (Wait("engines", "the data ended" if state.stream_ended else "enough groups are admitted"),)
+    return (Admit(_ordinals(pending), num_new),)
+
+
+def permits(state: State, knobs: Knobs) -> tuple[int, str]:
+    """(groups that engines may begin now, by their concurrency; why none)."""
+    if state.num_engines == 0:
+        return 0, "no engine is living"
+    if state.pushing:
+        return 0, "weights are being pushed"
+    if knobs.in_flight == "drain" and push_is_due(state, knobs):
+        return 0, "they drain for a push"
+    if (state.evaluating or eval_is_due(state, knobs)) and (knobs.eval_alone or knobs.exclusive):
+        return 0, "an evaluation goes first"
+    if knobs.exclusive and state.lease:
+        return 0, "the trainers have the devices"
+    in_flight = state.samples_in_flight
+    room = (knobs.max_samples_in_flight - in_flight) // knobs.samples_per_group
+    if room < 1:
+        # A group that is larger than the limit would never begin.
+        return (1, "") if not in_flight else (0, f"{in_flight} samples are in flight")
+    return room, ""
+
+
+def new_permits(state: State, knobs: Knobs) -> int:
+    """Return how many further groups of the data stream may be committed: the bound on staleness, by arithmetic."""
+    return max(0, base_limit(state, knobs) + spare_now(state, knobs) - state.committed)
+
+
+def trainable(state: State, knobs: Knobs) -> int:
+    """Return how many groups that begin now would be trained before they are too old, beside all that live."""
+    slots = slots_after_fetch(state, knobs) + knobs.groups_per_fetch
+    if version_is_fetched(state, knobs):
+        slots = 0
+    room = slots + knobs.max_staleness * knobs.groups_per_version + spare_now(state, knobs)
+    return max(0, room - sum(not group.is_spare for group in state.of("running", "scoring", "ready")))
+
+
+def spare_now(state: State, knobs: Knobs) -> int:
+    """Return the spare groups that may be committed; none once the fetch has begun that drops them."""
+    return 0 if version_is_fetched(state, knobs) or all_fetched(state, knobs) else knobs.spare_groups
+
+
+def version_is_fetched(state: State, knobs: Knobs) -> bool:
+    """Return whether the last fetch of this version has begun."""
+    return state.num_fetched >= (state.version + 1) * knobs.fetches_per_push
+
+
+def _ordinals(groups: Iterable[Group]) -> tuple[int, ...]:
+    return tuple(group.ordinal for group in groups)

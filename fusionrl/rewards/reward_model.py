@@ -1,0 +1,91 @@
+"""`--rm-type reward_model`: engines of their own, which serve the classifier of --rm-model, score the samples.
+
+They put together what is asked of them at the same time; here the number of requests is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from fusionrl.data.render import render_messages
+from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.answer_checks import AnswerError, score
+from fusionrl.engines.http import auth_headers
+from fusionrl.engines.post_request import post
+from fusionrl.models.scorers import read_scorer, same_tokens
+from fusionrl.rewards.pool import Lost
+from fusionrl.rewards.settings import ScorerAddress
+
+MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time
+MAX_TRIES = 10
+_limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_turns = itertools.count()
+
+
+async def model_score(scorer: ScorerAddress, sample: Sample) -> float | Lost:
+    """The reward model's score of prompt and response; Lost where it takes over --reward-timeout-s.
+
+    Broken connections and 5xx answers are tried again with growing pauses.
+
+    Raises:
+        ValueError: there is no reward model, or it cannot read the sample.
+        RuntimeError: a 4xx answer, or the last failed try.
+        AnswerError: the answer holds no score.
+    """
+    urls = scorer.urls
+    if not urls:
+        raise ValueError("there is no reward model; give --rm-model")
+    payload = {"input_ids": await asyncio.to_thread(input_ids, scorer, sample)}
+    limit = _limits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_IN_FLIGHT * len(urls)))
+    async with limit:
+        url = f"{urls[next(_turns) % len(urls)]}/classify"
+        try:
+            async with asyncio.timeout(scorer.timeout_s):
+                answer = await post(url, payload, max_retries=MAX_TRIES, headers=auth_headers(scorer.api_key))
+        except TimeoutError:
+            return Lost("timeout")
+    try:
+        return score(answer)
+    except AnswerError as error:
+        raise AnswerError(f"{url}: {error}") from error
+
+
+def input_ids(scorer: ScorerAddress, sample: Sample) -> list[int]:
+    """Return what the reward model reads of a sample: its tokens, or the conversation by the reward model's template.
+
+    Tokens of padding at the end are left out, as transformers takes the score of the last one that is none.
+
+    Raises:
+        ValueError: nothing to read, a token that the reward model has not, or a conversation that its template refuses.
+    """
+    assert scorer.model is not None
+    model = read_scorer(scorer.model, "--rm-model")
+    reads_tokens = scorer.reads == "auto" and same_tokens(scorer.policy, scorer.model)
+    if scorer.reads == "tokens" or reads_tokens:
+        ids = np.asarray(sample.array("tokens")).tolist()
+    else:
+        ids = _conversation(scorer.model, sample)
+    while len(ids) > 1 and ids[-1] == model.pad_token_id:
+        ids.pop()
+    if not ids:
+        raise ValueError("it has no tokens")
+    if max(ids) >= model.vocab_size:  # such a token ends an SGLang server
+        raise ValueError(f"token {max(ids)} is none of the {model.vocab_size} of --rm-model {scorer.model}")
+    return ids
+
+
+def _conversation(folder: str, sample: Sample) -> list[int]:
+    prompt = sample.messages or sample.prompt
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    tokenizer = load_tokenizer(folder)
+    try:
+        whole = [*messages, {"role": "assistant", "content": sample.response}]
+        text = render_messages(tokenizer, whole, may_lose=None).text
+    except ValueError as error:
+        raise ValueError(f"--rm-model {folder}: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)

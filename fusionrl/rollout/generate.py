@@ -1,0 +1,288 @@
+"""One sample and one group: generated and scored, each by the user's function where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import time
+from argparse import Namespace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.config.hooks import HookError, awaited_hook, call_hook, user_code
+from fusionrl.data.attempts import join_attempt
+from fusionrl.data.prompt_copy import prompt_of
+from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
+from fusionrl.observe.sample_timeline import course, part
+from fusionrl.rewards.dispatch import score_group, score_sample
+from fusionrl.rewards.length import LengthPenalties, length_reward
+from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.event_loop import LoopSemaphore
+from fusionrl.rollout.forced_tokens import warn_of_unsampled
+from fusionrl.rollout.generate_state import semaphore_of
+from fusionrl.rollout.in_flight import GENERATED, SCORED, under_way
+from fusionrl.rollout.miles_inputs import generate_function
+from fusionrl.rollout.model_turn import SamplingParams, TurnSettings, generate_sample
+from fusionrl.rollout.time_limit import within
+from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
+from fusionrl.rollout.weight_versions import Before, fill_versions, noting_answers
+
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+@dataclass(frozen=True)
+class SampleContext:
+    """Settings by which the samples of a rollout, or of an evaluation set, are generated and scored.
+
+    args           as users' functions get them; nothing else reads flags from it
+    generate_path  --custom-generate-function-path
+    sample_hooks   --rollout-sample-hook-path
+    semaphore      bounds the samples under way
+    policy_urls    of the engines and their router
+    timeout_s      --sample-timeout
+    on_generated   called when a sample needs no engine any more
+    """
+
+    args: Namespace
+    generate_path: str | None
+    sample_hooks: tuple[str, ...]
+    semaphore: LoopSemaphore
+    turns: TurnSettings
+    rewards: RewardSettings
+    limits: Limits
+    policy_urls: tuple[str, ...]
+    timeout_s: float | None = None
+    on_generated: Callable[[], None] | None = None
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> SampleContext:
+        """Read them from a hook's `args`, which a user may have made."""
+        urls = [getattr(args, "router_url", None), *(getattr(args, "engine_urls", None) or ())]
+        return cls(
+            args=args,
+            generate_path=args.custom_generate_function_path,
+            sample_hooks=tuple(args.rollout_sample_hook_path or ()),
+            semaphore=semaphore_of(args),
+            turns=TurnSettings.of_args(args),
+            rewards=RewardSettings.of_args(args),
+            limits=Limits.of_args(args),
+            policy_urls=tuple(url for url in urls if url),
+            timeout_s=getattr(args, "sample_timeout", None),
+        )
+
+
+async def generate_and_score(
+    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Generate one sample and score it; a user's function may make several of it."""
+    is_lost = sample.status == Sample.Status.FAILED and is_reward_lost(sample)
+    if not evaluation and (sample.status in _FINISHED or is_lost):
+        return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
+    with course(index=_number(sample.index), group=_number(sample.group_index), evaluation=int(evaluation)) as facts:
+        result = await _generate_and_score(context, sample, params, evaluation)
+        for last in as_list(result)[-1:]:
+            facts |= {"status": str(getattr(last.status, "value", last.status)), "tokens": int(last.response_length)}
+    return result
+
+
+def _number(index: int | None) -> int:
+    return -1 if index is None else int(index)
+
+
+async def _generate_and_score(
+    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool
+) -> Sample | list[Sample]:
+    path = sample.generate_function_path or context.generate_path
+    making: Coroutine[Any, Any, Sample | list[Sample]]
+    start = time.monotonic_ns()
+    async with context.semaphore:
+        part("wait", start)
+        if path is None:
+            making = generate_sample(context.turns, sample, params)
+        else:
+            making = custom_generate(context, path, sample, params, evaluation)
+        with under_way().being(GENERATED, sample):
+            result = await within(context.timeout_s, sample, making)
+    if context.on_generated is not None:
+        context.on_generated()
+    samples = as_list(result)
+    join_attempt(samples, sample.index)
+    if context.sample_hooks:
+        samples = [await apply_sample_hooks(context, one, evaluation) for one in samples]
+    with under_way().being(SCORED, sample):
+        await _score(context, samples, isinstance(result, list), evaluation)
+    for one in samples:
+        under_way().scored(one)
+    return samples if isinstance(result, list) else samples[0]
+
+
+async def _score(context: SampleContext, samples: list[Sample], are_several: bool, evaluation: bool) -> None:
+    """Fill in the rewards that are missing; those of --group-rm wait for the group."""
+    if context.rewards.is_group_call:
+        if evaluation:  # an evaluation has no groups: the group function sees one sample at a time
+            for one in samples:
+                one.reward = (await score_group(context.rewards, [one]))[0]
+        return
+    missing = [one for one in samples if one.reward is None and not lacks_reward(one)]
+    if missing and are_several:
+        for one, reward in zip(missing, await score_group(context.rewards, missing), strict=True):
+            one.reward = reward
+    elif missing:
+        missing[0].reward = await score_sample(context.rewards, missing[0])
+
+
+async def custom_generate(
+    context: SampleContext, path: str, sample: Sample, params: SamplingParams, evaluation: bool
+) -> Sample | list[Sample]:
+    """Call the user's generate function on a sample; returns one or several, each checked.
+
+    Raises:
+        HookError: it raised, or returned what is no sample, or one whose fields do not fit together.
+    """
+    function = generate_function(path)
+    keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    field, before = "custom_generate_function_path", Before.of(sample)
+    where = f"--custom-generate-function-path {path}"
+    if vars(sample)["weight_versions"] is None:
+        sample.weight_versions = []  # slime's functions append to it
+    with noting_answers(context.policy_urls) as answers, user_code(where, path, sample):
+        result = function(context.args, sample, copy.deepcopy(params), **keywords)
+        result = await result if inspect.isawaitable(result) else result
+    samples = as_list(result)
+    made = [one for one in samples if isinstance(one, Sample)]
+    warn_of_unsampled(made, answers, where, before)
+    fill_versions(made, answers, where, before)
+    check_samples(field, path, samples, context.limits)
+    return result
+
+
+async def apply_sample_hooks(context: SampleContext, sample: Sample, evaluation: bool) -> Sample:
+    """Return the sample as the functions of --rollout-sample-hook-path leave it."""
+    field = "rollout_sample_hook_path"
+    for path in context.sample_hooks:
+        rollout_id = getattr(context.args, "rollout_id", None)
+        found = await awaited_hook(field, path, context.args, sample, rollout_id=rollout_id, evaluation=evaluation)
+        sample = sample if found is None else found
+        check_samples(field, path, [sample], context.limits)
+    return sample
+
+
+def as_list(result: Sample | list[Sample]) -> list[Sample]:
+    """Return the samples that a generate function made of one."""
+    return result if isinstance(result, list) else [result]
+
+
+# ------------------------------------------------------------------------------------------------ a group
+@dataclass(frozen=True)
+class GroupContext:
+    """Settings by which groups are made, beyond those of their samples.
+
+    needs_greedy_answer  the estimator compares with the greedy answer to the prompt
+    filter_path          --dynamic-sampling-filter-path
+    penalties            for length
+    longest              --rollout-max-response-len
+    """
+
+    samples: SampleContext
+    needs_greedy_answer: bool
+    filter_path: str | None
+    reward_key: str | None
+    penalties: LengthPenalties
+    longest: int | None
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> GroupContext:
+        """Read them from a hook's `args`."""
+        return cls(
+            SampleContext.of_args(args),
+            ESTIMATORS[args.advantage_estimator].needs_greedy_answer,
+            args.dynamic_sampling_filter_path,
+            args.reward_key,
+            LengthPenalties.of(args),
+            args.rollout_max_response_len,
+        )
+
+
+async def generate_group(context: GroupContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
+    """Make all samples of one prompt; with --group-rm they are scored together, once all are finished.
+
+    Where the greedy answer that the estimator needs has no reward, nothing compares with it: its group is FAILED.
+    """
+    return [sample for result in await generate_siblings(context, group, params) for sample in as_list(result)]
+
+
+async def generate_siblings(
+    context: GroupContext, group: list[Sample], params: SamplingParams, evaluation: bool = False
+) -> list[Sample | list[Sample]]:
+    """As `generate_group`; what a generate function made of one sample stays together, as slime returns it."""
+    own = context.samples
+    makes = asyncio.gather(*(generate_and_score(own, sample, dict(params), evaluation) for sample in group))
+    needs_baseline = context.needs_greedy_answer and not evaluation and group[0].baseline_reward is None
+    baseline: float | None = None
+    if needs_baseline:
+        results, baseline = await asyncio.gather(makes, _greedy_reward(context, group[0], params))
+    else:
+        results = await makes
+    samples = [s for result in results for s in as_list(result)]
+    comes_again = _is_stopping(own) and any(s.status == Sample.Status.ABORTED for s in samples)
+    if own.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
+        for sample, reward in zip(samples, await score_group(own.rewards, samples), strict=True):
+            sample.reward = reward
+    if needs_baseline:
+        _set_baseline(samples, baseline, comes_again=_is_stopping(own))
+    return results
+
+
+def _is_stopping(context: SampleContext) -> bool:
+    """Return whether the rollout has ended: it hands back the groups that are made from now on."""
+    is_stopping = context.turns.is_stopping
+    return is_stopping is not None and is_stopping()
+
+
+def _set_baseline(samples: list[Sample], baseline: float | None, comes_again: bool) -> None:
+    """Give the samples of a prompt their baseline; without one they are FAILED, or the next rollout asks for it."""
+    for sample in samples:
+        sample.baseline_reward = baseline
+        if baseline is None and not comes_again:
+            sample.status = Sample.Status.FAILED
+
+
+async def _greedy_reward(context: GroupContext, sample: Sample, params: SamplingParams) -> float | None:
+    """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it has none."""
+    made = await generate_and_score(
+        context.samples, prompt_of(sample), dict(params, temperature=0.0, top_p=1.0, top_k=-1)
+    )
+    answer = as_list(made)[0]
+    rewards = context.samples.rewards
+    if answer.reward is None and not lacks_reward(answer):
+        answer.reward = (await score_group(rewards, [answer]))[0]
+    if lacks_reward(answer):  # one that failed is as one whose reward function fails
+        return None if answer.status == Sample.Status.ABORTED else rewards.failure_value
+    try:
+        value = reward_value(answer.reward, context.reward_key, "--reward-key")
+    except ValueError as error:
+        raise ValueError(f"sample {answer.index}: {error}") from error
+    return value + length_reward(answer.response_length, context.longest, context.penalties)
+
+
+def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
+    """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
+
+    Raises:
+        HookError: it raised, or returned something else.
+    """
+    if path is None:
+        return DynamicFilterOutput(True)
+    verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        said = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {said}", group)
+    fallback = bool(getattr(verdict, "keep_when_insufficient", False))
+    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)

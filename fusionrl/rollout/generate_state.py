@@ -1,0 +1,209 @@
+"""What the functions of a rollout share, from any thread and any event loop: client, semaphore, `GenerateState`.
+
+The default rollout opens a client for its own event loop and puts it on `args`. A user's rollout function has
+loops of its own (`asyncio.run`, a worker's thread, `fusionrl.rollout.event_loop.run`): there the first `generate` opens
+a client, which is closed when the loop ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from fusionrl.config.engine_groups import has_pairs
+from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.client import GenerateClient
+from fusionrl.rollout.event_loop import LoopSemaphore, close_with_loop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_REQUESTS = 512  # for each engine, where `args` do not say
+_Ends = tuple[str, tuple[str, ...]]
+# Rollouts and an evaluation beside them may share a loop, and have other engines.
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Ends, GenerateClient]] = (
+    weakref.WeakKeyDictionary()
+)
+_current: list[Namespace] = []  # the `args` of the default rollout that is open, and of an evaluation beside it
+_own: ContextVar[Namespace | None] = ContextVar("own", default=None)  # the one of these that the code runs in
+
+
+def sampling_params(args: Namespace) -> dict[str, Any]:
+    """SGLang's sampling parameters of a rollout, from the flags."""
+    params = {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "min_new_tokens": args.rollout_min_response_len,
+        "ignore_eos": args.rollout_ignore_eos,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+    }
+    if args.rollout_stop:
+        params["stop"] = list(args.rollout_stop)
+    if args.rollout_stop_token_ids:
+        params["stop_token_ids"] = list(args.rollout_stop_token_ids)
+    return params
+
+
+def get_rollout_num_engines(args: Namespace) -> int:
+    """Return the number of the policy's engines behind the router; 0 if there are none."""
+    if (given := getattr(args, "rollout_num_engines", None)) is not None:
+        return int(given)
+    if urls := getattr(args, "engine_urls", None):
+        return len(urls)
+    num_gpus = getattr(args, "rollout_num_gpus", None) or 0
+    return max(1, num_gpus // (getattr(args, "rollout_num_gpus_per_engine", None) or 1)) if num_gpus > 0 else 0
+
+
+def request_limit(args: Namespace) -> int:
+    """Return how many requests may be under way at once."""
+    engines = getattr(args, "engine_urls", None) or ()
+    return int(getattr(args, "sglang_server_concurrency", MOST_REQUESTS) * max(1, len(engines)))
+
+
+def new_client(args: Namespace) -> GenerateClient:
+    """Open a client of the engines for the event loop that uses it."""
+    return GenerateClient(
+        args.router_url,
+        args.api_key,
+        timeout_s=3600.0,
+        max_connections=request_limit(args),
+        vocab_size=args.vocab_size,  # an id beyond it would kill the server that is asked for it
+        stream_responses=args.stream_responses,
+        # The router drops the request for experts.
+        worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
+        engine_urls=() if has_pairs(getattr(args, "engine_group", ())) else args.engine_urls,
+    )
+
+
+def client_of(args: Namespace) -> GenerateClient | None:
+    """Return the client for the running event loop; None where `args` name no engines, or no loop runs."""
+    given: GenerateClient | None = getattr(args, "generate_client", None)
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return given
+    if given is not None and getattr(args, "client_loop", None) in (None, loop):
+        return given
+    if not getattr(args, "router_url", None):
+        return given
+    ends = (args.router_url, tuple(args.engine_urls))
+    held = _clients.setdefault(loop, {})
+    if ends not in held:
+        held[ends] = new_client(args)
+        close_with_loop(held[ends].close)
+    return held[ends]
+
+
+def semaphore_of(args: Namespace) -> LoopSemaphore:
+    """Return the limit of samples under way; `args` keep it."""
+    found: LoopSemaphore | None = getattr(args, "semaphore", None)
+    if found is None:
+        found = args.semaphore = LoopSemaphore(request_limit(args))
+    return found
+
+
+@contextmanager
+def rollout_open(args: Namespace) -> Iterator[None]:
+    """Say whose `args` are the current ones while the default rollout, or an evaluation, is under way."""
+    _current.append(args)
+    token = _own.set(args)
+    try:
+        yield
+    finally:
+        _own.reset(token)
+        _current.remove(args)
+        args.is_stopping = None
+
+
+def is_stopping_of(args: Namespace) -> Callable[[], bool] | None:
+    """Return what says whether the rollout has ended: the default one, or a user's that called `abort`."""
+    given: Callable[[], bool] | None = getattr(args, "is_stopping", None)
+    state = vars(args).get("generate_state")
+    return given if given is not None or state is None else lambda: state.aborted
+
+
+class GenerateState:
+    """State that generate functions share: tokenizer, sampling parameters, limit of concurrent requests.
+
+    One object for each rollout's `args`: `GenerateState(args)` gives the same one again. One that a module keeps goes
+    on working in later rollouts, and from any event loop.
+
+    tokenizer             of --hf-checkpoint
+    processor             None: there is no multimodal data yet
+    semaphore             the rollout's; a new one where `args` has none (outside a rollout)
+    sampling_params       SGLang's, from the flags
+    aborted               the rollout has enough samples, and what remains is being stopped
+    pendings              tasks of `submit_generate_tasks`; a user's rollout function takes them from here
+    remaining_batch_size  groups submitted; whoever drops one counts it down
+    """
+
+    args: Namespace
+    processor: None
+    sampling_params: dict[str, Any]
+    semaphore: LoopSemaphore
+    pendings: set[asyncio.Task[Any]]
+    remaining_batch_size: int
+    dp_rank: int
+    dp_counts: list[int]
+    group_sampling_seeds: list[int]
+    _is_aborted: bool
+
+    def __new__(cls, args: Namespace) -> GenerateState:
+        state: GenerateState | None = vars(args).get("generate_state")
+        if state is None:
+            state = super().__new__(cls)
+            state.args, state.processor = args, None
+            state.sampling_params = sampling_params(args)
+            state.semaphore = semaphore_of(args)
+            state.dp_rank, state.dp_counts = 0, [0]
+            state.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
+            state.reset()
+            args.generate_state = state
+        return state
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GenerateState:
+        return self
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of --hf-checkpoint."""
+        return load_tokenizer(self.args.hf_checkpoint)
+
+    @property
+    def aborted(self) -> bool:
+        """Return whether the rollout has enough samples and the remaining requests are being stopped."""
+        # A state that a module keeps is of an earlier rollout's `args`; it speaks of the one that is open.
+        args = _own.get() or (_current[-1] if _current else self.args)
+        is_stopping = getattr(args, "is_stopping", None) or getattr(self.args, "is_stopping", None)
+        return self._is_aborted or bool(is_stopping is not None and is_stopping())
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        self._is_aborted = value
+
+    def reset(self) -> None:
+        """Forget the tasks and the abort: for the next rollout."""
+        self.remaining_batch_size, self.pendings, self._is_aborted = 0, set(), False
+
+    def submit_generate_tasks(self, samples: Sequence[list[Sample]]) -> None:
+        """Start `generate_and_rm_group` for each group; the tasks are in `pendings`."""
+        from fusionrl.rollout import sglang_rollout  # which imports this module
+
+        for group in samples:
+            made = sglang_rollout.generate_and_rm_group(self.args, group, dict(self.sampling_params))
+            self.pendings.add(asyncio.create_task(made))
+        self.remaining_batch_size += len(samples)
+
+    @contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        """Choose a data-parallel rank of an engine: always 0, as the engines choose for themselves."""
+        yield self.dp_rank

@@ -1,0 +1,218 @@
+"""`BufferHandle`: the driver's end of the Buffer actor. Starting a rollout is apart from waiting for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from fusionrl.buffer.actor import Rollout
+from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.buffer.eval_versions import MixedVersions
+from fusionrl.config.user_code import HookError
+from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.ray_cluster import root_cause
+from fusionrl.runtime.supervisor import Supervisor
+from fusionrl.runtime.wait_messages import LongWait
+from fusionrl.weights.in_process import get, wait
+
+logger = logging.getLogger(__name__)
+
+_ADD_TIMEOUT_S = 5.0  # for the Buffer to write the last of what training found out about samples
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rollout or an evaluation that is under way; `BufferHandle.wait_…` waits for it, supervised."""
+
+    ref: ray.ObjectRef
+    faults: dict[str, float]  # counted until it began
+
+
+class EvaluationLost(RuntimeError):
+    """An evaluation failed as its engines died."""
+
+    def __init__(self, num_died: int, cause: BaseException) -> None:
+        first_line = (str(cause).splitlines() or [type(cause).__name__])[0]  # the others are of a user's function
+        super().__init__(f"{num_died} of its engines died: {first_line:.300}")
+        self.num_died = num_died
+
+
+def _may_be_of_engines(error: BaseException) -> bool:
+    """Return whether an evaluation may have ended with `error` because its engines died."""
+    if isinstance(error, HookError):
+        return not error.is_own_fault
+    return not isinstance(error, MixedVersions | ValueError)
+
+
+class BufferHandle:
+    """Rollouts, evaluations and the data cursor."""
+
+    def __init__(self, engines: EnginePool, supervisor: Supervisor) -> None:
+        self._engines, self._supervisor = engines, supervisor
+        self._actor: ActorHandle | None = None
+        self._adding: ray.ObjectRef | None = None  # of the last `add_trained`
+
+    @property
+    def stream(self) -> StreamHandle:
+        """The Buffer's stream, under a pipeline that has one."""
+        return StreamHandle(self, self._supervisor)
+
+    @property
+    def is_started(self) -> bool:
+        """Return whether the actor has been made."""
+        return self._actor is not None
+
+    @property
+    def actor(self) -> ActorHandle:
+        """The Buffer."""
+        assert self._actor is not None, "the Buffer has not been started"
+        return self._actor
+
+    def start(self, actor: ActorHandle) -> ray.ObjectRef:
+        """Take over the actor, and let it do what it can without engines: a reference of that."""
+        self._actor = actor
+        return actor.prepare.remote()
+
+    def setup(self, endpoints: EngineEndpoints) -> ray.ObjectRef:
+        """Begin its set-up: a reference of what it found in the data."""
+        return self.actor.setup.remote(endpoints)
+
+    def set_engines(self, urls: Sequence[str], eval_urls: Sequence[str]) -> None:
+        """Tell the Buffer that engines, or those that only evaluate, have other addresses."""
+        get(self.actor.set_engines.remote(list(urls), list(eval_urls)))
+
+    # ------------------------------------------------------------------------------------ rounds
+    def start_rollout(self, rollout_id: int, version: int) -> Started:
+        """Begin a rollout; the engines have to be ready for it, with weights of `version`. Does not wait."""
+        return self.begin(self.actor.generate.remote, rollout_id, version)
+
+    def wait_rollout(self, started: Started) -> Rollout:
+        """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
+        try:
+            rollout: Rollout = self._supervisor.wait(started.ref, LongWait(self.actor.waits_for.remote).look)
+        finally:  # a function that was refused may well have failed
+            self._tell_refused()
+        _add_faults(rollout.metrics, "rollout", started.faults, self._engines.count_faults())
+        for text in rollout.warnings:
+            logger.warning("%s", text)
+        return rollout
+
+    def start_evaluation(self, step: int, version: int | None) -> Started:
+        """Begin an evaluation on every set, of weights of `version` (None: as loaded). Does not wait."""
+        if self._engines.evaluation.engines:  # a round of its own
+            return Started(self.actor.evaluate.remote(step, version), self._engines.evaluation.count_faults())
+        return self.begin(self.actor.evaluate.remote, step, version)
+
+    @staticmethod
+    def is_done(started: Started) -> bool:
+        """Return whether the wait for it would end at once."""
+        return bool(wait([started.ref], timeout=0)[0])
+
+    def wait_evaluation(self, started: Started) -> dict[str, float]:
+        """Wait for the metrics of an evaluation, as of a rollout.
+
+        Raises:
+            EvaluationLost: an engine that only evaluates died meanwhile, no other took over, and a new one starts.
+            HookError, ValueError: in Ray's wrapping; a fault of a user's function, which would fail again.
+        """
+        has_own = bool(self._engines.evaluation.engines)
+        if has_own:
+            self._engines.begin_round()  # a health check may have met the last push
+        try:
+            metrics: dict[str, float] = self._supervisor.wait(started.ref)
+        except ray.exceptions.RayTaskError as error:
+            died = self._engines.evaluation.count_faults() if has_own else {}
+            num_died = int(died.get("engines_died", 0.0) - started.faults.get("engines_died", 0.0))
+            if not num_died or not _may_be_of_engines(root_cause(error)):
+                raise
+            raise EvaluationLost(num_died, root_cause(error)) from error
+        finally:
+            self._tell_refused()
+        if has_own:
+            for name, count in self._engines.evaluation.count_faults().items():
+                metrics[f"eval/{name}"] = count - started.faults[name]
+        else:
+            _add_faults(metrics, "eval", started.faults, self._engines.count_faults())
+        return metrics
+
+    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> Started:
+        """Begin what a method of the actor does with the engines. Does not wait."""
+        faults = self._engines.count_faults()
+        ref = method(*numbers)
+        self._engines.begin_round()
+        return Started(ref, faults)
+
+    def _tell_refused(self) -> None:
+        for refusals in (self._engines.refusals, self._engines.evaluation.refusals):
+            if refusals is not None:
+                refusals.tell()
+
+    # ------------------------------------------------------------------------------------ data
+    def add_trained(self, rollout_id: int, columns: Sequence[ray.ObjectRef]) -> None:
+        """Let the Buffer write what training found out about single samples; does not wait for it."""
+        if self._adding is not None:
+            get(self._adding)
+        self._adding = self.actor.add_trained.remote(rollout_id, list(columns))
+
+    def validation_shards(self) -> dict[str, list[ray.ObjectRef]]:
+        """--mode sft: validation set → one shard for each data-parallel rank."""
+        return get(self.actor.validation_shards.remote())
+
+    def save(self, folder: Path, rollout_id: int) -> ray.ObjectRef:
+        """Begin to write the data cursor as it was right after `rollout_id` into the folder of a checkpoint."""
+        return self.actor.save.remote(str(folder / "buffer.json"), rollout_id)
+
+    def load(self, folder: Path) -> ray.ObjectRef:
+        """Begin to read what `save` wrote."""
+        return self.actor.load.remote(str(folder / "buffer.json"))
+
+    def state_hash(self, rollout_id: int | None = None) -> str:
+        """SHA-256 of the Buffer's state, of now or right after a rollout."""
+        return get(self.actor.state_hash.remote(rollout_id))
+
+    def close(self) -> None:
+        """Give the Buffer some seconds to write the last of what it was told."""
+        if self._adding is not None:
+            wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
+        self._actor = self._adding = None
+
+
+class StreamHandle:
+    """The driver's end of the Buffer's stream (`fusionrl.buffer.stream`)."""
+
+    def __init__(self, buffer: BufferHandle, supervisor: Supervisor) -> None:
+        self._buffer, self._supervisor = buffer, supervisor
+
+    def start(self, num_trained: int) -> None:
+        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
+        get(self._buffer.actor.begin_stream.remote(num_trained))
+
+    def next_rollout(self, rollout_id: int) -> Started:
+        """Begin to wait for a rollout of the stream: `BufferHandle.wait_rollout` goes on with it."""
+        return self._buffer.begin(self._buffer.actor.next_rollout.remote, rollout_id)
+
+    def trained(self) -> bool:
+        """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
+        actor = self._buffer.actor
+        is_due: bool = self._supervisor.wait(actor.rollout_trained.remote(), LongWait(actor.waits_for.remote).look)
+        return is_due
+
+    def pushed(self, version: int) -> None:
+        """Note that the engines have weights of `version`."""
+        get(self._buffer.actor.weights_pushed.remote(version))
+
+    def stop(self) -> None:
+        """End what is under way."""
+        self._supervisor.wait(self._buffer.actor.end_stream.remote())
+
+
+def _add_faults(metrics: dict[str, float], prefix: str, before: dict[str, float], now: dict[str, float]) -> None:
+    """Add what went wrong since `before`; the rollout has counted the retries of its own client."""
+    for name, count in now.items():
+        key = f"{prefix}/{name}"
+        metrics[key] = metrics.get(key, 0.0) + count - before.get(name, count)

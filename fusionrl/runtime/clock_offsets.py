@@ -1,0 +1,74 @@
+"""The clocks of a run's machines: measured by the driver, for the timeline.
+
+Processes of one machine share a clock. Of each other machine one process is asked, by round trips, after every step:
+clocks drift. Who is dead or does not answer is passed over: a run does not end for its timeline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import ray
+
+from fusionrl.observe import spans
+from fusionrl.runtime.actor_registry import Roster
+from fusionrl.runtime.ray_cluster import FAILURES
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+
+
+class Clocks:
+    """Knows the processes on each other machine, once `find` has asked them all."""
+
+    def __init__(self) -> None:
+        self._elsewhere: dict[str, Callable[[], tuple[str, int]]] = {}
+
+    def find(self, roster: Roster) -> None:
+        """Ask the actors of a run for their machine."""
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for name in [member.name for member in roster]:
+            try:
+                boot, _ = _ask(roster, name)
+            except FAILURES as error:
+                logger.warning("%s did not tell its clock: %s", name, error)
+                continue
+            if boot != spans.boot_id():
+                names[boot].append(name)
+        self.take({boot: partial(_ask_one, roster, some) for boot, some in names.items()})
+
+    def take(self, elsewhere: dict[str, Callable[[], tuple[str, int]]]) -> None:
+        """Ask these from now on: boot of a machine → a process of it."""
+        self._elsewhere = elsewhere
+        self.measure()
+
+    def measure(self) -> None:
+        """Record the clock of each other machine whose process answers."""
+        recorder = spans.recorder()
+        for one in self._elsewhere.values() if recorder is not None else ():
+            assert recorder is not None
+            try:
+                recorder.note_clock(*spans.measure_offset(one))
+            except FAILURES as error:
+                logger.warning("a machine's clock was not measured: %s", error)
+
+
+def _ask(roster: Roster, name: str) -> tuple[str, int]:
+    """Ask the actor that has a name now: a new engine has taken the name of one that died."""
+    handle = next((member.handle for member in roster if member.name == name), None)
+    if handle is None:
+        raise RuntimeError(f"{name} is gone")
+    return ray.get(handle.clock.remote(), timeout=_ANSWER_S)
+
+
+def _ask_one(roster: Roster, names: list[str]) -> tuple[str, int]:
+    """Ask the first of a machine's actors; where that fails, it is another one's turn the next time."""
+    try:
+        return _ask(roster, names[0])
+    except FAILURES:
+        names.append(names.pop(0))
+        raise

@@ -1,0 +1,182 @@
+"""The beginning of a run, before its flags are checked: its private folder, its guard, and a nursery of its processes.
+
+On a CPU most of a start is imports. They begin before the flags are read, on a core that the checks leave idle, and are
+made once for all processes of a kind (`fusionrl.base.nursery`): torch at once, the rest when the mode is known. So this
+module imports little, and what reads flags or checks them is imported later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from fusionrl.base.environment import child_environment
+from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
+from fusionrl.base.process_title import ROOM
+from fusionrl.runtime.guard import Guard
+from fusionrl.runtime.private_folder import make_private_folder
+from fusionrl.runtime.warm_start import WARM_KEY, WARM_VARIABLE, WarmBranches, nursery_environment
+
+if TYPE_CHECKING:
+    from fusionrl.config.config import Config
+
+logger = logging.getLogger(__name__)
+
+CLUSTER_TOKEN = secrets.token_hex(32)
+"""Of the local cluster that this process starts, and of its nursery. Ray reads it once a process."""
+LOOPBACK = "127.0.0.1"
+_EARLY = ["torch"]
+"""Modules that every nursery imports, in its branches or before."""
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
+_NO_NURSERY = ("-h", "--help", "--dry-run", "--in-process", "--ray-address")
+"""Flags of commands that have none."""
+
+
+class Ahead:
+    """A context manager: leaving it ends what has begun, and removes the folder."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._guard: Guard | None = None
+        self._nursery: subprocess.Popen[bytes] | WarmBranches | None = None
+        self._has_begun = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self, argv: Sequence[str]) -> None:
+        """Begin before the flags are read, where they look like those of a run on a CPU; `begin` corrects it.
+
+        Raises:
+            OSError: as `begin`.
+        """
+        words = {part for word in argv for part in word.split("=")}
+        has_gpu = any(os.path.exists(path) for path in _GPU_FILES) and not words & {"cpu"}
+        if not has_gpu and words.isdisjoint(_NO_NURSERY):
+            self._make_folder()
+            if not _is_warm():
+                self._start_nursery()
+
+    def begin(self, config: Config, device: str) -> None:
+        """Begin; nothing is done the second time. A nursery needs a CPU, and a cluster of the run's own.
+
+        Raises:
+            OSError: the system gives no folder or no process; nothing has begun.
+        """
+        if self._has_begun:
+            return
+        self._make_folder()
+        self._has_begun = True
+        if device == "cpu" and config.cluster.ray_address is None and not config.run.in_process:
+            self._order(config)
+        else:
+            self._end_nursery()
+
+    def _make_folder(self) -> None:
+        if self.folder is not None:
+            return
+        folder = make_private_folder()
+        try:
+            self._guard = Guard(folder, child_environment("guard"))  # before any process that it is to guard
+        except BaseException:  # an interruption, too, leaves no folder behind
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.folder = folder
+
+    def _start_nursery(self) -> None:
+        assert self.folder is not None
+        try:
+            self._nursery = start_nursery(self.folder, json.dumps(_EARLY).encode() + b"\n")
+        except OSError as error:  # it cannot be started or is dead: every process is started in the usual way
+            logger.debug("the nursery does not start: %s", error)
+
+    def _order(self, config: Config) -> None:
+        from fusionrl.runtime.nursery_order import make_order  # with what reads a model's configuration
+
+        assert self.folder is not None
+        try:
+            order = make_order(config, self.folder)
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # a config.json that the checks refuse
+            logger.debug("no nursery: %s", error)
+            self._end_nursery()
+            return
+        if _is_warm() and self._nursery is None:
+            try:
+                self._nursery = WarmBranches(order, self.folder / "nursery.log")
+                return
+            except OSError as error:
+                logger.debug("no branch of the nursery that is there: %s", error)
+        if self._nursery is None:
+            self._start_nursery()
+        try:
+            self._tell(order.to_line())
+        except OSError as error:
+            logger.debug("the nursery is dead: %s", error)
+
+    def _tell(self, line: bytes) -> None:
+        if self._nursery is not None:
+            assert isinstance(self._nursery, subprocess.Popen) and self._nursery.stdin is not None
+            self._nursery.stdin.write(line)
+            self._nursery.stdin.flush()
+
+    def environment(self) -> dict[str, str]:
+        """Variables by which the run's processes find the nursery."""
+        return {} if self._nursery is None else {FOLDER_VARIABLE: str(self.folder)}
+
+    def close(self) -> None:
+        """End all of it: the nursery, and what is left of a run. Idempotent."""
+        self._end_nursery()
+        if self._guard is not None:
+            self._guard.close()  # it removes the folder
+            self._guard, self.folder = None, None
+
+    def _end_nursery(self) -> None:
+        if self._nursery is not None:
+            self._nursery.kill()
+            self._nursery.wait()
+            assert self._nursery.stdin is not None
+            self._nursery.stdin.close()
+            self._nursery = None
+
+
+def _is_warm() -> bool:
+    return WARM_VARIABLE in os.environ and WARM_KEY in os.environ
+
+
+def start_nursery(folder: Path, line: bytes, more: Mapping[str, str] = MappingProxyType({})) -> subprocess.Popen[bytes]:
+    """Start a nursery with its first line. Its log is in `folder`; it ends with this process. `more`: variables.
+
+    Raises:
+        OSError: it cannot be started, or is dead.
+    """
+    with open(folder / "nursery.log", "wb") as log:
+        nursery = subprocess.Popen(
+            [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={**nursery_environment(), **more},
+            start_new_session=True,
+        )
+    assert nursery.stdin is not None
+    try:
+        (folder / PID_FILE).write_text(str(nursery.pid), encoding="ascii")
+        nursery.stdin.write(line)
+        nursery.stdin.flush()
+    except OSError:
+        nursery.kill()
+        nursery.wait()
+        raise
+    return nursery

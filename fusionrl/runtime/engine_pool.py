@@ -1,0 +1,247 @@
+"""`EnginePool`: the engines of a run, their addresses, their recovery and their memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import ray
+from ray.actor import ActorHandle
+
+from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.config.config import Config
+from fusionrl.engines.router import Router
+from fusionrl.plan.plan import Plan
+from fusionrl.plan.push import EngineTarget, join_nodes
+from fusionrl.runtime.engine_specs import expert_parts
+from fusionrl.runtime.eval_engines import EvalEngines
+from fusionrl.runtime.launcher import Launcher
+from fusionrl.runtime.ray_cluster import gather
+from fusionrl.runtime.recovery import Recovery, recovery_of
+from fusionrl.runtime.router_refusals import RefusalWatch
+from fusionrl.weights.in_process import get, wait
+
+logger = logging.getLogger(__name__)
+
+CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names of what an engine has beside its weights
+_STOP_TIMEOUT_S = 20.0
+
+
+class EnginePool:
+    """Engines of the policy behind one router, and beside them those of a reward model or teacher."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        launcher: Launcher,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        check_stop: Callable[[], None] = lambda: None,
+        on_addresses: Callable[[Sequence[str], Sequence[str]], None] = lambda urls, eval_urls: None,
+    ) -> None:
+        """`say` is told what is going on; `check_stop` is called while waiting, and may raise to end the wait;
+        `on_addresses` is told the addresses of the engines, and of those that only evaluate, when they change."""
+        self._config, self._plan, self._launcher = config, plan, launcher
+        self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
+        self.engines: list[ActorHandle] = []
+        self.urls: list[str] = []
+        self.router_url = ""
+        self.evaluation = EvalEngines(plan, launcher)
+        self._scorers: dict[str, list[ActorHandle]] = {}  # role → engines that only read, and get no weights
+        self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
+        self.router: Router | None = None
+        """From `finish_start` to `shutdown`."""
+        self._recovery: Recovery | None = None  # --use-fault-tolerance
+        self.refusals: RefusalWatch | None = None
+        self.is_memory_away = False
+        """The engines gave their memory back."""
+
+    # ------------------------------------------------------------------------------------ start and end
+    def start(self) -> None:
+        """Begin to start every engine; see `finish_start`."""
+        if not self._plan.num_engines:
+            return
+        self.engines = [self._launcher.make_engine("engine", index) for index in range(self._plan.num_engines)]
+        for scorer in self._plan.scorers:
+            indices = range(len(scorer.bundles))
+            self._scorers[scorer.role] = [self._launcher.make_engine(scorer.role, index) for index in indices]
+        self.evaluation.make()
+        self._starts = [engine.start.remote() for engine in self.everyone]
+
+    def finish_start(self) -> EngineEndpoints:
+        """Start the router, and wait until it has every engine of the policy. Returns all addresses."""
+        if not self._starts:
+            return EngineEndpoints()
+        self.router = self._launcher.make_router()
+        router_url, eval_router_url = self.router.start(), self.evaluation.start_router()
+        self.router_url = router_url
+        self.refusals = RefusalWatch(self.router)
+        urls = iter(gather(self._starts, self._check_stop))
+        self.urls = [next(urls) for _ in self.engines]
+        scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
+        self.evaluation.join(list(urls))
+        for url in self.urls:
+            self.router.add_worker(url, self._launcher.api_key)
+        if self._config.rollout.use_fault_tolerance:
+            make_recovery = partial(recovery_of, self._config.rollout, self._launcher, self._say)
+            self._recovery = make_recovery(self.router, self.engines, self.urls)
+            self.evaluation.replace_dead(make_recovery)
+        return EngineEndpoints(
+            router_url,
+            tuple(self.urls),
+            self._launcher.api_key,
+            rm_urls=scorer_urls.get("reward-model", ()),
+            teacher_urls=scorer_urls.get("teacher", ()),
+            eval_router_url=eval_router_url,
+            eval_urls=tuple(self.evaluation.urls),
+        )
+
+    def _recoveries(self, with_evaluation: bool = True) -> list[Recovery]:
+        return [one for one in (self._recovery, self.evaluation.recovery if with_evaluation else None) if one]
+
+    @property
+    def everyone(self) -> list[ActorHandle]:
+        """All engines, in the order in which they were made."""
+        scorers = [engine for engines in self._scorers.values() for engine in engines]
+        return self.engines + scorers + self.evaluation.engines
+
+    def _lasting(self) -> list[ActorHandle]:
+        """The engines that are not replaced when they die."""
+        if self._recovery is None:
+            return self.everyone
+        return [engine for engines in self._scorers.values() for engine in engines]
+
+    def shutdown(self) -> None:
+        """End every server, and the router; gives up after some seconds. The actors go on. Idempotent."""
+        stops = [engine.shutdown.remote() for engine in self.everyone]
+        if self.router is not None:
+            self.router.shutdown()
+        self.evaluation.end_router()
+        if stops:
+            wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+        self.router = self._recovery = self.refusals = None
+
+    # ------------------------------------------------------------------------------------ supervision
+    def begin_round(self) -> None:
+        """From now on the engines generate: health checks begin."""
+        for recovery in self._recoveries():
+            recovery.begin_round()
+
+    def check(self, is_generating: bool) -> None:
+        """Raise with the end of its log when a server or the router is dead; with --use-fault-tolerance replace it.
+
+        Colocated on GPUs a new engine has no room while the trainers work: there a death ends the run even so.
+        """
+        if self.router is not None:
+            self.router.check_alive()
+        self.evaluation.check_router()
+        if self._recovery is None or self.is_memory_away:
+            get([engine.check_alive.remote() for engine in self.everyone])
+            return
+        for recovery in self._recoveries():
+            recovery.check(is_generating)
+        get([engine.check_alive.remote() for engine in self._lasting()])
+
+    def find_dead(self) -> RuntimeError | None:
+        """After a failure: the error of a server or the router that is dead. Replaces none."""
+        if not self.urls:  # the failure is one of the start
+            return None
+        try:
+            if self.router is not None:
+                self.router.check_alive()
+            self.evaluation.check_router()
+            checks = [engine.check_alive.remote() for engine in self._lasting()]
+            get(wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
+        except RuntimeError as error:
+            return error
+        except ray.exceptions.RayError as error:  # an actor that is dead, or cannot be asked: the roster knows
+            logger.debug("the engines cannot be asked: %s", error)
+        return None
+
+    def check_answers(self, with_evaluation: bool = False) -> None:
+        """With --use-fault-tolerance, before a push: replace the engines that are dead or do not answer."""
+        for recovery in self._recoveries(with_evaluation):
+            recovery.check_answers()
+
+    def find_hung(self, with_evaluation: bool = False) -> int:
+        """After a push that failed: take out the engines that make no token. Returns their number."""
+        return sum(recovery.find_hung() for recovery in self._recoveries(with_evaluation))
+
+    def count_faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
+        if self._recovery is None or self.router is None:
+            return {}
+        counts = {"engines_died": float(self._recovery.num_died)}
+        try:
+            counts["requests_retried"] = float(self.router.num_retries())
+        except RuntimeError as error:  # a number alone: a busy machine may hold its answer up
+            logger.warning("the router does not say how many requests it sent again: %s", error)
+        return counts
+
+    # ------------------------------------------------------------------------------------ recovery
+    @property
+    def is_recovering(self) -> bool:
+        """Return whether engines that die are replaced (--use-fault-tolerance)."""
+        return self._recovery is not None
+
+    @property
+    def num_out(self) -> int:
+        """Engines of the policy that died and do not serve yet."""
+        return self._recovery.num_out if self._recovery is not None else 0
+
+    def finish_starts(self, with_evaluation: bool = False) -> bool:
+        """Wait for the engines that start in the place of dead ones. Returns whether there were any."""
+        out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
+        if out:
+            self._say("waiting for engines that start again")
+        for recovery in out:
+            started = recovery.finish_starts(self._check_stop)
+            if self.is_memory_away and recovery is self._recovery:
+                get([self.engines[index].release_memory.remote(None) for index in started])
+        return bool(out)
+
+    def join(self, with_evaluation: bool = False) -> int:
+        """Let engines that are started and have the current weights get requests. Returns their number."""
+        out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
+        num_back = sum(recovery.num_out for recovery in out)
+        for recovery in out:
+            recovery.join()
+        if out:
+            self._on_addresses(self.urls, self.evaluation.urls)
+        return num_back
+
+    def targets(self) -> list[EngineTarget]:
+        """The policy's engines as a weight push addresses them, and after these the ones that only evaluate."""
+        bundles, restarts = self._plan.all_engine_bundles, dict[int, int]()
+        for recovery, first in ((self._recovery, 0), (self.evaluation.recovery, self._plan.num_engines)):
+            restarts |= {first + index: count for index, count in recovery.num_restarts.items()} if recovery else {}
+        places_of = self._launcher.bundles
+        nodes = [join_nodes(places_of[place].node_id for place in places) for places in bundles]
+        return [
+            EngineTarget(
+                index, engine, node, places, restarts.get(index, 0), expert_parts(self._config, self._plan, index)
+            )
+            for index, (engine, node, places) in enumerate(
+                zip(self.engines + self.evaluation.engines, nodes, bundles, strict=True)
+            )
+        ]
+
+    # ------------------------------------------------------------------------------------ memory
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Give the engines' memory, or the part that `tags` name, back before the trainers work, where the two take
+        turns. The engines are idle. Idempotent."""
+        if not self._plan.engines_give_memory or self.is_memory_away:
+            return
+        if self._recovery is not None:
+            self._recovery.check(is_generating=False)
+        self.finish_starts()  # a new engine loads where the trainers do not need the memory yet
+        get([engine.flush_cache.remote() for engine in self.engines])
+        get([engine.release_memory.remote(tags) for engine in self.engines])
+        self.is_memory_away = True
+
+    def resume_memory(self, tags: list[str], *, is_last: bool) -> None:
+        """Take back a part of the memory; `is_last`: now all of it is here."""
+        get([engine.resume_memory.remote(tags) for engine in self.engines])
+        self.is_memory_away = not is_last

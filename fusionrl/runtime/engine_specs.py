@@ -1,0 +1,139 @@
+"""The specification of each engine of a run, from Config and Plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from fusionrl.config.config import Config
+from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_command
+from fusionrl.engines.spec import EngineSpec
+from fusionrl.plan.pipeline_knobs import pause_mode
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.ray_cluster import Bundle
+
+logger = logging.getLogger(__name__)
+
+EngineRole = Literal["engine", "reward-model", "teacher"]
+
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_FLAGS = {"engine": "--rollout", "reward-model": "--rm", "teacher": "--opd-teacher"}
+
+
+def engine_specs(
+    config: Config,
+    plan: Plan,
+    role: EngineRole,
+    index: int,
+    places: Sequence[Bundle],
+    *,
+    host_of: Callable[[Bundle], str],
+    api_key: str | None,
+    log_dir: str,
+) -> list[EngineSpec]:
+    """The engine number `index` of a role, on the devices `places`: its parts, one for each node that it spans.
+
+    Raises:
+        ValueError: the nodes have different numbers of its devices, or a flag names a field that fusionrl sets itself.
+    """
+    parts = by_node(places)
+    if len({len(part) for part in parts}) > 1:
+        counts = ", ".join(str(len(part)) for part in parts)
+        raise ValueError(
+            f"{_FLAGS[role]}-num-gpus-per-engine {len(places)}: {role} {index} has {counts} devices on its nodes, and"
+            " SGLang wants as many on each; take a size that divides a node's devices, or a multiple of them, and as"
+            " many trainers that engines begin where a node does"
+        )
+    if len(parts) > 1:
+        logger.info("%s %d spans %d nodes, %d devices on each", role, index, len(parts), len(parts[0]))
+    return [
+        EngineSpec(
+            index=index,
+            model_path=_model_path(config, plan, role),
+            device=plan.device,
+            dtype=TORCH_DTYPES[plan.rollout_dtype],
+            tp_size=len(places),
+            gpu_ids=tuple(place.gpu.ordinal for place in part),
+            host=host_of(part[0]),
+            api_key=api_key,
+            log_dir=log_dir,
+            seed=config.data.rollout_seed + index,
+            start_timeout_s=config.rollout.engine_start_timeout_s,
+            num_threads=config.rollout.engine_num_threads,
+            server_args=_server_args(config, plan, role, index),
+            role=role,
+            wrapper=_wrapper(config, role, index, Path(log_dir).parent),
+            num_nodes=len(parts),
+            node_rank=rank,
+        )
+        for rank, part in enumerate(parts)
+    ]
+
+
+def by_node(places: Sequence[Bundle]) -> list[list[Bundle]]:
+    """Return the devices of an engine, those of each node together, in the order of its ranks."""
+    parts: dict[str, list[Bundle]] = {}
+    for place in places:
+        parts.setdefault(place.node_id, []).append(place)
+    return list(parts.values())
+
+
+def _wrapper(config: Config, role: EngineRole, index: int, run_dir: Path) -> tuple[str, ...]:
+    order = ProfileOrder.of(config)
+    if order is None or order.tool != "nsys" or role != "engine" or not order.wants_engine(index):
+        return ()
+    return tuple(nsys_command(str(run_dir.absolute() / FOLDER / f"engine-{index}.%n")))
+
+
+def expert_parts(config: Config, plan: Plan, index: int) -> int:
+    """Parts into which an engine's ranks divide the experts, in order; 1 where it deals them out in its own way."""
+    group = plan.group_of(index)
+    args = config.passthrough.sglang | (group.server_args if group is not None else {})
+    own_way = ("ep_num_redundant_experts", "enable_eplb", "init_expert_location", "moe_dp_size")
+    return 1 if any(args.get(name) for name in own_way) else int(args.get("ep_size") or 1)
+
+
+def _model_path(config: Config, plan: Plan, role: EngineRole) -> str:
+    if role == "engine":
+        return str(config.model.hf_checkpoint)
+    return next(scorer.model_path for scorer in plan.scorers if scorer.role == role)
+
+
+def _server_args(config: Config, plan: Plan, role: EngineRole, index: int) -> dict[str, object]:
+    """Fields of SGLang's ServerArgs of an engine of this role."""
+    if role == "reward-model":
+        return dict(config.reward.rm_server_args)
+    if role == "teacher":
+        return dict(config.algorithm.opd_teacher_server_args)
+    return policy_server_args(config, plan, index)
+
+
+# Switches that the run sets on its engines, and what goes wrong without.
+_NOT_OFF = {
+    "disable_radix_cache": "a pause in place needs it, or answers come from the weights before the push",
+    "incremental_streaming_output": "--stream-responses reads in each event the new tokens alone",
+}
+
+
+def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, object]:
+    """Fields of SGLang's ServerArgs of an engine of the policy: the user's own, and what the run's other flags need."""
+    group = plan.group_of(index)
+    server_args = config.passthrough.sglang | (group.server_args if group is not None else {})
+    if group is not None and group.role in ("prefill", "decode"):
+        server_args["disaggregation_mode"] = group.role
+    if plan.engines_give_memory:
+        server_args.setdefault("enable_memory_saver", True)
+    if config.algorithm.use_rollout_routing_replay and plan.device == "cuda":
+        server_args.setdefault("enable_return_routed_experts", True)
+    needed = {
+        # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
+        "disable_radix_cache": pause_mode(config, plan) == "in_place",
+        "incremental_streaming_output": config.rollout.stream_responses,  # else each event repeats all tokens so far
+    }
+    for name in [name for name, is_needed in needed.items() if is_needed]:
+        if not server_args.setdefault(name, True):
+            shown = f"--engine-group {group.name}: " if group is not None else "--sglang-"
+            raise ValueError(f"{shown}{name.replace('_', '-')}=false: {_NOT_OFF[name]}; leave it out")
+    return server_args

@@ -1,0 +1,43 @@
+"""An engine's actor process; apart from the others', so that it imports nothing of the Buffer and the trainers."""
+
+from __future__ import annotations
+
+from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.observe.hardware.host import resident_bytes
+from fusionrl.runtime.actor_process import Clocked, Settled, log_to
+from fusionrl.runtime.process_hardware import HOST, HOST_PEAK, OwnHardware, drawn
+
+
+class EngineWorker(Clocked, EngineActor):
+    """An engine's actor process."""
+
+    def __init__(self, spec: EngineSpec, log: str, settled: Settled | None = None) -> None:
+        if settled is not None:
+            settled.apply()
+        log_to(log, spec.log_name.removesuffix(".log"))
+        self._binds = settled is not None and settled.numa_affinity
+        self._hardware: OwnHardware | None = None
+        super().__init__(spec)
+
+    def start(self) -> str:
+        """Start the server on CPUs near its GPUs: it inherits those of this thread."""
+        self.open_hardware()
+        return super().start()
+
+    def open_hardware(self) -> None:
+        """Find the devices, and take CPUs near them."""
+        if self._hardware is None:
+            ordinals = self.spec.gpu_ids if self.spec.device == "cuda" else ()
+            self._hardware = OwnHardware(ordinals, binds=self._binds, with_children=False)
+
+    def hardware_facts(self) -> dict[str, object]:
+        """Return what its devices are."""
+        return {} if self._hardware is None else self._hardware.facts()
+
+    def hardware(self) -> dict[str, float]:
+        """Return the numbers of its devices since the last call, and the host memory of its server."""
+        if self._hardware is None or self._server is None:
+            return {}
+        found = self._hardware.take()
+        found.pop(HOST_PEAK)  # of this process; the server's is its own
+        return drawn(found | {HOST: found[HOST] + resident_bytes(self._server.pid, with_children=True)})

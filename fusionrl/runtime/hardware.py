@@ -1,0 +1,164 @@
+"""`Hardware`: a step's numbers of the machines: memory, GPUs, throughput by device, and the share of their peak.
+
+Trainers, engines and the Buffer are asked when the training of a step has ended, and their answers are taken at its
+end. Whoever does not answer within seconds is left out, so that the numbers never hold a run up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+import ray
+from ray.actor import ActorHandle
+
+from fusionrl.observe.hardware.host import resident_bytes
+from fusionrl.observe.json_values import write_atomically
+from fusionrl.plan.flops import Work, peak_flops, train_flops
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.buffer_handle import BufferHandle
+from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.process_hardware import HOST
+from fusionrl.runtime.trainers import TrainerGroups
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 2.0
+_SUMS, _MEANS = {HOST}, {"utilisation", "power_w", "slowed"}  # of the others, the largest
+_RAY = ("raylet", "gcs_server")
+
+
+class Hardware:
+    """Asks the processes of a run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        trainers: TrainerGroups,
+        engines: EnginePool,
+        buffer: BufferHandle,
+        file: Path,
+        peak_tflops: float | None,
+        asks: bool = True,
+    ) -> None:
+        """
+        Args:
+            file: where the inventory goes.
+            peak_tflops: --peak-tflops
+            asks: whether there are processes to ask; without, there are speeds alone.
+        """
+        self._plan, self._trainers, self._engines, self._buffer, self._file = plan, trainers, engines, buffer, file
+        self._peak = None if peak_tflops is None else peak_tflops * 1e12
+        self._asks, self._is_listed, self._is_warned = asks, False, False
+        self._asked: dict[str, list[ray.ObjectRef]] = {}
+        self._of_ray: list[psutil.Process] | None = None
+
+    def begin(self) -> None:
+        """Ask, and do not wait: when the training of a step has ended, so that the push hides the answers."""
+        if not self._asks:
+            return
+        groups = self._groups()
+        if not self._is_listed:
+            self._list(groups)
+        self._asked = {name: [actor.hardware.remote() for actor in group] for name, group in groups.items()}
+
+    def measure(self, values: Mapping[str, float], work: Work) -> dict[str, float]:
+        """Return the metrics of a step, whose times and counts are `values`, and which trained on `work`."""
+        if not self._asks:
+            return self._speeds(values, work)
+        if not self._asked:
+            self.begin()
+        asked, self._asked = self._asked, {}
+        found: dict[str, float] = {}
+        for name, references in asked.items():
+            found |= {f"hardware/{key}/{name}": value for key, value in pooled(_answers(references)).items()}
+        return found | self._own() | self._speeds(values, work)
+
+    def _own(self) -> dict[str, float]:
+        """Host memory of this process, and of Ray's on this node."""
+        if self._of_ray is None:  # a look at all processes of the machine
+            self._of_ray = [child for child in psutil.Process().children(recursive=True) if _name(child) in _RAY]
+        found = {"hardware/host_bytes/driver": float(resident_bytes(os.getpid()))}
+        if self._of_ray:
+            found["hardware/host_bytes/ray"] = float(sum(resident_bytes(process.pid) for process in self._of_ray))
+        return found
+
+    def _groups(self) -> dict[str, list[ActorHandle]]:
+        groups = {
+            "trainers": [*self._trainers.actors, *self._trainers.auxiliaries],
+            "engines": self._engines.everyone,
+            "buffer": [self._buffer.actor] if self._buffer.is_started else [],
+        }
+        return {name: group for name, group in groups.items() if group}
+
+    def _list(self, groups: Mapping[str, Sequence[ActorHandle]]) -> None:
+        """Write the inventory, and take the peak of the trainers' GPUs from it; again the next time if any is late."""
+        with_gpus = {name: group for name, group in groups.items() if name != "buffer"}
+        asked = {name: [actor.hardware_facts.remote() for actor in group] for name, group in with_gpus.items()}
+        found = {name: _answers(references) for name, references in asked.items()}
+        late = [name for name, group in with_gpus.items() if len(found[name]) < len(group)]
+        self._is_listed = not late
+        if late and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "%s lacks some %s, which did not answer in time; asked again", self._file, " and ".join(late)
+            )
+        write_atomically(self._file, json.dumps(found, indent=2) + "\n")
+        gpus = [gpu for facts in found.get("trainers", []) for gpu in facts["gpus"]]
+        if self._peak is None and gpus:
+            self._peak = peak_flops(str(gpus[0]["name"]), gpus[0]["memory_bytes"])
+
+    def _speeds(self, values: Mapping[str, float], work: Work) -> dict[str, float]:
+        """Tokens a second and device, and the share of the devices' peak."""
+        plan, found = self._plan, {}
+        train_s, generate_s = values.get("perf/time_train_s"), values.get("perf/time_generate_s")
+        if plan.layout is not None and train_s and work.tokens:
+            devices = plan.layout.world_size
+            found["perf/train_tokens_per_s_per_device"] = work.tokens / train_s / devices
+            if self._peak is not None:
+                found["perf/mfu"] = train_flops(plan.shape, work) / (train_s * devices * self._peak)
+        num_tokens = values.get("rollout/num_tokens")
+        if plan.num_engines and generate_s and num_tokens:
+            devices = sum(map(len, plan.engine_bundles))  # engines of groups differ in size
+            found["perf/generate_tokens_per_s_per_device"] = num_tokens / generate_s / devices
+        return found
+
+
+def pooled(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers of a group of processes: sums of host memory, means of rates, and the largest of everything else."""
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    for answer in answers:
+        for name, value in answer.items():
+            columns[name].append(value)
+    return {name: _pool(name, column) for name, column in columns.items()}
+
+
+def _pool(name: str, column: Sequence[float]) -> float:
+    if name in _SUMS:
+        return sum(column)
+    return fmean(column) if name in _MEANS else max(column)
+
+
+def _answers(references: Sequence[ray.ObjectRef]) -> list[dict]:
+    """Return the answers that come in time; who is dead is found elsewhere."""
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_ANSWER_S)
+    found = []
+    for reference in done:
+        try:
+            found.append(ray.get(reference))
+        except ray.exceptions.RayError:
+            continue
+    return found
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.Error:  # it has ended
+        return ""

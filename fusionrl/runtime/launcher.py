@@ -1,0 +1,306 @@
+"""`Launcher`: Ray, the devices, and the processes of one run, from start to end. Nothing of it outlives its `close`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from fusionrl.base.environment import ENGINE_KEY, extended_environment, hook_secrets, not_passed_on, without_secrets
+from fusionrl.base.imports import without_collections
+from fusionrl.base.open_files import raise_open_files
+from fusionrl.config.config import Config
+from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_options
+from fusionrl.engines.router import Router
+from fusionrl.engines.spec import EngineSpec
+from fusionrl.observe.run_dir import umask_of
+from fusionrl.plan.critic import Role, auxiliary_config
+from fusionrl.plan.plan import Plan
+from fusionrl.plan.visible_devices import refuse_slices
+from fusionrl.runtime.actor_environment import actor_environment
+from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.actor_registry import Roster
+from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.engine_specs import EngineRole, engine_specs
+from fusionrl.runtime.engine_worker import EngineWorker
+from fusionrl.runtime.multi_node_engine import PartWorker, SpanningWorker
+from fusionrl.runtime.ray_cluster import (
+    LEAVE_DEVICES,
+    LOOPBACK,
+    Bundle,
+    actor_on,
+    is_alone,
+    is_running,
+    place_devices,
+    start_ray,
+)
+from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
+from fusionrl.weights.in_process import get
+
+logger = logging.getLogger(__name__)
+
+
+def check_open_router(asks_for_key: bool, is_alone: bool) -> None:
+    """Refuse a router without a key (--router-api-key none) where it is not on loopback.
+
+    Raises:
+        ValueError: the run has several nodes.
+    """
+    if not asks_for_key and not is_alone:
+        raise ValueError(
+            "--router-api-key none: on several nodes the router listens on the network, where whoever reaches it"
+            " would use the engines; leave the flag out"
+        )
+
+
+class Launcher:
+    """Starts Ray, reserves devices, makes actors and the router, and ends all of them."""
+
+    def __init__(self, config: Config, plan: Plan, run_dir: Path, attempt: int, ahead: Ahead | None = None) -> None:
+        """`ahead`: what has begun already; it ends with the run."""
+        self._config, self._plan, self._ahead = config, plan, ahead or Ahead()
+        self.run_dir, self._attempt = run_dir.resolve(), attempt
+        self.roster = Roster()
+        self.bundles: list[Bundle] = []
+        # Of the engines. No dash: a key that begins with one reads as a flag. Engines of others have one already.
+        self.api_key = os.environ.get(ENGINE_KEY) or secrets.token_hex(24)
+        self._asks_for_key = config.rollout.router_api_key == "auto"
+        self._umask = umask_of(config.run.run_dir_mode)
+        self._hook_secrets: dict[str, str] = {}
+        self._group: PlacementGroup | None = None
+        self._parts: dict[str, list[ActorHandle]] = {}  # name of an engine over several nodes → its other parts
+        self.is_alone = config.cluster.ray_address is None
+        """The run has a cluster of its own: one node, which listens on loopback."""
+        self._inherits = self.is_alone and plan.device == "cpu"
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether actors can be asked."""
+        return is_running()
+
+    # ------------------------------------------------------------------------------------ start
+    def start(self, on_ray: Callable[[], None] = lambda: None) -> None:
+        """Start or join Ray and reserve the devices. `on_ray` is called once Ray runs, which installs signal handlers.
+
+        Raises:
+            ValueError: no such cluster, too few devices, or a variable of --hook-env is not set.
+        """
+        plan, cluster = self._plan, self._config.cluster
+        raise_open_files()  # for the router, and for whatever else is started here
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        self._hook_secrets = hook_secrets(self._config.run.hook_env)
+        self.roster.hide([self.api_key, *self._hook_secrets.values()])
+        if withheld := not_passed_on(self._config.run.hook_env):
+            logger.info("not passed on to the run's processes: %s (see --hook-env)", ", ".join(withheld))
+        self._ahead.begin(self._config, plan.device)
+        assert self._private is not None
+        # Ray's processes, and the actors, inherit this one's environment.
+        with without_secrets("ray"), extended_environment(self._inherited()):
+            start_ray(
+                plan.device,
+                plan.num_bundles,
+                address=cluster.ray_address,
+                dashboard=self._config.run.dashboard,
+                folder=self._private / "ray",
+                allow_open=cluster.allow_open_ray,
+            )
+        on_ray()
+        self.is_alone = self.is_alone or is_alone()
+        check_open_router(self._asks_for_key, self.is_alone)
+        if plan.num_bundles:
+            self._group, self.bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
+            num_trainers = plan.layout.world_size if plan.layout else 0
+            largest = max((len(bundles) for bundles in plan.all_engine_bundles), default=0)
+            refuse_slices([one.gpu for one in self.bundles], num_trainers, largest, plan.transport)
+
+    def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
+        """The actor of an engine, not yet started; one that takes a dead engine's place has the same name.
+
+        An engine over several nodes has an actor on each; this is the one that serves (`runtime/multi_node_engine.py`).
+        """
+        plan = self._plan
+        scorers = {scorer.role: scorer.bundles for scorer in plan.scorers}
+        numbers = plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
+        places = [self.bundles[number] for number in numbers]
+        specs = engine_specs(
+            self._config,
+            plan,
+            role,
+            index,
+            places,
+            host_of=self._host,
+            api_key=self.api_key,
+            log_dir=str(self.run_dir / "logs"),
+        )
+        for part in self._parts.pop(specs[0].name, []):  # of the engine whose place this one takes
+            ray.kill(part)
+        if len(specs) == 1:
+            return self._engine_actor(EngineWorker, specs[0], places[0])
+        per_node = specs[0].ranks_here
+        parts = [self._engine_actor(PartWorker, s, places[i * per_node]) for i, s in enumerate(specs) if i]
+        self._parts[specs[0].name] = parts
+        return self._engine_actor(SpanningWorker, specs[0], places[0], parts)
+
+    def _engine_actor(self, cls: type, spec: EngineSpec, place: Bundle, *more: object) -> ActorHandle:
+        log = self._log(f"{spec.role}-actor-{spec.index}" + (f"-part-{spec.node_rank}" if spec.node_rank else ""))
+        settled = Settled(self._umask, host=spec.host, numa_affinity=self._config.cluster.numa_affinity)
+        made = actor_on(cls, place, self._group, env=self._own_env(), max_concurrency=8)
+        actor = made.remote(spec, str(log), settled, *more)
+        self.roster.add(spec.name, actor, log)
+        return actor
+
+    def make_local(self, cls: type, log_name: str, *arguments: object) -> ActorHandle:
+        """An actor on this node, whose class takes `arguments`, the engines' key, its log and its settings.
+
+        It is not in the roster: its end is no failure of the run.
+        """
+        log = self._log(log_name)
+        host = LOOPBACK if self.is_alone else ray.util.get_node_ip_address()
+        made = actor_on(cls, None, None, env=self._own_env(), max_concurrency=8)
+        return made.remote(*arguments, self.api_key, str(log), Settled(self._umask, host=host))
+
+    def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle]]:
+        """The policy's trainers, and those of a critic or prm, not yet set up; none without a layout."""
+        if self._plan.layout is None:
+            return [], []
+        config, auxiliary = self._config, self._plan.auxiliary
+        trainers = self._make_group(config, self._plan.trainer_bundles)
+        if auxiliary is None:
+            return trainers, []
+        return trainers, self._make_group(auxiliary_config(config, auxiliary.role), auxiliary.bundles, auxiliary.role)
+
+    @staticmethod
+    def setup_trainers(groups: Sequence[Sequence[ActorHandle]]) -> list[ray.ObjectRef]:
+        """Begin to set up the trainers of each group, which meet at its rank 0: references of what each has built.
+
+        It waits until the processes of the ranks 0 are there, which import torch: seconds.
+        """
+        refs = []
+        for group in filter(None, groups):
+            address, port = get(group[0].node_address.remote())
+            refs += [trainer.setup.remote(address, port) for trainer in group]
+        return refs
+
+    def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
+        made, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
+        # MKL promises the same bits from run to run in a stated mode alone; it costs nothing that can be measured.
+        threads["MKL_CBWR"] = os.environ.get("MKL_CBWR", "AUTO")
+        for rank, bundle in enumerate(self.bundles[number] for number in bundles):
+            env = self._own_env()
+            log = self._log(f"{role or 'trainer'}-{rank}")
+            nsys = _nsys(self._config, self.run_dir, rank, self._attempt) if role is None else None
+            made_on = actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, nsys=nsys, max_concurrency=1)
+            actor = made_on.remote(
+                config,
+                self._plan,
+                rank,
+                str(self.run_dir),
+                bundle.gpu.ordinal,
+                self._host(bundle),
+                str(log),
+                Settled(self._umask, self._hook_secrets, self._host(bundle), threads, config.cluster.numa_affinity),
+            )
+            self.roster.add(f"{role or 'trainer'} rank {rank}", actor, log)
+            made.append(actor)
+        return made
+
+    def make_buffer(self) -> ActorHandle:
+        """The Buffer's actor, not yet set up."""
+        log = self._log("buffer")
+        actor = actor_on(BufferWorker, None, None, env=self._own_env()).remote(
+            self._config,
+            self._plan,
+            str(self.run_dir),
+            self._attempt,
+            str(log),
+            Settled(self._umask, self._hook_secrets),
+        )
+        self.roster.add("the Buffer", actor, log)
+        return actor
+
+    def make_router(self, name: str = "router") -> Router:
+        """A router, not yet started; its log has its `name`. Ports that the user fixed are those of "router"."""
+        host = LOOPBACK if self.is_alone else ray.util.get_node_ip_address()
+        logs, router_args = str(self.run_dir / "logs"), dict(self._config.passthrough.router)
+        if name != "router":
+            router_args.pop("port", None)
+            router_args.pop("prometheus_port", None)
+        elif self._plan.has_pairs:
+            router_args["pd_disaggregation"] = True
+        key = self.api_key if self._asks_for_key else None
+        return Router(host, logs, api_key=key, router_args=router_args, name=name)
+
+    # ------------------------------------------------------------------------------------ where and how
+    @property
+    def _private(self) -> Path | None:
+        """Ray's files and the stores of process groups, for this user alone."""
+        return self._ahead.folder
+
+    def _host(self, bundle: Bundle) -> str:
+        return LOOPBACK if self.is_alone else bundle.node_address
+
+    def _log(self, role: str) -> Path:
+        return self.run_dir / "logs" / f"{role}.a{self._attempt}.log"
+
+    def _inherited(self) -> dict[str, str]:
+        """Environment in which a cluster of this run's own starts on a CPU, and which its actors inherit."""
+        return LEAVE_DEVICES | self._ahead.environment() | self._env() if self._inherits else {}
+
+    def _own_env(self) -> dict[str, str] | None:
+        """Environment that an actor is to be given; None: it inherits it."""
+        return None if self._inherits else self._env()
+
+    def _env(self) -> dict[str, str]:
+        return actor_environment(
+            self._plan,
+            self._config.passthrough.sglang,
+            os.environ,
+            stores=self._private / "stores" if self.is_alone and self._private is not None else None,
+            peers=[] if self.is_alone else [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]],
+        )
+
+    # ------------------------------------------------------------------------------------ end
+    def keep_ray_logs(self) -> None:
+        """After a failure: Ray's own logs, which are removed with its other files, in the run's folder."""
+        if self._private is None or not (found := list(self._private.glob("ray/session_2*/logs"))):
+            return
+        target = self.run_dir / "logs" / f"ray.a{self._attempt}"
+        try:
+            shutil.copytree(found[0], target, ignore=shutil.ignore_patterns("export_events", "old"))
+        except (shutil.Error, OSError) as error:  # files that are still written; must not hide the failure
+            logger.debug("Ray's logs could not all be kept: %s", error)
+
+    def close(self) -> None:
+        """End every process of the run. Idempotent; never raises what would hide the error that led here."""
+        try:
+            # Were garbage collected meanwhile, by a thread that draws curves, a reference in it would be told to a
+            # cluster that is gone, and Ray ends the process then.
+            with without_collections():
+                self._end_ray()
+        finally:
+            self.roster.clear()
+            self._group = None
+            self._ahead.close()
+
+    def _end_ray(self) -> None:
+        if ray.is_initialized():
+            for member in self.roster:
+                ray.kill(member.handle)
+            if self._group is not None:
+                remove_placement_group(self._group)
+            ray.shutdown()
+
+
+def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, str] | None:
+    """Options of the profiler that a trainer runs under, where --profile-… ask for it."""
+    order = ProfileOrder.of(config)
+    if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
+        return None
+    return nsys_options(str(run_dir.absolute() / FOLDER / f"trainer-{rank}.a{attempt}.%n"))

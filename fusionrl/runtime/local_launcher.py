@@ -1,0 +1,89 @@
+"""`LocalLauncher`: the parts of a run in this process (--in-process); engines' servers and the router are children."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ray.actor import ActorHandle
+
+from fusionrl.base.network_interfaces import collective_interfaces
+from fusionrl.base.open_files import raise_open_files
+from fusionrl.buffer.actor import BufferActor
+from fusionrl.config.config import Config
+from fusionrl.engines.engine import EngineActor
+from fusionrl.plan.critic import Role
+from fusionrl.plan.visible_devices import VARIABLE, Gpu, nth
+from fusionrl.runtime.engine_specs import EngineRole, engine_specs
+from fusionrl.runtime.launcher import Launcher
+from fusionrl.runtime.ray_cluster import LOOPBACK, Bundle
+from fusionrl.runtime.worker_actors import TRAINER_WORKERS
+from fusionrl.weights.in_process import LocalActor, end, put
+
+_ENGINE_THREADS = 8  # as the Ray actor of an engine answers so many calls at once
+
+
+class LocalLauncher(Launcher):
+    """Makes local actors in the place of Ray's. They write to the driver's log."""
+
+    _is_running = False
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether there are actors to ask."""
+        return self._is_running
+
+    def start(self, on_ray: Callable[[], None] = lambda: None) -> None:
+        """Take over the environment that actors have under Ray; there is nothing else to start."""
+        plan = self._plan
+        raise_open_files()
+        self._ahead.begin(self._config, plan.device)
+        self._inherits = False  # `_env` is for this process
+        self._is_running = True
+        os.environ.update(self._env())
+        os.environ.update(collective_interfaces(LOOPBACK, os.environ))
+        os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
+        os.environ.setdefault("MKL_CBWR", "AUTO")
+        visible = os.environ.get(VARIABLE)
+        for number in range(plan.num_bundles):
+            gpu = Gpu(number, number) if plan.device == "cpu" else nth(visible, number)
+            self.bundles.append(Bundle(number, number, socket.gethostname(), LOOPBACK, gpu))
+
+    def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
+        """Return the local actor of an engine, not yet started."""
+        scorers = {scorer.role: scorer.bundles for scorer in self._plan.scorers}
+        numbers = self._plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
+        (spec,) = engine_specs(
+            self._config,
+            self._plan,
+            role,
+            index,
+            [self.bundles[number] for number in numbers],
+            host_of=self._host,
+            api_key=self.api_key,
+            log_dir=str(self.run_dir / "logs"),
+        )
+        return self._add(spec.name, LocalActor(lambda: EngineActor(spec), spec.name, _ENGINE_THREADS))
+
+    def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
+        (number,) = bundles  # the checks refuse more than one rank
+        bundle, worker = self.bundles[number], TRAINER_WORKERS[role]
+        arguments = (config, self._plan, 0, str(self.run_dir), bundle.gpu.ordinal, LOOPBACK, None)
+        return [self._add("trainer rank 0", LocalActor(lambda: worker(*arguments), "trainer"))]
+
+    def make_buffer(self) -> ActorHandle:
+        """Return the Buffer's local actor, not yet set up."""
+        arguments = (self._config, self._plan, str(self.run_dir), self._attempt, put)
+        return self._add("the Buffer", LocalActor(lambda: BufferActor(*arguments), "buffer"))
+
+    def _add(self, name: str, actor: LocalActor) -> ActorHandle:
+        self.roster.add(name, actor, Path(self._log("driver")))
+        return actor
+
+    def _end_ray(self) -> None:
+        self._is_running = False
+        for member in self.roster:
+            if isinstance(member.handle, LocalActor):
+                end(member.handle)

@@ -1,0 +1,69 @@
+"""Order of the modules that a run's nursery imports, and of the processes that it forks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionrl.base.nursery import Branch, Order
+from fusionrl.config.config import Config
+from fusionrl.config.run_parts import uses_engines, uses_trainers
+from fusionrl.engines import forked_server
+from fusionrl.engines.spec import EngineSpec, server_environment
+from fusionrl.runtime import worker_starter
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, LOOPBACK
+from fusionrl.runtime.warm_start import warm_branch
+
+_OF_ACTORS = ("fusionrl.runtime.ray_imports", "fusionrl.runtime.tokenizer_imports")
+
+
+def make_order(config: Config, folder: Path) -> Order:
+    """Order what the nursery of a run is to import and to fork."""
+    branches, torch = [], ["torch"] if uses_trainers(config) else []
+    if uses_engines(config) and config.model.hf_checkpoint is not None:
+        branches.append(engine_branch(config.model.hf_checkpoint, folder))
+    megatron = ["fusionrl.trainer.early_imports"] if torch else []
+    client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
+    worker = Branch(
+        str(folder / worker_starter.SOCKET),
+        [*torch, "fusionrl.runtime.engine_worker", "fusionrl.runtime.worker_actors", *megatron, *client, *_OF_ACTORS],
+        "fusionrl.runtime.worker_fork:main",  # with it Ray, which keeps its variables
+        late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
+    )
+    return Order(CLUSTER_TOKEN, torch if branches else [], [*branches, worker])
+
+
+def warm_order(config: Config, folder: Path, key: str, free: Sequence[str] = ()) -> Order:
+    """Order a nursery of whose branches those of runs like this one are forks (`fusionrl.runtime.warm_start`).
+
+    `free`: variables in which a run may differ from the nursery, as no import keeps them.
+    """
+    order = make_order(config, folder)
+    return Order(key, order.common, [warm_branch(branch, free) for branch in order.branches])
+
+
+def engine_branch(model_path: str, folder: Path) -> Branch:
+    """Of the policy's engines. One of another model imports other files of SGLang, and is started in the usual way."""
+    spec = EngineSpec(
+        index=0,
+        model_path=model_path,
+        device="cpu",
+        dtype="float32",
+        tp_size=1,
+        gpu_ids=(),
+        host=LOOPBACK,
+        api_key=None,
+        log_dir="",
+        seed=0,
+    )
+    environment = {name: value for name, value in server_environment(spec).items() if os.environ.get(name) != value}
+    environment.pop("PYTHONPATH", None)
+    return Branch(
+        str(folder / forked_server.SOCKET),
+        ["fusionrl.engines.server_imports"],
+        "fusionrl.engines.forked_server:mind_server",
+        environment,
+        kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_", "THP_"],
+        free=["SGLANG_CPU_OMP_THREADS_BIND"],  # each rank reads it when it begins
+    )

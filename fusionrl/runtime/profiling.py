@@ -1,0 +1,99 @@
+"""`Profiling`: profiles of the processes and steps that --profile-… name, begun and ended by the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ray.actor import ActorHandle
+
+from fusionrl.config.profile import FOLDER, ProfileOrder
+from fusionrl.observe.spans import phase
+from fusionrl.runtime.ray_cluster import FAILURES
+from fusionrl.weights.in_process import get, wait
+from fusionrl.weights.remote_calls import Reference
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 60.0, 600.0  # a large trace takes minutes to write
+_CLOSE_TIMEOUT_S = 60.0  # a run that is stopped may have little time left
+
+
+Handles = Callable[[], Sequence[ActorHandle]]
+"""Gives the actors of a pool as they are now: an engine may be another one after a fault."""
+
+
+class Profiling:
+    """Begins a profile before a step and ends it after it, or after the last of a stretch. A profile that cannot be
+    made is a warning: the run goes on."""
+
+    def __init__(
+        self,
+        order: ProfileOrder | None,
+        trainers: Handles,
+        engines: Handles,
+        run_dir: Path,
+        attempt: int,
+        last_step: int | None = None,
+    ) -> None:
+        """`order`: None: there are no profiles. `trainers` and `engines`: the policy's, in order. `last_step`: the
+        run's."""
+        self._last_step = last_step
+        self._order, self._all_trainers, self._all_engines = order, trainers, engines
+        self._folder, self._attempt = run_dir.absolute() / FOLDER, attempt
+        self._first_step = 0  # of the profile under way; 0: none is
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        order = self._order
+        if order is None or self._first_step or not order.has(step):
+            return
+        self._first_step = step
+        calls = [handle.start_profile.remote(order.tool) for _, handle in self._trainers(order)]
+        for index, handle in self._engines(order):
+            calls.append(handle.start_profile.remote(order.tool, str(self._folder), self._name(f"engine-{index}")))
+        with phase("profile", step=step):
+            self._wait(calls, _START_TIMEOUT_S, "begun")
+
+    def end(self, step: int) -> None:
+        """A step has ended."""
+        order = self._order
+        if order is None or not self._first_step:
+            return
+        if order.is_continuous and order.has(step + 1) and step != self._last_step:
+            return
+        self._stop(order, step, _STOP_TIMEOUT_S)
+
+    def close(self) -> None:
+        """The run ends: write a profile of several steps that is under way."""
+        if self._order is not None and self._first_step:
+            self._stop(self._order, self._first_step, _CLOSE_TIMEOUT_S)
+
+    def _stop(self, order: ProfileOrder, step: int, timeout_s: float) -> None:
+        calls = [
+            handle.stop_profile.remote(order.tool, str(self._folder / self._name(f"trainer-{rank}")))
+            for rank, handle in self._trainers(order)
+        ]
+        calls += [handle.stop_profile.remote() for _, handle in self._engines(order)]
+        with phase("profile", step=step):
+            self._wait(calls, timeout_s, "ended")
+        self._first_step = 0
+
+    def _name(self, process: str) -> str:
+        return f"step_{self._first_step:06d}.{process}.a{self._attempt}"
+
+    def _trainers(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
+        return [(rank, one) for rank, one in enumerate(self._all_trainers()) if order.wants_trainer(rank)]
+
+    def _engines(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
+        return [(index, one) for index, one in enumerate(self._all_engines()) if order.wants_engine(index)]
+
+    def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, what: str) -> None:
+        for call in calls:
+            try:
+                if not wait([call], timeout=timeout_s)[0]:
+                    raise RuntimeError(f"no answer within {timeout_s:g} s")
+                get(call)
+            except FAILURES as error:
+                logger.warning("step %d: a profile could not be %s: %s", self._first_step, what, error)

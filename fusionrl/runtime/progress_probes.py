@@ -1,0 +1,130 @@
+"""Who can say how far a run is, when it stands still: its engines, its Buffer, its other nodes.
+
+Called from the watchdog's thread. Each question has a limit of seconds, as whom it asks may hang.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fusionrl.engines.http import call
+from fusionrl.observe.stalls.message import EngineLoad
+from fusionrl.observe.stalls.processes import Seen, look
+from fusionrl.runtime.buffer_handle import BufferHandle
+from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.launcher import Launcher
+from fusionrl.runtime.ray_cluster import is_running
+from fusionrl.runtime.watchdog import Witnesses
+
+_ANSWER_S = 3.0
+_BETWEEN_S = 1.0  # two looks at an engine
+_NODE_S = 20.0  # a process of Ray's may have to start there
+_MOST_ENGINES = 8  # that one line names
+
+
+def witnesses_of(launcher: Launcher, engines: EnginePool, buffer: BufferHandle) -> Witnesses:
+    """Return the witnesses of a run."""
+    return Witnesses(
+        name_of=partial(_name_of, launcher),
+        sizes=partial(_sizes, launcher),
+        engines=partial(_engines, engines, launcher.api_key),
+        progress=partial(_progress, buffer),
+        elsewhere=partial(_elsewhere, launcher),
+    )
+
+
+def _name_of(launcher: Launcher, reference: object) -> str:
+    """The name of the actor whose answer a reference is; "" for one that has come, or is of no actor."""
+    if not isinstance(reference, ray.ObjectRef) or ray.wait([reference], timeout=0, fetch_local=False)[0]:
+        return ""
+    actor = reference.task_id().actor_id().hex()
+    return next((member.name for member in launcher.roster if member.id == actor), "")
+
+
+def _sizes(launcher: Launcher) -> Counter[str]:
+    return Counter(member.name.rpartition(" ")[0] for member in launcher.roster)
+
+
+def _engines(pool: EnginePool, api_key: str) -> Sequence[EngineLoad]:
+    urls = dict(enumerate([*pool.urls, *pool.evaluation.urls]))
+    if not urls:
+        return []
+    with ThreadPoolExecutor(min(16, len(urls))) as threads:
+        loads = list(threads.map(lambda item: _load(f"engine {item[0]}", item[1], api_key), urls.items()))
+    # The busiest that do nothing first: they are the ones that a person wants to see.
+    loads.sort(key=lambda load: (not load.fault, load.tokens_per_s > 0, -load.running))
+    return loads[:_MOST_ENGINES]
+
+
+def _load(name: str, url: str, api_key: str) -> EngineLoad:
+    try:
+        first = _numbers(url, api_key)
+        time.sleep(_BETWEEN_S)
+        second = _numbers(url, api_key)
+    except RuntimeError:
+        return EngineLoad(name, fault=f"does not answer within {_ANSWER_S:g} s")
+    running, waiting, speed, tokens = second
+    # A scheduler that stands still leaves its last numbers behind.
+    return EngineLoad(name, int(running), int(waiting), 0.0 if tokens == first[3] else speed)
+
+
+def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
+    """Requests running and waiting, tokens a second, and tokens in the KV cache, over its data-parallel parts.
+
+    Raises:
+        RuntimeError: no answer, or one of another form.
+    """
+    answer = call("GET", f"{url}/v1/loads?include=core", api_key=api_key, timeout_s=_ANSWER_S)
+    loads = answer.get("loads") if isinstance(answer, dict) else None
+    if not isinstance(loads, list):
+        raise RuntimeError(f"{url}/v1/loads answered in another form")
+
+    def total(name: str) -> float:
+        return float(sum(load.get(name) or 0.0 for load in loads))
+
+    return total("num_running_reqs"), total("num_waiting_reqs"), total("gen_throughput"), total("num_used_tokens")
+
+
+def _progress(buffer: BufferHandle) -> Sequence[str]:
+    if not buffer.is_started:
+        return []
+    asked = buffer.actor.progress.remote()
+    if not ray.wait([asked], timeout=_ANSWER_S)[0]:
+        return [f"the Buffer has not started yet, or does not answer within {_ANSWER_S:g} s"]
+    text = ray.get(asked)
+    return [text] if text else []
+
+
+def _elsewhere(launcher: Launcher) -> Sequence[Seen]:
+    """Processes on the other nodes of the run. A node that does not answer is left out."""
+    if not is_running():
+        return []
+    own = ray.get_runtime_context().get_node_id()
+    nodes = sorted({bundle.node_id for bundle in launcher.bundles} - {own})
+    return look_on(nodes, launcher.run_dir / "logs") if nodes else []
+
+
+def look_on(nodes: Sequence[str], logs: Path) -> list[Seen]:
+    """Look at the run's processes on nodes of the cluster."""
+    task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(_look_at)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    asked = [task.options(scheduling_strategy=place).remote(str(logs)) for place in places]
+    done, late = ray.wait(asked, num_returns=len(asked), timeout=_NODE_S)
+    for reference in late:
+        ray.cancel(reference, force=True)
+    seen: list[Seen] = []
+    for reference in done:
+        seen += ray.get(reference)
+    return seen
+
+
+def _look_at(logs: str) -> list[Seen]:
+    return look(Path(logs))

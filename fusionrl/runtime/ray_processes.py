@@ -1,0 +1,94 @@
+"""The processes that Ray starts for a local cluster: only those that a run uses, in groups of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ray import _raylet as raylet
+from ray._private import services, workers
+from ray._private.node import Node
+
+_raylet: types.ModuleType = raylet  # compiled, without annotations
+_UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Starters of the autoscaler, of what prints actors' output in the driver, and of the dashboard's server."""
+_DASHBOARD_AGENT, _RUNTIME_ENV_AGENT = "--dashboard_agent_command", "--runtime_env_agent_command"
+_SLEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_agent_stub.py")))
+_WORKER, _WORKER_PROGRAM = "--python_worker_command", str(Path(workers.__path__[0], "default_worker.py"))
+_STARTER = ("-I", "-S", str(Path(__file__).with_name("worker_starter.py")))
+_SETUP_PROGRAM, _SETUP = "setup_worker.py", str(Path(__file__).with_name("ray_setup_worker.py"))
+_AGENT_PORTS = (
+    _raylet.METRICS_AGENT_PORT_NAME,
+    _raylet.METRICS_EXPORT_PORT_NAME,
+    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+)
+_NO_PORT = -1  # what Ray's own agent says where the packages of a dashboard are not installed
+
+
+@contextmanager
+def only_what_is_used(dashboard: bool) -> Iterator[None]:
+    """Start Ray without the processes that a run does not use; with `dashboard`, start all of them.
+
+    The cluster has one node, actors write their own logs, and without a dashboard its server only collects usage
+    statistics. Ray has no options for it. They cost 2 s of a core, and `ray.init` waits for the server.
+    """
+    names = [] if dashboard else [name for name in _UNUSED if hasattr(Node, name)]
+    usual = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, starter in usual.items():
+            setattr(Node, name, starter)
+
+
+def _start_nothing(node: Node, **options: object) -> None:
+    pass
+
+
+@contextmanager
+def in_own_groups(dashboard: bool = True) -> Iterator[None]:
+    """Start Ray's processes in process groups of their own, and a raylet without agents that nobody asks.
+
+    `timeout`, a shell or a scheduler sends SIGTERM to the command's whole group. The command hears it and ends Ray; a
+    Ray that is dead by then lets each of the command's calls wait for a minute.
+
+    A raylet has two agents, which are Python programs that import Ray: a second of a core each, and the raylet waits
+    until both have told their ports. The dashboard's agent has nothing to do without a dashboard. The other one makes
+    the environments that are asked for by `runtime_env`; the run's own actors have none, and a user's function that
+    asks for one gets it later: a sleeper listens in its place, and becomes the agent.
+    """
+    usual, starter = services.ConsolePopen, Node.start_raylet
+
+    def start(command: Sequence[str], *args: object, **options: object) -> subprocess.Popen[bytes]:
+        command = [_sleeper(word, dashboard) for word in command]
+        return usual(command, *args, process_group=0, **options)
+
+    def start_raylet(node: Node, *args: object, **options: object) -> None:
+        for name in _AGENT_PORTS if not dashboard else ():
+            _raylet.persist_port(node.get_session_dir_path(), node._node_id, name, _NO_PORT)
+        starter(node, *args, **options)
+
+    services.ConsolePopen, Node.start_raylet = start, start_raylet
+    try:
+        yield
+    finally:
+        services.ConsolePopen, Node.start_raylet = usual, starter
+
+
+def _sleeper(word: str, dashboard: bool) -> str:
+    """A word of a raylet's command, with a sleeper in the place of an agent, and workers that may be forks."""
+    flag, _, program = word.partition("=")
+    if flag == _WORKER:  # with an environment of its own, a worker is started by the second program
+        word = word.replace(str(Path(_WORKER_PROGRAM).with_name(_SETUP_PROGRAM)), _SETUP)
+        return word.replace(_WORKER_PROGRAM, f"{subprocess.list2cmdline(_STARTER)} {_WORKER_PROGRAM}")
+    if flag == _RUNTIME_ENV_AGENT:
+        return f"{flag}={subprocess.list2cmdline([*_SLEEPER, _raylet.RUNTIME_ENV_AGENT_PORT_NAME])} {program}"
+    if flag == _DASHBOARD_AGENT and not dashboard:
+        return f"{flag}={subprocess.list2cmdline(_SLEEPER)}"
+    return word

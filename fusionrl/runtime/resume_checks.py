@@ -1,0 +1,100 @@
+"""--resume: the checkpoint that a run goes on from, and the checks of it that need no process of the run.
+
+`fusionrl plan` and `train` make them before Ray starts. The trainers and the Buffer check the same when they load.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fusionrl.base.log_suppression import quiet
+from fusionrl.config.config import Config
+from fusionrl.data.sample_json import SourceState
+from fusionrl.models.saved_shape import shape_difference
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
+
+MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prompts: reading them twice takes minutes
+
+
+def find_checkpoint(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+    """The newest checkpoint of the run, checked; None: the run starts at step 0.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    latest = checkpoints.latest() if config.run.resume else None
+    if latest is not None:
+        checkpoints.check(latest)
+    return latest
+
+
+def resume_errors(config: Config, plan: Plan) -> list[str]:
+    """List what keeps the run from going on from its newest checkpoint: damage, another model, other data."""
+    if not config.run.resume or config.run.run_dir is None:
+        return []
+    try:
+        latest = find_checkpoint(config, Checkpoints(Path(config.run.run_dir) / "checkpoints"))
+    except ValueError as error:
+        return [str(error)]
+    return [] if latest is None else _model_errors(latest.path, config, plan) + _data_errors(latest.path, config)
+
+
+def nothing_left(config: Config, plan: Plan) -> str | None:
+    """Return what is wrong with a --resume of a run that is at its end; None where there are steps left."""
+    if not config.run.resume or config.run.run_dir is None:
+        return None
+    latest = Checkpoints(Path(config.run.run_dir) / "checkpoints").latest()
+    if latest is None or not plan.num_rollout or latest.rollout_id + 1 < plan.num_rollout:
+        return None
+    return (
+        f"nothing is left to do: {latest.path.name} is after step {latest.rollout_id + 1}, and the run ends after step"
+        f" {plan.num_rollout}; raise --num-rollout (or --num-epoch) to go on"
+    )
+
+
+def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
+    if plan.layout is None or config.run.mode == "reject-sampling":  # whose checkpoints have no trainers
+        return []
+    shapes = {"trainer": plan.shape} | ({plan.auxiliary.role: plan.auxiliary.shape} if plan.auxiliary else {})
+    errors = []
+    for name, shape in shapes.items():
+        if not (path / name).is_dir():
+            errors.append(f"checkpoint {path}: it has no {name}; give the --mode and the estimator of the run's start")
+            continue
+        try:
+            description = json.loads((path / name / "fusionrl.json").read_text(encoding="utf-8"))
+            difference = shape_difference(path / name, description["shape"], shape)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # the trainers say what is wrong with it
+        if difference is not None:
+            errors.append(difference)
+    return errors
+
+
+def _data_errors(path: Path, config: Config) -> list[str]:
+    """Compare the prompts with those of the checkpoint, as the Buffer does when it loads."""
+    data, run = config.data, config.run
+    is_own = data.data_source_path != type(data)().data_source_path  # a user's code runs in the Buffer alone
+    if is_own or data.prompt_data is None or run.mode == "eval" or run.load_debug_rollout_data:
+        return []
+    try:
+        state = json.loads((path / "buffer.json").read_text(encoding="utf-8"))["source"]
+        num_prompts = sum(one["num_prompts"] for one in state["sets"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # the Buffer says what is wrong with it
+    return [] if num_prompts > MAX_CHECKED_PROMPTS else _state_errors(state, config)
+
+
+def _state_errors(state: SourceState, config: Config) -> list[str]:
+    from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer  # with a tokenizer: only for a resume
+
+    try:
+        with quiet():
+            RolloutDataSourceWithBuffer(config.to_args()).load_state_dict(state)
+    except ValueError as error:
+        return [str(error)]
+    except (OSError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return []  # as above
+    return []

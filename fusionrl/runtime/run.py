@@ -1,0 +1,78 @@
+"""A run from its start to its end: actors, checkpoint, loop, and what remains."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fusionrl.config.config import Config
+from fusionrl.observe.curves import draw_curves
+from fusionrl.observe.metrics import MetricsSink, read_metrics
+from fusionrl.observe.progress import Progress
+from fusionrl.observe.spans import phase
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.checkpoints import Checkpoints
+from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.loops import choose_loop
+from fusionrl.runtime.model_card import write_model_card
+from fusionrl.runtime.reporter import Reporter
+from fusionrl.runtime.rescue import rescue
+from fusionrl.runtime.resume import load_checkpoint
+from fusionrl.runtime.resume_checks import find_checkpoint
+from fusionrl.runtime.run_actors import Actors
+from fusionrl.runtime.run_context import Run
+from fusionrl.runtime.saver import Saver
+from fusionrl.runtime.signals import StopSignal, Terminated
+
+
+def run_training(
+    config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, ahead: Ahead | None = None
+) -> None:
+    """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint, as does an error that leaves
+    the trainers consistent. `ahead` was started before.
+
+    Raises:
+        Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
+    """
+    checkpoints = Checkpoints(path / "checkpoints")
+    latest = find_checkpoint(config, checkpoints)
+    loop = choose_loop(config)
+    with (
+        ThreadPoolExecutor(1) as beside,
+        StopSignal() as stop,
+        Actors(config, plan, path, attempt, say=progress.status, stop=stop, ahead=ahead) as actors,
+        MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
+    ):
+        last = -1
+        if config.run.resume and latest is None:
+            progress.print(f"--resume: {checkpoints.folder} has no finished checkpoint; the run starts at step 0")
+        if latest is not None:
+            last = latest.rollout_id
+            progress.print(f"going on from {latest.path}, after step {last + 1} of {max(1, plan.num_rollout)}")
+            with phase("restore", step=last + 1):
+                load_checkpoint(config, actors, latest)
+        is_fp32 = plan.precision == plan.rollout_dtype == "fp32"
+        reporter = Reporter(config, path, metrics, progress, is_fp32)
+        saver = Saver(config, plan, actors, checkpoints, last, reporter.status)
+        run = Run(config, plan, path, actors, reporter, saver, stop, last + 1, last)
+        try:
+            loop(run)
+            saver.finish()
+            if config.checkpoint.save_hf is not None and actors.trainers:
+                progress.status("saving the Hugging Face folder")
+                with phase("save hf"):
+                    actors.trainers.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
+        except Terminated:
+            run.end_early()
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception) or actors.is_stalled(error):  # Ctrl-C saves nothing
+                rescue(run)
+            raise
+        has_exported = config.checkpoint.save_hf is not None and bool(actors.trainers)
+        title = f"{path.resolve().name} ({config.run.mode})"
+        drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
+    drawing.result()
+    if has_exported:
+        exported = Path(str(config.checkpoint.save_hf).format(rollout_id=plan.num_rollout - 1))
+        write_model_card(exported, config, plan, read_metrics(path), path / "curves.png")

@@ -1,0 +1,191 @@
+"""`Actors`: every process of a run, composed: launcher, engines, trainers, weight sync and Buffer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from fusionrl.base.plurals import counted
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError
+from fusionrl.config.profile import ProfileOrder
+from fusionrl.engines.process import ChildExited
+from fusionrl.observe.engine_list import engine_url
+from fusionrl.observe.spans import phase
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.buffer_handle import BufferHandle
+from fusionrl.runtime.clock_offsets import Clocks
+from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.external_engine_worker import guests_of
+from fusionrl.runtime.hardware import Hardware
+from fusionrl.runtime.launcher import Launcher
+from fusionrl.runtime.local_launcher import LocalLauncher
+from fusionrl.runtime.profiling import Profiling
+from fusionrl.runtime.progress_probes import witnesses_of
+from fusionrl.runtime.ray_cluster import FAILURES, is_running, root_cause
+from fusionrl.runtime.signals import StopSignal, Terminated
+from fusionrl.runtime.start_order import start_all
+from fusionrl.runtime.supervisor import Supervisor
+from fusionrl.runtime.trainers import TrainerGroups
+from fusionrl.runtime.watchdog import Watchdog
+from fusionrl.runtime.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+class Actors:
+    """A context manager: entering it starts all processes, leaving it ends them. An actor's death is named then."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: Path,
+        attempt: int,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        stop: StopSignal | None = None,
+        ahead: Ahead | None = None,
+    ) -> None:
+        """`say` is told what is going on; `stop` may end a wait; `ahead` has begun already."""
+        self._plan, self._say, self._in_process = plan, say, config.run.in_process
+        self._stop = stop or StopSignal()
+        self._on_ray = stop.install if stop is not None else lambda: None
+        launcher = LocalLauncher if config.run.in_process else Launcher
+        self._launcher = launcher(config, plan, run_dir, attempt, ahead)
+        self.engines = EnginePool(
+            config,
+            plan,
+            self._launcher,
+            say=say,
+            check_stop=self._stop.check,
+            on_addresses=lambda urls, eval_urls: self.buffer.set_engines([*urls, *self.guests.urls], eval_urls),
+        )
+        self.guests = guests_of(config, plan, self._launcher, self.engines, say, self._tell_addresses)
+        self._guest_addresses = [engine_url(one) for one in config.cluster.rollout_external_engine_addrs]
+        self.clocks = Clocks()
+        supervisor = Supervisor(self.check_engines, self._stop)
+        self.trainers = TrainerGroups(config, plan, supervisor.finish)
+        self.buffer = BufferHandle(self.engines, supervisor)
+        self.weights = WeightSync(
+            config, plan, self._launcher.run_dir, self.trainers, self.engines, self._launcher.api_key, self.guests
+        )
+        self.hardware = Hardware(
+            plan,
+            self.trainers,
+            self.engines,
+            self.buffer,
+            self._launcher.run_dir / f"hardware.a{attempt}.json",
+            config.cluster.peak_tflops,
+            asks=not config.run.in_process,
+        )
+        self._watchdog = Watchdog(
+            self._launcher.run_dir / "logs",
+            attempt,
+            witnesses_of(self._launcher, self.engines, self.buffer),
+            floor_s=config.run.stall_warn_s,
+            timeout_s=config.run.stall_timeout_s,
+        )
+        self.profiling = Profiling(
+            ProfileOrder.of(config),
+            lambda: self.trainers.actors,
+            lambda: self.engines.engines,
+            run_dir,
+            attempt,
+            plan.num_rollout,
+        )
+
+    def __enter__(self) -> Self:
+        if not self._in_process:  # where a person may stand at a breakpoint for as long as they like
+            self._watchdog.__enter__()
+        try:
+            with phase("start"):
+                self._start()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        with phase("end"):
+            self._end(error)
+
+    def _start(self) -> None:
+        self._say("starting in one process" if self._in_process else "starting Ray")
+        self._launcher.start(self._on_ray)
+        self._say("starting " + ", ".join(self._parts()))
+        launcher, check_stop = self._launcher, self._stop.check
+        facts = start_all(self._plan, launcher, self.engines, self.trainers, self.buffer, check_stop)
+        if not self._in_process and not self._plan.has_pairs:
+            self.guests.start(self.engines.router, self._guest_addresses)
+        if not launcher.is_alone:
+            self.clocks.find(launcher.roster)
+        if facts["num_too_long"]:
+            self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
+
+    def check_engines(self, is_generating: bool) -> None:
+        """Raise where an engine is dead that is not replaced."""
+        self.engines.check(is_generating)
+        self.guests.look()
+
+    def _tell_addresses(self) -> None:
+        self.buffer.set_engines([*self.engines.urls, *self.guests.urls], self.engines.evaluation.urls)
+
+    def _parts(self) -> list[str]:
+        parts = []
+        if self._plan.num_engines:
+            parts.append(f"{counted(self._plan.num_engines, 'engine')} and the router")
+        if num_more := len(self._plan.eval_bundles):
+            parts.append(f"{counted(num_more, 'engine')} that only evaluate{'s' * (num_more == 1)}")
+        parts += ["the " + scorer.role.replace("-", " ") for scorer in self._plan.scorers]
+        if self._plan.layout:
+            parts.append(counted(self._plan.layout.world_size, "trainer"))
+        return parts or ["the Buffer"]
+
+    def _end(self, error: BaseException | None) -> None:
+        """End every process of the run.
+
+        Raises:
+            RuntimeError: `error` is the consequence of a process that died, or of a stall: this one names it.
+        """
+        cause: RuntimeError | None = self._watchdog.ended_by(error)
+        self._watchdog.__exit__()
+        try:
+            if isinstance(error, None | Terminated):  # after anything else a process may be dead, or in a hurry to end
+                self.profiling.close()
+            if isinstance(error, FAILURES):
+                cause = self._find_death(error)
+                self._launcher.keep_ray_logs()
+        finally:
+            self.close()
+        if cause is not None:
+            raise cause from error
+
+    def is_stalled(self, error: BaseException) -> bool:
+        """Return whether `error` is the watchdog's end of a stalled run (--stall-timeout-s)."""
+        return self._watchdog.ended_by(error) is not None
+
+    def _find_death(self, error: BaseException) -> RuntimeError | None:
+        # These name their cause: a user's mistake, a user's function, a server that ended.
+        if not is_running() or isinstance(root_cause(error), ValueError | HookError | ChildExited):
+            return None
+        try:
+            return self._launcher.roster.explain(error) or self.engines.find_dead()
+        except FAILURES as failure:  # must not hide the error
+            logger.debug("nobody can say who is dead: %s", failure)
+            return None
+
+    def close(self) -> None:
+        """End every process of the run. Idempotent; never raises what would hide the error that led here."""
+        try:
+            if self._launcher.is_running:
+                self.buffer.close()
+                self.guests.release()
+                self.engines.shutdown()
+                self.weights.drop_files()
+        finally:
+            self.trainers.actors, self.trainers.auxiliaries = [], []
+            self._launcher.close()

@@ -1,0 +1,176 @@
+"""`Run`: the pieces that every loop is made of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fusionrl.buffer.actor import Rollout
+from fusionrl.config.config import Config
+from fusionrl.observe.spans import phase
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.background_eval import Beside
+from fusionrl.runtime.buffer_handle import Started
+from fusionrl.runtime.past_evaluations import PastEvaluations
+from fusionrl.runtime.reporter import Reporter
+from fusionrl.runtime.run_actors import Actors
+from fusionrl.runtime.saver import Saver
+from fusionrl.runtime.signals import StopSignal
+from fusionrl.runtime.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """A run that is set up: its actors, and where its numbers and checkpoints go. It holds references, no samples."""
+
+    config: Config
+    plan: Plan
+    path: Path
+    actors: Actors
+    reporter: Reporter
+    saver: Saver
+    stop: StopSignal
+    first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
+    last_trained: int  # the last rollout whose training is finished; -1: none yet
+    unrecorded: tuple[int, dict[str, float]] | None = None  # a trained step whose row is not written yet
+    beside: Beside = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.beside = Beside(self.actors.buffer, self.reporter, self._push_for_evaluation)
+
+    def steps(self, saves: bool = True) -> Iterator[Step]:
+        """The steps of this run that are left. `saves`: checkpoints are written after them, as the flags say."""
+        for rollout_id in range(self.first_rollout, self.plan.num_rollout):
+            yield Step(self, rollout_id, saves)
+
+    def start_rollout(self, rollout_id: int) -> Started:
+        """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""
+        self.make_room_for_engines()
+        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
+
+    def make_room_for_engines(self) -> None:
+        """Bring back engines that died, and let the trainers give their memory away, where the two take turns."""
+        self.actors.weights.restore_engines()
+        self.actors.trainers.offload()
+
+    def make_room_for_trainers(self) -> None:
+        """Let the engines give their memory away, where the two take turns."""
+        if self.plan.engines_give_memory:
+            with phase("make room"):
+                self.actors.engines.release_memory()
+
+    def begin_stream(self) -> None:
+        """Begin to generate without pause; the engines have their weights."""
+        self.make_room_for_engines()
+        self.actors.buffer.stream.start(self.first_rollout)
+
+    def wait_rollout(self, started: Started) -> Rollout:
+        """Wait for a rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""
+        rollout = self.actors.buffer.wait_rollout(started)
+        self.reporter.show_rollout(rollout)
+        return rollout
+
+    def train(self, rollout: Rollout) -> dict[str, float]:
+        """The optimizer steps of a rollout, as a whole. Meanwhile the engines are looked after, and a stop is heard."""
+        step = rollout.rollout_id + 1
+        with phase("train", step=step):
+            start = time.perf_counter()
+            values = self.actors.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
+            values["perf/time_train_s"] = time.perf_counter() - start
+        self.last_trained = rollout.rollout_id
+        if self.config.run.mode == "rl":
+            with phase("columns", step=step):  # on a slow disk it waits for the rows of the step before
+                columns = self.actors.trainers.sample_columns(rollout.rollout_id)
+                self.actors.buffer.add_trained(rollout.rollout_id, columns)
+        return values
+
+    def push(self, version: int) -> dict[str, float]:
+        """Bring the trainers' weights to the engines; to those that only evaluate where an evaluation is due."""
+        with phase("push", version=version):
+            return self.actors.weights.push(version, self.has_eval_engines and self.is_eval_due(version))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate, and say the result. Engines of its own only begin it; it is recorded when it has ended."""
+        if self.has_eval_engines:
+            self.beside.begin(step, self.actors.weights.version)
+            return {}
+        self.reporter.status("evaluating")
+        with phase("evaluate", step=step):
+            self.make_room_for_engines()
+            values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step, self.pushed_version))
+        self.reporter.show_evaluation(step, values)
+        return values
+
+    def _push_for_evaluation(self, step: int) -> int | None:
+        """Push the weights after `step` again, also to engines that evaluate; None where trainers have newer ones."""
+        weights = self.actors.weights
+        if self.last_trained + 1 != step or weights.version != step:
+            return None
+        weights.push(step, True)
+        return step
+
+    @property
+    def pushed_version(self) -> int | None:
+        """The version of the engines' weights; None in a mode where nothing is pushed."""
+        return None if self.plan.transport is None else self.actors.weights.version
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validation losses of --mode sft, and say them."""
+        self.reporter.status("validating")
+        with phase("validate", step=step):
+            values = self.actors.trainers.validation_losses(self.actors.buffer.validation_shards())
+        self.reporter.show_validation(step, values)
+        return values
+
+    @property
+    def is_eval_first(self) -> bool:
+        """Return whether there is an evaluation before the first step."""
+        return self.config.eval.has_sets and not self.config.eval.skip_eval_before_train and self.first_rollout == 0
+
+    @property
+    def has_eval_engines(self) -> bool:
+        """Return whether evaluations run beside training, on engines of their own."""
+        return bool(self.plan.eval_bundles)
+
+    def free_eval_engines(self, step: int) -> dict[str, float]:
+        """Before the push after `step`: wait for an evaluation whose engines it needs for the next. Returns metrics."""
+        if not (self.has_eval_engines and self.is_eval_due(step)):
+            return {}
+        with phase("wait for evaluation"):
+            return {"perf/time_wait_eval_s": self.beside.finish()}
+
+    def is_eval_owed(self) -> bool:
+        """Return whether the run goes on from a step whose evaluation, beside training, has no result.
+
+        Warns of one that had begun at an earlier step, whose weights are gone.
+        """
+        if not (self.has_eval_engines and self.first_rollout and self.config.eval.eval_interval):
+            return False
+        past = PastEvaluations(self.path)
+        lost = past.last_begun(before=self.first_rollout)
+        if lost is not None and not past.has_result(lost):
+            logger.warning("the evaluation after step %d had not ended when the run stopped; it has no result", lost)
+        is_due = self.is_eval_due(self.first_rollout) or past.was_due(self.first_rollout)
+        return is_due and not past.has_result(self.first_rollout)
+
+    def is_eval_due(self, step: int) -> bool:
+        """Every --eval-interval steps, and after the last one."""
+        interval = self.config.eval.eval_interval
+        return interval is not None and (step % interval == 0 or step == self.plan.num_rollout)
+
+    def end_early(self) -> None:
+        """After a stop: publish a checkpoint, and record the evaluation beside training if it has ended."""
+        self.save()
+        self.beside.collect()
+        if self.beside.step is not None:
+            self.reporter.print(f"the evaluation after step {self.beside.step} has not ended; it has no result")
+
+    def save(self) -> None:
+        """Publish a checkpoint of what is trained, and wait until it is there."""
+        self.saver.save(self.last_trained, self.reporter.recorded(self.last_trained + 1))
+        self.saver.finish()

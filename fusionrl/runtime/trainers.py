@@ -1,0 +1,187 @@
+"""The trainers of a run at work: the policy's, and beside them those of a critic or a process reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+
+from fusionrl.config.config import Config
+from fusionrl.plan.layout import RankCoordinates, TrainerLayout
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.ray_cluster import gather
+from fusionrl.weights.in_process import get
+from fusionrl.weights.remote_calls import Reference
+
+T = TypeVar("T")
+Refs = Sequence[ray.ObjectRef]
+
+
+class Gather(Protocol):
+    """Waits for the answers of all ranks; raises at the first failure."""
+
+    def __call__(self, refs: Sequence[Reference[T]], /) -> list[T]:
+        """The answers, in order."""
+
+
+class TrainerGroups:
+    """Trainer actors, rank by rank: `actors` of the policy, `auxiliaries` of a critic or prm. Its length: of `actors`.
+
+    Methods call all ranks at once; they end with the slowest, or at the first failure.
+    """
+
+    def __init__(self, config: Config, plan: Plan, gather: Gather) -> None:
+        """`gather` waits while the ranks train; the driver's checks the engines meanwhile, and hears stop requests."""
+        self.config, self.plan, self._gather = config, plan, gather
+        self.actors: list[ActorHandle] = []
+        self.auxiliaries: list[ActorHandle] = []
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def train(self, rollout_id: int, shards: Refs, auxiliary_shards: Refs = ()) -> dict[str, float]:
+        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
+        assert self.plan.layout is not None
+        layout, auxiliary = self.plan.layout, self.plan.auxiliary
+        own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
+        if auxiliary is None:
+            return self._gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+        ranks = range(auxiliary.layout.world_size)
+        theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
+        train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
+        return train(rollout_id, own, theirs, auxiliary.layout)
+
+    def sample_columns(self, rollout_id: int) -> list[ray.ObjectRef]:
+        """References to what training found out about single samples, a part for each data-parallel rank."""
+        layout = self.plan.layout
+        assert layout is not None
+        last = [layout.rank(RankCoordinates(tp=0, cp=0, dp=dp, pp=layout.pp - 1)) for dp in range(layout.dp)]
+        return [self.actors[rank].sample_columns.remote(rollout_id) for rank in last]
+
+    # Between the two groups columns go by reference, of one rank of each replica. On devices of their own both groups
+    # work at once, wherever one does not need what the other makes; else one waits for the other.
+    def _train_with_prm(
+        self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
+    ) -> dict[str, float]:
+        """The process reward model learns the outcomes first, and rewards the same rollout then."""
+        self.make_room(self.actors)
+        calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
+        pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
+        rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, own))
+        self.make_room(self.auxiliaries)
+        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, own, strict=True)]
+        found: list[dict[str, float]] = self._gather([pairs[0][0], *refs])
+        return found[0] | found[1]
+
+    def _train_with_critic(
+        self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], critic: TrainerLayout
+    ) -> dict[str, float]:
+        """The critic's values give the advantages and its targets; both learn then."""
+        assert self.plan.layout is not None
+        self.make_room(self.actors)
+        pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
+        values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, own))
+        self.make_room(self.auxiliaries)
+        prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
+        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
+        targets = self._of_replicas(pairs, self.plan.layout)
+        refs: list[ray.ObjectRef] = []
+        if rollout_id >= self.config.critic.num_critic_only_steps:
+            refs = [t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
+            if self.plan.shares_with_auxiliary:
+                self._gather(refs)
+        self.make_room(self.actors)
+        critics = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
+        found: list[dict[str, float]] = self._gather([*refs, *critics])
+        self.make_room(self.auxiliaries)
+        return (found[0] if refs else {}) | found[len(refs)]
+
+    def _score_ahead(self, rollout_id: int, own: Sequence[Refs]) -> Refs:
+        """Begin the policy's log-probs, while the other group works on devices of its own: references to wait for."""
+        if self.plan.shares_with_auxiliary:
+            return []
+        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
+
+    def make_room(self, group: list[ActorHandle]) -> None:
+        """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
+        is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
+        if is_shared and self.config.cluster.offload_train != "never":
+            get([trainer.offload.remote(False) for trainer in group])
+
+    def validation_losses(self, sets: dict[str, list[ray.ObjectRef]]) -> dict[str, float]:
+        """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, and eval/<set>/num_tokens.
+
+        `sets`: name -> one shard for each data-parallel rank.
+        """
+        assert self.plan.layout is not None
+        values = {}
+        for name, shards in sets.items():
+            refs = [
+                trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
+                for rank, trainer in enumerate(self.actors)
+            ]
+            found = self._gather(refs)[0]
+            values[f"eval/{name}/loss"] = found["eval/loss"]
+            values[f"eval/{name}/num_tokens"] = found["eval/num_tokens"]
+        return values
+
+    def offload(self, keep_weights: bool = False) -> None:
+        """Let the trainers give their memory away, as --offload-train says; they take it back by themselves."""
+        if self.plan.trainers_give_memory:
+            get([trainer.offload.remote(keep_weights) for trainer in self.actors])
+            get([trainer.offload.remote(False) for trainer in self.auxiliaries])
+
+    def begin_save(self, path: Path, rollout_id: int) -> list[ray.ObjectRef]:
+        """References of what begins a checkpoint in the folder `path`; complete after `finish_save`."""
+        groups = self._trained().items()
+        return [trainer.begin_save.remote(str(path / name), rollout_id) for name, group in groups for trainer in group]
+
+    def is_saved(self) -> bool:
+        """Return whether `finish_save` would return soon."""
+        return all(gather([trainer.is_saved.remote() for group in self._trained().values() for trainer in group]))
+
+    def finish_save(self) -> None:
+        """Wait for the files of `begin_save`."""
+        gather([trainer.finish_save.remote() for group in self._trained().values() for trainer in group])
+
+    def last_trained(self, timeout_s: float) -> list[int | None]:
+        """Return the last rollout that each rank has learned completely; None if it has learned a part of the next.
+
+        Raises:
+            TimeoutError, RayError: a rank does not answer, or is dead.
+        """
+        return get(
+            [trainer.last_trained.remote() for group in self._trained().values() for trainer in group], timeout_s
+        )
+
+    def load(self, path: Path) -> list[ray.ObjectRef]:
+        """References of what restores the checkpoint in `path`: facts of each rank."""
+        groups = self._trained().items()
+        return [trainer.load.remote(str(path / name)) for name, group in groups for trainer in group]
+
+    def state_hashes(self) -> list[dict[str, str]]:
+        """SHA-256 of each rank's weights, optimizer and RNG states."""
+        return gather([trainer.state_hashes.remote() for group in self._trained().values() for trainer in group])
+
+    def save_hf(self, path: Path) -> None:
+        """Weights as a Hugging Face folder."""
+        gather([trainer.save_hf.remote(str(path)) for trainer in self.actors])
+
+    def _trained(self) -> dict[str, list[ActorHandle]]:
+        """Folder in a checkpoint → trainers, in a mode that changes their weights."""
+        if self.config.run.mode == "reject-sampling" or not self.actors:
+            return {}
+        auxiliary = self.plan.auxiliary
+        return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
+
+    def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, beside: Refs = ()) -> list[object]:
+        """Wait for what each rank answers, (metrics, columns), and for what goes on `beside` it.
+
+        Returns:
+            References to the columns, one of each replica.
+        """
+        self._gather([*beside, *(done for done, _ in pairs)])
+        return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

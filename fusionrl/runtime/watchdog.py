@@ -1,0 +1,189 @@
+"""The watchdog: a thread of the driver that speaks when a phase takes much longer than it usually does.
+
+It says in one line for whom the driver waits, since when, and how far the others are, and writes the stacks of the
+run's processes into `logs/`. Nobody has to answer for that: who is stopped or blocked is named as such. The rules are
+in `observe/stalls/thresholds.py`, the line in `observe/stalls/message.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Self, TypeVar
+
+from fusionrl.base.pending_calls import waited_for
+from fusionrl.observe import spans
+from fusionrl.observe.stalls.message import EngineLoad, seconds, sentence
+from fusionrl.observe.stalls.processes import Seen, look
+from fusionrl.observe.stalls.stacks import Frame
+from fusionrl.observe.stalls.thresholds import FLOOR_S, Late, Over, Phase, StallClock
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_WAKE_SIGNAL = signal.SIGRTMIN + 5  # to the driver's main thread; nobody else sends it
+_HIDDEN = ("base/pending_calls.py", "runtime/watchdog.py", "observe/spans.py")
+
+
+class Stalled(RuntimeError):
+    """A phase took longer than --stall-timeout-s; the message is the watchdog's last line."""
+
+
+@dataclass(frozen=True)
+class Witnesses:
+    """Who can say how far a run is. Each answers within seconds, or not at all.
+
+    name_of    a Ray reference → the actor that it waits for; "" where that is not known
+    sizes      of the groups of actors: "trainer rank" → 8
+    engines    how busy they are
+    progress   of rollouts and rewards, in words
+    elsewhere  processes of the run on other nodes
+    """
+
+    name_of: Callable[[object], str] = lambda reference: ""
+    sizes: Callable[[], Mapping[str, int]] = dict
+    engines: Callable[[], Sequence[EngineLoad]] = list
+    progress: Callable[[], Sequence[str]] = list
+    elsewhere: Callable[[], Sequence[Seen]] = list
+
+
+@dataclass
+class Watchdog:
+    """A context manager: the thread lives within it. The main thread enters it.
+
+    floor_s     --stall-warn-s
+    timeout_s   --stall-timeout-s
+    """
+
+    logs: Path
+    attempt: int
+    witnesses: Witnesses = field(default_factory=Witnesses)
+    floor_s: float = FLOOR_S
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.verdict: str | None = None
+        """The line of the phase for which the run ends."""
+        self._num_reports = 0
+        self._may_end = False  # without a handler the signal would end the process
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(_WAKE_SIGNAL, self._end_main_thread)
+            self._may_end = True
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def ended_by(self, error: BaseException | None) -> Stalled | None:
+        """Return the error in place of the one that has ended the run, where a stall did."""
+        is_ours = isinstance(error, KeyboardInterrupt) and self.verdict is not None
+        return Stalled(self.verdict) if is_ours else None
+
+    def _end_main_thread(self, number: int, frame: FrameType | None) -> None:
+        if self.verdict is not None and not self._is_over.is_set():
+            raise KeyboardInterrupt  # the one that Ray's waits let through
+
+    def _watch(self) -> None:
+        clock = StallClock(self.floor_s, self.timeout_s)
+        while not self._is_over.wait(min(1.0, self.floor_s / 10)):
+            phases = spans.main_phases()
+            phase = _phase(phases)
+            found = clock.look(time.monotonic(), phase, phases.lasted)
+            if isinstance(found, Over):
+                logger.warning('"%s" has ended after %s', found.phase, seconds(found.seconds))
+            elif found is not None:
+                self._speak(found, phase)
+                if self.verdict is not None:
+                    return
+
+    def _speak(self, late: Late, phase: Phase | None) -> None:
+        """Say the line; end the run where it is time, and the phase has not ended while the line was made."""
+        try:
+            line = self.report(late)
+        except Exception as error:  # whatever is broken in a run that stands still, the watchdog goes on
+            logger.debug("the watchdog's line could not be made", exc_info=True)
+            line = f'"{late.phase}" has taken {seconds(late.seconds)}; nobody can say why ({error!r})'
+        if self._is_over.is_set():
+            return
+        logger.warning("%s", line)
+        if late.is_last and self._may_end and _phase(spans.main_phases()) == phase:
+            self.verdict = f"{line}; --stall-timeout-s {self.timeout_s:g}"
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, _WAKE_SIGNAL)
+
+    def report(self, late: Late) -> str:
+        """Look at everybody, write the stacks, and return the line."""
+        self._num_reports += 1
+        waits = [one if isinstance(one, str) else self.witnesses.name_of(one) for one in waited_for()]
+        stacks = _stacks()
+        seen = [*self._asked(lambda: look(self.logs)), *self._asked(self.witnesses.elsewhere)]
+        progress, engines = self._asked(self.witnesses.progress), self._asked(self.witnesses.engines)
+        place = _place(sys._current_frames().get(threading.main_thread().ident or 0))
+        path = self.logs / f"stall-{self._num_reports}.a{self.attempt}.txt"
+
+        def told(file: str) -> str:
+            return sentence(
+                late,
+                [name for name in waits if name],
+                seen,
+                driver=place,
+                progress=progress,
+                engines=engines,
+                sizes=self.witnesses.sizes(),
+                file=file,
+            )
+
+        text = "\n".join([told(""), "", f"=== driver\n{stacks}", *(one.render() for one in seen)])
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:  # a full disk may be the cause: the line comes all the same
+            return told(f"no file ({error.strerror})")
+        return told(str(path))
+
+    @staticmethod
+    def _asked(ask: Callable[[], Sequence[T]]) -> Sequence[T]:
+        try:
+            return ask()
+        except Exception as error:  # whatever is broken in a run that stands still, the others are asked
+            logger.debug("the watchdog got no answer: %r", error)
+            return []
+
+
+def _phase(phases: spans.MainPhases) -> Phase | None:
+    """The innermost phase of the driver's main thread; within one, between two others, the time since the first."""
+    if phases.open is None:
+        return None
+    if phases.ended_ns > phases.open.start_ns:
+        return Phase(f"{phases.open.name}, between its phases", phases.ended_ns / 1e9)
+    return Phase(phases.open.name, phases.open.start_ns / 1e9)
+
+
+def _stacks() -> str:
+    """The stacks of this process's threads, the main one first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(f"thread {names.get(id, id)}\n{''.join(traceback.format_stack(at))}" for id, at in frames)
+
+
+def _place(innermost: FrameType | None) -> str:
+    """The innermost line of fusionrl in a stack, as the line names it."""
+    for entry in reversed(traceback.extract_stack(innermost) if innermost is not None else []):
+        frame = Frame(entry.filename, entry.lineno or 0, entry.name)
+        if frame.is_fusionrl and not entry.filename.endswith(_HIDDEN):
+            return str(frame)
+    return ""

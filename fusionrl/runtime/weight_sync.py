@@ -1,0 +1,207 @@
+"""`WeightSync`: the version of the engines' weights, the push that changes it, and its verification."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+import ray
+
+from fusionrl.config.config import Config
+from fusionrl.plan.pipeline_knobs import pause_mode
+from fusionrl.plan.plan import Plan
+from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
+from fusionrl.runtime.engine_pool import CACHES, EnginePool
+from fusionrl.runtime.external_engines import Guests
+from fusionrl.runtime.ray_cluster import root_cause
+from fusionrl.runtime.trainers import TrainerGroups
+from fusionrl.weights.disk_push import drop_files, push_by_disk
+from fusionrl.weights.push import push_weights
+from fusionrl.weights.verify import Verification, WeightMismatch
+
+logger = logging.getLogger(__name__)
+
+_MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die meanwhile
+
+
+class WeightSync:
+    """Brings the trainers' weights to the engines."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: Path,
+        trainers: TrainerGroups,
+        engines: EnginePool,
+        api_key: str,
+        guests: Guests | None = None,
+    ) -> None:
+        """`guests` are engines of others, which get every push."""
+        self._config, self._plan, self._api_key = config, plan, api_key
+        self._trainers, self._engines, self._guests = trainers, engines, guests
+        self.version = 0
+        """Of the last push."""
+        self._num_pushes = 0
+        self._targets: list[EngineTarget] = []
+        self._feeds: list[Feed] = []
+        folder = config.weights.update_weight_local_checkpoint_dir
+        name = f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+        # On each host of engines, this run's folder in --update-weight-local-checkpoint-dir.
+        self._local_folder = None if folder is None else str(Path(folder).absolute() / name)
+
+    def push(self, version: int, to_evaluation: bool = False) -> dict[str, float]:
+        """Push the trainers' weights to every engine as `version`; verified as --verify-weights says.
+
+        Engines that only evaluate get the first push, and then those `to_evaluation`; they must be idle.
+
+        With --use-fault-tolerance engines that died are back after it; one that dies meanwhile is replaced, and all
+        get the weights again. The same holds of engines of others, which are then lost; but not where memory is shared.
+        """
+        while True:
+            try:
+                metrics = self._push_recovering(version, to_evaluation)
+                break
+            except (ray.exceptions.RayError, RuntimeError) as error:
+                # Where memory is shared, nobody knows who has given back what in the middle of a push.
+                if self._guests is None or self._plan.engines_give_memory:
+                    raise
+                if not self._guests.drop_culprits(root_cause(error)):
+                    raise
+                logger.warning("the push of version %d is made again: %s", version, root_cause(error))
+        if self._guests is not None:
+            self._guests.admit()
+        return metrics
+
+    def _push_recovering(self, version: int, to_evaluation: bool) -> dict[str, float]:
+        reaches_all = to_evaluation or self._num_pushes == 0
+        if not self._engines.is_recovering:
+            return self._push_once(version, reaches_all)
+        if not self._plan.engines_give_memory:
+            self._engines.check(is_generating=False)
+            self._engines.check_answers(reaches_all)
+        for attempt in range(_MAX_PUSHES):
+            if self._engines.finish_starts(reaches_all):
+                self._plan_push()
+            try:
+                metrics = self._push_once(version, reaches_all)
+                break
+            except WeightMismatch:
+                raise
+            except (ray.exceptions.RayError, RuntimeError) as error:
+                # Where memory is shared, nobody knows who has given back what in the middle of a push.
+                is_last = self._plan.engines_give_memory or attempt + 1 == _MAX_PUSHES
+                if is_last or not self._engines.find_hung(reaches_all):
+                    raise
+                logger.warning("the push of version %d is made again: %s", version, root_cause(error))
+        metrics["sync/engines_restarted"] = float(self._engines.join(reaches_all))
+        return metrics
+
+    def restore_engines(self) -> None:
+        """Before a round: engines that died since the last push (in an evaluation, or where none comes) are back."""
+        if not self._engines.num_out:
+            return
+        if self._trainers:
+            self._engines.release_memory()
+            self.push(self.version)
+        else:
+            self._engines.finish_starts()
+            self._engines.join()
+
+    def _plan_push(self) -> None:
+        self._targets = self._engines.targets()
+        if self._plan.transport == "ipc" and self._plan.device == "cuda":
+            self._feeds = plan_feeds(self._targets, self._plan.trainer_bundles)
+
+    def _push_once(self, version: int, reaches_all: bool) -> dict[str, float]:
+        if not self._targets:
+            self._plan_push()
+        is_first = self._num_pushes == 0 or (self._guests is not None and self._guests.has_new)
+        targets = self._targets if reaches_all else self._targets[: self._plan.num_engines]
+        num_own = len(targets)
+        if self._guests is not None:
+            targets = targets + self._guests.targets()
+        when = self._config.weights.verify_weights
+        verifies = when == "always" or (when == "first" and is_first)
+        check = self._verification(targets, num_own, version) if verifies else None
+        # On shared devices: first room for the engines' weights, then for their caches (`plan/device_sharing.py`).
+        if self._plan.takes_turns:
+            self._trainers.offload(keep_weights=True)
+        is_away = self._engines.is_memory_away
+        if is_away:
+            self._engines.resume_memory(["weights"], is_last=False)
+        metrics = self._transfer(version, targets)
+        self.version = version
+        if check is not None:
+            check.compare_tensors()
+        self._give_to_engines(is_away)
+        if check is not None:
+            check.ask_probe()
+            if is_away:
+                self._engines.release_memory(CACHES)
+            metrics |= check.judge()
+            self._give_to_engines(is_away)
+        self._num_pushes += 1
+        return metrics
+
+    def _give_to_engines(self, is_away: bool) -> None:
+        """On shared devices: the trainers give their memory away, and engines whose caches are away get them back."""
+        if self._plan.takes_turns:
+            self._trainers.offload()
+        if is_away:
+            self._engines.resume_memory(CACHES, is_last=True)
+
+    def _transfer(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
+        weights, transport = self._config.weights, self._plan.transport
+        assert transport is not None
+        mode, timeout_s = pause_mode(self._config, self._plan), weights.update_weight_timeout_s
+        if transport == "disk":
+            return push_by_disk(
+                self._trainers.actors,
+                targets,
+                version=version,
+                local_folder=self._local_folder,
+                keep_files=weights.update_weight_disk_keep_files,
+                pause_mode=mode,
+                timeout_s=timeout_s,
+            )
+        return push_weights(
+            self._trainers.actors,
+            targets,
+            self._feeds,
+            version=version,
+            transport=transport,
+            pause_mode=mode,
+            timeout_s=timeout_s,
+        )
+
+    def _verification(self, targets: list[EngineTarget], num_own: int, version: int) -> Verification:
+        urls = self._probe_urls()[:num_own]
+        if self._guests is not None:
+            urls += self._guests.pushed_urls
+        is_fp32 = self._plan.precision == self._plan.rollout_dtype == "fp32"
+        return Verification(
+            self._trainers.actors,
+            targets,
+            urls,
+            api_key=self._api_key,
+            vocab_size=self._plan.shape.vocab_size,
+            version=version,
+            temperature=self._config.rollout.rollout_temperature,
+            tolerance=self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
+            is_exact=self._plan.device == "cpu",
+        )
+
+    def _probe_urls(self) -> list[str]:
+        """Addresses at which each engine answers; of those that answer in pairs, which the router makes, the router."""
+        engines = self._engines
+        own = [engines.router_url] * len(engines.urls) if self._plan.has_pairs else engines.urls
+        return [*own, *engines.evaluation.urls]
+
+    def drop_files(self) -> None:
+        """At the end of a run: remove the files of a disk push, if there are any that are not to be kept."""
+        keeps = self._config.weights.update_weight_disk_keep_files
+        if self._plan.transport == "disk" and self._targets and not keeps:
+            drop_files(self._trainers.actors, self._targets, self._local_folder)
+        self._targets = []

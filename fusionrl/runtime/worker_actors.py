@@ -1,0 +1,115 @@
+"""The processes of Buffer and trainers: each writes its output into its own file, then is the plain class."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from fusionrl.algorithms.estimators import Role
+from fusionrl.base.imports import without_collections
+from fusionrl.buffer.actor import BufferActor
+from fusionrl.config.config import Config
+from fusionrl.observe.hardware.host import resident_bytes
+from fusionrl.plan.plan import Plan
+from fusionrl.runtime.actor_process import Clocked, Settled, log_to
+from fusionrl.runtime.process_hardware import HOST, OwnHardware, drawn, memory_of_torch
+from fusionrl.trainer.critic import CriticTrainer
+from fusionrl.trainer.model_rank import ModelRank, SetupFacts
+from fusionrl.trainer.policy import PolicyTrainer
+from fusionrl.trainer.process_reward import ProcessRewardTrainer
+from fusionrl.trainer.profiler import Profiled
+
+
+class BufferWorker(Clocked, BufferActor):
+    """The Buffer's actor process."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: str,
+        attempt: int,
+        log: str,
+        settled: Settled,
+    ) -> None:
+        settled.apply()
+        log_to(log, "buffer", config.run.log_level)
+        super().__init__(config, plan, run_dir, attempt)
+
+    async def hardware(self) -> dict[str, float]:
+        """Return the host memory of this process and of the reward processes."""
+        return drawn({HOST: float(await asyncio.to_thread(resident_bytes, os.getpid(), with_children=True))})
+
+
+class _TrainerProcess(Clocked, Profiled, ModelRank):
+    """The process of a trainer rank, of whatever role. Megatron is imported here and nowhere in the driver."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        rank: int,
+        run_dir: str,
+        device_id: int,
+        host: str,
+        log: str | None,
+        settled: Settled | None = None,
+    ) -> None:
+        if settled is not None:
+            settled.apply()
+        if log is not None:  # None: this is the driver's process
+            log_to(log, f"{self.role or 'trainer'}-{rank}", config.run.log_level)
+        with without_collections():
+            import torch
+
+        if plan.device == "cpu":  # a GPU is first touched in `setup`: engines may still be sizing their caches
+            torch.set_num_threads(plan.train_num_threads)
+        super().__init__(config, plan.trainer_plan(self.role), rank, run_dir, device_id)
+        self.plan, self.host = plan, host
+        self._ordinals = [device_id] if plan.device == "cuda" else []
+        self._binds = settled is not None and settled.numa_affinity
+        self._hardware: OwnHardware | None = None
+
+    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
+        """See `ModelRank`. The threads that it starts stay on CPUs near its GPU."""
+        self._hardware = OwnHardware(self._ordinals, binds=self._binds, with_children=False)
+        return super().setup(master_addr, master_port)
+
+    def hardware_facts(self) -> dict[str, object]:
+        """Return what its device is."""
+        return {} if self._hardware is None else self._hardware.facts()
+
+    def hardware(self) -> dict[str, float]:
+        """Return the numbers of this process and its device since the last call."""
+        if self._hardware is None:
+            return {}
+        found = self._hardware.take()
+        for ordinal in self._ordinals:
+            found |= memory_of_torch(ordinal)
+        return drawn(found)
+
+    def node_address(self) -> tuple[str, int]:
+        """Rendezvous of the ranks, asked of rank 0: this node's address, and the port of a store made here."""
+        from fusionrl.base.torch_stores import create_group_store
+
+        self._store = create_group_store(self.host, 60.0 * self.config.cluster.distributed_timeout_minutes)
+        return self.host, self._store.port
+
+
+class PolicyWorker(_TrainerProcess, PolicyTrainer):
+    """A policy rank's actor process."""
+
+
+class CriticWorker(_TrainerProcess, CriticTrainer):
+    """A critic rank's actor process."""
+
+
+class ProcessRewardWorker(_TrainerProcess, ProcessRewardTrainer):
+    """The actor process of a rank of the process reward model."""
+
+
+TRAINER_WORKERS: dict[Role | None, type[_TrainerProcess]] = {
+    None: PolicyWorker,
+    "critic": CriticWorker,
+    "prm": ProcessRewardWorker,
+}

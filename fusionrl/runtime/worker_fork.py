@@ -1,0 +1,60 @@
+"""Ray's worker in a fork of the run's nursery, which has imported Ray and what actors are made of.
+
+This module is imported when the first worker is asked for: when it is loaded, Ray reads the number of its raylet's
+process from the environment, and the number of the job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import runpy
+import sys
+import types
+from pathlib import Path
+
+from ray import _raylet as raylet
+
+import fusionrl.runtime.engine_worker
+import fusionrl.runtime.worker_actors  # noqa: F401
+
+_raylet: types.ModuleType = raylet  # compiled, without annotations
+_RAY_S_LIMIT = "set_omp_num_threads_if_unset"
+for name in (
+    *("ray._private.node", "ray._private.async_compat", "ray._private.runtime_env.setup_hook", "ray.actor"),
+    *("ray._common.usage.usage_lib", "ray._common.pydantic_compat"),
+):
+    importlib.import_module(name)
+
+
+def main(arguments: list[str]) -> None:
+    """Become the worker: its program, and the arguments that the raylet gave."""
+    _raylet.Config.initialize("")  # it was read from the environment when ray was imported
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
+    _limit_threads(os.environ.get("OMP_NUM_THREADS", "1"))
+    _follow_ray_s_limit()
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(arguments[0]).parent))  # as the interpreter does with a program
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _limit_threads(number: str) -> None:
+    """Let torch, which is imported already, have the threads of OMP_NUM_THREADS: a number, or several, one a level."""
+    torch, found = sys.modules.get("torch"), re.match(r"\s*\+?0*([1-9]\d{0,4})\s*(,|$)", number)
+    if torch is not None and found is not None:
+        torch.set_num_threads(int(found[1]))
+
+
+def _follow_ray_s_limit() -> None:
+    """Ray sets the variable to the CPUs of a task or actor before its code is called, which would import torch."""
+    ray_utils = importlib.import_module("ray._private.utils")
+    usual = getattr(ray_utils, _RAY_S_LIMIT)
+
+    def set_and_follow() -> bool:
+        is_set = bool(usual())
+        if is_set:
+            _limit_threads(os.environ["OMP_NUM_THREADS"])
+        return is_set
+
+    setattr(ray_utils, _RAY_S_LIMIT, set_and_follow)

@@ -1,0 +1,33 @@
+"""Start a worker of Ray's as a fork of the run's nursery: `python -I -S worker_starter.py WORKER.py ARGUMENTS...`.
+
+A raylet starts this in the place of Ray's worker, which takes a second of a core to import Ray, and whose actor then
+imports the rest. Where the nursery gives no process, this one becomes the worker. The raylet knows a worker by the pid
+that it tells when it connects. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SOCKET = "worker"
+"""The name of the branch's socket in the nursery's folder."""
+
+
+def main(arguments: list[str]) -> None:
+    """Ask for the worker, or become it."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    from fusionrl.base.nursery_client import FOLDER_VARIABLE, ask
+
+    folder, key = os.environ.get(FOLDER_VARIABLE), os.environ.get("RAY_AUTH_TOKEN", "")
+    try:
+        if folder:
+            ask(os.path.join(folder, SOCKET), key, arguments, os.environ, (0, 1, 2))
+            return
+    except OSError:
+        pass  # no nursery, or not with this environment
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

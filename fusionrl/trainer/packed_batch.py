@@ -1,0 +1,127 @@
+"""A packed micro-batch on the device, and the options by which shards are packed (`micro_batches.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusionrl.plan.layout import sequence_multiple
+from fusionrl.trainer.local_spec import PackedLayout
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Division of a packed sequence over the ranks of one data-parallel replica."""
+
+    cp_size: int = 1
+    cp_rank: int = 0
+    sequence_parallel_size: int = 1  # tensor-parallel size where sequence parallelism is on, else 1
+    sequence_parallel_rank: int = 0
+
+    @property
+    def multiple(self) -> int:
+        """Each sequence's length is padded to a multiple of this."""
+        return sequence_multiple(self.cp_size, self.sequence_parallel_size)
+
+
+@dataclass
+class Selection:
+    """The hidden states that go through the output layer, and their use.
+
+    positions  [N] in this rank's packed row, of the tokens that predict a chosen one
+    targets    [N] the chosen tokens' ids
+    temperature  what logits are divided by: one number, or [N]
+    """
+
+    positions: Tensor
+    targets: Tensor
+    temperature: float | Tensor
+    chunk_size: int | None
+    entropy_grad: bool = False
+
+
+@dataclass
+class MicroBatch:
+    """One packed micro-batch; N chosen response tokens are on this rank.
+
+    tokens           [1, T] int64
+    position_ids     [1, T] int64
+    layout           where the sequences stand
+    selection        what the output layer computes
+    weights          [N] fp32: `loss = sum(weights * token losses)` over all ranks
+    sequence_shares  [N] fp32: each token's share of its attempt's trained tokens; their sum over all ranks is the
+                     number of attempts that have one
+    fields           [N] fp32 each: what the shard has for every response token, by its name there (loss_mask,
+                     advantages, rollout_log_probs, log_probs, ref_log_probs, …)
+    responses        [N] int64: where each chosen token stands among the micro-batch's response tokens
+    sequences        [N] int64: which of `samples` each belongs to
+    samples          indices into the shard
+    response_lengths  response tokens of each sample
+    starts           where each sample's first token stands in the packed row of all context-parallel ranks
+    total_lengths    tokens of each sample
+    num_tokens, num_samples  of the whole optimizer step, over all ranks
+    experts          [T / sequence parallel size, this rank's mixtures, topk] int16, those that routers must choose, -1
+                     where they are free; None: everywhere (`routing.py`)
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    layout: PackedLayout
+    selection: Selection
+    weights: Tensor
+    sequence_shares: Tensor
+    fields: dict[str, Tensor]
+    responses: Tensor
+    sequences: Tensor
+    samples: list[int]
+    response_lengths: list[int]
+    starts: list[int]
+    total_lengths: list[int]
+    num_tokens: int
+    num_samples: int
+    experts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Options that are the same for all micro-batches of a rank.
+
+    temperature: what logits are divided by, unless `has_sampled` and the shard says more of its tokens.
+    has_sampled: the responses were sampled by the policy's engines.
+    all_responses: choose every response token (scoring), not only those that are trained on.
+    share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
+        embeddings are then given, which latent attention, with embeddings of its own, cannot take.
+    aggregation: how tokens' losses become one, see `algorithms.aggregation`; with its constant.
+    whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
+    replay_layers: those whose routers choose the experts that the engine chose; None: no router does.
+    """
+
+    slicing: Slicing
+    device: torch.device
+    temperature: float
+    chunk_size: int | None
+    local_attention: bool
+    has_sampled: bool = False
+    share_prompts: bool = True
+    aggregation: str = "token_mean"
+    constant: float | None = None
+    entropy_grad: bool = False
+    all_responses: bool = False
+    whole_sequences: bool = False
+    replay_layers: list[int] | None = None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Return whether a prompt is computed once: the attention can do it, and no sequence is needed whole."""
+        return self.share_prompts and self.local_attention and self.slicing.cp_size == 1 and not self.whole_sequences
+
+    @property
+    def leaves_out_prompts(self) -> bool:
+        """Return whether siblings' rows of attention leave out a long prompt that they share.
+
+        They then need a mask, and with a mask torch's FlashAttention on a GPU gives way to a slower kernel. The length
+        from which it pays was measured on a CPU.
+        """
+        return self.shares_prompts and self.device.type == "cpu"

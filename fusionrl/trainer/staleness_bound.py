@@ -1,0 +1,66 @@
+"""The bound on staleness where it counts: at the optimizer, for each sample and each token that is trained on.
+
+The Buffer checks it before it hands a batch over. Functions of a user's run after that check, and so does everything
+that cuts and packs; nothing runs between this check and the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionrl.config.hooks import HookError
+from fusionrl.data.token_versions import UNKNOWN_VERSION
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.pipeline.knobs import Knobs
+
+
+@dataclass(frozen=True)
+class Bound:
+    """--max-staleness of a pipeline that runs ahead.
+
+    Engines call their weights by the number of rollouts that had trained them; `fetches_per_push` of these make one
+    version.
+    """
+
+    max_staleness: int
+    fetches_per_push: int
+
+    @classmethod
+    def of(cls, knobs: Knobs | None) -> Bound | None:
+        """Return the bound of a pipeline; None for one rollout after the other, which has none."""
+        return None if knobs is None else cls(knobs.max_staleness, knobs.fetches_per_push)
+
+    def check(self, shard: TrainShard, step: TrainStep, rollout_id: int) -> None:
+        """Hold the trained tokens of an optimizer step of rollout `rollout_id` to the bound.
+
+        Tokens of an unknown version pass; the Buffer counts them (`rollout/staleness/unknown`).
+
+        Raises:
+            HookError: names the first sample that is too old, its prompt, the token and its version.
+        """
+        if "weight_versions" not in shard.fields:
+            return
+        newest = rollout_id // self.fetches_per_push
+        versions, masks = shard.split("weight_versions"), shard.split("loss_mask")
+        for place in sorted(i for group in step.micro_batches for i in group):
+            sampled = versions[place]
+            counts = (masks[place] > 0) & (sampled != UNKNOWN_VERSION)
+            ages = newest - sampled // self.fetches_per_push
+            bad = np.flatnonzero(counts & (ages > self.max_staleness))
+            if bad.size:
+                raise self._error(shard, place, int(bad[np.argmax(ages[bad])]), rollout_id)
+
+    def _error(self, shard: TrainShard, place: int, token: int, rollout_id: int) -> HookError:
+        fields = shard.fields
+        version = int(shard.split("weight_versions")[place][token])
+        age = rollout_id // self.fetches_per_push - version // self.fetches_per_push
+        error = HookError(
+            f"--max-staleness {self.max_staleness}: sample {int(fields['sample_index'][place])} of prompt"
+            f" {int(fields['group_index'][place])} has token {token} of its response from version {version}, and"
+            f" rollout {rollout_id} would train it, {age} versions later; it is not trained. A function that runs after"
+            " the batch was taken must not bring older tokens, nor change weight_versions"
+        )
+        error.positions = [place]
+        return error

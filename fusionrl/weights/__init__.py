@@ -1,0 +1,1 @@
+"""Room `weights`: pushes weights from trainers to engines and verifies them; `fusionrl.plan.push` plans the push."""

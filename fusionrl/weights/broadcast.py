@@ -1,0 +1,165 @@
+"""The executor `broadcast`: one group of a source and all ranks of its engines, one flat broadcast a bucket.
+
+The group is NCCL or gloo (which also takes CUDA tensors), stays from push to push, and is made anew when an engine has
+started again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, attend, call_off
+from fusionrl.base.torch_stores import create_group_store
+from fusionrl.plan.push import EngineTarget
+from fusionrl.weights.process_group import init_external_group
+from fusionrl.weights.push_threads import in_thread, start_thread
+from fusionrl.weights.remote_calls import Reference, future_of, wait_all
+
+_HEAR_S = 5.0  # in which the run's own engines hear that a meeting is called off
+
+
+class Broadcast:
+    """One source's part of a push by broadcasts."""
+
+    def __init__(self, backend: str, host: str, timeout_s: float, device: torch.device) -> None:
+        """`host` is this node's address, which the engines reach; `device` has what is sent."""
+        self.backend, self.host, self.timeout_s, self.device = backend, host, timeout_s, device
+        self._group: dist.ProcessGroup | None = None
+        self._name = ""
+        self._targets: tuple[EngineTarget, ...] = ()
+
+    @property
+    def guests(self) -> set[int]:
+        """Return the numbers of the engines of others in the group."""
+        return {target.index for target in self._targets if target.host}
+
+    def connect(self, targets: Sequence[EngineTarget]) -> None:
+        """Form the group, unless the one of the last push still fits.
+
+        Not for two sources at a time: engines that met the requests in different orders would wait for each other.
+        """
+        if self._group is not None and _processes(self._targets) == _processes(targets):
+            self._targets = tuple(targets)
+            return
+        self.close()
+        self._ask_guests(targets)
+        world_size = 1 + sum(target.tp_size for target in targets)
+        hosts = sorted({target.host for target in targets} - {""})
+        self._store = create_group_store(self.host, self.timeout_s, hosts)
+        kind = MIXED_GROUP if hosts else PUSH_GROUP
+        self._name, self._targets = f"{kind}{uuid.uuid4().hex[:8]}", tuple(targets)
+        offset, calls = 1, list[tuple[str, Future[Any] | Reference[Any]]]()
+        for target in targets:
+            call = target.handle.init_weights_update_group.remote(
+                master_address=self.host,
+                master_port=self._store.port,
+                rank_offset=offset,
+                world_size=world_size,
+                group_name=self._name,
+                backend=self.backend,
+            )
+            calls.append((f"engine {target.index}: joining the group", call))
+            for rank in range(offset, offset + target.tp_size) if target.host else ():
+                attend(self._store, rank)
+            offset += target.tp_size
+        # In a thread: an engine that refuses never joins, and its answer must end the wait, not the time limit.
+        joined = in_thread(self.device, self._join, world_size)
+        try:
+            wait_all([*calls, ("this rank: joining the group", joined)], self.timeout_s)
+        except RuntimeError as error:
+            call_off(self._store, str(error))  # or the engines that did not refuse would wait for the one that did
+            own = [call for (_, call), target in zip(calls, targets, strict=True) if not target.host]
+            wait([future_of(call) for call in own], _HEAR_S)
+            # Engines of others hear of nothing: they wait at the store, which ends with the last reference to it.
+            del self._store
+            joined.add_done_callback(self._leave_late)
+            raise
+        self._group = joined.result()
+
+    def _leave_late(self, joined: Future[dist.ProcessGroup]) -> None:
+        """All had come when an engine failed: the others would wait in the group that nobody uses."""
+        if joined.exception() is None:
+            start_thread(self.device, _leave, joined.result())
+
+    def _ask_guests(self, targets: Sequence[EngineTarget]) -> None:
+        """Find engines of others that do not answer: it is said of them that they are there before they have come.
+
+        Raises:
+            RuntimeError: names the engine.
+        """
+        guests = [target for target in targets if target.host]
+        calls = [(f"engine {target.index}", target.handle.fault.remote()) for target in guests]
+        for target, fault in zip(guests, wait_all(calls, self.timeout_s), strict=True):
+            if fault is not None:
+                raise RuntimeError(f"engine {target.index}: {fault}")
+
+    def _join(self, world_size: int) -> dist.ProcessGroup:
+        store = self._store
+        return init_external_group(
+            self.backend, self.host, store.port, world_size, 0, self._name, self.timeout_s, store=store
+        )
+
+    def send(
+        self, named: Sequence[tuple[str, Tensor]], flat: Tensor, stamp: Mapping[str, object], timeout_s: float
+    ) -> int:
+        """Send `named`, which lie one after another in the bytes of `flat`; return when the engines have answered.
+
+        Returns the number of calls.
+
+        Raises:
+            RuntimeError: an engine refused or died; names it.
+        """
+        assert self._group is not None
+        payload = {
+            "names": [name for name, _ in named],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            "shapes": [list(tensor.shape) for _, tensor in named],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+        }
+        calls = [
+            (f"engine {target.index}", target.handle.update_weights_from_distributed.remote(**payload, **stamp))
+            for target in self._targets
+        ]
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        try:
+            # An engine answers when it has the bytes; one that refuses never joins the broadcast: its answer ends this.
+            wait_all(calls, timeout_s)
+            work.wait()
+        finally:
+            # It holds the connections to the engines, and an error's traceback would hold it: an engine that still
+            # waits for bytes is let go when they close.
+            del work
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the buffer is written again
+        return len(calls)
+
+    def close(self) -> None:
+        """Leave the group, and let the engines leave it, which ends a broadcast that is still under way."""
+        if self._group is None:
+            return
+        for target in self._targets:
+            target.handle.destroy_weights_update_group.remote(self._name)
+        # gloo waits here for what is under way, until the engines have closed their connections.
+        start_thread(self.device, _leave, self._group)
+        self._group, self._targets = None, ()
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    """Leave the group. NCCL's is aborted: a broadcast that an engine never joined would not end."""
+    if dist.get_backend(group) == "nccl":
+        c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def _processes(targets: Sequence[EngineTarget]) -> list[tuple[int, int]]:
+    return [(target.index, target.num_restarts) for target in targets]

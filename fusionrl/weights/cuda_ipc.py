@@ -1,0 +1,169 @@
+"""The executor `ipc` on GPUs: each engine rank maps the memory of the trainer rank on its own device (CUDA IPC).
+
+Every trainer rank has every tensor for it. A bucket's memory is fresh, one allocation under one handle: an engine may
+answer before its copy has ended, so it must not be written again, and the allocator reuses it in stream order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
+from threading import Semaphore
+from typing import Any
+
+import pybase64
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from fusionrl.observe.spans import note
+from fusionrl.plan.push import BUFFERS, EngineTarget, Feed, buckets
+from fusionrl.weights.push_threads import start_thread
+from fusionrl.weights.rank_reports import SendReport, new_send_report
+from fusionrl.weights.remote_calls import stamp_of, wait_all
+
+_Bucket = list[tuple[str, Tensor]]
+STORAGE_DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).index("storage_device")
+
+
+class CudaIpc:
+    """One trainer rank's part of a push."""
+
+    def __init__(
+        self, rank: int, object_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device
+    ) -> None:
+        self.rank, self.object_group, self.timeout_s, self.device = rank, object_group, timeout_s, device
+        self._failure: BaseException | None = None
+        self.report = new_send_report()
+
+    def send(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        buffer_size: int,
+        targets: Sequence[EngineTarget],
+        feeds: Sequence[Feed],
+        version: int,
+    ) -> SendReport:
+        """Send `tensors`, whose iteration is collective, to every engine; see `WeightSender.send`. The next bucket is
+        gathered while the engines copy this one: memory for two buckets, and for the tensor that is gathered."""
+        queue: SimpleQueue[tuple[_Bucket, bool] | None] = SimpleQueue()
+        slots = Semaphore(BUFFERS)
+        thread = start_thread(self.device, self._run, queue, slots, targets, feeds, version)
+        ended: list[bool] = []
+        made = buckets(_noting_end(tensors, ended), buffer_size)
+        try:
+            while slots.acquire() and (bucket := next(made, None)) is not None:
+                flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
+                torch.cuda.current_stream().synchronize()  # before another process reads it
+                parts = zip(bucket, flat.split([tensor.nbytes for _, tensor in bucket]), strict=True)
+                views = [(name, part.view(tensor.dtype).view(tensor.shape)) for (name, tensor), part in parts]
+                queue.put((views, bool(ended)))
+                del bucket, flat, parts, views  # only the thread holds it
+        finally:
+            queue.put(None)
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self.report
+
+    def _run(
+        self,
+        queue: SimpleQueue[tuple[_Bucket, bool] | None],
+        slots: Semaphore,
+        targets: Sequence[EngineTarget],
+        feeds: Sequence[Feed],
+        version: int,
+    ) -> None:
+        number = 0
+        while (item := queue.get()) is not None:
+            bucket, is_last = item
+            stamp = stamp_of(version if is_last else None)
+            start, start_ns = time.time(), time.monotonic_ns()
+            # A rank that has failed goes on with what is collective, in which the other ranks may wait for it.
+            try:
+                self._send_bucket(bucket, targets, feeds, stamp)
+            except BaseException as error:  # raised at the end, in the main thread
+                self._failure = self._failure or RuntimeError(f"weight push, bucket {number + 1}: {error}")
+            note("send", start_ns, time.monotonic_ns(), "send", bucket=number)
+            end, number = time.time(), number + 1
+            report = self.report
+            if self.rank == 0:  # every rank has the same bytes, and the engines of all get them once
+                report["bytes"] += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+                report["buckets"] += 1
+            report["send_s"] += end - start
+            report.setdefault("first_s", start)
+            report["last_s"] = end
+            del item, bucket
+            slots.release()
+
+    def _send_bucket(
+        self, bucket: _Bucket, targets: Sequence[EngineTarget], feeds: Sequence[Feed], stamp: Mapping[str, object]
+    ) -> None:
+        by_index = {target.index: target for target in targets}
+        calls = []
+        for feed in feeds:
+            payloads = self._payloads(feed, bucket)
+            if self.rank == feed.leader and self._failure is None:
+                call = by_index[feed.engine].handle.update_weights_from_tensor.remote(
+                    payloads, load_format=None, **stamp
+                )
+                calls.append((f"engine {feed.engine}", call))
+        self.report["calls"] += len(calls)
+        try:
+            wait_all(calls, self.timeout_s)
+        finally:
+            # The memory must outlive every engine's copy of it, also of engines that another rank leads.
+            if dist.is_initialized():
+                dist.barrier(group=self.object_group)
+
+    def _payloads(self, feed: Feed, bucket: _Bucket) -> list[str]:
+        """One payload for each rank of the engine; gathered to the leader where several trainer ranks send."""
+        own = {place: _serialize(bucket) for place, sender in enumerate(feed.senders) if sender == self.rank}
+        if set(feed.senders) == {feed.leader}:
+            return [own[i] for i in sorted(own)]
+        gathered: list[dict[int, str]] = [{}] * dist.get_world_size(self.object_group)
+        dist.all_gather_object(gathered, own, group=self.object_group)
+        merged = {place: payload for part in gathered for place, payload in part.items()}
+        return [merged[i] for i in sorted(merged)]
+
+
+def _noting_end(tensors: Iterator[tuple[str, Tensor]], ended: list[bool]) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`; when there are no more, `ended` has an item, which is before the last bucket is out."""
+    yield from tensors
+    ended.append(True)
+
+
+class _Pickler(ForkingPickler):
+    """Pickles tensors on a GPU as handles that name it by its UUID: the engine may number its GPUs in its own way.
+
+    SGLang looks for a GPU of that UUID where the number of a device is usual.
+    """
+
+    def reducer_override(self, item: object) -> Any:  # of pickle, which has a union of five forms for it
+        if isinstance(item, Tensor) and item.is_cuda:
+            return with_uuid(reductions.reduce_tensor(item), _uuid)
+        return NotImplemented
+
+
+def with_uuid(reduced: tuple[object, tuple[object, ...]], uuid_of: Callable[[int], str]) -> tuple[object, tuple]:
+    """Return what torch makes of a tensor for another process, with the UUID of its device in place of its number."""
+    rebuild, args = reduced
+    number = args[STORAGE_DEVICE]
+    assert isinstance(number, int), f"not torch's form of a tensor on a GPU: {number!r} for its device"
+    return rebuild, (*args[:STORAGE_DEVICE], uuid_of(number), *args[STORAGE_DEVICE + 1 :])
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def _serialize(bucket: _Bucket) -> str:
+    out = io.BytesIO()
+    _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(bucket)
+    return pybase64.b64encode(out.getvalue()).decode()

@@ -1,0 +1,260 @@
+"""Versions of the weights as files: what the trainers write for engines that read from a disk.
+
+    <folder>/weight_v000003/        there as a whole or not at all
+        manifest.json               see `Manifest`; what reads the version begins with it
+        part-00000.safetensors ...  full: a Hugging Face folder with index and config; delta: each changed tensor's
+                                    change (`fusionrl.engines.delta`) as an array of bytes
+
+A delta is against the version that was written before it. Its trainers keep that one in host memory, in the engines'
+precision: each rank the tensors that it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+
+from fusionrl.engines.delta import Encoding, checksum_of, encode
+from fusionrl.engines.manifest import MANIFEST, Change, Manifest
+from fusionrl.models.hf_io import INDEX, copy_companions
+from fusionrl.plan.push import buckets
+from fusionrl.weights.rank_reports import WriteReport
+
+T = TypeVar("T")
+_WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """The flags that say how versions are written."""
+
+    folder: str
+    source: str  # --hf-checkpoint, whose config goes with a full version
+    keeps_base: bool  # --update-weight-mode delta
+    encoding: Encoding
+    checksum: str
+    max_bytes: int  # of one file, at most (a larger tensor stands alone), and so of what a rank holds besides
+
+
+@dataclass
+class _Report:
+    """The files that one rank has written."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    changes: dict[str, Change] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)  # file -> its tensors
+    num_bytes: int = 0
+    num_elements: int = 0
+    num_changed: int = 0
+    dtype: str = ""
+    error: str | None = None
+
+
+class DiskWriter:
+    """One trainer rank's writer. All ranks call each method together, but for `drop`."""
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        *,
+        rank: int,
+        world_size: int,
+        export: Callable[[], Iterator[tuple[str, Tensor]]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`export` yields (Hugging Face name, whole tensor) in the engines' precision, in one order on all ranks, which
+        have the gloo group `group`."""
+        self.options, self.rank, self.world_size = options, rank, world_size
+        self.export, self.group = export, group
+        self._state: str | None = None  # of the base, where it is whole on every rank
+        self._base: dict[int, dict[str, Tensor]] = {}  # number of a file -> tensors of this rank
+
+    def write(self, version: int) -> WriteReport:
+        """Write the weights as they are now: a delta where there is a base, else all of them.
+
+        Returns:
+            folder, bytes (of the files), files (their number) and density, the changed share of all elements.
+
+        Raises:
+            OSError: on every rank, where one could not write. Nothing is left of the version, and the next is full.
+        """
+        base, self._state = self._state, None  # what fails below leaves some tensors old and some new
+        report = _Report()
+        state, partial, folder = self._begin(version, "")
+        for number, bucket in enumerate(buckets(self.export(), self.options.max_bytes)):
+            # A rank that has failed goes on with the export alone, in which the others may wait for it.
+            if number % self.world_size != self.rank or report.error is not None:
+                continue
+            try:
+                if base is None:
+                    self._write_full(partial, number, _copies(bucket), report)
+                else:
+                    self._write_delta(partial, number, bucket, report)
+            except OSError as error:
+                report.error = str(error)
+        result = self._publish(version, state, base, partial, folder, report)
+        self._state = state if self.options.keeps_base else None
+        return result
+
+    def write_full(self, version: int) -> WriteReport:
+        """After a delta: write the same weights in full, from the base, for engines that lack what it is against.
+
+        Returns and raises as `write`.
+        """
+        assert self._state is not None, "there is no delta to stand in for"
+        report = _Report()
+        _, partial, folder = self._begin(version, "_full")
+        try:
+            for number, tensors in self._base.items():
+                self._write_full(partial, number, tensors, report)
+        except OSError as error:
+            report.error = str(error)
+        return self._publish(version, self._state, None, partial, folder, report)
+
+    def drop(self, keep: int | None) -> None:
+        """Remove the folders of all versions but `keep`, also what an attempt before this one has left."""
+        for folder in Path(self.options.folder).glob("weight_v*"):
+            if keep is None or not folder.name.startswith(_name(keep)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------ files
+    def _write_full(self, partial: Path, number: int, tensors: dict[str, Tensor], report: _Report) -> None:
+        name = f"part-{number:05d}.safetensors"
+        self._write_file(partial / name, tensors, report)
+        report.names[name] = list(tensors)
+        report.dtype = str(next(iter(tensors.values())).dtype)
+        count = sum(tensor.numel() for tensor in tensors.values())
+        report.num_elements += count
+        report.num_changed += count
+        if self.options.keeps_base:
+            self._base[number] = tensors
+
+    def _write_delta(self, partial: Path, number: int, bucket: list[tuple[str, Tensor]], report: _Report) -> None:
+        name, bases = f"part-{number:05d}.safetensors", self._base[number]
+        assert list(bases) == [tensor_name for tensor_name, _ in bucket], "the export's order has changed"
+
+        def encode_one(named: tuple[str, Tensor]) -> tuple[bytes, int, str]:
+            base, new = bases[named[0]], named[1].detach().to("cpu")
+            payload, num_changed = encode(words_of(base), words_of(new), self.options.encoding)
+            base.copy_(new)
+            return payload, num_changed, checksum_of(words_of(base), self.options.checksum) if num_changed else ""
+
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # NumPy and zstd let go of the GIL
+            encoded = list(pool.map(encode_one, bucket))
+        payloads = {}
+        for (tensor_name, tensor), (payload, num_changed, checksum) in zip(bucket, encoded, strict=True):
+            report.num_elements += tensor.numel()
+            report.num_changed += num_changed
+            if num_changed:
+                payloads[tensor_name] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                report.changes[tensor_name] = Change(name, num_changed, checksum)
+        if payloads:
+            self._write_file(partial / name, payloads, report)
+
+    def _write_file(self, path: Path, tensors: dict[str, Tensor], report: _Report) -> None:
+        data = save(tensors, metadata={"format": "pt"})
+        path.write_bytes(data)
+        report.files[path.name] = checksum_of(data, self.options.checksum)
+        report.num_bytes += len(data)
+
+    # ------------------------------------------------------------------------------------ all ranks
+    def _begin(self, version: int, suffix: str) -> tuple[str, Path, Path]:
+        """A new state's name, the folder to write in, and what it is called in the end."""
+        folder = Path(self.options.folder, _name(version) + suffix)
+        partial = folder.with_name(folder.name + ".partial")
+        state = uuid.uuid4().hex
+        error: str | None = None
+        if self.rank == 0:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            except OSError as failure:
+                error = str(failure)
+        state, error = self._from_first((state, error))
+        self._raise(0, error)
+        return state, partial, folder
+
+    def _publish(
+        self, version: int, state: str, base: str | None, partial: Path, folder: Path, report: _Report
+    ) -> WriteReport:
+        reports = [report] * self.world_size
+        dist.all_gather_object(reports, report, group=self.group)
+        rank, error = next(((rank, one.error) for rank, one in enumerate(reports) if one.error), (0, None))
+        if error is None and self.rank == 0:
+            try:
+                self._finish(version, state, base, partial, folder, reports)
+            except OSError as failure:
+                error = str(failure)
+        rank, error = self._from_first((rank, error))
+        if error is not None and self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._raise(rank, error)
+        elements = sum(one.num_elements for one in reports)
+        return {
+            "folder": str(folder),
+            "bytes": sum(one.num_bytes for one in reports),
+            "files": sum(len(one.files) for one in reports),
+            "density": sum(one.num_changed for one in reports) / elements,
+        }
+
+    def _finish(
+        self, version: int, state: str, base: str | None, partial: Path, folder: Path, reports: list[_Report]
+    ) -> None:
+        """On rank 0: what goes with the weights, the manifest, and the folder's own name."""
+        files = {name: checksum for one in reports for name, checksum in one.files.items()}
+        unseen = sorted(name for name in files if not (partial / name).is_file())
+        if unseen:
+            raise OSError(f"{unseen[0]} of another trainer is not there: the folder is not shared by their nodes")
+        if base is None:
+            weight_map = {name: file for one in reports for file, names in one.names.items() for name in names}
+            (partial / INDEX).write_text(
+                json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n", encoding="utf-8"
+            )
+            dtype = next(one.dtype for one in reports if one.dtype)
+            copy_companions(Path(self.options.source), partial, dtype.removeprefix("torch."))
+            for path in partial.iterdir():
+                if path.name not in files:
+                    files[path.name] = checksum_of(path.read_bytes(), self.options.checksum)
+        changes = {name: change for one in reports for name, change in one.changes.items()}
+        manifest = Manifest(version, state, base, self.options.encoding, self.options.checksum, files, changes)
+        (partial / MANIFEST).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
+        if folder.exists():  # of a push that failed, or is made again
+            shutil.rmtree(folder)
+        partial.rename(folder)
+
+    def _from_first(self, value: T) -> T:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def _raise(self, rank: int, error: str | None) -> None:
+        if error is not None:
+            raise OSError(
+                f"trainer rank {rank} could not write the weights into {self.options.folder}"
+                f" (--update-weight-disk-dir): {error}"
+            )
+
+
+def words_of(tensor: Tensor) -> np.ndarray:
+    """The bit patterns of a host tensor's elements, [n] unsigned; in its memory where it is contiguous."""
+    return tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()]).numpy()
+
+
+def _copies(bucket: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
+
+
+def _name(version: int) -> str:
+    return f"weight_v{version:06d}"

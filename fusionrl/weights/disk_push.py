@@ -1,0 +1,174 @@
+"""The protocol of a weight push by files, run by the driver: write, pull, pause, load, continue.
+
+Engines generate while trainers write and hosts pull; they stand still only while they load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fusionrl.observe.spans import span
+from fusionrl.plan.push import EngineTarget
+from fusionrl.weights.pause import pause_engines
+from fusionrl.weights.rank_reports import WriteReport
+from fusionrl.weights.remote_calls import wait_all
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT_S = 30.0
+_DROP_TIMEOUT_S = 10.0
+
+
+def push_by_disk(
+    trainers: Sequence[ActorHandle],
+    targets: Sequence[EngineTarget],
+    *,
+    version: int,
+    local_folder: str | None,
+    keep_files: bool,
+    pause_mode: str,
+    timeout_s: float,
+) -> dict[str, float]:
+    """Bring every engine to the trainers' weights, stamped with `version`, through files. Returns perf/… and sync/…
+
+    perf/update_weights_density     share of the elements that travelled; 1 where the version is full
+    perf/update_weights_wire_bytes  of the files, each counted once (sync/bytes is the same)
+    sync/prepare_s                  trainers write and hosts pull, while the engines still generate
+    sync/pause_s                    an engine stands still: from the first that does until all have gone on
+    sync/full_hosts                 hosts that a delta did not fit, and that got a full version
+
+    Args:
+        trainers: actors with `write_weights`, `write_full_weights` and `drop_weights`, one a rank.
+        targets: the engines; those with one `node_id` share a host's copy of the weights.
+        version: of the weights.
+        local_folder: of that copy, on each host; None: engines load what the trainers wrote.
+        keep_files: do not remove the folders of older versions.
+        pause_mode: as of SGLang's /pause_generation.
+        timeout_s: limit of the whole, seconds.
+
+    Raises:
+        RuntimeError: a rank could not write, a host could not pull, or an engine not load; names it. The engines were
+            told to go on; one that did not load has the weights it had. The next push is made as any other.
+    """
+    start = time.perf_counter()
+    push = _DiskPush(trainers, targets, version, local_folder, start + timeout_s)
+    with span("write and pull"):
+        written, paths, num_full = push.distribute()
+    distributed = time.perf_counter()
+    with span("load"):
+        paused = push.load(paths, pause_mode)
+    end = time.perf_counter()
+    if not keep_files:
+        wait_all([("trainer 0: drop_weights", trainers[0].drop_weights.remote(version))], push.left())
+    num_bytes = float(sum(files["bytes"] for files in written))
+    return {
+        "perf/time_sync_s": end - start,
+        "perf/update_weights_density": written[0]["density"],
+        "perf/update_weights_wire_bytes": num_bytes,
+        "sync/prepare_s": distributed - start,
+        "sync/pause_s": end - paused,
+        "sync/bytes": num_bytes,
+        "sync/buckets": float(sum(files["files"] for files in written)),
+        "sync/gb_per_s": num_bytes / (end - start) / 1e9,
+        "sync/full_hosts": float(num_full),
+        "sync/version": float(version),
+    }
+
+
+@dataclass(frozen=True)
+class _DiskPush:
+    """One push: who takes part, and until when (`deadline` is of time.perf_counter)."""
+
+    trainers: Sequence[ActorHandle]
+    targets: Sequence[EngineTarget]
+    version: int
+    local_folder: str | None
+    deadline: float
+
+    def left(self) -> float:
+        """Seconds that the push may still take."""
+        return max(1.0, self.deadline - time.perf_counter())
+
+    def distribute(self) -> tuple[list[WriteReport], dict[str, str | None], int]:
+        """Write the files, and let each host pull them, while the engines generate.
+
+        Returns rank 0's facts of what was written (a delta's, and a full version's where a host needs that), node →
+        folder to load from, and the number of hosts that got a full version.
+        """
+        written = [self._write("write_weights")]
+        hosts = {target.node_id: target for target in reversed(self.targets)}  # one engine of each pulls for all
+        paths = self._pull(hosts, written[0]["folder"])
+        lacking = {node: target for node, target in hosts.items() if paths[node] is None}
+        if lacking:
+            logger.info("version %d goes in full to %d of %d hosts", self.version, len(lacking), len(hosts))
+            written.append(self._write("write_full_weights"))
+            paths |= self._pull(lacking, written[1]["folder"])
+        return written, paths, len(lacking)
+
+    def load(self, paths: dict[str, str | None], pause_mode: str) -> float:
+        """Pause the engines, load, and let them go on. Return when the first of them stood still.
+
+        Raises:
+            RuntimeError: an engine did not pause, load or go on.
+        """
+        failed: list[str] = []
+        try:
+            paused = pause_engines(self.targets, pause_mode, self.left())
+            stamp = str(self.version)
+            loads = [
+                (f"engine {t.index}: load", t.handle.update_weights_from_disk.remote(paths[t.node_id], version=stamp))
+                for t in self.targets
+            ]
+            # Wait for every load even if one fails: an engine resumes only with complete old or complete new weights.
+            failed += [failure for name, call in loads if (failure := _failure(name, call, self.left()))]
+        finally:
+            releases = [(f"engine {t.index}: resume", t.handle.resume.remote()) for t in self.targets]
+            failed += [failure for name, call in releases if (failure := _failure(name, call, _RELEASE_TIMEOUT_S))]
+        if failed:
+            raise RuntimeError("weight push: " + "; ".join(failed))
+        return paused
+
+    def _write(self, method: str) -> WriteReport:
+        handles = [target.handle for target in self.targets]
+        calls = [
+            (f"trainer {rank}", getattr(trainer, method).remote(self.version, handles))
+            for rank, trainer in enumerate(self.trainers)
+        ]
+        return wait_all(calls, self.left())[0]
+
+    def _pull(self, hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
+        """Host → the folder that its engines load; None where the delta in `folder` does not fit its copy."""
+        calls = [
+            (f"the host of engine {target.index}", target.handle.pull_weights.remote(folder, self.local_folder))
+            for target in hosts.values()
+        ]
+        return dict(zip(hosts, wait_all(calls, self.left()), strict=True))
+
+
+def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget], local_folder: str | None) -> None:
+    """At the end of a run: remove what versions are left, and the hosts' copies; gives up after ten seconds."""
+    calls = [("trainer 0: drop_weights", trainers[0].drop_weights.remote(None))]
+    if local_folder is not None:
+        hosts = {target.node_id: target for target in targets}
+        calls += [(f"engine {t.index}", t.handle.drop_local_copy.remote(local_folder)) for t in hosts.values()]
+    deadline = time.monotonic() + _DROP_TIMEOUT_S
+    for what, call in calls:
+        _failure(what, call, max(0.0, deadline - time.monotonic()))
+
+
+def _failure(what: str, call: ObjectRef, timeout_s: float) -> str | None:
+    """Describe the outcome of one call, and log it; None if all is well."""
+    try:
+        wait_all([(what, call)], timeout_s)
+    except RuntimeError as error:
+        logger.warning("weight push: %s", error)
+        return str(error)
+    return None

@@ -1,0 +1,78 @@
+"""A trainer rank's data for a push: its own parts, or, together with the other ranks, the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusionrl.models.families import model_rules
+from fusionrl.models.fp8 import quantized
+from fusionrl.models.hf_io import iter_hf_tensors, local_tensors
+from fusionrl.models.quantization import BlockFp8
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.push import PushPlan, PushTensor, push_tensors
+from fusionrl.weights.gather import DTYPES, PartGatherer
+
+
+@dataclass
+class Exporter:
+    """The weights of rank `rank` of a trainer, in the engines' precision `dtype` ("float32" or "bfloat16").
+
+    `reload` brings them into memory where they were given away; `quantization` says what engines hold in fp8.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    transformer: Any  # Megatron's TransformerConfig
+    shape: ModelShape
+    layout: TrainerLayout
+    rank: int
+    dtype: str
+    device: torch.device
+    reload: Callable[[], None] = lambda: None
+    quantization: BlockFp8 | None = None
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every weight, whole, as engines load it; collective over all ranks."""
+        return quantized(self.full(), self.quantization)
+
+    def full(self) -> Iterator[tuple[str, Tensor]]:
+        """The same before anything is quantised."""
+        self.reload()
+        # A router's balancing bias decides between experts whose scores are close: engines keep it in fp32, too.
+        exact = {name for rule in model_rules(self.shape).values() if rule.buffer for name in rule.hf}
+        for name, tensor in iter_hf_tensors(self.chunks, self.transformer, self.shape):
+            yield name, tensor.detach().to(torch.float32 if name in exact else DTYPES[self.dtype])
+
+    def tensors(self, group: dist.ProcessGroup | None) -> list[PushTensor]:
+        """Every tensor of the model with the stage that holds it; collective over `group`, of all ranks."""
+        own = {name for name, _, _ in local_tensors(self.chunks, self.shape)}
+        names: list[Any] = [own]
+        if self.layout.world_size > 1:
+            names = [None] * self.layout.world_size
+            dist.all_gather_object(names, own, group=group)
+        # An output layer that is tied to the embedding stands on the last stage as well.
+        stages = {name: self.layout.coordinates(rank).pp for rank, held in enumerate(names) for name in held}
+        return push_tensors(self.shape, stages.__getitem__, self.dtype, self.quantization)
+
+    def settle(self) -> None:
+        """Before the first gather of a push, on all ranks: the weights are in memory, and of the last step."""
+        self.reload()
+        for chunk in self.chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                chunk.start_param_sync(force_sync=True)
+
+    def gatherer(self, plan: PushPlan, mapped: Mapping[int, Sequence[Tensor]]) -> PartGatherer:
+        """Of this rank's part of `plan`; `mapped` as of `PartGatherer`."""
+        from megatron.core import parallel_state
+
+        own = {name: (rule, tensor) for name, rule, tensor in local_tensors(self.chunks, self.shape)}
+        groups = [parallel_state.get_tensor_model_parallel_group()]
+        if self.shape.moe is not None:
+            groups.append(parallel_state.get_expert_tensor_parallel_group())
+        return PartGatherer(self.rank, plan, own, self.shape, groups, self.device, mapped)

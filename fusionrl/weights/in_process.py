@@ -1,0 +1,164 @@
+"""Calls within one process (--in-process) with the surface of Ray's actors: `.remote()`, `get`, `wait`, `put`.
+
+An actor here is an object with a thread of its own, or several, or an event loop, as Ray gives it one in a process of
+its own. So calls queue and overlap as under Ray, and a debugger reaches all of them. `get` and `wait` take references
+of both kinds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_futures
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
+
+from fusionrl.base.pending_calls import waiting
+from fusionrl.weights.remote_calls import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+Call = tuple["Future[object]", Callable[..., object], tuple[object, ...], dict[str, object]]
+
+
+class LocalRef(Generic[T]):
+    """The answer of a call in this process. It may be awaited."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def future(self) -> Future[T]:
+        """Return the same as a future."""
+        return self._future
+
+    def __await__(self) -> Generator[object, None, T]:
+        return asyncio.wrap_future(self._future).__await__()
+
+
+def put(value: T) -> LocalRef[T]:
+    """Return a reference to a value, which is shared and not copied: nobody writes on what it was given."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return LocalRef(future)
+
+
+@overload
+def get(refs: Reference[T], timeout: float | None = None) -> T: ...
+@overload
+def get(refs: Sequence[Reference[T]], timeout: float | None = None) -> list[T]: ...
+def get(refs: Reference[T] | Sequence[Reference[T]], timeout: float | None = None) -> T | list[T]:
+    """Wait for an answer, or for all of several; raises what a call raised.
+
+    Raises:
+        TimeoutError: after `timeout` seconds.
+    """
+    with waiting(lambda: refs if isinstance(refs, list | tuple) else [refs]):
+        return _get(refs, timeout)
+
+
+def _get(refs: Reference[T] | Sequence[Reference[T]], timeout: float | None) -> T | list[T]:
+    if isinstance(refs, LocalRef):
+        answer: T = refs.future().result(timeout)
+        return answer
+    if isinstance(refs, list | tuple) and all(isinstance(ref, LocalRef) for ref in refs):
+        return [ref.future().result(timeout) for ref in refs]
+    import ray
+
+    return ray.get(refs, timeout=timeout)
+
+
+def wait(
+    refs: Sequence[Reference[T]], *, num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[Reference[T]], list[Reference[T]]]:
+    """Wait until `num_returns` calls have ended, or `timeout` seconds. Return (ended, the others), in order."""
+    if not all(isinstance(ref, LocalRef) for ref in refs):
+        import ray
+
+        ended, others = ray.wait(list(refs), num_returns=num_returns, timeout=timeout)
+        return ended, others
+    pending = {ref.future() for ref in refs}
+    num_open = max(len(pending) - num_returns, 0)
+    while len(pending) > num_open:
+        done, pending = wait_futures(pending, timeout, FIRST_COMPLETED)
+        if not done:
+            break
+    done_refs = [ref for ref in refs if ref.future().done()][:num_returns]
+    return done_refs, [ref for ref in refs if not any(ref is one for one in done_refs)]
+
+
+class LocalActor:
+    """An object whose methods are called as those of a Ray actor: `actor.method.remote(…)` returns a `LocalRef`."""
+
+    def __init__(self, make: Callable[[], object], name: str, num_threads: int = 1) -> None:
+        """Make the object in the first of its threads; async methods run on an event loop of its own."""
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._name, self._num_threads = name, num_threads
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        # Daemons: one that stands at a debugger's prompt does not hold up the end of the process.
+        for number in range(num_threads):
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True).start()
+        self._target = self._submit(make, (), {}).future().result()
+
+    def __getattr__(self, name: str) -> LocalMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return LocalMethod(self, getattr(self._target, name))
+
+    def _call(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> LocalRef:
+        if not inspect.iscoroutinefunction(method):
+            return self._submit(method, args, kwargs)
+        coroutine: Coroutine[object, object, object] = method(*args, **kwargs)
+        return LocalRef(asyncio.run_coroutine_threadsafe(coroutine, self._event_loop()))
+
+    def _submit(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> LocalRef:
+        future: Future[object] = Future()
+        self._calls.put((future, method, args, kwargs))
+        return LocalRef(future)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, method, args, kwargs = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(method(*args, **kwargs))
+            except BaseException as error:  # whoever waits for the call raises it
+                future.set_exception(error)
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name=f"{self._name}-loop", daemon=True).start()
+            return self._loop
+
+    def _end(self) -> None:
+        """Let its threads end when they have nothing to do."""
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+
+
+class LocalMethod:
+    """A method of a `LocalActor`."""
+
+    def __init__(self, actor: LocalActor, method: Callable[..., object]) -> None:
+        self._actor, self._method = actor, method
+
+    def remote(self, *args: object, **kwargs: object) -> LocalRef:
+        """Begin the call; returns at once."""
+        return self._actor._call(self._method, args, kwargs)
+
+
+def end(actor: LocalActor) -> None:
+    """Let an actor's threads end."""
+    actor._end()

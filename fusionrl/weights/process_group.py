@@ -1,0 +1,65 @@
+"""Process groups between a trainer rank and SGLang's ranks, outside the trainer's default group.
+
+The engine's side is `/init_weights_update_group`: every SGLang rank opens the store at the given address (see
+`fusionrl.base.torch_stores` and `fusionrl.engines.rendezvous`), puts the group's name as a prefix before its keys, and
+makes a group of `world_size` ranks from it with torch's group constructor. Any process that does the same is a member;
+nothing of SGLang is needed.
+torch has no public call for a second, independent group, so the constructor behind `init_process_group` is
+used, on both sides the one of the installed torch, which keeps the keys equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fusionrl.base.group_rendezvous import connecting, meet
+from fusionrl.base.torch_stores import create_group_store, join_group_store
+
+__all__ = ["create_group_store", "init_external_group"]
+
+
+def init_external_group(
+    backend: str,
+    master_address: str,
+    master_port: int,
+    world_size: int,
+    rank: int,
+    group_name: str,
+    timeout_s: float,
+    *,
+    store: dist.Store | None = None,
+) -> dist.ProcessGroup:
+    """Join the group `group_name`; blocks until all `world_size` ranks have. Its communicator is there afterwards.
+
+    `backend` is "gloo" or "nccl". Rank 0 passes the `store` that `create_group_store` made; another rank joins the one
+    at `master_address:master_port`. `timeout_s` bounds the meeting and every later collective. The default group may
+    or may not exist. End with `torch.distributed.destroy_process_group(group)`.
+
+    Raises:
+        RuntimeError: the others do not come in time, or the meeting is called off (`fusionrl.base.group_rendezvous`).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if store is None:
+        store = join_group_store(master_address, master_port, timeout_s)
+    store.set_timeout(timeout)
+    meet(store, rank, world_size, timeout_s)
+    # torch 2.6 renamed the argument.
+    parameters = inspect.signature(c10d._new_process_group_helper).parameters
+    options = "backend_options" if "backend_options" in parameters else "pg_options"
+    group, _ = connecting(c10d._new_process_group_helper)(
+        world_size,
+        rank,
+        [],  # no ranks of a default group: the group stands alone
+        c10d.Backend(backend),
+        dist.PrefixStore(group_name, store),
+        group_name=group_name,
+        timeout=timeout,
+        **{options: None},
+    )
+    # Collectives translate a global rank into the group's; here they are the same.
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group

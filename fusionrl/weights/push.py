@@ -1,0 +1,116 @@
+"""The protocol of a weight push, run by the driver: prepare, pause, begin, transfer, end, continue.
+
+The engines stand still from pause to continue. Whatever fails, they are released again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fusionrl.observe.spans import span
+from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.weights.pause import pause_engines
+from fusionrl.weights.rank_reports import SendReport
+from fusionrl.weights.remote_calls import wait_all
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT_S = 30.0
+
+
+def push_weights(
+    trainers: Sequence[ActorHandle],
+    targets: Sequence[EngineTarget],
+    feeds: Sequence[Feed],
+    *,
+    version: int,
+    transport: str,
+    pause_mode: str,
+    timeout_s: float,
+) -> dict[str, float]:
+    """Bring every engine to the trainers' weights, stamped with `version`. Returns perf/… and sync/… metrics:
+
+    sync/prepare_s   plan, groups, buffers and the first gathers, while the engines still generate
+    sync/pause_s     an engine stands still: from the first that does until all have gone on
+    sync/transfer_s  part of it: from the first byte sent to the last answer
+    sync/bytes       of the weights, each counted once
+    sync/calls       requests to engines that carried weights
+    sync/gb_per_s    1e9 bytes that all engines together received a second of the transfer
+
+    Raises:
+        RuntimeError: an engine or a trainer failed, or `timeout_s` seconds passed; names it. The engines were told to
+        go on (with whatever they hold), so that they can be pushed to again or shut down.
+    """
+    start = time.perf_counter()
+
+    def left() -> float:
+        return max(1.0, timeout_s - (time.perf_counter() - start))
+
+    def of_trainers(method: str, *args: object) -> list[tuple[str, ObjectRef]]:
+        return [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
+
+    def ask_engines(method: str, *args: object) -> None:
+        calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
+        wait_all(calls, left())
+
+    with span("prepare"):
+        wait_all(of_trainers("prepare_push", list(targets), transport), left())
+    prepared = time.perf_counter()
+    not_released: list[str] = []
+    try:
+        with span("pause engines"):
+            paused = pause_engines(targets, pause_mode, left())
+        try:
+            ask_engines("begin_weight_update")
+            calls = of_trainers("push_weights", list(targets), list(feeds), version, transport)
+            with span("transfer"):
+                sent: list[SendReport] = wait_all(calls, left())
+        finally:
+            not_released += _release(targets, "end_weight_update")
+    finally:
+        not_released += _release(targets, "resume")
+    if not_released:
+        raise RuntimeError("weight push: " + "; ".join(not_released))
+    end = time.perf_counter()
+    return {
+        "perf/time_sync_s": end - start,
+        "sync/prepare_s": prepared - start,
+        "sync/pause_s": end - paused,
+        "sync/version": float(version),
+        **_totals(sent, len(targets)),
+    }
+
+
+def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
+    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
+    num_bytes = float(sum(report["bytes"] for report in sent))
+    ends = [report for report in sent if "last_s" in report]
+    seconds = max(report["last_s"] for report in ends) - min(report["first_s"] for report in ends)
+    return {
+        "sync/transfer_s": seconds,
+        "sync/bytes": num_bytes,
+        "sync/buckets": float(sum(report["buckets"] for report in sent)),
+        "sync/calls": float(sum(report["calls"] for report in sent)),
+        "sync/gb_per_s": num_bytes * num_engines / seconds / 1e9,
+    }
+
+
+def _release(targets: Sequence[EngineTarget], method: str) -> list[str]:
+    """Tell every engine, also one of which nobody knows how far it came; returns what went wrong."""
+    calls = [(f"engine {target.index}: {method}", getattr(target.handle, method).remote()) for target in targets]
+    failed = []
+    for call in calls:
+        try:
+            wait_all([call], _RELEASE_TIMEOUT_S)
+        except RuntimeError as error:
+            # Where an error broke the push it is on its way up; a dead engine cannot be released.
+            logger.warning("weight push: %s", error)
+            failed.append(str(error))
+    return failed

@@ -1,0 +1,84 @@
+"""Waiting for calls of other processes: of Ray actors, or of plain objects where there is no Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from typing import Generic, ParamSpec, Protocol, TypeVar
+
+from fusionrl.base.pending_calls import waiting
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Reference(Protocol[T]):
+    """The answer of an actor that is under way: a Ray ObjectRef."""
+
+    def future(self) -> Future[T]:
+        """The same as a future."""
+
+
+def stamp_of(version: int | None) -> dict[str, object]:
+    """Return what a request that brings weights says besides: the version, or None (more will come), and "flush"."""
+    return {"version": None if version is None else str(version), "flush_cache": version is not None}
+
+
+def future_of(call: Future[T] | Reference[T]) -> Future[T]:
+    """The future of a started call: a Ray reference's, or the call itself."""
+    return call if isinstance(call, Future) else call.future()
+
+
+def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: float) -> list[T]:
+    """Results of all (what it is, started call), in order; raises as soon as one has failed, as others may wait for it.
+
+    Raises:
+        RuntimeError: one failed, or did not end within `timeout_s` seconds; with what it was.
+    """
+    names = {future_of(call): name for name, call in calls}
+    deadline = time.monotonic() + timeout_s
+    pending = set(names)
+    with waiting(lambda: [names[future] for future in pending]):
+        while pending:
+            done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+            if not done:
+                waited = ", ".join(sorted(names[future] for future in pending))
+                raise RuntimeError(f"{waited}: no end after {timeout_s:.0f} s (--update-weight-timeout-s)")
+            for future in done:
+                error = future.exception()
+                if error is not None:
+                    cause = getattr(error, "cause", None) or error  # of a Ray actor, whose text is its whole traceback
+                    raise RuntimeError(f"{names[future]}: {cause}") from error
+    return [future.result() for future in names]
+
+
+class Threaded:
+    """`target` with a Ray actor's way of calling: `Threaded(engine).pause.remote("abort")` is a future.
+
+    For tools and tests that do without Ray. Pickled, it takes `target` with it and makes threads anew.
+    """
+
+    def __init__(self, target: object) -> None:
+        self.target = target
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"target": self.target}
+
+    def __getattr__(self, name: str) -> _Method[..., object]:
+        if name.startswith("_") or name == "target":
+            raise AttributeError(name)
+        return _Method(self._pool, getattr(self.target, name))
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(8, thread_name_prefix="call")
+
+
+class _Method(Generic[P, T]):
+    def __init__(self, pool: ThreadPoolExecutor, method: Callable[P, T]) -> None:
+        self._pool, self._method = pool, method
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._pool.submit(self._method, *args, **kwargs)

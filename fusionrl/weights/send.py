@@ -1,0 +1,409 @@
+"""The trainers' half of a weight push: bytes from trainer memory to the engines.
+
+`prepare` does what needs no standing engine: groups, buffers, the first gathers. `send` moves the bytes:
+
+broadcast  each source and all engine ranks form a group (NCCL or gloo); each bucket is one flat broadcast.
+ipc        on a CPU: each source writes its buckets into shared memory, or sends them by value to another node.
+           CUDA: each engine rank maps the memory of the trainer rank on its own GPU (CUDA IPC), so every trainer rank
+           has every tensor.
+
+The rank's main thread gathers (the trainer's process groups are used nowhere else), a second thread sends (so are the
+groups with the engines): the next bucket is gathered while this one is sent. Pausing, version and release are the
+protocol's business (`fusionrl.weights.push`), which runs in the driver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusionrl.base.torch_stores import create_group_store, join_group_store
+from fusionrl.engines.payload import SharedBuffer
+from fusionrl.engines.segments import map_segment
+from fusionrl.models.fp8 import quantized
+from fusionrl.observe.spans import note, span
+from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, plan_push
+from fusionrl.weights.broadcast import Broadcast
+from fusionrl.weights.cuda_ipc import CudaIpc
+from fusionrl.weights.export import Exporter
+from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, views_of
+from fusionrl.weights.push_threads import start_thread
+from fusionrl.weights.rank_reports import SendReport, new_send_report
+from fusionrl.weights.remote_calls import stamp_of
+from fusionrl.weights.send_order import PushStopped, Turns
+from fusionrl.weights.shared_memory import send_shared
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Order:
+    """One push, prepared: its plan, and this rank's buffers with what is gathered already."""
+
+    targets: tuple[EngineTarget, ...]
+    transport: str
+    plan: PushPlan
+    gatherer: PartGatherer
+    buffers: list[SharedBuffer] | list[Tensor]
+    turns: Turns
+    broadcast: Broadcast | None = None  # this rank's group, where it sends by one
+    ready: SimpleQueue[tuple[Bucket, SharedBuffer | Tensor, Parts] | None] = field(default_factory=SimpleQueue)
+    free: SimpleQueue[SharedBuffer | Tensor] = field(default_factory=SimpleQueue)
+
+
+class WeightSender:
+    """One trainer rank's sender. All ranks call `prepare`, and then `send`, together."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        device: str,
+        backend: str,
+        host: str,
+        exporter: Exporter,
+        buffer_size: int,
+        timeout_s: float,
+        node_id: str = "",
+        object_group: dist.ProcessGroup | None = None,
+        overlapped: bool = True,
+    ) -> None:
+        """`host` is this node's address, `node_id` its name as the targets have it; `object_group` is a gloo group over
+        all trainer ranks (None: there is one). Without `overlapped` no bucket is gathered before the one before is
+        sent, to measure what that costs."""
+        self.rank, self.device, self.backend, self.host = rank, device, backend, host
+        self.exporter, self.node_id = exporter, node_id
+        self.buffer_size, self.timeout_s = buffer_size, timeout_s
+        self.object_group, self.overlapped = object_group, overlapped
+        # Engines reached → their group: those that only evaluate take part in some pushes alone.
+        self._broadcasts: dict[tuple[int, ...], Broadcast] = {}
+        self._order: _Order | None = None
+        self._buffers: list[SharedBuffer] | list[Tensor] = []  # of this rank as a source; see `_make_buffers`
+        self._store: dist.Store | None = None
+        self._nodes: list[str] = []
+        self._num_pushes = 0
+        self._has_failed = False  # in the last push
+
+    # ------------------------------------------------------------------------------------ preparation
+    def prepare(self, targets: Sequence[EngineTarget], transport: str) -> None:
+        """Make the plan and the groups, unless those of the last push still fit, and gather the first buckets.
+
+        Raises:
+            RuntimeError: an engine refused or died, or another rank failed.
+        """
+        self.exporter.settle()
+        if transport == "ipc" and self.device == "cuda":
+            return
+        self._meet()
+        wanted = [_process(target) for target in targets]
+        order, self._order = self._order, None
+        fits = order is not None and (order.transport, [*map(_process, order.targets)]) == (transport, wanted)
+        # After a failure some ranks have begun anew, and all must.
+        everyone = self._tell_all((fits, self._num_pushes, self._has_failed))
+        self._num_pushes = 1 + max(number for _, number, _ in everyone)
+        if any(has_failed for *_, has_failed in everyone):
+            self.disconnect()  # nobody knows which engines still have which groups
+        self._has_failed = False
+        if order is None or not all(fits for fits, *_ in everyone):
+            order = None  # what it alone has goes before the new one comes
+            order = self._make_order(tuple(targets), transport)
+        order.turns.forget()  # of the last push, which is over on all ranks
+        store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
+        order.turns = Turns(store, f"push-{self._num_pushes}", self.timeout_s)
+        order.targets, order.ready, order.free = tuple(targets), SimpleQueue(), SimpleQueue()
+        self._order = order
+        # Not overlapped, a lone source, which has no store to take turns by, has one buffer and waits until it is sent.
+        for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
+            order.free.put(buffer)
+        try:
+            try:
+                self._connect(order)
+            except BaseException as error:
+                order.turns.fail(error)
+                raise
+            finally:
+                # Also after a failure: other ranks send their parts here.
+                for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
+                    self._gather(order, bucket)
+        except BaseException as error:  # raised again, when the others know
+            self._give_up(error)
+            raise
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.exporter.layout.world_size == 1
+
+    def _tell_all(self, fact: T) -> list[T]:
+        """Gather the reports of all ranks; collective."""
+        facts = [fact]
+        if not self._is_alone:
+            facts *= self.exporter.layout.world_size  # the places of the others'
+            dist.all_gather_object(facts, fact, group=self.object_group)
+        return facts
+
+    def _meet(self) -> None:
+        """Once: the store of the turns, and every rank's node."""
+        if self._nodes:
+            return
+        store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
+        facts = self._tell_all((self.node_id, self.host, store.port if store is not None else 0))
+        if not self._is_alone:
+            self._store = store or join_group_store(facts[0][1], facts[0][2], self.timeout_s)
+        self._nodes = [node for node, _, _ in facts]
+
+    def _make_order(self, targets: tuple[EngineTarget, ...], transport: str) -> _Order:
+        exporter = self.exporter
+        plan = plan_push(
+            exporter.tensors(self.object_group),
+            exporter.layout,
+            targets,
+            self._nodes,
+            self.buffer_size,
+            self._num_experts,
+            by_node=transport == "ipc",
+        )
+        buffers = self._make_buffers(plan, transport)
+        gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
+        return _Order(targets, transport, plan, gatherer, buffers, Turns(None, "", 0.0))
+
+    def _make_buffers(self, plan: PushPlan, transport: str) -> list[SharedBuffer] | list[Tensor]:
+        """A source's, in shared memory where engines or other ranks of this host read or write them.
+
+        Those of the push before where they fit: engines keep a segment mapped until its slot has another one, and both
+        would be in memory meanwhile.
+        """
+        num_bytes, _ = plan.buffer_bytes(self.rank)
+        count = min(BUFFERS, len(plan.of_source(self.rank)))
+        is_shared = transport == "ipc" or self._members_near(plan, self.rank)
+        held, self._buffers = self._buffers, []
+        fits = len(held) == count > 0 and _flat(held[0]).numel() == num_bytes
+        if fits and isinstance(held[0], SharedBuffer) == is_shared:
+            self._buffers = held
+            return held
+        del held  # these go before the new ones come
+        if is_shared:
+            self._buffers = [SharedBuffer(num_bytes, f"{self.rank}.{i}") for i in range(count)]
+        else:
+            # Written once here: the first touch of fresh memory costs more than what is copied into it.
+            self._buffers = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)
+            ]
+        return self._buffers
+
+    def _members_near(self, plan: PushPlan, source: int) -> bool:
+        """Return whether `source` gathers from others, and all of them on its host's memory."""
+        members = {member for bucket in plan.of_source(source) for member in bucket.members}
+        return self.device == "cpu" and len(members) > 1 and len({self._nodes[member] for member in members}) == 1
+
+    def _map_buffers(self, plan: PushPlan, buffers: list[SharedBuffer] | list[Tensor]) -> dict[int, list[Tensor]]:
+        """Source → its buffers, of the sources that this rank shares memory with; collective over all ranks."""
+        near = [source for source in plan.sources if self._members_near(plan, source)]
+        if not near:
+            return {}
+        offered: dict[int, list[tuple[str, int, int]]] = {}
+        if self.rank in near:
+            members = {member for bucket in plan.of_source(self.rank) for member in bucket.members}
+            offered = {m: [buffer.where for buffer in buffers] for m in members - {self.rank}}
+        all_offered = self._tell_all(offered)
+        mapped = {
+            source: [map_segment(where) for where in all_offered[source][self.rank]]
+            for source in near
+            if self.rank in all_offered[source]
+        }
+        return mapped | ({self.rank: [buffer.flat for buffer in buffers]} if offered else {})
+
+    @property
+    def _num_experts(self) -> int:
+        moe = self.exporter.shape.moe
+        return moe.num_experts if moe else 0
+
+    def _connect(self, order: _Order) -> None:
+        """The sources' groups, one source after the other."""
+        if order.transport != "broadcast" or self.rank not in order.plan.sources:
+            return
+        place = order.plan.sources.index(self.rank)
+        order.turns.wait(f"connected-{source}" for source in order.plan.sources[:place])
+        reached = order.plan.engines_of(self.rank)
+        targets = [target for target in order.targets if target.index in reached]
+        key = tuple(target.index for target in targets)
+        # Engines of others come and go: each time, all groups that were made with those before are of no use any more.
+        guests = {target.index for target in targets if target.host}
+        for old in [old for old, broadcast in self._broadcasts.items() if broadcast.guests != guests]:
+            self._broadcasts.pop(old).close()
+        if key not in self._broadcasts:
+            self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s, self.exporter.device)
+        order.broadcast = self._broadcasts[key]
+        order.broadcast.connect(targets)
+        order.turns.done(f"connected-{self.rank}")
+
+    def _gather(self, order: _Order, bucket: Bucket) -> None:
+        with span("gather", bucket=bucket.number, source=bucket.source):
+            self._gather_now(order, bucket)
+
+    def _gather_now(self, order: _Order, bucket: Bucket) -> None:
+        if bucket.source != self.rank:
+            order.gatherer.gather(bucket, None)
+            return
+        buffer = order.free.get()
+        order.gatherer.gather(bucket, _flat(buffer))
+        parts = views_of(bucket, _flat(buffer))
+        if bucket.is_quantised:
+            parts = convert_in_place(parts, _flat(buffer), partial(quantized, spec=self.exporter.quantization))
+            assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()  # another thread reads it
+        order.ready.put((bucket, buffer, parts))
+
+    def _gather_in_turn(self, order: _Order) -> None:
+        for bucket in order.plan.buckets:
+            if self.rank in bucket.members:
+                order.turns.wait(range(max(0, bucket.number - 1), bucket.number))
+                self._gather(order, bucket)
+
+    # ------------------------------------------------------------------------------------ sending
+    def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
+        """Send every tensor once to every engine; after `prepare` with the same targets. With its last bucket an
+        engine gets the version, and empties its KV cache.
+
+        Returns what this rank sent: bytes (each once, however many engines received it), buckets, calls; and seconds:
+        send_s (in calls of engines), first_s and last_s (when the first byte left and the last call ended, on the
+        machine's own clock).
+
+        Raises:
+            RuntimeError: an engine refused or died, another rank failed, or it took longer than the time limit.
+        """
+        if transport == "ipc" and self.device == "cuda":
+            executor = CudaIpc(self.rank, self.object_group, self.timeout_s, self.exporter.device)
+            return executor.send(self.exporter.whole(), self.buffer_size, targets, feeds, version)
+        order = self._order
+        assert order is not None, "prepare comes first"
+        is_source = self.rank in order.plan.sources
+        sending = _Sending(order, self._send_one, version, self.exporter.device) if is_source else None
+        try:
+            if self.overlapped:
+                for bucket in order.plan.gathers(self.rank)[1]:
+                    self._gather(order, bucket)
+            else:
+                self._gather_in_turn(order)
+            if sending is not None:
+                sending.finish()
+        except BaseException as error:  # raised again, when the others know
+            if sending is not None:
+                sending.abandon(error)
+            self._give_up(error)
+            raise
+        return sending.report if sending is not None else new_send_report()
+
+    def _send_one(
+        self, order: _Order, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, version: int
+    ) -> int:
+        left_s, complete = order.turns.left_s(), order.plan.completes(bucket)
+        if order.transport == "broadcast":
+            assert complete in ((), bucket.engines), "one source serves all engines"
+            named = [(name, view) for _, name, view in parts]
+            stamp = stamp_of(version if complete else None)
+            assert order.broadcast is not None
+            return order.broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
+        reached = [
+            (target, stamp_of(version if target.index in complete else None))
+            for target in order.targets
+            if target.index in bucket.engines
+        ]
+        return send_shared(parts, buffer, reached, self.node_id, self._num_experts, left_s)
+
+    def _give_up(self, error: BaseException) -> None:
+        """After a failure: the others stop, and the next push begins anew."""
+        if self._order is not None:
+            self._order.turns.fail(error)
+        self._order, self._has_failed = None, True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Leave the groups with the engines."""
+        for broadcast in self._broadcasts.values():
+            broadcast.close()
+
+
+class _Sending:
+    """The thread that sends what the main thread gathers. It goes on taking buckets when it has failed, without sending
+    them: the main thread, and so the gathers of other ranks, must not wait for a buffer."""
+
+    def __init__(
+        self,
+        order: _Order,
+        send: Callable[[_Order, Bucket, SharedBuffer | Tensor, Parts, int], int],
+        version: int,
+        device: torch.device,
+    ) -> None:
+        self.order, self._send, self._version = order, send, version
+        self.report = new_send_report()
+        self._failure: BaseException | None = None
+        self._thread = start_thread(device, self._run)
+
+    def _run(self) -> None:
+        order = self.order
+        while True:
+            item = order.ready.get()
+            if item is None:
+                return
+            bucket, buffer, parts = item
+            if self._failure is None:
+                try:
+                    # Broadcasts take turns. Where engines only copy, they see to that, but the version comes last.
+                    is_last = bool(order.plan.completes(bucket))
+                    before = range(bucket.number) if is_last else range(max(0, bucket.number - 1), bucket.number)
+                    order.turns.wait(before if order.transport == "broadcast" or is_last else ())
+                    self._timed(bucket, buffer, parts)
+                except BaseException as error:  # raised in the main thread, by `finish`
+                    self._failure = error
+                    order.turns.fail(error)
+            order.free.put(buffer)
+            if bucket is order.plan.of_source(bucket.source)[-1]:
+                return
+
+    def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts) -> None:
+        start, total, start_ns = time.time(), len(self.order.plan.buckets), time.monotonic_ns()
+        try:
+            calls = self._send(self.order, bucket, buffer, parts, self._version)
+        except RuntimeError as error:
+            raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
+        self.order.turns.done(bucket.number)
+        end = time.time()
+        note("send", start_ns, time.monotonic_ns(), "send", bucket=bucket.number, bytes=bucket.sent_bytes)
+        report = self.report
+        report["bytes"] += bucket.sent_bytes
+        report["buckets"] += 1
+        report["calls"] += calls
+        report["send_s"] += end - start
+        report.setdefault("first_s", start)
+        report["last_s"] = end
+
+    def finish(self) -> None:
+        """Wait for the last bucket. Raises what went wrong in this thread."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def abandon(self, error: BaseException) -> None:
+        """The main thread has failed: end this one."""
+        self.order.turns.fail(error)
+        self.order.ready.put(None)
+        if not isinstance(error, PushStopped):
+            self._thread.join(5.0)
+
+
+def _process(target: EngineTarget) -> tuple[int, int, str]:
+    """Return the process of an engine, and its host."""
+    return target.index, target.num_restarts, target.node_id
+
+
+def _flat(buffer: SharedBuffer | Tensor) -> Tensor:
+    return buffer.flat if isinstance(buffer, SharedBuffer) else buffer

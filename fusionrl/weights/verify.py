@@ -1,0 +1,213 @@
+"""Verification of a weight push, run by the driver: checksums of tensors, and log-probs of a probe, on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.generation import Generation
+from fusionrl.plan.push import EngineTarget
+from fusionrl.weights.in_process import get
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+_PROBE_PROMPTS = (3, 8, 16, 21)  # tokens of each
+_PROBE_TOKENS = 8
+_NUM_SHOWN = 5
+
+
+class WeightMismatch(RuntimeError):
+    """A verified push left an engine with other weights than the trainers'."""
+
+
+@dataclass
+class Verification:
+    """One verification of a push, in three steps, between which memory may change hands.
+
+    The prompts of the probe are always the same, so that an engine that kept what it had cached of the weights before
+    is found as well. `tolerance` is of the mean |log-prob difference|. Where engines may lay tensors out in their own
+    way (not `is_exact`: on GPUs) checksums that differ are told, and count where the log-probs differ as well.
+    """
+
+    trainers: Sequence[ActorHandle]
+    targets: Sequence[EngineTarget]
+    urls: Sequence[str]
+    _: KW_ONLY
+    api_key: str | None
+    vocab_size: int
+    version: int
+    temperature: float
+    tolerance: float
+    is_exact: bool
+    _num_tensors: int = field(default=0, init=False)
+    _wrong: dict[int, str] = field(default_factory=dict, init=False)
+    _answers: list[list[Generation]] = field(default_factory=list, init=False)
+
+    def compare_tensors(self) -> None:
+        """Compare the checksums of all tensors; both sides have their weights.
+
+        Raises:
+            WeightMismatch: names the engine and the tensors.
+        """
+        self._num_tensors, self._wrong = _compare_checksums(self.trainers, self.targets)
+        for text in self._wrong.values():
+            if self.is_exact:
+                raise WeightMismatch(text)
+            logger.warning("%s (as the engine lays them out; the log-probs decide)", text)
+
+    def ask_probe(self) -> None:
+        """Let each engine answer a few prompts; the engines are whole.
+
+        Raises:
+            WeightMismatch: one has another version than was pushed.
+        """
+        self._answers = asyncio.run(_ask(self.urls, self.api_key, self.vocab_size, self.temperature))
+        for target, own in zip(self.targets, self._answers, strict=True):
+            # An engine may call its weights by a name, which is no version of ours.
+            versions = sorted({v for answer in own for v, _ in answer.weight_versions}, key=str)
+            if versions != [self.version]:
+                raise WeightMismatch(
+                    f"engine {target.index}: stamped version {versions} after a push of version {self.version}"
+                )
+
+    def judge(self) -> dict[str, float]:
+        """Compare the log-probs of the answers; the trainers have their weights.
+
+        Returns:
+            sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
+            sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
+
+        Raises:
+            WeightMismatch: names the engine and the difference.
+        """
+        shard = _shard(_prompts(self.vocab_size), self._answers)
+        scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]
+        means, largest = [], 0.0
+        for target, own in zip(self.targets, self._answers, strict=True):
+            given, scored = scored[: len(own)], scored[len(own) :]
+            differences = np.abs(np.concatenate(given) - np.concatenate([answer.log_probs for answer in own]))
+            means.append(float(differences.mean()))
+            largest = max(largest, float(differences.max()))
+            if not means[-1] <= self.tolerance:
+                raise WeightMismatch(
+                    f"engine {target.index}: after the push its log-probs differ from the trainers' by {means[-1]:.2e}"
+                    f" on average, more than --verify-tolerance {self.tolerance:.1e}"
+                    + (f"; {self._wrong[target.index]}" if target.index in self._wrong else "")
+                )
+        return {
+            "sync/verify_logprob_diff": max(means),
+            "sync/verify_logprob_diff_max": largest,
+            "sync/verify_tensors": float(self._num_tensors),
+        }
+
+
+def verify_push(
+    trainers: Sequence[ActorHandle],
+    targets: Sequence[EngineTarget],
+    urls: Sequence[str],
+    *,
+    api_key: str | None,
+    vocab_size: int,
+    version: int,
+    temperature: float,
+    tolerance: float,
+    is_exact: bool,
+) -> dict[str, float]:
+    """Take the three steps of a `Verification`, which see, one after the other.
+
+    Raises:
+        WeightMismatch: names the engine and the tensors, or the difference of the log-probs.
+    """
+    verification = Verification(
+        trainers,
+        targets,
+        urls,
+        api_key=api_key,
+        vocab_size=vocab_size,
+        version=version,
+        temperature=temperature,
+        tolerance=tolerance,
+        is_exact=is_exact,
+    )
+    verification.compare_tensors()
+    verification.ask_probe()
+    return verification.judge()
+
+
+def compare_checksums(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+    """Names of the tensors that differ, are missing in the engine, or that the engine has beyond those sent."""
+    names = sorted(expected.keys() | found.keys())
+    return [name for name in names if expected.get(name) != found.get(name)]
+
+
+def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget]) -> tuple[int, dict[int, str]]:
+    """The number of tensors that are equal, and for each engine that has other ones which they are."""
+    sizes = sorted({target.tp_size for target in targets})
+    expected = {size: get([t.weight_checksums.remote(size) for t in trainers])[0] for size in sizes}
+    num_equal, wrong = 0, {}
+    for target in targets:
+        found = get(target.handle.weight_checksums.remote())
+        if found is None:  # the engine's version cannot report them
+            logger.warning("engine %d: there are no checksums; its push is verified by log-probs alone", target.index)
+            continue
+        for rank, (want, have) in enumerate(zip(expected[target.tp_size], found, strict=True)):
+            names = compare_checksums(want, have)
+            num_equal += len(want.keys() - set(names))
+            if names and target.index not in wrong:
+                more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+                shown = ", ".join(names[:_NUM_SHOWN])
+                wrong[target.index] = f"engine {target.index}, rank {rank}: {len(names)} tensors differ: {shown}{more}"
+    return num_equal, wrong
+
+
+def _prompts(vocab_size: int) -> list[np.ndarray]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocab_size, length).astype(np.int32) for length in _PROBE_PROMPTS]
+
+
+async def _ask(urls: Sequence[str], api_key: str | None, vocab_size: int, temperature: float) -> list[list[Generation]]:
+    """For each engine its answers of a few tokens to `_prompts`."""
+    prompts = _prompts(vocab_size)
+    params = {"max_new_tokens": _PROBE_TOKENS, "temperature": temperature, "ignore_eos": True}
+
+    async def ask(url: str) -> list[Generation]:
+        async with GenerateClient(url, api_key, 300.0, len(prompts), vocab_size=vocab_size) as client:
+            payloads = [{"input_ids": p.tolist(), "sampling_params": params, "return_logprob": True} for p in prompts]
+            return list(await asyncio.gather(*(client.generate(payload) for payload in payloads)))
+
+    return list(await asyncio.gather(*(ask(url) for url in urls)))
+
+
+def _shard(prompts: Sequence[np.ndarray], answers: Sequence[Sequence[Generation]]) -> TrainShard:
+    """All engines' answers, one after the other, for the trainers to score; each a micro-batch."""
+    tokens = [
+        np.concatenate([p, a.tokens]).astype(np.int32) for own in answers for p, a in zip(prompts, own, strict=True)
+    ]
+    counts = np.array([len(answer.tokens) for own in answers for answer in own], np.int32)
+    rewards, numbers = np.zeros(len(tokens), np.float32), np.arange(len(tokens))
+    return TrainShard(
+        rollout_id=-1,
+        total_lengths=np.array([len(one) for one in tokens], np.int32),
+        response_lengths=counts,
+        fields={
+            "tokens": np.concatenate(tokens),
+            "loss_mask": np.ones(int(counts.sum()), np.float32),
+            "rewards": rewards,
+            "raw_rewards": rewards,
+            "sample_index": numbers,
+            "group_index": numbers,
+            "truncated": np.zeros(len(tokens), np.bool_),
+        },
+        steps=[TrainStep([[i] for i in range(len(tokens))], int(counts.sum()), len(tokens))],
+        metadata=[{} for _ in tokens],
+    )

@@ -1,0 +1,227 @@
+"""Members of a group meet in its store, and are let go when one of them never comes. The stores and groups are real."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fusionrl.base import group_rendezvous
+from fusionrl.base.environment import FOLDER_VARIABLE
+from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, CalledOff, attend, call_off, connecting, meet
+from fusionrl.base.torch_stores import create_group_store, join_group_store
+from fusionrl.engines import rendezvous
+
+HOST, LONG_S = "127.0.0.1", 1800.0
+
+
+@pytest.fixture(params=["file", "tcp"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dist.Store:
+    """Rank 0's; the others join it."""
+    if request.param == "file":
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    else:
+        monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    return create_group_store(HOST, 30.0)
+
+
+def joined(store: dist.Store) -> dist.Store:
+    return join_group_store(HOST, store.port, 30.0)  # type: ignore[attr-defined]
+
+
+def test_all_come(store: dist.Store) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(meet, joined(store), rank, 3, LONG_S) for rank in (1, 2)]
+        assert not any(other.done() for other in others)
+        meet(store, 0, 3, 30.0)
+        assert [other.result(10) for other in others] == [None, None]
+
+
+def test_a_meeting_that_is_called_off(store: dist.Store) -> None:
+    """An engine whose neighbour refuses is free at once, and not after half an hour."""
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(meet, joined(store), rank, 3, LONG_S) for rank in (0, 1)]
+        time.sleep(0.1)
+        call_off(store, "engine 1: no group today")
+        for one in waiting:
+            with pytest.raises(CalledOff, match="engine 1: no group today"):
+                one.result(10)
+
+
+def test_rank_0s_limit_holds_for_all(store: dist.Store) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(meet, joined(store), 1, 4, LONG_S), pool.submit(meet, store, 0, 4, 0.2)]
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"ranks 2, 3 did not come within 0 s \(--update-weight-timeout-s\)"):
+                call.result(10)
+
+
+def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer with the store has died."""
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    store = create_group_store(HOST, 30.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, joined(store), 1, 2, LONG_S)
+        time.sleep(0.1)
+        del store
+        with pytest.raises(RuntimeError):
+            waiting.result(10)
+
+
+def made_group(store: dist.Store, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
+    """A gloo group, with half an hour for its ranks to come, as SGLang makes it."""
+    group, _ = connecting(c10d._new_process_group_helper)(
+        *(world_size, rank, [], c10d.Backend("gloo"), dist.PrefixStore(name, store)),
+        group_name=name,
+        timeout=timedelta(seconds=LONG_S),
+        backend_options=None,
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+@pytest.mark.parametrize("kind", [PUSH_GROUP, MIXED_GROUP])
+def test_a_group_is_called_off_while_it_waits_in_gloo(kind: str, store: dist.Store) -> None:
+    """A guest that dies after it was said to be there: the others sat in gloo's constructor for half an hour."""
+
+    def join(own: dist.Store, rank: int) -> None:
+        meet(own, rank, 3, 600.0)
+        made_group(own, f"{kind}a", rank, 3)
+
+    attend(store, 2)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(join, joined(store), rank) for rank in (0, 1)]
+        time.sleep(0.5)
+        assert not any(one.done() for one in waiting)
+        call_off(store, "engine 5 is dead")
+        for one in waiting:
+            with pytest.raises(RuntimeError, match="engine 5 is dead"):
+                one.result(10)
+    assert not group_rendezvous._kept
+
+
+def test_rank_0s_limit_holds_in_gloo_too(store: dist.Store) -> None:
+    attend(store, 1)
+    with ThreadPoolExecutor(1) as pool:
+
+        def join() -> None:
+            meet(store, 0, 2, 0.3)
+            made_group(store, f"{MIXED_GROUP}b", 0, 2)
+
+        with pytest.raises(RuntimeError, match=r"not all of its ranks joined within 0 s \(--update-weight-timeout-s\)"):
+            pool.submit(join).result(20)
+
+
+GUEST = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torch.distributed import distributed_c10d as c10d
+host, port, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+group, _ = c10d._new_process_group_helper(
+    2, 1, [], c10d.Backend("gloo"), store, group_name=name, timeout=timedelta(seconds=60), backend_options=None
+)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+found = torch.zeros(4)
+dist.broadcast(found, src=0, group=group)
+assert found.tolist() == [0, 1, 2, 3], found
+dist.destroy_process_group(group)  # or gloo's threads, still alive at the exit, abort the process now and then
+"""
+
+
+def test_a_guest_that_knows_only_torch_joins_and_gets_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store is torch's own, ours can be called off: both lay their keys out in the same way."""
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    store, name = create_group_store(HOST, 30.0), f"{MIXED_GROUP}c"
+    guest = subprocess.Popen([sys.executable, "-c", GUEST, HOST, str(store.port), name])
+    try:
+        attend(store, 1)
+        meet(store, 0, 2, 60.0)
+        group = made_group(store, name, 0, 2)
+        assert list(group_rendezvous._kept) == [name]
+        dist.broadcast(torch.arange(4.0), src=0, group=group)
+        assert guest.wait(60) == 0
+        dist.destroy_process_group(group)
+    finally:
+        guest.kill()
+        guest.wait()
+
+
+class Nccl:
+    """NCCL's backend; a CPU has none."""
+
+    def __init__(self, name: str, connected: list[torch.device]) -> None:
+        self._name, self._connected = name, connected
+
+    def name(self) -> str:
+        return self._name
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._connected.append(device)
+
+
+@pytest.mark.parametrize(("backend", "is_connected"), [("nccl", True), ("gloo", False)])
+def test_nccl_is_connected_at_once(backend: str, is_connected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU of the thread that makes the group."""
+    found: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    group = SimpleNamespace(_get_backend=lambda device: Nccl(backend, found))
+    group_rendezvous.connect(group)  # type: ignore[arg-type]
+    assert found == ([torch.device("cuda", 3)] if is_connected else [])
+
+
+def test_sglang_makes_its_groups_by_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides connect groups of a weight push, and no others: one that connects alone would wait for ever."""
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    monkeypatch.setitem(handlers, "tcp", handlers["tcp"])
+    monkeypatch.setattr(c10d, "_new_process_group_helper", c10d._new_process_group_helper)
+    connected: list[str] = []
+    monkeypatch.setattr(group_rendezvous, "connect", lambda group: connected.append(group.group_name))
+    rendezvous.install()
+    once = c10d._new_process_group_helper
+    rendezvous.install()
+    assert c10d._new_process_group_helper is once, "wrapped twice, a group would be connected twice"
+    for make, names in ((once, ("a", "b")), (connecting(lambda *args, **kwargs: (made(kwargs), None)), ("c", "d"))):
+        for name in (f"{PUSH_GROUP}{names[0]}", f"of-sglang-{names[1]}"):
+            group, _ = make(
+                1,
+                0,
+                [],
+                c10d.Backend("gloo"),
+                dist.HashStore(),
+                group_name=name,
+                timeout=c10d.default_pg_timeout,
+                backend_options=None,
+            )
+            if isinstance(group, dist.ProcessGroup):
+                c10d._world.pg_group_ranks[group] = {0: 0}
+                dist.destroy_process_group(group)
+    assert connected == [f"{PUSH_GROUP}a", f"{PUSH_GROUP}c"]
+
+
+def made(kwargs: dict[str, str]) -> SimpleNamespace:
+    return SimpleNamespace(group_name=kwargs["group_name"])
+
+
+def test_a_constructor_that_torch_itself_wraps_is_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected: list[object] = []
+    monkeypatch.setattr(group_rendezvous, "connect", connected.append)
+
+    @functools.wraps(c10d._new_process_group_helper)
+    def of_torch(*args: object, **kwargs: object) -> tuple[object, None]:
+        return "a group", None
+
+    made = connecting(of_torch)  # type: ignore[arg-type]
+    made(group_name=f"{PUSH_GROUP}a")
+    assert connected == ["a group"] and connecting(made) is made

@@ -1,0 +1,57 @@
+"""The interface of collectives: looked up by the process that uses it, on its own node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from fusionrl.base.network_interfaces import GLOO, NCCL, collective_interfaces, interface_of
+
+OTHER_NODE = "203.0.113.77"
+
+
+def network() -> tuple[str, str]:
+    """An address of this machine that is not on loopback, and its interface."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET and not one.address.startswith("127."):
+                return one.address, name
+    pytest.skip("this machine has no network")
+
+
+def test_interfaces_of_addresses() -> None:
+    address, name = network()
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
+    assert interface_of(address) == name
+    assert interface_of(OTHER_NODE) is None
+
+
+def test_what_the_node_says_stays_but_for_loopback() -> None:
+    address, name = network()
+    assert collective_interfaces(address, {}) == {GLOO: name, NCCL: f"={name}"}
+    assert collective_interfaces(address, {NCCL: "bond0", GLOO: ""}) == {GLOO: name}
+    assert collective_interfaces("127.0.0.1", {GLOO: "eth0"}) == {GLOO: interface_of("127.0.0.1")}
+    assert collective_interfaces(OTHER_NODE, {}) == {}
+
+
+PROGRAM = """
+import json, os, sys
+from fusionrl.runtime.actor_process import Settled
+Settled(0o077, host=sys.argv[1]).apply()
+print(json.dumps({name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}))
+"""
+
+
+def test_an_actor_settles_its_own() -> None:
+    """The driver knows the address of the actor's node, and not the name of its interface there."""
+    address, name = network()
+    environ = {key: value for key, value in os.environ.items() if key not in (GLOO, NCCL)}
+    command = [sys.executable, "-c", PROGRAM, address]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {GLOO: name, NCCL: f"={name}"}

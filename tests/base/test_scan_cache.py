@@ -1,0 +1,176 @@
+"""What transformers finds out when it is imported is kept, and found out anew when a file or a package changes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fusionrl.base import scan_cache
+from fusionrl.base.scan_cache import Structure, _distributions, _Scan
+
+# How many files of models an import opens; the structures of both kinds of answer are the same.
+_COUNT = """
+import json, os, sys
+opened = set()
+parts = os.sep + os.path.join("transformers", "models") + os.sep
+sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" and parts in str(args[0]) else None)
+from fusionrl.data.auto_tokenizer import import_auto_tokenizer
+import_auto_tokenizer()
+print(len([path for path in opened if path.endswith(".py")]))
+"""
+_COMPARE = """
+import importlib.metadata
+from pathlib import Path
+import transformers
+from transformers.utils import import_utils
+models = Path(transformers.__file__).parent / "models"
+kept = import_utils.define_import_structure
+for path, prefix in ((models, "models"), (str(models / "__init__.py"), None), (models / "qwen3", "models.qwen3")):
+    assert kept(path, prefix=prefix) == kept._usual(path, prefix), path
+kept(models)[frozenset()].clear()
+assert kept(models)[frozenset()], "each caller has its own"
+assert import_utils.PACKAGE_DISTRIBUTION_MAPPING == importlib.metadata.packages_distributions()
+assert type(importlib.metadata.packages_distributions).__name__ == "function", "the usual one is back"
+from transformers import AutoConfig, Qwen3ForCausalLM
+"""
+
+
+def _run(code: str, cache: Path) -> str:
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_second_process_opens_no_models_and_knows_the_same(tmp_path: Path) -> None:
+    assert int(_run(_COUNT, tmp_path)) > 1000
+    assert len(list((tmp_path / "fusionrl").iterdir())) == 2
+    assert int(_run(_COUNT + _COMPARE, tmp_path)) < 100
+
+
+def _models(tmp_path: Path) -> tuple[Path, Path]:
+    """The file of transformers' function, and that of a model."""
+    source = tmp_path / "package" / "utils" / "import_utils.py"
+    model = tmp_path / "package" / "models" / "one" / "modeling_one.py"
+    for path in (source, model):
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    return source, model
+
+
+@pytest.fixture
+def found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was found out, in a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return []
+
+
+STRUCTURE: Structure = {frozenset({"torch"}): {"one": {"One", "OneConfig"}}, frozenset(): {}}
+
+
+def _scan(source: Path, found_out: list[str]) -> Structure:
+    def usual(path: str | Path, prefix: str | None = None) -> Structure:
+        found_out.append(str(path))
+        return STRUCTURE
+
+    return _Scan(usual, source)(source.parents[1] / "models", prefix="models")
+
+
+def _change(path: Path) -> None:
+    path.write_text("another")
+
+
+def _add(path: Path) -> None:
+    path.with_name("configuration_one.py").write_text("")
+
+
+@pytest.mark.parametrize(("change", "index"), [(_change, 0), (_change, 1), (_add, 1), (Path.unlink, 1)])
+def test_a_file_that_changes_is_read_again(
+    tmp_path: Path, found_out: list[str], change: Callable[[Path], object], index: int
+) -> None:
+    files = _models(tmp_path)
+    expected = {frozenset({"torch"}): {"models.one": {"One", "OneConfig"}}, frozenset(): {}}
+    assert [_scan(files[0], found_out) for _ in range(2)] == [expected, expected] and len(found_out) == 1
+    change(files[index])
+    assert _scan(files[0], found_out) == expected and len(found_out) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[["torch"]]', '[["torch", {"one": 3}]]'])
+def test_a_file_of_another_form_is_written_anew(tmp_path: Path, found_out: list[str], text: str) -> None:
+    source, _ = _models(tmp_path)
+    _scan(source, found_out)
+    (file,) = (tmp_path / "cache" / "fusionrl").iterdir()
+    kept = file.read_text()
+    file.write_text(text)
+    assert _scan(source, found_out) == _scan(source, found_out) and len(found_out) == 2
+    assert file.read_text() == kept
+    file.chmod(0o666)
+    _scan(source, found_out)
+    assert len(found_out) == 3, "somebody else may have written it"
+
+
+def test_an_answer_that_json_changes_is_not_kept(tmp_path: Path, found_out: list[str]) -> None:
+    """Of another transformers."""
+    source, _ = _models(tmp_path)
+    scan = _Scan(lambda path, prefix=None: {frozenset(): {"one": {("a", "pair")}}}, source)  # type: ignore[dict-item,arg-type,return-value]
+    assert scan(source.parents[1] / "models") == {frozenset(): {"one": {("a", "pair")}}}
+    assert not (tmp_path / "cache").exists()
+
+
+def _install(folder: Path, name: str) -> Path:
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "top_level.txt").write_text(name)
+    return info
+
+
+def test_the_packages_of_a_folder(tmp_path: Path, found_out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    info = _install(folder, "one")
+    monkeypatch.setattr(sys, "path", [str(folder), str(tmp_path / "none")])
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is scan_cache.PathFinder])
+
+    def usual() -> dict[str, Sequence[str]]:
+        found_out.append("usual")
+        return dict(importlib.metadata.packages_distributions())
+
+    assert [_distributions(usual) for _ in range(2)] == [{"one": ["one"]}] * 2 and len(found_out) == 1  # type: ignore[arg-type]
+    (info / "top_level.txt").write_text("another_module")
+    assert _distributions(usual) == {"another_module": ["one"]} and len(found_out) == 2  # type: ignore[arg-type]
+    _install(folder, "two")
+    importlib.invalidate_caches()
+    assert set(_distributions(usual)) == {"another_module", "two"} and len(found_out) == 3  # type: ignore[arg-type]
+    (folder / "three.egg").mkdir()
+    for number in (4, 5):
+        _distributions(usual)  # type: ignore[arg-type]
+        assert len(found_out) == number, "an egg holds its records otherwise"
+
+
+def test_packages_that_another_finder_finds_are_asked_for(
+    found_out: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finder:
+        def find_distributions(self, context: object) -> list[object]:
+            return []
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert scan_cache._record_facts() is None
+    assert json.dumps(_distributions(lambda: {"one": ["1"]})) == '{"one": ["1"]}'
+
+
+def test_without_a_home_it_is_found_out(tmp_path: Path, found_out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    source, _ = _models(tmp_path)
+    assert _scan(source, found_out) == _scan(source, found_out) and len(found_out) == 2

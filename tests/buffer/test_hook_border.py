@@ -1,0 +1,103 @@
+"""The border to users' functions: what they find in `args`, and how often it is built."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.base.environment import ROUTER_KEY
+from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError
+from fusionrl.engines.http import ROUTER_URLS
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.plan import make_plan
+
+URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+
+
+@pytest.fixture
+def border(tiny_model: Path, tmp_path: Path) -> HookBorder:
+    flags = {"hf_checkpoint": str(tiny_model), "rollout_batch_size": 4, "rm_type": "exact"}
+    config = Config.from_flat(flags | {"rollout_sample_filter_path": f"{__file__}:breaks"})
+    plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=4)
+    made = HookBorder(config, plan, tmp_path, threading.Event())
+    made.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", teacher_urls=("http://t:1",)))
+    return made
+
+
+def breaks(args: Any, groups: Any) -> None:
+    raise KeyError("mine")
+
+
+def test_hooks_find_the_flags_and_what_the_run_adds(border: HookBorder, tmp_path: Path) -> None:
+    args = border.args()
+    assert (args.rollout_batch_size, args.rm_type, args.custom_rm_path) == (4, "exact", None)
+    assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.9", 31000)
+    assert (args.router_url, args.engine_urls, args.api_key) == ("http://10.0.0.9:31000", URLS, "key")
+    assert (args.rm_urls, args.teacher_urls, args.rollout_global_dataset) == ([], ["http://t:1"], False)
+    assert (args.save, args.load, args.run_dir) == (str(tmp_path / "checkpoints"), None, str(tmp_path))
+    assert (args.vocab_size > 0, args.num_experts, args.routed_experts_size) == (True, None, None)
+    assert (args.device, args.precision) == ("cpu", "fp32"), "what was open has the plan's answer"
+    assert isinstance(args.abort_event, threading.Event)
+
+
+def test_it_is_built_once_a_rollout_and_each_hook_has_a_copy(border: HookBorder, monkeypatch: Any) -> None:
+    built = []
+    to_args = Config.to_args
+    monkeypatch.setattr(Config, "to_args", lambda self, **extra: built.append(1) or to_args(self, **extra))
+    border.begin()
+    one, other = border.args(), border.args()
+    one.engine_urls.append("http://nowhere")
+    one.rm_type = "math"
+    assert (other.engine_urls, other.rm_type) == (URLS, "exact") and len(built) == 1
+    assert one.abort_event is other.abort_event
+    border.begin()
+    border.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", (URLS[1],)))
+    assert border.args().engine_urls == [URLS[1]] and len(built) == 2
+    assert border.policy_urls() == ["http://10.0.0.9:31000", URLS[1]]
+
+
+def test_a_thread_gets_args_while_a_rollout_begins(border: HookBorder, monkeypatch: Any) -> None:
+    """The event loop calls `begin` at any moment: here right after each build."""
+    monkeypatch.setattr(HookBorder, "_built", property(lambda _: None, lambda _, __: None), raising=False)
+    assert border.args().engine_urls == URLS
+
+
+def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorder, monkeypatch: Any) -> None:
+    new, to_args = EngineEndpoints("http://10.0.0.9:31000", (URLS[1],)), Config.to_args
+    monkeypatch.setattr(Config, "to_args", lambda self, **extra: border.set_endpoints(new) or to_args(self, **extra))
+    assert border.args().engine_urls == URLS
+    assert border.args().engine_urls == [URLS[1]]
+
+
+def test_a_hook_is_named_with_its_flag(border: HookBorder) -> None:
+    assert border.hook("custom_reward_post_process_path") is None
+    hook = border.hook("rollout_sample_filter_path")
+    assert hook is not None and hook.where == f"--rollout-sample-filter-path {__file__}:breaks"
+    with pytest.raises(HookError, match="--rollout-sample-filter-path .*:breaks: KeyError: 'mine'"):
+        hook(border.args(), [])
+
+
+def test_an_evaluation_finds_the_engines_of_its_own(border: HookBorder) -> None:
+    assert border.eval_args().engine_urls == URLS, "without them, those that generate"
+    own = {"eval_router_url": "http://10.0.0.9:31001", "eval_urls": ("http://10.0.0.3:30000",)}
+    border.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", **own))
+    args = border.eval_args()
+    assert (args.router_url, args.engine_urls) == ("http://10.0.0.9:31001", ["http://10.0.0.3:30000"])
+    assert (args.sglang_router_port, args.rollout_num_engines) == (31001, 1)
+    assert (border.args().router_url, border.args().engine_urls) == ("http://10.0.0.9:31000", URLS)
+
+
+def test_engines_that_evaluate_get_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ROUTER_KEY, ROUTER_URLS):
+        monkeypatch.setenv(name, "")
+    EngineEndpoints(
+        "http://r:1", ("http://e:1",), "key", eval_router_url="http://r:2", eval_urls=("http://e:2",)
+    ).export()
+    assert {"http://r:1", "http://e:1", "http://r:2", "http://e:2"} <= set(os.environ[ROUTER_URLS].split())

@@ -1,0 +1,167 @@
+"""Functions that exist for slime's users alone: what they return."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from aiohttp import web
+
+from fusionrl.compat.slime.api import (
+    distillation,
+    filters,
+    http,
+    losses,
+    metrics,
+    misc,
+    processing,
+    rewards,
+    rollouts,
+    trace,
+)
+from fusionrl.compat.slime.api.aiohttp_threaded import run_app_in_thread
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
+
+
+def test_a_singleton_and_its_end() -> None:
+    class Service(metaclass=misc.SingletonMeta):
+        def __init__(self, name: str = "first") -> None:
+            self.name = name
+
+    assert Service() is Service("second") and Service().name == "first"
+    kept = Service()
+    Service.clear_instances()  # type: ignore[attr-defined]
+    assert Service("third") is not kept
+    assert misc.Box(3).inner == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "due"),
+    [((1, None), False), ((1, 2), True), ((2, 2), False), ((2, 2, 3), True), ((4, 3, None, 5), True)],
+)
+def test_what_is_due_after_a_rollout(given: tuple[Any, ...], due: bool) -> None:
+    assert misc.should_run_periodic_action(*given) is due
+
+
+def test_arrays_of_meta_info() -> None:
+    text = "AQAAAAIAAAA="  # 1 and 2 as int32
+    found = misc.decode_int32_meta_array({"b": text}, ("a", "b"))
+    assert found is not None and found.tolist() == [1, 2] and found.dtype == torch.int32
+    assert misc.decode_int32_meta_array({}, "a") is None
+    assert misc.decode_int32_meta_array({"a": [3]}, "a").tolist() == [3]  # type: ignore[union-attr]
+
+
+def test_helpers() -> None:
+    assert misc.group_by([1, 2, 3], key=lambda x: x % 2) == {1: [1, 3], 0: [2]}
+    assert misc.exec_command("echo hi", capture_output=True) == "hi\n"
+    assert processing.get_response_lengths([[0, 1, 0], [0, 0], [1]]) == [2, 0, 1]
+    assert http.is_port_available(http.get_free_port(20000)) and http.find_available_port(20000) > 1023
+    with trace.trace_span(Sample(), "name", attrs={"a": 1}) as span:
+        span.update({"b": 2})
+    assert span.end_attrs == {"a": 1, "b": 2}
+    args = Namespace(sglang_router_ip="h", sglang_router_port=3)
+    assert rollouts.get_model_url(args, "actor") == "http://h:3/generate"
+
+
+def test_rewards() -> None:
+    assert rewards.f1_score("The cat sat.", "a cat") == (pytest.approx(2 / 3), 0.5, 1.0)
+    assert rewards.f1_score("yes, it is", "yes") == (0.0, 0.0, 0.0), "a closed answer counts as a whole"
+    assert rewards.f1_score(None, "x") == (0.0, 0.0, 0.0)
+    assert rewards.last_boxed_only_string(r"a \boxed{1} b \boxed{\frac{1}{2}} c") == r"\boxed{\frac{1}{2}}"
+    assert rewards.last_boxed_only_string(r"\boxed{1") is None and rewards.last_boxed_only_string("1") is None
+    assert rewards.remove_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}" and rewards.remove_boxed("1") is None
+
+
+def test_filters_and_outputs() -> None:
+    assert filters.call_dynamic_filter(None, 1).keep and not filters.call_dynamic_filter(lambda _: False, 1).keep
+    dropped = DynamicFilterOutput(False, "same", keep_when_insufficient=True)
+    drop = filters.should_drop_dynamic_filter_output
+    assert drop(dropped, remaining_batch_size=3, target_data_size=2)
+    assert not drop(dropped, remaining_batch_size=2, target_data_size=2)
+    gatherer = filters.MetricGatherer()
+    for reason in ("same", "same", None):
+        gatherer.on_dynamic_filter_drop(reason)
+    assert gatherer.collect() == {"rollout/dynamic_filter/drop_same": 2}
+    train = filters.call_rollout_fn(lambda evaluation: [[Sample()]], evaluation=False)
+    assert isinstance(train, RolloutFnTrainOutput) and len(train.samples) == 1
+    assert isinstance(filters.call_rollout_fn(lambda evaluation: {}, evaluation=True), RolloutFnEvalOutput)
+
+
+def test_metrics() -> None:
+    assert metrics.compute_statistics([1, 2, 6]) == {"mean": 3.0, "median": 2.0, "max": 6.0, "min": 1.0}
+    rate = metrics.compute_pass_rate([1, 0, 0, 0, 1, 1, 1, 1], 4)
+    assert rate == {"pass@1": pytest.approx(0.625), "pass@2": pytest.approx(0.75), "pass@4": 1.0}
+    assert metrics.has_repetition("abc" * 4000) and not metrics.has_repetition("abc")
+    with metrics.timer("block"):  # type: ignore[union-attr]
+        pass
+    assert "block" in metrics.Timer().log_dict()
+
+
+def test_losses_against_formulas() -> None:
+    new, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert torch.allclose(losses.compute_approx_kl(new, old, "k1"), new - old)
+    assert torch.allclose(losses.compute_approx_kl(new, old, "k3"), (old - new).exp() - 1 - (old - new))
+    bounded = losses.compute_approx_kl(new, old, "low_var_kl", importance_ratio=torch.tensor([1e6, 1.0]))
+    assert bounded[0] == 10.0
+    with pytest.raises(ValueError, match="kl_loss_type='k9'"):
+        losses.compute_approx_kl(new, old, "k9")
+    advantages = torch.tensor([1.0, -1.0])
+    loss, clipped = losses.compute_policy_loss(old - new, advantages, 0.2, 0.3)
+    ratio = (new - old).exp()
+    assert torch.allclose(loss, torch.stack([-ratio[0].clamp(max=1.3), ratio[1].clamp(min=0.8)]))
+    assert clipped.tolist() == [1.0, 1.0]
+    loss, _ = losses.compute_policy_loss(torch.tensor([-3.0]), torch.tensor([-1.0]), 0.2, 0.3, eps_clip_c=3.0)
+    assert loss.tolist() == [3.0]
+
+
+def test_a_teacher_behind_an_address() -> None:
+    async def read(request: web.Request) -> web.Response:
+        asked = await request.json()
+        entries = [[None if i == 0 else -0.5 * i, token, None] for i, token in enumerate(asked["input_ids"])]
+        return web.json_response({"meta_info": {"input_token_logprobs": entries}})
+
+    app = web.Application()
+    app.router.add_post("/generate", read)
+    handle = run_app_in_thread(app, host="127.0.0.1")
+    url = f"http://127.0.0.1:{handle.port}/generate"
+    sample = Sample(tokens=[5, 6, 7, 8], response_length=2)
+    sample.reward = asyncio.run(distillation.reward_func(Namespace(rm_url=url, rollout_temperature=1.0), sample))
+    assert distillation.post_process_rewards(Namespace(), [sample]) == ([0.0], [0.0])
+    assert sample.teacher_log_probs is not None and list(sample.teacher_log_probs) == [-1.0, -1.5]
+    with pytest.raises(aiohttp.ClientResponseError):
+        asyncio.run(http.get(url))  # it answers to POST alone
+    handle.stop()
+    assert not handle.thread.is_alive()
+
+
+def test_an_accelerator_is_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name is that of torch.cuda where there is a GPU."""
+    from fusionrl.compat.slime.api import accelerator
+
+    asked: list[tuple[object, ...]] = []
+    names = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")
+    for name in names:
+        monkeypatch.setattr(torch.cuda, name, lambda *values, name=name: asked.append((name, *values)))
+    answers = {"current_device": 1, "current_stream": "stream", "mem_get_info": (2, 3), "memory_allocated": 4}
+    for name, answer in (answers | {"memory_reserved": 5}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (accelerator.device_type(), accelerator.device_name(), accelerator.device_name(1)) == (
+        "cuda",
+        "cuda",
+        "cuda:1",
+    )
+    assert (accelerator.current_device(), accelerator.current_stream()) == (1, "stream")
+    assert accelerator.mem_get_info() == (2, 3)
+    assert (accelerator.memory_allocated(), accelerator.memory_reserved()) == (4, 5)
+    accelerator.set_device(1)
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    accelerator.manual_seed(6)
+    accelerator.manual_seed_all(7)
+    assert asked == [("set_device", 1), ("synchronize",), ("empty_cache",), ("manual_seed", 6), ("manual_seed_all", 7)]

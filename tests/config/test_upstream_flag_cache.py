@@ -1,0 +1,182 @@
+"""SGLang's flags from a file are those of its own parser; what the file cannot say is SGLang's to say."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionrl.config import upstream_flags
+from fusionrl.config.upstream_flag_cache import KeptParser, describe, kept_parser
+
+GIVEN = [
+    ("--max-running-requests", ["256"]),
+    ("--mem-fraction-static", ["0.3"]),
+    ("--attention-backend", ["torch_native"]),
+    ("--enable-metrics", []),
+    ("--served-model-name", ["-a"]),
+    ("--cuda-graph-bs-decode", ["1", "2"]),
+    ("--json-model-override-args", ['{"a": 1}']),
+    ("--max-running-requests", ["many"]),
+    ("--attention-backend", ["none of them"]),
+    ("--enable-metrics", ["yes"]),
+    ("--no-such-flag", ["1"]),
+    ("--port", ["1"]),
+]
+
+
+def _outcome(parser: argparse.ArgumentParser, option: str, values: list[str]) -> object:
+    try:
+        return upstream_flags.parse_with(parser, option, values, upstream_flags.SGLANG_OWNED)
+    except upstream_flags.UpstreamError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_the_file_says_what_sglang_says() -> None:
+    real = upstream_flags._import_sglang_parser()
+    options = json.loads(json.dumps(describe(real)))
+    kept = KeptParser(options, lambda: real)
+    asked = []
+    light = KeptParser(options, lambda: asked.append(1) or real)
+    for option, values in GIVEN:
+        assert _outcome(kept, option, values) == _outcome(real, option, values), option
+    assert upstream_flags.option_names(kept, "sglang") == upstream_flags.option_names(real, "sglang")
+    names = list(real._option_string_actions)
+    assert [upstream_flags.is_switch(kept, name) for name in names] == [
+        upstream_flags.is_switch(real, name) for name in names
+    ]
+    for option, values in GIVEN[:4]:
+        _outcome(light, option, values)
+    assert not asked, "plain options need no SGLang"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = upstream_flags._QuietParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--number", type=int)
+    return parser
+
+
+def test_a_file_is_written_once_and_read_by_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "source.py"
+    source.write_text("1")
+    made = []
+
+    def real() -> argparse.ArgumentParser:
+        made.append(1)
+        return _parser()
+
+    def get() -> argparse.ArgumentParser:
+        return kept_parser("package", "1.0", [source], real)
+
+    assert not isinstance(get(), KeptParser) and len(made) == 1
+    (file,) = (tmp_path / "fusionrl").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    kept = get()
+    assert isinstance(kept, KeptParser) and len(made) == 1
+    assert _outcome(kept, "--number", ["3"]) == {"number": 3} and len(made) == 1
+    assert "invalid int value" in str(_outcome(kept, "--number", ["x"])) and len(made) == 2
+    file.chmod(0o666)
+    assert not isinstance(get(), KeptParser), "somebody else may have written it"
+    file.unlink()
+    file.symlink_to(source)
+    assert not isinstance(get(), KeptParser)
+    file.unlink()
+    file.write_text("{")
+    file.chmod(0o600)
+    assert not isinstance(get(), KeptParser)
+    get()
+    source.write_text("another version")
+    assert not isinstance(get(), KeptParser)
+    assert len(list((tmp_path / "fusionrl").iterdir())) == 2
+
+
+def test_without_a_folder_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_a_command_line_with_sglang_s_flags_imports_nothing_of_it() -> None:
+    code = (
+        "import sys\n"
+        "from fusionrl.config.parser import read_args\n"
+        "config, errors = read_args(['--sglang-max-running-requests', '7'])\n"
+        "assert config.passthrough.sglang == {'max_running_requests': 7}, errors\n"
+        "print('torch' in sys.modules)\n"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+        for _ in range(2)
+    ]
+    assert said[-1].stdout.strip() == "False", "the second time the file is there"
+
+
+def test_an_option_that_the_file_lacks_is_the_package_s_to_refuse() -> None:
+    """The package may have gained it since, in a file that the key does not know."""
+    kept = KeptParser(json.loads(json.dumps(describe(_parser()))), _newer)
+    assert _outcome(kept, "--new", ["3"]) == {"new": 3}
+    assert upstream_flags.is_switch(kept, "--new-switch") and not upstream_flags.is_switch(kept, "--number")
+    assert "no option of the installed version" in str(_outcome(kept, "--none", ["3"]))
+
+
+def _newer() -> argparse.ArgumentParser:
+    parser = _parser()
+    parser.add_argument("--new", type=int)
+    parser.add_argument("--new-switch", action="store_true")
+    return parser
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_the_key_knows_the_files_that_declare_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+    monkeypatch.setattr(upstream_flags, "kept_parser", lambda name, version, sources, real: found.extend(sources))
+    upstream_flags.sglang_parser.__wrapped__()
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    declaring = (Path(spec.origin).parent / "srt" / "arg_groups").rglob("*.py")
+    assert set(declaring) <= set(found)
+
+
+def test_a_package_without_metadata_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on PYTHONPATH."""
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(upstream_flags, "_import_sglang_parser", _parser)
+    assert "--number" in upstream_flags.sglang_parser.__wrapped__()._option_string_actions
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
+
+
+def test_a_file_of_another_form_and_what_an_earlier_process_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container every run may have the same pid."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_parser("package", "1.0", [], _parser)
+    (file,) = (tmp_path / "fusionrl").iterdir()
+    file.write_text('[{"names": ["--number"]}]')
+    left = file.with_suffix(f".{os.getpid()}")
+    left.write_text("")
+    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
+    assert isinstance(kept_parser("package", "1.0", [], _parser), KeptParser), "it is written anew"
+    assert set((tmp_path / "fusionrl").iterdir()) == {file, left}

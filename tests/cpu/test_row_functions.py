@@ -1,0 +1,135 @@
+"""Norms and rotary embeddings as single functions: values and gradients, against torch's and Megatron's formulas."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from fusionrl.cpu import rotary
+from fusionrl.cpu.row_norm import RowNorm, rms_norm
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_a_norm_is_torchs(dtype: torch.dtype, tolerance: float) -> None:
+    hidden = torch.randn(7, 1, 3, 16, dtype=dtype)
+    norm = RowNorm(16, eps=1e-5, dtype=dtype)
+    torch.nn.init.normal_(norm.weight)
+    expected = torch.nn.functional.rms_norm(hidden, (16,), norm.weight, 1e-5)
+    assert norm(hidden).dtype is dtype
+    torch.testing.assert_close(norm(hidden), expected, rtol=tolerance, atol=tolerance)
+    assert list(norm.state_dict()) == ["weight"]
+
+
+def test_gradients_of_a_norm_are_torchs() -> None:
+    hidden, weight = torch.randn(9, 1, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    of_output = torch.randn(9, 1, 16)
+    ours = torch.autograd.grad((rms_norm(hidden, weight, 1e-5) * of_output).sum(), (hidden, weight))
+    plain = torch.nn.functional.rms_norm(hidden, (16,), weight, 1e-5)
+    theirs = torch.autograd.grad((plain * of_output).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_zeros_has_a_finite_gradient() -> None:
+    hidden = torch.zeros(2, 4, requires_grad=True)
+    rms_norm(hidden, torch.ones(4), 1e-5).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+def _megatrons(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """The formula, `freqs` [T, 1, r]."""
+    turned, kept = t[..., : freqs.size(-1)], t[..., freqs.size(-1) :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * freqs.cos() + torch.cat((-second, first), -1) * freqs.sin()
+    return torch.cat((turned, kept), -1)
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_a_rotation_and_its_gradient(rotary_dim: int) -> None:
+    both = torch.randn(6, 3, 16, requires_grad=True)
+    values = both[..., 8:]  # as queries are: a part of a wider tensor
+    half = torch.randn(6, 1, rotary_dim // 2)
+    freqs = torch.cat((half, half), -1)
+    ours, theirs = rotary.rotate(values, half.cos(), half.sin()), _megatrons(values, freqs)
+    torch.testing.assert_close(ours, theirs)
+    of_output = torch.randn_like(ours)
+    found = [torch.autograd.grad((out * of_output).sum(), both)[0] for out in (ours, theirs)]
+    torch.testing.assert_close(*found)
+
+
+def _patched() -> tuple[ModuleType, list[object]]:
+    calls: list[object] = []
+    module = ModuleType("attention")
+    module.apply_rotary_pos_emb = lambda *args: calls.append(args)  # type: ignore[attr-defined]
+    rotary.patch(module)
+    rotary.patch(module)
+    return module, calls
+
+
+CONFIG = {"rotary_interleaved": False, "multi_latent_attention": False, "apply_rope_fusion": False}
+OFFSETS = torch.tensor([0, 5])
+ALONE, TWO = SimpleNamespace(size=lambda: 1), SimpleNamespace(size=lambda: 2)
+
+
+def test_sequences_begin_at_the_first_angle_and_angles_are_those_of_the_batch() -> None:
+    module, calls = _patched()
+    apply, config = module.apply_rotary_pos_emb, SimpleNamespace(**CONFIG)
+    for lengths in ([3, 2], [1, 4]):  # the second batch must not get the first one's
+        half = torch.randn(max(lengths), 1, 1, 4)
+        freqs, offsets = torch.cat((half, half), -1), torch.tensor([0, lengths[0], 5], dtype=torch.int32)
+        packed = torch.cat([freqs[:length, 0] for length in lengths])
+        for num_heads in (3, 1):
+            values = torch.randn(5, num_heads, 8)
+            torch.testing.assert_close(apply(values, freqs, config, offsets, 1.0, ALONE), _megatrons(values, packed))
+    assert not calls
+
+
+def test_shared_tokens_have_an_angle_each() -> None:
+    module, _ = _patched()
+    half = torch.randn(5, 1, 1, 4)
+    freqs, values = torch.cat((half, half), -1), torch.randn(5, 2, 8)
+    found = module.apply_rotary_pos_emb(values, freqs, SimpleNamespace(**CONFIG), torch.tensor([0, 5]), 1.0, ALONE)
+    torch.testing.assert_close(found, _megatrons(values, freqs[:, 0]))
+
+
+def test_another_scale_has_other_angles() -> None:
+    module, _ = _patched()
+    half = torch.randn(5, 1, 1, 4)
+    freqs, values = torch.cat((half, half), -1), torch.randn(5, 2, 8)
+    once, twice = (
+        module.apply_rotary_pos_emb(values, freqs, SimpleNamespace(**CONFIG), OFFSETS, scale, ALONE)
+        for scale in (1.0, 2.0)
+    )
+    torch.testing.assert_close(twice, 2 * once)
+
+
+def test_what_a_later_release_asks_for_is_megatrons() -> None:
+    calls: list[object] = []
+    module = ModuleType("attention")
+    module.apply_rotary_pos_emb = lambda *args, **more: calls.append(more)  # type: ignore[attr-defined]
+    rotary.patch(module)
+    config = SimpleNamespace(**CONFIG)
+    module.apply_rotary_pos_emb(
+        torch.zeros(5, 1, 8), torch.zeros(5, 1, 1, 8), config, OFFSETS, 1.0, ALONE, inverse=True
+    )
+    assert calls == [{"inverse": True}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "offsets", "group"),
+    [
+        ({"rotary_interleaved": True}, torch.tensor([0, 5]), ALONE),
+        ({"multi_latent_attention": True}, torch.tensor([0, 5]), ALONE),
+        ({"apply_rope_fusion": True}, torch.tensor([0, 5]), ALONE),
+        ({}, torch.tensor([0, 5]), TWO),
+        ({}, torch.tensor([0, 5]), None),
+        ({}, None, ALONE),
+    ],
+)
+def test_other_cases_are_megatrons(changes: dict[str, bool], offsets: torch.Tensor | None, group: object) -> None:
+    module, calls = _patched()
+    config = SimpleNamespace(**CONFIG | changes)
+    module.apply_rotary_pos_emb(torch.zeros(5, 1, 8), torch.zeros(5, 1, 1, 8), config, offsets, 1.0, group)
+    assert len(calls) == 1

@@ -1,0 +1,103 @@
+"""The import stand-ins: who gets them, and that they cannot be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from fusionrl.cpu import sglang_stubs
+sglang_stubs.STAND_INS = ("absent_kernels", "json", "triton_absent")
+sglang_stubs.install(); sglang_stubs.install()
+assert sum(type(f).__name__ == "_StandInFinder" for f in sys.meta_path) == 1
+
+try:
+    import absent_kernels
+    raise SystemExit("a package other than sglang got a stand-in")
+except ModuleNotFoundError:
+    pass
+
+import sglang.user as user
+assert user.absent.kernels.is_there is not None and not user.absent.AVAILABLE
+import json
+assert json.loads("1") == 1 and user.json is json          # a real package wins
+for use in (user.absent.kernel, user.absent.sub.kernel, user.absent.Module, user.Imported):
+    try:
+        use(1)
+        raise SystemExit(f"{use} could be called")
+    except NotImplementedError as error:
+        assert "absent_kernels" in str(error), error
+"""
+
+
+def test_stand_ins(tmp_path: Path) -> None:
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "user.py").write_text(
+        "import absent_kernels as absent, json\nfrom absent_kernels.deep.er import Imported\n"
+        "class Derived(Imported): pass\n"
+    )
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={"PYTHONPATH": f"{tmp_path}:{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+OF_CUDA = """
+import sys
+from fusionrl.cpu import sglang_stubs
+sglang_stubs._has_driver = lambda: sys.argv[1] == "driver"
+sglang_stubs.install(); sglang_stubs.install()
+import sglang.user as user
+print("real" if hasattr(user.sgl_kernel, "__file__") else "stand-in", user.scalar_type.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "built_for", "wanted"),
+    [("none", "sm100", "stand-in"), ("driver", "sm100", "real"), ("none", "cpu", "real")],
+)
+def test_kernels_of_cuda_stand_aside_without_its_driver(
+    tmp_path: Path, driver: str, built_for: str, wanted: str
+) -> None:
+    for package in ("sglang", "sgl_kernel"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "sgl_kernel" / "scalar_type.py").write_text("")
+    (tmp_path / "sgl_kernel" / built_for).mkdir()
+    (tmp_path / "sglang" / "user.py").write_text("import sgl_kernel\nfrom sgl_kernel import scalar_type\n")
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", OF_CUDA, driver],
+        env={"PYTHONPATH": f"{tmp_path}:{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout.split() == [wanted, "sgl_kernel.scalar_type"], result.stderr
+
+
+def test_triton_decorators_define_and_do_not_run() -> None:
+    from fusionrl.cpu import sglang_stubs
+
+    triton = sglang_stubs._StandInLoader().create_module(sglang_stubs.ModuleSpec("triton", None))
+
+    def kernel() -> str:
+        return "ran"
+
+    assert triton.jit(kernel) is kernel
+    assert triton.autotune(configs=[triton.Config({})], key=[])(kernel) is kernel
+    assert triton.cdiv(7, 4) == 2
+    assert triton.next_power_of_2(5) == 8

@@ -1,0 +1,260 @@
+"""`fusionrl data check`: every mistake of every kind, with its place, and what stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl import cli
+from fusionrl.data.check_command import DataCheck
+from fusionrl.data.findings import Finding, Findings
+from fusionrl.data.prompts import PromptColumns
+
+Rows = Callable[..., Path]
+
+
+def test_everything_that_is_wrong_is_told_with_its_line(write_rows: Rows, tokenizer: Any) -> None:
+    rows = [
+        {"q": "1+1=", "a": "2"},
+        "{'q': 1}",
+        "[1]",
+        {"p": "x", "a": "1"},
+        "",
+        {"q": "  ", "a": "1"},
+        {"q": 3, "a": "1"},
+        {"q": [{"role": "user", "content": 3}], "a": "1"},
+        {"q": "x"},
+        {"q": "x", "a": "1", "metadata": [1]},
+        {"q": "12345678", "a": "1"},
+        {"q": "1+1=", "a": "2"},
+        {"q": "1+1=", "a": "3"},
+    ]
+    data = write_rows(rows)
+    check = DataCheck(PromptColumns("q", "a", max_prompt_len=7), tokenizer)
+    found, warnings = check.problems(str(data))
+    wanted = [
+        "line 2: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        "line 3: no JSON object",
+        "line 4: column 'q' is missing; the columns are p, a",
+        "line 6: column 'q' is empty",
+        "column 'q' is neither text nor a list of messages in 2 of 12 rows (lines 7, 8)",
+        "line 9: column 'a' is missing; the columns are q",
+        "line 10: column 'metadata' is no JSON object",
+        "line 11: the prompt is longer than --rollout-max-prompt-len 7 (8 tokens)",
+        f"line 13: the same prompt as an earlier row, with another label ({data}: line 1)",
+    ]
+    assert found == [f"{data}: {text}" for text in wanted]
+    assert warnings == [f"{data}: line 12: the same prompt as an earlier row ({data}: line 1)"]
+    assert check.num_rows == 12
+    assert check.summary() == "12 rows, prompt tokens min 4 median 4 max 8"
+
+
+def test_one_line_a_cause_with_the_count_and_the_first_rows(write_rows: Rows) -> None:
+    data = write_rows([{"question": "1+1=", "answer": "2"}] * 1200 + ["x"] * 2)
+    found, warnings = DataCheck(PromptColumns("prompt", "label")).problems(str(data))
+    where = "in 1,200 of 1,202 rows (lines 1, 2, 3, …); the columns are question, answer"
+    assert found == [
+        f"{data}: column 'prompt' is missing {where}: --input-key question?",
+        f"{data}: column 'label' is missing {where}: --label-key answer?",
+        f"{data}: not valid JSON in 2 of 1,202 rows"
+        " (lines 1201, 1202; line 1201: Expecting value: line 1 column 1 (char 0))",
+    ]
+    assert warnings == []
+
+
+def test_many_causes_do_not_fill_the_screen(write_rows: Rows) -> None:
+    findings = Findings()
+    for number in range(1000):
+        findings.add(f"line {number + 1}", Finding(f"cause {number}"))
+    findings.num_rows = 1000
+    assert len(findings.errors()) == 21
+    assert findings.errors()[-1] == "and 980 more causes"
+    # Words of a row are in the detail, so that each row is not a cause of its own.
+    roles = [{"q": [{"role": f"bot{number}", "content": "x"}]} for number in range(100)]
+    data = write_rows(roles)
+    errors, warnings = DataCheck(PromptColumns("q", apply_chat_template=True)).problems(str(data))
+    assert errors == [] and len(warnings) == 1
+    assert "a message's role is unusual in 100 of 100 rows (lines 1, 2, 3, …; line 1: 'bot0')" in warnings[0]
+
+
+def test_duplicates_are_found_across_files(write_rows: Rows) -> None:
+    check = DataCheck(PromptColumns("q", tool_key="t"))
+    first, second = write_rows([{"q": "x"}, {"q": "y"}], "a.jsonl"), write_rows([{"q": "y"}], "b.jsonl")
+    assert check.problems(str(first)) == ([], [])
+    assert check.problems(str(second)) == (
+        [],
+        [f"{second}: line 1: the same prompt as an earlier row ({first}: line 2)"],
+    )
+    other_tools = write_rows([{"q": "y", "t": [{"name": "calc"}]}], "c.jsonl")
+    assert check.problems(str(other_tools)) == ([], [])
+
+
+def test_lengths_are_those_of_rendered_prompts(write_rows: Rows, tokenizer: Any) -> None:
+    texts = ["a", "bcd", "efghi", "jklmnopqr"]
+    columns = PromptColumns("q", apply_chat_template=True)
+    check = DataCheck(columns, tokenizer)
+    assert check.problems(str(write_rows([{"q": text} for text in texts]))) == ([], [])
+    wanted = [
+        len(tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
+        for t in texts
+    ]
+    assert check.lengths == wanted
+    assert f"min {min(wanted)} median {np.median(wanted):g} max {max(wanted)}" in check.summary()
+
+
+def test_conversations(write_rows: Rows, tokenizer: Any) -> None:
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    check = DataCheck(PromptColumns("m"), tokenizer, is_sft=True)
+    found, _ = check.problems(str(write_rows([{"m": turn}, {"m": turn[:1]}])))
+    assert len(found) == 1 and "line 2: " in found[0] and "without an assistant turn" in found[0]
+    prompt = tokenizer.apply_chat_template(turn[:1], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template(turn, tokenize=False).rstrip()
+    num_prompt, num_tokens = (len(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, whole))
+    assert (check.lengths, check.num_trained) == ([num_tokens], [num_tokens - num_prompt])
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_the_length_of_a_text_pair_is_that_of_its_sample(write_rows: Rows, tokenizer: Any, is_ended: bool) -> None:
+    """A response that has its end token is not ended twice, and is counted so."""
+    response = "yes" + tokenizer.eos_token * is_ended
+    check = DataCheck(PromptColumns("q", "a"), tokenizer, is_sft=True)
+    assert check.problems(str(write_rows([{"q": "ab", "a": response}]))) == ([], [])
+    assert (check.lengths, check.num_trained) == ([6], [4])
+    assert check.summary() == "1 rows, tokens min 6 median 6 max 6, trained min 4 median 4 max 4, 4 in all"
+
+
+def test_several_answers_to_one_prompt_are_several_samples(write_rows: Rows) -> None:
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    tokens = {"tokens": [5, 6], "loss_mask": [0, 1]}
+    rows = [
+        {"q": "1+1=", "a": "2"},
+        {"q": "1+1=", "a": "two"},
+        {"q": turns, "a": "a label"},
+        {"q": turns[:1] + [turns[1] | {"content": "z"}], "a": "a label"},
+        {"q": turns, "a": "another label"},
+        {"q": "1+1=", "a": "2"},
+        {"q": "1+1=", "a": "2"} | tokens,
+        {"q": "2+2=", "a": "4"} | tokens,
+    ]
+    data = write_rows(rows)
+    errors, warnings = DataCheck(PromptColumns("q", "a"), is_sft=True).problems(str(data))
+    assert errors == []
+    first = f"lines 5, 6, 8; line 5: {data}: line 3"
+    assert warnings == [f"{data}: the same sample as an earlier row in 3 of 8 rows ({first})"]
+
+
+def test_all_problems_of_conversations_come_at_once(write_rows: Rows, tokenizer: Any) -> None:
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    rows = [
+        {"m": turn, "label": "1"},
+        {"m": turn[:1], "label": "1"},  # no answer
+        {"m": [turn[0], {"role": "robot", "content": "z"}], "label": "1"},
+        {"m": turn, "metadata": "no object", "label": "1"},
+        {"m": [turn[0], {"role": "assistant", "content": "long " * 60}], "label": "1"},
+        {"q": 3},
+    ]
+    check = DataCheck(PromptColumns("m", "label"), tokenizer, is_sft=True)
+    check.limit = 200, Finding("it has more tokens than 200", hint="leave it out")
+    found = "\n".join(check.problems(str(write_rows(rows)))[0])
+    for line in (2, 3, 4, 5, 6):
+        assert re.search(rf"lines? (\d, )*{line}\b", found), (line, found)
+
+
+# ------------------------------------------------------------------------------------------------ the command
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["data", "check", *argv])
+    return code, *capsys.readouterr()
+
+
+def test_the_command(write_rows: Rows, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_rows([{"q": "1+1=", "label": "2"}, {"q": "22+2=", "label": "4"}], "good.jsonl")
+    flags = ("--input-key", "q", "--label-key", "label")
+    assert run(capsys, str(good), *flags) == (0, "2 rows; no problems\n", "")
+    with_tokens = (*flags, "--hf-checkpoint", str(tiny_model))
+    assert run(capsys, str(good), *with_tokens)[:2] == (
+        0,
+        "2 rows, prompt tokens min 4 median 4.5 max 5; no problems\n",
+    )
+    code, out, _ = run(capsys, str(good), f"x={good}@[1:]", *with_tokens, "--rollout-max-prompt-len", "4")
+    assert code == 2
+    assert out.splitlines() == [
+        f"{good}: line 2: the prompt is longer than --rollout-max-prompt-len 4 (5 tokens)",
+        f"x={good}@[1:]: line 2: the prompt is longer than --rollout-max-prompt-len 4 (5 tokens)",
+        f"warning: x={good}@[1:]: line 2: the same prompt as an earlier row ({good}: line 2)",
+        "3 rows, prompt tokens min 4 median 5 max 5; 2 problems, 1 warning",
+    ]
+    assert run(capsys, "--prompt-data", str(good), "nowhere.jsonl", *flags)[:2] == (
+        2,
+        "nowhere.jsonl: there is no such file\n2 rows; 1 problem\n",
+    )
+
+
+def test_mistakes_on_the_command_line(write_rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = str(write_rows([{"input": "x"}]))
+    for argv, part in (
+        ((), "no file to check"),
+        ((good, "--input-keys", "q"), "did you mean --input-key?"),
+        ((good, "--rollout-max-prompt-len", "4"), "counting needs --hf-checkpoint"),
+        ((good, "--hf-checkpoint", str(tmp_path)), "its tokenizer cannot be read"),
+    ):
+        code, out, err = run(capsys, *argv)
+        assert code == 2 and out == "" and part in err, err
+    assert cli.main(["data"]) == 2
+    assert "usage: fusionrl data check FILE" in capsys.readouterr().out
+
+
+def test_texts_without_positions_are_found_as_in_a_plan(
+    write_rows: Rows, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model has 2,048 positions, and a token for each byte; its tokenizer says it reads 512 tokens."""
+    folder = write_rows([]).parent / "short"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 512}))
+    data = write_rows([{"q": "1+1="}, {"q": "x" * 2040}])
+    flags = ["--hf-checkpoint", str(folder), "--input-key", "q"]
+
+    def check(*more: str) -> tuple[int, str]:
+        code = cli.main(["data", "check", str(data), *flags, *more])
+        out, err = capfd.readouterr()
+        assert "indexing errors" not in out + err
+        return code, out
+
+    assert check("--rollout-max-response-len", "8") == (
+        0,
+        "2 rows, prompt tokens min 4 median 1022 max 2040; no problems\n",
+    )
+    code, out = check("--rollout-max-response-len", "9")
+    assert code == 2 and "1 problem" in out
+    assert (
+        f"{data}: line 2: a prompt of 2040 tokens + --rollout-max-response-len 9 = 2049, over the 2048 positions" in out
+    )
+    assert check()[0] == 0
+    write_rows([{"q": "x" * 2048}])
+    code, out = check()
+    assert code == 2 and "line 1: a prompt of 2048 tokens leaves no room for a response in the 2048 positions" in out
+    assert check("--rollout-max-prompt-len", "3000")[0] == 2
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 2048}]
+    write_rows([{"q": chat}])
+    code, out = check("--mode", "sft")
+    assert code == 2 and "line 1: it has more tokens than the 2048 positions" in out and "trained min 2049" in out
+
+
+@pytest.mark.parametrize("is_sft", [False, True])
+def test_one_prompt_with_other_tools_is_another(is_sft: bool, write_rows: Rows) -> None:
+    """In the metadata as in the column of tools, and as JSON text."""
+    calendar, clock = ([{"type": "function", "function": {"name": name}}] for name in ("calendar", "clock"))
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}][: 1 + is_sft]
+    rows = [{"q": turns, "a": "1", "metadata": {"tools": calendar}}, {"q": turns, "a": "2", "t": clock}]
+    columns = PromptColumns("q", "a", tool_key="t", apply_chat_template=not is_sft)
+    assert DataCheck(columns, None, is_sft).problems(str(write_rows(rows))) == ([], [])
+    rows.append({"q": turns, "a": "1", "t": json.dumps(clock)})
+    errors, warnings = DataCheck(columns, None, is_sft).problems(str(write_rows(rows)))
+    assert ["line 3" in text for text in errors + warnings] == [True]

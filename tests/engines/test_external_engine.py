@@ -1,0 +1,98 @@
+"""Which engines of others a run takes, and the one message for those that it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.engines.external_engine import AttachedEngine, Expected, misfits, other_weights
+from fusionrl.models.shape import read_model_shape
+from tests.tiny_model import make_tiny_qwen3
+
+CLASSES = ("Qwen3ForCausalLM",)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    model = make_tiny_qwen3(tmp_path_factory.mktemp("model"))
+    flags: dict[str, object] = {"disable_radix_cache": True}
+    alike: dict[str, object] = {"quantization": None, "context_length": None}
+    return Expected(str(model), CLASSES, read_model_shape(model), "float32", flags, alike)
+
+
+def found(expected: Expected, model: dict[str, Any], **args: Any) -> list[str]:
+    fits = {"version": "0.5.23", "dtype": "float32", "tp_size": 2, "disable_radix_cache": True}
+    usual = {"model_path": expected.model_path, "is_generation": True, "architectures": list(CLASSES)}
+    return misfits(usual | model, fits | args, expected)
+
+
+def test_one_that_fits(expected: Expected) -> None:
+    assert found(expected, {}) == []
+    assert found(expected, {}, version="0.6.0.dev1+gabc", context_length=None, quantization=None) == []
+    assert found(expected, {"model_path": "/on/another/host"}) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "told"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, {}, "(LlamaForCausalLM, not Qwen3ForCausalLM)"),
+        ({"is_generation": False}, {}, "it does not generate"),
+        ({}, {"version": "0.5.9"}, "its SGLang is 0.5.9; a push needs 0.5.17 or later"),
+        ({}, {"dtype": "bfloat16"}, "it computes in bfloat16; start it with --dtype float32"),
+        ({}, {"quantization": "fp8"}, "its --quantization is fp8; start it without --quantization"),
+        ({}, {"context_length": 64}, "its --context-length is 64; start it without --context-length"),
+        ({}, {"dp_size": 2}, "--dp-size 2; a push reaches tensor-parallel ranks alone"),
+        ({}, {"disable_radix_cache": False}, "start it with --disable-radix-cache, as this run's own engines are"),
+    ],
+)
+def test_one_that_does_not(expected: Expected, model: dict[str, Any], args: dict[str, Any], told: str) -> None:
+    (message,) = found(expected, model, **args)
+    assert told in message
+
+
+def test_a_model_of_another_size(expected: Expected, tmp_path: Path) -> None:
+    other = make_tiny_qwen3(tmp_path / "other", num_layers=3)
+    (message,) = found(expected, {"model_path": str(other)})
+    assert message == (
+        f"it serves {other}, another model than --hf-checkpoint {expected.model_path} (num_layers 3, not 2)"
+    )
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "strange"}))
+    (message,) = found(expected, {"model_path": str(other)})
+    assert message.startswith(f"it serves {other}, another model than")
+
+
+def test_the_precision_auto_is_the_checkpoints_but_never_fp32(expected: Expected, tmp_path: Path) -> None:
+    bf16 = replace(expected, dtype="bfloat16")
+    config = json.loads(Path(expected.model_path, "config.json").read_text())
+    for named, wanted, told in (
+        ("bfloat16", bf16, None),
+        ("bfloat16", expected, "it computes in bfloat16; start it with --dtype float32"),
+        ("float32", expected, "it computes in float16; start it with --dtype float32"),
+        (None, bf16, "it computes in a precision that cannot be read here (--dtype auto); start it with --dtype bfl"),
+    ):
+        config.pop("torch_dtype", None)
+        (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": named}))
+        messages = found(wanted, {"model_path": str(tmp_path)}, dtype="auto")
+        assert [message.startswith(str(told)) for message in messages] == ([True] if told else []), messages
+
+
+def test_weights_where_no_push_comes() -> None:
+    own = [{"a": "1", "b": "2"}]
+    assert other_weights([{"b": "2", "a": "1"}], own) is None
+    assert "1 tensors of the engine differ from --hf-checkpoint (b)" in str(other_weights([{"a": "1", "b": "3"}], own))
+    assert "start it with --tp-size 1" in str(other_weights(own * 2, own))
+    assert "no checksums here" in str(other_weights(None, own)) and "no checksums" in str(other_weights(own, None))
+
+
+def test_one_out_of_reach(expected: Expected) -> None:
+    """It is not even asked."""
+    far = AttachedEngine(0, "http://203.0.113.7:1", 1)
+    with pytest.raises(ValueError, match="on another machine, and this run listens on loopback alone"):
+        far.join(replace(expected, only_here=True))
+    with pytest.raises(ValueError, match="weights go by CUDA IPC"):
+        far.join(replace(expected, by_ipc=True))

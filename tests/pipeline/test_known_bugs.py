@@ -1,0 +1,370 @@
+"""What broke elsewhere, replayed by the name of its report."""
+
+from __future__ import annotations
+
+import ast
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.pipeline import events
+from fusionrl.pipeline.knobs import PIPELINES, Knobs
+from tests.pipeline.world import World, run
+
+
+def world_of(pipeline: str, **values: Any) -> World:
+    world = World(Knobs(**{**PIPELINES[pipeline], "groups_per_fetch": 2, **values}))
+    world.settle()
+    return world
+
+
+def finish(world: World, *ordinals: int) -> None:
+    """Let these groups become ready."""
+    for ordinal in ordinals:
+        for _ in range(world.state.groups[ordinal].num_running):
+            world.happen(events.SampleDone(ordinal))
+        world.happen(events.GroupReady(ordinal))
+
+
+def train(world: World) -> tuple[int, ...]:
+    """Let the trainers end what they have, and the push that follows; returns the groups."""
+    lease = world.state.lease
+    assert lease, world.waits
+    world.happen(events.TrainDone())
+    if world.state.pushing:
+        world.happen(events.Pushed())
+    return lease
+
+
+def why(world: World, who: str) -> events.Wait:
+    return next(action for action in world.waits if isinstance(action, events.Wait) and action.who == who)
+
+
+def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place() -> None:
+    """There, and in AReaL#1722, a straggler holds its slot for ever."""
+    world = world_of("async-partial", max_staleness=1, lead=1.0, num_fetches=10)
+    assert sorted(world.state.groups) == [0, 1, 2, 3]
+    finish(world, 1, 2)
+    assert train(world) == (1, 2)  # version 0 goes on without group 0, which is due by version 1
+    finish(world, 3, 4)  # 4 was admitted by version 1
+    assert not world.state.lease
+    assert why(world, "trainers").on == (0,) and "due" in why(world, "trainers").why
+    assert len(world.state.groups) == 4  # and the engines are not given more and more meanwhile
+    finish(world, 0)
+    assert world.state.lease == (0, 3) and world.staleness[-2:] == [1, 1]
+
+
+def test_verl_4449_staleness_0_is_none() -> None:
+    choose = random.Random(0)
+    for pipeline in ("on-policy", "stream"):
+        world = world_of(pipeline, num_fetches=20, samples_per_group=3)
+        run(world, choose, mishaps=0.2)
+        assert set(world.staleness) == {0}
+
+
+def test_prime_rl_2912_the_end_needs_no_further_version() -> None:
+    """The trainers are done: nothing waits for weights that will not come."""
+    world = world_of("async-partial", num_fetches=3)
+    run(world, random.Random(1))
+    assert world.stopped == events.Stop() and world.state.version == 3
+
+
+def test_prime_rl_1372_after_a_push_every_free_place_is_filled_at_once() -> None:
+    world = world_of("on-policy", groups_per_fetch=64, num_fetches=3)
+    finish(world, *range(64))
+    assert not world.state.of("running")
+    train(world)
+    assert len(world.state.of("running")) == 64
+
+
+def test_miles_1673_places_are_freed_by_the_sample() -> None:
+    world = world_of("async", samples_per_group=4, max_samples_in_flight=8, num_fetches=10, lead=2.0)
+    assert sorted(world.state.groups) == [0, 1]
+    for ordinal in (0, 0, 1, 1):
+        world.happen(events.SampleDone(ordinal))
+    assert sorted(world.state.groups) == [0, 1, 2]  # though no group is whole
+    assert world.state.samples_in_flight == 8
+
+
+@pytest.mark.parametrize("pipeline", ["async", "async-partial"])
+def test_nemo_rl_3599_no_prompt_is_skipped_by_a_resume(pipeline: str) -> None:
+    """Long groups that were in flight at the kill come again, under their ordinals."""
+    world = world_of(pipeline, num_fetches=12, save_interval=1, samples_per_group=2)
+    choose, kills = random.Random(2), 0
+    while not world.stopped:
+        if world.checkpoint and kills < 8 and choose.random() < 0.1:
+            world.restart()
+            kills += 1
+        world.happen(choose.choice(world.possible()))
+    assert kills == 8
+    assert sorted(world.trained) == list(range(24))
+
+
+def test_areal_1345_a_resume_begins_no_burst() -> None:
+    world = world_of("async-partial", num_fetches=50, save_interval=1)
+    for _ in range(10):
+        finish(world, *sorted(group.ordinal for group in world.state.of("running"))[:2])
+        world.happen(events.TrainDone())
+        world.happen(events.Saved())
+        world.happen(events.Pushed())
+    before = len(world.state.groups)
+    world.restart()
+    assert len(world.state.groups) <= before and world.state.version == 10
+
+
+def test_verl_7933_a_saved_step_is_counted_once() -> None:
+    world = world_of("on-policy", num_fetches=4, save_interval=2)
+    run(world, random.Random(3))
+    assert world.checkpoint is not None and world.checkpoint["num_trained"] == 4
+    world.stopped = None
+    world.restart()
+    assert world.stopped == events.Stop() and len(world.trained) == 8
+
+
+def test_skyrl_filtered_groups_give_their_place_back() -> None:
+    world = world_of("async", num_fetches=3)
+    choose = random.Random(4)
+    for _ in range(500):  # nine of ten groups have equal rewards
+        scoring = world.state.of("scoring")
+        if scoring and choose.random() < 0.9:
+            world.happen(events.Drop(scoring[0].ordinal, "filtered"))
+        elif not world.stopped:
+            world.happen(choose.choice(world.possible()))
+    assert world.stopped == events.Stop() and world.state.num_dropped > 10
+
+
+def test_nemo_rl_3938_a_prompt_that_always_fails_is_given_up_and_counted() -> None:
+    world = world_of("on-policy", num_fetches=2, max_tries=3)
+    for _ in range(3):
+        assert world.state.groups[0].phase == "running"
+        world.happen(events.GroupFailed(0, "the tool raised"))
+    assert 0 not in world.state.groups and world.state.num_dropped == 1 and 2 in world.state.groups
+
+
+def test_a_function_that_always_raises_ends_the_run_with_its_words() -> None:
+    world = world_of("async", num_fetches=10, max_failures_in_row=4)
+    while not world.stopped:
+        world.happen(events.GroupFailed(min(world.state.groups), "ValueError: no such tool"))
+    assert "4 groups failed one after the other" in world.stopped.reason
+    assert "no such tool" in world.stopped.reason
+
+
+def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
+    world = world_of("async", num_fetches=10, lead=1.0)
+    world.happen(events.StreamEnd())
+    finish(world, *sorted(world.state.groups)[:3])
+    train(world)
+    while not world.stopped:
+        world.happen(world.possible()[0])
+    assert "the data ended after 2 of 10 fetches" in world.stopped.reason
+
+
+def test_areal_1396_engines_that_all_died_are_told_and_come_back() -> None:
+    world = world_of("on-policy", num_fetches=2, max_tries=2)
+    world.happen(events.EnginesAre(0))
+    world.happen(events.GroupFailed(0, "the engine died"))
+    assert why(world, "engines").why == "no engine is living" and world.state.groups[0].phase == "pending"
+    world.happen(events.EnginesAre(1))
+    assert world.state.groups[0].phase == "running"
+
+
+def test_miles_1697_steps_between_two_pushes_are_within_the_bound_of_versions() -> None:
+    """A group of version b is trained by fetch (b + K + 1) U - 1 at the latest, counted in fetches as well."""
+    world = world_of("async", fetches_per_push=4, num_fetches=40)
+    fetches: list[tuple[int, int]] = []
+    begin = world.begin
+
+    def noted(action: events.Action) -> bool:
+        if isinstance(action, events.Fetch):
+            fetches.extend((action.fetch, world.state.groups[ordinal].born) for ordinal in action.ordinals)
+        return begin(action)
+
+    world.begin = noted  # type: ignore[method-assign]
+    run(world, random.Random(5), stragglers=0.99)
+    latest = [fetch - 4 * born for fetch, born in fetches]
+    assert 4 <= max(latest) <= (2 + 1) * 4 - 1
+
+
+def test_tinker_822_slow_groups_are_trained_as_often_as_others() -> None:
+    world = world_of("async-partial", num_fetches=100, groups_per_fetch=4)
+    run(world, random.Random(6), stragglers=0.999)
+    assert sorted(world.trained) == list(range(400))
+
+
+def test_prime_rl_1901_the_bound_is_exact_and_needs_no_clock() -> None:
+    """Groups as old as the bound are trained, none that is a version older; whatever takes how long."""
+    for bound in (1, 2, 3):
+        world = world_of("async-partial", max_staleness=bound, lead=float(bound), num_fetches=60)
+        run(world, random.Random(bound), stragglers=0.999)
+        assert max(world.staleness) == bound
+
+
+def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> None:
+    """What is ready is bounded by the lead, and so is its age."""
+    world = world_of("async-partial", num_fetches=30)
+    most = int((1 + world.knobs.lead) * 2)
+    for _ in range(20):
+        while running := sorted(group.ordinal for group in world.state.of("running")):
+            finish(world, *running)
+        assert len(world.state.groups) <= most
+        train(world)
+    assert max(world.staleness) <= math.ceil(world.knobs.lead) <= world.knobs.max_staleness
+
+
+def test_marin_8936_waiting_rejects_no_tokens() -> None:
+    """Where groups are dropped at their deadline these are the slow ones."""
+    dropped = {}
+    for policy in ("wait", "drop"):
+        world = world_of("async-partial", num_fetches=60, at_deadline=policy)
+        run(world, random.Random(7), stragglers=0.999)
+        dropped[policy] = [event.ordinal for event in world.log if isinstance(event, events.Drop)]
+    assert dropped["wait"] == []
+    assert len(dropped["drop"]) > 5 and sum(ordinal % world.slow == 0 for ordinal in dropped["drop"]) > 4
+
+
+def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:
+    """One of its samples was done at the kill; it begins again, and where it never ends another takes its place."""
+    world = world_of("async", num_fetches=6, save_interval=1, samples_per_group=2, max_tries=1)
+    finish(world, 1, 2)
+    world.happen(events.SampleDone(0))
+    world.happen(events.TrainDone())
+    for _ in range(3):
+        world.restart()
+        assert world.state.groups[0].phase == "running" and world.state.groups[0].num_running == 2
+    world.happen(events.GroupFailed(0, "its time limit"))
+    run(world, random.Random(8))
+    assert world.stopped == events.Stop() and sorted(world.trained) == list(range(1, 13))
+
+
+def test_openrlhf_1322_spare_groups_are_kept_over_a_resume() -> None:
+    world = world_of("stream", spare_groups=4, num_fetches=8, save_interval=1)
+    finish(world, *range(7))
+    train(world)
+    assert world.checkpoint is not None and len(world.state.of("ready")) == 5
+    world.restart()
+    ready = [group.ordinal for group in world.state.of("ready", "leased")]
+    assert sorted(ready) == [2, 3, 4, 5, 6] and world.state.next_ordinal == 12
+
+
+def test_verl_7759_a_resume_submits_nothing_beside_what_was_submitted() -> None:
+    """What was under way begins again, and the bound counts it: as much is drawn as without the kill."""
+    worlds = [world_of("async-partial", num_fetches=6, save_interval=1) for _ in range(2)]
+    for world in worlds:
+        finish(world, 0, 1)
+        world.happen(events.TrainDone())
+    going_on, killed = worlds
+    killed.restart()
+    for event in (events.Saved(), events.Pushed()):
+        going_on.happen(event)
+    assert killed.state.next_ordinal == going_on.state.next_ordinal
+    assert sorted(killed.state.groups) == sorted(going_on.state.groups)
+    run(killed, random.Random(9))
+    assert sorted(killed.trained) == list(range(12))
+
+
+def test_labs_molt_124_no_tail_straddles_a_push_that_drains() -> None:
+    world = world_of("async", num_fetches=10, samples_per_group=3)
+    finish(world, 0, 1)
+    world.happen(events.TrainDone())
+    while running := world.state.of("running"):
+        assert not world.state.pushing and why(world, "trainers").on == tuple(group.ordinal for group in running)
+        world.happen(events.SampleDone(running[0].ordinal))
+    assert world.state.pushing  # though rewards are missing yet
+    assert not world.state.of("running")
+
+
+def test_verl_7568_and_vllm_54443_a_group_is_as_old_as_its_oldest_token() -> None:
+    """The version at its admission says little: engines get weights one after the other."""
+    world = world_of("async-partial", num_fetches=10, lead=1.0)
+    finish(world, 0, 1)
+    train(world)
+    (young,) = [group.ordinal for group in world.state.of("running") if group.born == 1][:1]
+    world.happen(events.SampleDone(young))
+    world.happen(events.GroupReady(young, oldest=0))
+    assert world.state.groups[young].born == 0
+
+
+# Replayed where they happen: in the stream, in its thread, in an engine.
+ELSEWHERE = {
+    "prime-rl#2960": "buffer/test_stream.py::test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it",
+    "SkyRL#1173": "buffer/test_stream.py::test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it",
+    "NeMo-RL#3488": "buffer/test_stream_thread.py::test_nobody_waits_for_a_thread_that_has_died",
+    "AReaL#1722": "pipeline/test_known_bugs.py::"
+    "test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place",
+    "sglang#33783": "engines/test_engine.py::test_nothing_is_answered_from_the_cache_of_weights_before",
+    "sglang#33784": "engines/test_engine.py::test_flushing_waits_for_requests_that_run",
+    "miles#1497": "engines/test_engine.py::test_flushing_waits_for_requests_that_run",
+}
+
+
+@pytest.mark.parametrize("report", ELSEWHERE)
+def test_what_is_replayed_elsewhere_is_there(report: str) -> None:
+    file, name = ELSEWHERE[report].split("::")
+    tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    (function,) = (node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == name)
+    assert report in (ast.get_docstring(function) or ""), "its docstring names the report"
+
+
+def test_slime_2339_an_evaluation_sees_one_version() -> None:
+    world = world_of("async-partial", num_fetches=8, eval_interval=2)
+    while not world.state.evaluating:
+        world.happen(next(one for one in world.possible() if not isinstance(one, events.EvalDone)))
+    version = world.state.version
+    while others := [one for one in world.possible() if not isinstance(one, events.EvalDone)]:
+        world.happen(others[0])
+    assert world.state.version == version and "evaluation" in why(world, "trainers").why
+    world.happen(events.EvalDone())
+    assert world.state.pushing
+
+
+def test_an_evaluation_that_a_kill_ended_comes_again() -> None:
+    world = world_of("on-policy", num_fetches=4, eval_interval=2, save_interval=3)
+    while world.checkpoint is None:
+        world.happen(next(one for one in world.possible() if not isinstance(one, events.EvalDone)))
+    assert world.state.evaluating  # since fetch 2; the save of fetch 3 came meanwhile
+    world.restart()
+    assert any(isinstance(event, events.Eval) for event in world.log[-4:])
+
+
+def test_one_step_off_generates_a_batch_while_it_trains_the_one_before() -> None:
+    """slime's train_async: the next batch is on its way before the first one is trained, and is whole at the push."""
+    world = world_of("one-step-off", num_fetches=3)
+    finish(world, 0, 1)
+    assert world.state.lease == (0, 1) and {g.ordinal for g in world.state.of("running")} == {2, 3}
+    world.happen(events.TrainDone())
+    assert why(world, "trainers").on == (2, 3)  # the push waits
+    finish(world, 2, 3)
+    world.happen(events.Pushed())
+    assert world.state.lease == (2, 3) and world.staleness == [0, 0, 1, 1]
+
+
+def test_trainers_and_engines_of_one_device_work_in_turn() -> None:
+    world = world_of("stream", exclusive=True, num_fetches=8)
+    finish(world, *range(7))
+    assert not world.state.lease and "devices" in why(world, "trainers").why
+    finish(world, 7)
+    for fetch in range(4):
+        assert world.state.lease == (2 * fetch, 2 * fetch + 1) and not world.state.of("running")
+        world.happen(events.TrainDone())
+    assert world.state.pushing
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lead": 1.0}, "lead is 1"),
+        ({"max_staleness": 1, "lead": 1.5}, "0 to max_staleness"),
+        ({"in_flight": "retract"}, "max_staleness of at least 1"),
+        ({"max_staleness": 1, "exclusive": True}, "share devices"),
+        ({"max_staleness": 1, "spare_groups": 3}, "give lead"),
+        ({"fetches_per_push": 0}, "fetches_per_push is 0"),
+        ({"eval_interval": 0}, "eval_interval is 0"),
+    ],
+)
+def test_knobs_that_contradict_each_other(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Knobs(groups_per_fetch=2, **values)

@@ -1,0 +1,216 @@
+"""The controller's invariants, whatever happens and in whatever order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from fusionrl.pipeline import apply as applying
+from fusionrl.pipeline import decide as rules
+from fusionrl.pipeline import events
+from fusionrl.pipeline.knobs import PIPELINES, Knobs
+from fusionrl.pipeline.state import State
+from tests.pipeline.world import World, run
+
+NUM_EVENTS = 100_000
+
+
+def some_knobs(choose: random.Random, **fixed: object) -> Knobs:
+    """A pipeline's preset, and anything else at random."""
+    values: dict = {**PIPELINES[choose.choice(list(PIPELINES))], "groups_per_fetch": choose.randint(1, 4)}
+    values |= {"num_fetches": choose.randint(1, 12), "samples_per_group": choose.randint(1, 3)}
+    values |= {"max_tries": choose.randint(1, 3), "max_samples_in_flight": choose.choice([1, 4, 9, 1000])}
+    values |= {"eval_interval": choose.choice([None, 1, 3]), "eval_alone": choose.random() < 0.5}
+    values |= {"save_interval": choose.choice([None, 1, 2, 3])}
+    if choose.random() < 0.5:
+        values["fetches_per_push"] = choose.randint(1, 4)
+    if values["max_staleness"]:
+        if choose.random() < 0.5:
+            values["max_staleness"] = choose.randint(1, 4)
+            values["lead"] = choose.choice([values["max_staleness"], choose.uniform(0, values["max_staleness"])])
+    else:
+        values["spare_groups"] = choose.choice([0, 0, 1, 4])
+        values["exclusive"] = choose.random() < 0.3
+    if choose.random() < 0.3:
+        values["at_deadline"] = "drop"
+    return Knobs(**values | fixed)
+
+
+def whole_run(seed: int, watched: tuple[str, ...] = (), **fixed: object) -> tuple[World, int]:
+    """A run of random knobs to its end, with mishaps and restarts."""
+    choose = random.Random(seed)
+    world = World(some_knobs(choose, **fixed), slow=choose.choice([2, 5]), watched=watched)
+    rates = {"mishaps": choose.choice([0, 0.05, 0.3]), "restarts": choose.choice([0, 0.02])}
+    count = run(world, choose, **rates, stragglers=choose.choice([0, 0.9, 0.99]))
+    return world, count
+
+
+def test_every_run_ends_with_all_that_was_asked_for() -> None:
+    count = seed = 0
+    names = set()
+    while count < NUM_EVENTS:
+        world, added = whole_run(seed)
+        knobs = world.knobs
+        assert world.stopped == events.Stop() and knobs.num_fetches is not None, seed
+        assert len(world.trained) == len(set(world.trained)) == knobs.num_fetches * knobs.groups_per_fetch, seed
+        assert max(world.staleness) <= knobs.max_staleness, seed
+        names |= {(knobs.in_flight, knobs.at_deadline, knobs.max_staleness > 0)}
+        count, seed = count + added, seed + 1
+    assert len(names) >= 5
+
+
+def test_without_mishaps_the_data_are_trained_as_they_come() -> None:
+    """With `wait` nothing is dropped, so long answers are trained as often as short ones."""
+    for seed in range(100):
+        choose = random.Random(seed)
+        world = World(some_knobs(choose, at_deadline="wait", spare_groups=0))
+        run(world, choose)
+        assert sorted(world.trained) == list(range(len(world.trained))) and not world.state.num_dropped
+
+
+class Pipeline(RuleBasedStateMachine):
+    """The same, driven by hypothesis, which shrinks what fails."""
+
+    @initialize(seed=st.integers(0, 1 << 20))
+    def start(self, seed: int) -> None:
+        self.world = World(some_knobs(random.Random(seed)))
+        self.world.settle()
+
+    @precondition(lambda self: not self.world.stopped and self.world.possible())
+    @rule(data=st.data())
+    def something(self, data: st.DataObject) -> None:
+        self.world.happen(data.draw(st.sampled_from(self.world.possible())))
+
+    @precondition(lambda self: not self.world.stopped)
+    @rule(seed=st.integers(0, 1 << 10))
+    def a_mishap(self, seed: int) -> None:
+        event = self.world.mishap(random.Random(seed))
+        if event is not None:
+            self.world.happen(event)
+
+    @precondition(lambda self: not self.world.stopped and self.world.checkpoint is not None)
+    @rule()
+    def killed_and_resumed(self) -> None:
+        self.world.restart()
+
+    @precondition(lambda self: not self.world.stopped)
+    @rule(count=st.integers(0, 2))
+    def engines(self, count: int) -> None:
+        self.world.happen(events.EnginesAre(count))
+
+    @precondition(lambda self: not self.world.stopped)
+    @rule()
+    def the_data_end(self) -> None:
+        self.world.happen(events.StreamEnd())
+
+    @precondition(lambda self: self.world.stopped)
+    @rule()
+    def it_stays_ended(self) -> None:
+        assert isinstance(rules.decide(self.world.state, self.world.knobs)[0], events.Stop)
+
+    def teardown(self) -> None:
+        if world := getattr(self, "world", None):
+            assert max(world.staleness, default=0) <= world.knobs.max_staleness
+            assert len(world.trained) == len(set(world.trained))
+
+
+TestPipeline = Pipeline.TestCase
+TestPipeline.settings = settings(
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# --- each invariant notices the defect that it is there for ---
+
+
+def one_too_many(state: State, knobs: Knobs) -> int:
+    return max(0, rules.base_limit(state, knobs) + knobs.spare_groups - state.committed) + 1
+
+
+def any_number_of_samples(state: State, knobs: Knobs) -> tuple[int, str]:
+    return 1000, ""
+
+
+def the_newest_first(groups):
+    return sorted(groups, key=lambda group: group.order, reverse=True)
+
+
+def nobody_is_late(state: State, knobs: Knobs, left):
+    return []
+
+
+def push_at_once(state: State, knobs: Knobs):
+    return (events.Push(state.version + 1),)
+
+
+def drain_all(state: State, knobs: Knobs):
+    """Waits for ready groups as well, which are trained after the push only."""
+    live = [ordinal for ordinal, group in state.groups.items() if group.phase != "pending"]
+    return (events.Wait("trainers", "", tuple(live)),) if live else (events.Push(state.version + 1),)
+
+
+def forget(state: State, ordinal: int, *, dropped: bool) -> None:
+    del state.groups[ordinal]
+    state.num_dropped += dropped
+
+
+def lose_the_unready(cls, data, fetches_per_push, kept=None):
+    state = ORIGINAL(data, fetches_per_push, kept)
+    state.groups = {ordinal: group for ordinal, group in state.groups.items() if group.phase == "ready"}
+    return state
+
+
+def late_for_this_version_only(state: State, knobs: Knobs, left):
+    late = LATECOMERS(state, knobs, left)
+    return [group for group in late if group.born + knobs.max_staleness <= state.version]
+
+
+def nobody_is_left_behind(state: State, knobs: Knobs, left):
+    return []
+
+
+TWO_AHEAD = {"max_staleness": 2, "lead": 2.0, "in_flight": "retract", "at_deadline": "wait", "spare_groups": 0}
+TWO_AHEAD |= {"exclusive": False}
+ORIGINAL, LATECOMERS = State.from_dict, rules.latecomers
+MUTANTS = {
+    "I1 one group too many": ("I1", rules, "new_permits", one_too_many, {}),
+    "I1 any number of samples": ("I1", rules, "permits", any_number_of_samples, {"max_samples_in_flight": 4}),
+    "I2 due later is not due": ("I2", rules, "latecomers", late_for_this_version_only, TWO_AHEAD),
+    "I3 the newest first": ("I3", rules, "in_dispatch_order", the_newest_first, {}),
+    "I4 nobody is late": ("I4", rules, "latecomers", nobody_is_late, {"at_deadline": "wait"}),
+    "I5 kept too long": ("I5", rules, "left_behind", nobody_is_left_behind, {"at_deadline": "drop"}),
+    "I6 forgotten": ("I6", applying, "_end", forget, {}),
+    "I6 lost at a resume": ("I6", State, "from_dict", classmethod(lose_the_unready), {"save_interval": 1}),
+    "I7 no drain": ("I7", rules, "push_actions", push_at_once, {"in_flight": "drain"}),
+    "I8 drained for ever": ("I8", rules, "push_actions", drain_all, {}),
+}
+
+
+def test_every_invariant_has_a_mutant() -> None:
+    assert {label for label, *_ in MUTANTS.values()} == {f"I{number}" for number in range(1, 9)}
+    assert all(name.startswith(label) for name, (label, *_) in MUTANTS.items())
+
+
+def what_breaks(seed: int, label: str, fixed: dict) -> str:
+    try:
+        whole_run(seed, watched=(label,), **fixed)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    label, owner, attribute, mutant, fixed = MUTANTS[name]
+    for seed in range(100):
+        whole_run(seed, **fixed)  # all is well without it
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, mutant)
+            said = what_breaks(seed, label, fixed)
+        if label in said or (label == "I5" and "versions old" in said):  # which is asserted where it matters
+            return
+    raise AssertionError(f"nobody noticed: {name}")

@@ -1,0 +1,67 @@
+"""The note on a warm-up says what the optimizer's schedule does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_notes
+
+
+@pytest.mark.parametrize(
+    ("values", "num_steps", "parts"),
+    [
+        ({}, 10, []),
+        (
+            {"lr_warmup_iters": 4, "lr": 1e-3},
+            10,
+            [
+                [
+                    "learning rate 0 at optimizer step 1, which changes no weights, 0.001 from step 5 on",
+                    "--lr-warmup-init",
+                ]
+            ],
+        ),
+        (
+            {"lr_warmup_iters": 4, "lr": 1e-3, "lr_warmup_init": 1e-4},
+            10,
+            [["learning rate 0.0001 at optimizer step 1, 0.001 from step 5 on"]],
+        ),
+        ({"lr_warmup_iters": 4}, 4, [["step 1"], ["--lr-warmup-iters 4: all 4 optimizer steps of the run"]]),
+        ({"lr_warmup_iters": 4, "mode": "eval"}, 0, []),
+        ({"lr_warmup_iters": 4, "mode": "reject-sampling"}, 4, []),
+    ],
+)
+def test_notes(values: dict[str, Any], num_steps: int, parts: list[list[str]]) -> None:
+    found = warm_up_notes(Config.from_flat(values), num_steps)
+    assert len(found) == len(parts)
+    for note, wanted in zip(found, parts, strict=True):
+        assert all(part in note for part in wanted), note
+
+
+@pytest.mark.parametrize(
+    ("values", "num_steps", "wanted"),
+    [
+        ({}, 12, 12),
+        ({"lr_warmup_iters": 20}, 12, 21),  # Megatron wants a decay that is longer than the warm-up
+        ({}, None, 1),
+        ({"lr_decay_style": "cosine"}, 12, 12),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 7}, 12, 7),
+    ],
+)
+def test_the_length_of_the_decay(values: dict[str, Any], num_steps: int | None, wanted: int) -> None:
+    assert lr_decay_steps(Config.from_flat(values).train, num_steps) == wanted
+
+
+@pytest.mark.parametrize(
+    ("values", "num_steps", "message"),
+    [
+        ({}, None, "the length of the run is not known; give --lr-decay-iters"),
+        ({"lr_warmup_iters": 12}, 12, "--critic-lr-warmup-iters 12 is not below the 12 steps"),
+    ],
+)
+def test_a_decay_that_cannot_be(values: dict[str, Any], num_steps: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lr_decay_steps(Config.from_flat(values | {"lr_decay_style": "linear"}).train, num_steps, "critic-")

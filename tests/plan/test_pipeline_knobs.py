@@ -1,0 +1,137 @@
+"""The knobs of a run, and what does not go together with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.pipeline.knobs import PIPELINES
+from fusionrl.plan.pipeline_knobs import FULLY_ASYNC, described, is_streamed, knobs_of, pause_mode, stream_errors
+
+
+class WithKnobs:
+    def __init__(self, config: Config) -> None:
+        self.knobs = knobs_of(config, 3, 2) if is_streamed(config) else None
+
+
+def config(pipeline: str = "async", **values: Any) -> Config:
+    return Config.from_flat({"pipeline": pipeline, "rollout_batch_size": 8, "n_samples_per_prompt": 4, **values})
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_preset_is_its_knobs(name: str) -> None:
+    knobs = knobs_of(config(name), 5, 2)
+    assert {field: getattr(knobs, field) for field in PIPELINES[name]} == PIPELINES[name]
+    assert (knobs.groups_per_fetch, knobs.samples_per_group, knobs.num_fetches) == (8, 4, 5)
+    assert knobs.max_samples_in_flight == 2 * 512
+
+
+def test_each_flag_changes_its_knob() -> None:
+    given = {"max_staleness": 5, "admission_lead": 2.5, "update_weights_interval": 3, "in_flight": "in_place"}
+    knobs = knobs_of(config(**given, at_deadline="drop", max_samples_in_flight=7), None, 1)
+    assert (knobs.max_staleness, knobs.lead, knobs.fetches_per_push, knobs.in_flight) == (5, 2.5, 3, "in_place")
+    assert (knobs.at_deadline, knobs.max_samples_in_flight, knobs.num_fetches) == ("drop", 7, None)
+    text = described(knobs)
+    for part in ("at most 5", "lead 2.5", "every 3 rollouts", "in_place", "drop", "7 samples"):
+        assert part in text
+
+
+def test_a_smaller_bound_takes_the_lead_along() -> None:
+    assert knobs_of(config("one-step-off", max_staleness=0, in_flight="drain"), None, 1).lead == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "mode"),
+    [
+        ({"pipeline": "on-policy"}, "abort"),
+        ({"pipeline": "on-policy", "pause_generation_mode": "in_place"}, "in_place"),
+        ({"pipeline": "async"}, "abort"),  # nothing is in flight
+        ({"pipeline": "async-partial"}, "retract"),
+        ({"pipeline": "async-partial", "in_flight": "in_place"}, "in_place"),
+        ({"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0]}, "retract"),
+        (
+            {"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0], "pause_generation_mode": "abort"},
+            "abort",  # as the user says
+        ),
+        (
+            {
+                "pipeline": "on-policy",
+                "rollout_function_path": FULLY_ASYNC[1],
+                "pause_generation_mode": "in_place",
+            },
+            "in_place",
+        ),
+    ],
+)
+def test_what_a_push_does_to_running_requests(values: dict[str, Any], mode: str) -> None:
+    made = config(**values)
+    assert pause_mode(made, WithKnobs(made)) == mode
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"colocate": True}, "leave out --colocate"),
+        ({"dynamic_sampling_filter_path": "f.py:keep"}, "it asks no --dynamic-sampling-filter-path"),
+    ],
+)
+def test_slime_s_worker_says_what_it_does_not_do(values: dict[str, Any], words: str) -> None:
+    (found,) = stream_errors(config(**{"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0], **values}))
+    assert words in found
+
+
+@pytest.mark.parametrize("path", ["mine.py:rollout", *FULLY_ASYNC])
+def test_a_batch_function_goes_with_every_pipeline(path: str) -> None:
+    """What it keeps under way goes on over a push: nobody can wait for it."""
+    for name in PIPELINES:
+        made = config(name, rollout_function_path=path)
+        assert stream_errors(made) == []
+        if name != "on-policy":
+            assert pause_mode(made, WithKnobs(made)) == "retract"
+
+
+def test_two_flags_for_one_thing() -> None:
+    (found,) = stream_errors(config("async-partial", pause_generation_mode="in_place"))
+    assert "leave out --pause-generation-mode" in found
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"partial_rollout": True}, "--partial-rollout belongs to --pipeline on-policy: it keeps"),
+        ({"colocate": True}, "nothing can run ahead; take --pipeline on-policy or stream"),
+        ({"update_weights_interval": 3, "eval_interval": 4}, "--eval-interval 4 is no multiple of the 3 rollouts"),
+        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 16: prompts that run ahead"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+    (found,) = stream_errors(config(**values))
+    assert words in found
+
+
+def test_more_samples_than_engines_take() -> None:
+    with pytest.raises(ValueError, match=r"--max-samples-in-flight 1025: the engines take 1024"):
+        knobs_of(config(max_samples_in_flight=1025), None, 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"use_fault_tolerance": True},
+        {"rollout_all_samples_process_path": "mine.py:look"},
+        {"data_source_path": "mine.py:Source"},
+        {"advantage_estimator": "remax"},
+        {"pipeline": "stream", "colocate": True},
+        {"pipeline": "stream", "over_sampling_batch_size": 16},
+    ],
+    ids=str,
+)
+def test_what_goes_together(values: dict[str, Any]) -> None:
+    given = config(values.pop("pipeline", "async"), **values)
+    assert stream_errors(given) == []
+    knobs = knobs_of(given, None, 1)
+    assert knobs.exclusive == ("colocate" in values)
+    assert knobs.spare_groups == (8 if "over_sampling_batch_size" in values else 0)
+    assert knobs.samples_per_group == given.rollout.n_samples_per_prompt + ("advantage_estimator" in values)

@@ -1,0 +1,330 @@
+"""Weight versions of samples whose function asks the engines by `post` and knows nothing of versions."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.config.hooks import HookError
+from fusionrl.data.sample import Sample, response_mask
+from fusionrl.plugin_api import post, run
+from fusionrl.rollout import weight_versions
+from fusionrl.rollout.generate import SampleContext, custom_generate
+from fusionrl.rollout.weight_versions import Answers, Before, fill_versions, note_answer, noting_answers, take_warnings
+
+URL = "http://engine:1"
+URLS = [URL, "http://engine:2"]
+
+
+def context(**values: Any) -> SampleContext:
+    given = {"custom_generate_function_path": None, "rollout_sample_hook_path": [], "semaphore": None}
+    scored = {"rm_type": None, "custom_rm_path": None, "reward_timeout_s": 1.0}
+    return SampleContext.of_args(argparse.Namespace(**given, **scored, **values))
+
+
+def answer(tokens: list[int], version: Any, **more: Any) -> dict[str, Any]:
+    logprobs = [[-1.0, token, None] for token in tokens]
+    meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": "stop"}} | more
+    return {"text": "", "meta_info": meta | ({} if version is None else {"weight_version": version})}
+
+
+def by_hand(*parts: tuple[list[int], int]) -> Sample:
+    """A sample as slime's functions make it, of (tokens, mask) one after the other."""
+    tokens = [token for part, _ in parts for token in part]
+    mask = [value for part, value in parts for _ in part]
+    made = Sample(index=3, tokens=[1, 2, *tokens], response_length=len(tokens), loss_mask=mask)
+    made.rollout_log_probs = [-float(value) for value in mask]
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_warned_of_yet() -> None:
+    forget_warnings()
+
+
+def forget_warnings() -> None:
+    take_warnings()
+    weight_versions._warned.clear()
+
+
+def filled(sample: Sample, *answers: dict[str, Any], before: Before | None = None, **options: Any) -> Any:
+    with noting_answers(URLS, **options) as noted:
+        for one in answers:
+            note_answer(f"{URL}/generate", one, {})
+    fill_versions([sample], noted, "--custom-generate-function-path f", before)
+    return None if sample.weight_versions is None else list(sample.weight_versions)
+
+
+def test_turns_of_one_version() -> None:
+    sample = by_hand(([5, 6], 1), ([7], 0), ([8], 1))
+    assert filled(sample, answer([5, 6], "4"), answer([8], "4")) == [4, 4, 4, 4]
+    assert take_warnings() == []
+
+
+def test_a_turn_that_was_cut_by_hand_is_of_the_only_version() -> None:
+    assert filled(by_hand(([5], 1), ([99], 1)), answer([5, 6, 7], "4")) == [4, 4]
+
+
+def test_turns_of_different_versions_are_found_by_their_tokens() -> None:
+    sample = by_hand(([3], 0), ([5, 6], 1), ([7, 7], 0), ([5, 6, 8], 1))
+    assert filled(sample, answer([5, 6], "4"), answer([5, 6, 8], "5")) == [4, 4, 4, 4, 4, 5, 5, 5]
+    spans = {"weight_versions": [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]}
+    assert filled(by_hand(([5, 6], 1)), answer([5, 6], "5", **spans)) == [4, 5]
+    # The bytes of a token can also lie across two others: that is no place.
+    assert filled(by_hand(([1 << 24, 1, 256], 1)), answer([1 << 16], "3"), answer([256], "4")) == [-1, -1, 4]
+    # Several samples of one call.
+    parts = [(np.array([token], np.int32), np.array([version], np.int32), 1.0) for token, version in ((5, 3), (6, 4))]
+    both = [by_hand(([6], 1)), by_hand(([5], 1))]
+    fill_versions(both, Answers((), parts=parts, versions={3, 4}), "f")
+    assert [list(one.weight_versions) for one in both] == [[4], [3]]  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_known_is_said_once() -> None:
+    assert filled(by_hand(([5, 6], 1), ([7], 0))) is None, "asked by other means"
+    (text,) = take_warnings()
+    assert text.startswith("--custom-generate-function-path f: the weight versions of its tokens are not known")
+    assert filled(by_hand(([5], 1))) is None and take_warnings() == [], "once"
+    forget_warnings()
+    # Of two versions, where one turn was tokenized again: that of the other is known.
+    sample = by_hand(([5, 6], 1), ([7], 0), ([50], 1))
+    assert filled(sample, answer([5, 6], "4"), answer([8], "5")) == [4, 4, 4, -1]
+    assert len(take_warnings()) == 1
+    # Without tokens, as of a whole rollout, only one version can be told.
+    assert filled(by_hand(([5], 1)), answer([5], "4"), keeps_tokens=False) == [4]
+    assert filled(by_hand(([5], 1)), answer([5], "4"), answer([6], "5"), keeps_tokens=False) is None
+
+
+def test_where_nothing_is_trained_nothing_is_missing() -> None:
+    removed = by_hand(([5], 1))
+    removed.remove_sample = True
+    assert filled(by_hand(([5], 0))) is None and filled(removed) is None and filled(Sample(tokens=[1])) is None
+    assert take_warnings() == []
+
+
+def test_what_the_function_says_itself_stays() -> None:
+    sample = by_hand(([5, 6], 1))
+    sample.weight_versions = ["2", "3"]  # type: ignore[list-item]
+    assert filled(sample, answer([5, 6], "4")) == [2, 3]
+    sample.weight_versions = [2, 3, 4]
+    assert filled(sample, answer([5, 6], "4")) == [2, 3, 4], "the check of samples says that it does not fit"
+
+
+def test_a_sample_of_an_earlier_rollout() -> None:
+    """The function goes on with it, or begins anew: what an earlier version sampled keeps that version."""
+    first = by_hand(([5, 6], 1))
+    first.weight_versions = np.array([2, 2], np.int32)
+    before = Before.of(first)
+    longer, anew = by_hand(([5, 6, 7], 1)), by_hand(([5, 8], 1))
+    longer.weight_versions = anew.weight_versions = first.weight_versions
+    assert filled(longer, answer([7], "3"), before=before) == [2, 2, 3]
+    assert filled(anew, answer([5, 8], "3"), before=before) == [2, 3]
+
+
+def test_a_text_for_a_turn_is_of_that_turn_alone() -> None:
+    """slime's functions append one; what an earlier rollout sampled keeps its versions."""
+
+    def resumed(*texts: str, mask: list[int] | None = None, held: list[int] | None = None) -> tuple[Sample, Before]:
+        first = by_hand(([5, 6], 1))
+        first.weight_versions = np.array([2, 3], np.int32)
+        before = Before.of(first)
+        longer = by_hand(([5, 6, 7, 8, 9], 1))
+        longer.loss_mask = mask
+        longer.weight_versions = [*([2, 3] if held is None else held), *texts]
+        return longer, before
+
+    sample, before = resumed("7")
+    assert filled(sample, before=before) == [2, 3, 7, 7, 7]
+    sample, before = resumed("7", held=[])
+    assert filled(sample, before=before) == [2, 3, 7, 7, 7], "a list of its own: texts are of turns since"
+    sample, before = resumed("6", "7", held=[], mask=[1, 1, 1, 0, 1])
+    assert filled(sample, before=before) == [2, 3, 6, 6, 7], "a text for each turn"
+    sample, before = resumed("7")
+    assert filled(sample, answer([7, 8, 9], "8"), before=before) == [2, 3, 8, 8, 8], "the engine knows better"
+    sample, before = resumed("7", mask=[1, 1, 1, 0, 1])
+    assert filled(sample, answer([7], "6"), answer([9], "7"), before=before) == [2, 3, 6, 6, 7]
+    fresh = by_hand(([5, 6], 1), ([7], 0), ([8], 1))
+    fresh.weight_versions = ["4", "5"]  # type: ignore[list-item]
+    assert filled(fresh) == [4, 4, 4, 5]
+    unknown = by_hand(([5, 6, 7], 1))
+    assert filled(unknown, answer([7], "4"), before=Before.of(by_hand(([5, 6], 1)))) == [-1, -1, 4]
+
+
+def test_a_text_of_a_turn_outlives_the_tokens_of_a_tool() -> None:
+    sample = by_hand(([5, 6], 1))
+    sample.weight_versions = ["3"]  # type: ignore[list-item]
+    sample.append_response_tokens(tokens=[7], trainable=False)
+    assert filled(copy.deepcopy(sample)) == [3, 3, 3]
+    sample.append_response_tokens(tokens=[8], log_probs=[-1.0])
+    sample.weight_versions.append("4")  # type: ignore[union-attr]
+    sample.append_response_tokens(tokens=[9], trainable=False, versions=4)
+    assert filled(sample) == [3, 3, 3, 4, 4]
+
+
+def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: Path) -> None:
+    path = tmp_path / "turns.py"
+    path.write_text(
+        "async def f(args, sample, params):\n"
+        "    sample.tokens += [7]\n"
+        "    sample.loss_mask += [1]\n"
+        "    sample.rollout_log_probs += [-1.0]\n"
+        "    sample.response_length += 1\n"
+        "    sample.weight_versions.append('3')\n"
+        "    sample.status = sample.Status.COMPLETED\n"
+        "    return sample\n"
+    )
+    for former in (None, np.array([2, 2], np.int32)):
+        sample = by_hand(([5, 6], 1))
+        sample.weight_versions = former
+        sample.status = Sample.Status.ABORTED
+        made = asyncio.run(custom_generate(context(), f"{path}:f", sample, {}, False))
+        assert isinstance(made, Sample)
+        assert made.weight_versions == ([2, 2, 3] if former is not None else [-1, -1, 3])
+    named = by_hand(([5, 6], 1))
+    named.weight_versions = ["default", "2"]  # type: ignore[list-item]
+    assert Before.of(named).versions is None, "texts, as a rollout function of slime's leaves them"
+
+
+def test_only_the_policys_engines_are_heard() -> None:
+    with noting_answers(URLS) as noted:
+        for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):
+            note_answer(f"{url}/generate", answer([5], str(number)), {})
+        note_answer(f"{URL}/flush_cache", {"success": True}, {})
+        note_answer(f"{URL}/v1/models", ["text"], {})
+    assert noted.versions == {2, 3}
+    note_answer(f"{URL}/generate", answer([5], "6"), {})
+    assert noted.versions == {2, 3}, "the call is over"
+    with noting_answers([]) as nobody:
+        note_answer("http://anything/generate", answer([5], "6"), {})
+    assert not nobody.versions
+
+
+FUNCTIONS: dict[str, Callable[..., Awaitable[Any]]] = {}
+
+
+@pytest.mark.parametrize("way", ["alone", "in tasks", "in a thread", "by the plugin loop"])
+def test_a_function_that_posts(json_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """As a run calls it, wherever it asks from."""
+    json_server.answers = [(200, answer([5, 6], "4"))]
+
+    async def ask() -> Any:
+        return await post(f"{json_server.url}/generate", {"input_ids": [1, 2]})
+
+    async def generate(args: Any, sample: Sample, params: Any) -> list[Sample]:
+        if way == "alone":
+            output = await ask()
+        elif way == "in tasks":
+            (output,) = await asyncio.gather(ask())
+        elif way == "in a thread":
+            output = await asyncio.to_thread(asyncio.run, ask())
+        else:
+            output = await asyncio.to_thread(run, ask())
+        made = [copy.deepcopy(sample), sample]
+        for one in made:
+            one.tokens = [1, 2] + [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+            one.response_length, one.rollout_log_probs = 2, [-1.0, -1.0]
+        return made
+
+    monkeypatch.setitem(FUNCTIONS, "generate", generate)
+    path = tmp_path / "posts.py"
+    path.write_text(f"from {__name__} import FUNCTIONS\nasync def f(args, sample, params):\n")
+    path.write_text(path.read_text() + "    return await FUNCTIONS['generate'](args, sample, params)\n")
+    own = context(router_url=json_server.url, engine_urls=[])
+    made = asyncio.run(custom_generate(own, f"{path}:f", Sample(index=1), {}, False))
+    assert [list(one.weight_versions) for one in made] == [[4, 4], [4, 4]]
+    assert take_warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sample.response_length = 3", "response_length 3 exceeds its 0 tokens"),
+        ("sample.tokens, sample.response_length, sample.loss_mask = [1], 1, []", "loss_mask has 0 values for 1"),
+        ("sample.tokens, sample.response_length = None, 1", "NoneType"),
+        ("sample.tokens, sample.response_length, sample.weight_versions = [1], 1, [1, 2]", "weight_versions has 2"),
+    ],
+)
+def test_a_function_whose_fields_do_not_fit_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(f"async def f(args, sample, params):\n    {line}\n    return sample\n")
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: .*{said}"):
+        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=1), {}, False))
+
+
+def test_a_function_that_generates_nothing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "idle.py"
+    lines = ["async def f(args, sample, params):", "    return sample", "async def g(args, sample, params):"]
+    lines += ["    sample.status = sample.Status.FAILED", "    return sample"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: sample 7 .* is pending"):
+        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=7), {}, False))
+    failed = asyncio.run(custom_generate(context(), f"{path}:g", Sample(index=7), {}, False))
+    assert isinstance(failed, Sample) and failed.response_length == 0, "a failed sample needs no tokens"
+
+
+def test_a_mask_left_out_is_told_as_the_page_says(tmp_path: Path) -> None:
+    """docs/multi-turn.md, "Which tokens are trained on": what a function without loss_mask leads to."""
+    page = (Path(__file__).parents[2] / "docs" / "multi-turn.md").read_text(encoding="utf-8")
+    path = tmp_path / "masks.py"
+    path.write_text(
+        "async def aligned(args, sample, params):\n"
+        "    sample.tokens, sample.response_length = [1, 2, 3, 4], 3\n"
+        "    sample.rollout_log_probs = [-1.0, 0.0, 0.0]\n"
+        "    return sample\n"
+        "async def none(args, sample, params):\n"
+        "    sample.tokens, sample.response_length = [1, 2, 3, 4], 3\n"
+        "    return sample\n"
+        "async def by_hand(args, sample, params):\n"
+        "    sample.tokens = [1]\n"
+        "    sample.append_response_tokens(args, tokens=[2, 3, 4], log_probs=[-1.0] * 3, versions=0)\n"
+        "    sample.tokens, sample.response_length = [1, 2, 3, 4, 5, 6, 7], 6\n"
+        "    sample.rollout_log_probs, sample.loss_mask = [-1.0] * 3 + [0.0] * 3, None\n"
+        "    return sample\n"
+    )
+    take_warnings()
+    for name in ("aligned", "none"):
+        made = asyncio.run(custom_generate(context(), f"{path}:{name}", Sample(index=1), {}, False))
+        assert isinstance(made, Sample) and response_mask(made).all(), "all of it is trained on"
+        assert any("weight versions of its tokens are not known" in text for text in take_warnings())
+    said = "weight_versions has 3 values for 6 response tokens"
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:by_hand: sample 1: {said}"):
+        asyncio.run(custom_generate(context(), f"{path}:by_hand", Sample(index=1), {}, False))
+    assert said in page
+
+
+def test_the_temperatures_of_a_function_s_own_requests_are_noted() -> None:
+    def noted(sample: Sample, *requests: tuple[list[int], object]) -> Any:
+        with noting_answers([URL]) as answers:
+            for tokens, params in requests:
+                note_answer(f"{URL}/generate", answer(tokens, "4"), {"sampling_params": params})
+        fill_versions([sample], answers, "f")
+        return sample.temperature
+
+    assert noted(by_hand(([5, 6], 1)), ([5, 6], {"temperature": 1.1})) == 1.1
+    assert noted(by_hand(([5, 6], 1)), ([5, 6], {})) == 1.0, "SGLang's default"
+    assert noted(by_hand(([5, 6], 1)), ([5, 6], None)) == 1.0
+    two = noted(by_hand(([5], 1), ([9], 0), ([6, 7], 1)), ([5], {"temperature": 0.5}), ([6, 7], {"temperature": 2}))
+    assert list(two) == [0.5, 0.5, 2.0, 2.0]
+    by_itself = by_hand(([5, 6], 1))
+    by_itself.temperature = 0.9  # the function knows better
+    assert noted(by_itself, ([5, 6], {"temperature": 1.1})) == 0.9
+
+
+def test_temperatures_that_cannot_be_told_apart_are_warned_of() -> None:
+    """Of a rollout function no tokens are kept: it may also have asked a judge."""
+    with noting_answers([URL], keeps_tokens=False) as answers:
+        for temperature in (1.1, 0.3):
+            note_answer(f"{URL}/generate", answer([5, 6], "4"), {"sampling_params": {"temperature": temperature}})
+    samples = [by_hand(([5, 6], 1)), by_hand(([5, 6], 1))]
+    samples[0].temperature = 1.1
+    fill_versions(samples[:1], answers, "f")
+    assert take_warnings() == []
+    fill_versions(samples, answers, "f")
+    (text,) = take_warnings()
+    assert "several temperatures" in text and "set sample.temperature" in text

@@ -1,0 +1,44 @@
+"""One cluster of Ray's for the files of the group "ray": their actors are forks of a nursery, as those of a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusionrl.base.environment import extended_environment
+from fusionrl.base.nursery_client import FOLDER_VARIABLE
+
+
+@pytest.fixture(scope="package")
+def shared_cluster() -> Iterator[None]:
+    """It begins with the first file that asks for it, and ends when the next test is of another room."""
+    import ray
+
+    from fusionrl.base.nursery import Branch, Order
+    from fusionrl.runtime import worker_starter
+    from fusionrl.runtime.early_start import CLUSTER_TOKEN, start_nursery
+    from fusionrl.runtime.private_folder import make_private_folder
+    from fusionrl.runtime.ray_cluster import start_ray
+
+    folder = make_private_folder()
+    branch = Branch(
+        str(Path(folder, worker_starter.SOCKET)),
+        ["fusionrl.runtime.engine_worker", "fusionrl.runtime.ray_imports", "pytest"],
+        "tests.runtime.worker_birth:main",
+        late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
+    )
+    nursery = start_nursery(folder, Order(CLUSTER_TOKEN, [], [branch]).to_line())
+    assert nursery.stdin is not None
+    try:
+        with extended_environment({FOLDER_VARIABLE: str(folder)}):
+            start_ray("cpu", 1, address=None, dashboard=False)
+        yield
+    finally:
+        ray.shutdown()
+        nursery.kill()
+        nursery.wait()
+        nursery.stdin.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""Engines that act as a file says, and a router that notes what it is told. Ray is real, the engines are not."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from fusionrl.runtime.recovery import Recovery
+
+
+class Engine:
+    """Acts as the file of its index says: "dead", "hangs", "fails to start", "starts slowly"; anything else is well."""
+
+    def __init__(self, folder: str, index: int, number: int) -> None:
+        self.path, self.index, self.number = Path(folder, str(index)), index, number
+
+    def start(self) -> str:
+        if self.path.read_text() == "fails to start":
+            raise RuntimeError(f"no memory for engine {self.index}")
+        if self.path.read_text() == "starts slowly":
+            time.sleep(60)
+        return f"http://{self.index}.{self.number}"
+
+    def fault(self, timeout_s: float | None = None, *, makes_tokens: bool = True) -> str | None:
+        state = self.path.read_text()
+        if timeout_s is not None and state == "hangs":
+            time.sleep(timeout_s)
+            return f"engine {self.index} made no token" if makes_tokens else f"engine {self.index} did not answer"
+        return f"engine {self.index} was killed" if state == "dead" else None
+
+    def check_alive(self) -> None:
+        if (fault := self.fault()) is not None:
+            raise RuntimeError(fault)
+
+    def die(self) -> None:
+        os._exit(1)
+
+    def shutdown(self, timeout_s: float) -> None:
+        self.path.with_suffix(f".{self.number}.ended").write_text(str(timeout_s))
+
+
+class Router:
+    """Keeps what it was told, in order."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls, self.told = list(urls), list[str]()
+
+    def add_worker(self, url: str, api_key: str | None) -> None:
+        assert api_key == "key"
+        self.urls.append(url)
+
+    def remove_worker(self, url: str) -> None:
+        self.urls = [known for known in self.urls if known != url]
+        self.told.append(url)
+
+
+class Fleet:
+    """Engines 0, 1, … with a `Recovery` over them."""
+
+    def __init__(self, folder: Path, count: int, **settings: float) -> None:
+        self.folder, self.number, self.said = folder, 0, list[str]()
+        for index in range(count):
+            self.set(index, "well")
+        self.engines = [self.make(index) for index in range(count)]
+        self.urls = ray.get([engine.start.remote() for engine in self.engines])
+        self.router = Router(self.urls)
+        limits: dict[str, Any] = {"interval_s": 0.1, "timeout_s": 0.5, "first_wait_s": 0.0} | settings
+        router: Any = self.router
+        self.recovery = Recovery(
+            self.engines, self.urls, router, self.make, api_key="key", say=self.said.append, **limits
+        )
+
+    def make(self, index: int) -> Any:
+        self.number += 1
+        return ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(str(self.folder), index, self.number)
+
+    def set(self, index: int, state: str) -> None:
+        (self.folder / str(index)).write_text(state)
+
+    def check_until(self, count: int, limit_s: float = 20.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while self.recovery.num_died < count and time.monotonic() < deadline:
+            self.recovery.check()
+            time.sleep(0.02)
+        assert self.recovery.num_died == count

@@ -1,0 +1,180 @@
+"""What begins before the flags are checked: what the mode needs, under the guard, until it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.base.nursery_client import FOLDER_VARIABLE
+from fusionrl.cli import train
+from fusionrl.config.config import Config
+from fusionrl.runtime import early_start as ahead_module
+from fusionrl.runtime import private_folder
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, Ahead
+from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
+from fusionrl.runtime.nursery_order import make_order
+
+
+@pytest.mark.parametrize(
+    ("values", "common", "branches"),
+    [
+        ({"mode": "rl"}, ["torch"], ["engine", "worker"]),
+        ({"mode": "eval"}, [], ["engine", "worker"]),
+        ({"mode": "sft"}, [], ["worker"]),
+        ({"mode": "rl", "debug_train_only": True}, [], ["worker"]),
+        ({"mode": "rl", "debug_rollout_only": True}, [], ["engine", "worker"]),
+    ],
+)
+def test_what_a_mode_needs(
+    tiny_model: Path, tmp_path: Path, values: dict[str, object], common: list[str], branches: list[str]
+) -> None:
+    order = make_order(Config.from_flat({"hf_checkpoint": str(tiny_model), **values}), tmp_path)
+    assert order.common == common and order.key == CLUSTER_TOKEN
+    assert [Path(branch.path).name for branch in order.branches] == branches
+    modules = order.branches[-1].modules
+    has_trainers = values["mode"] != "eval" and not values.get("debug_rollout_only")
+    assert ("torch" in modules) == ("fusionrl.trainer.early_imports" in modules) == has_trainers
+    if "engine" in branches:
+        environment = order.branches[0].environment
+        assert environment["FUSIONRL_DEVICE"] == "cpu" and environment["HF_HUB_OFFLINE"] == "1"
+        assert "qwen3" not in environment["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+
+
+@pytest.mark.parametrize("values", [{"ray_address": "10.0.0.1:6379"}, {}])
+def test_no_nursery_beside_a_gpu_or_on_a_joined_cluster(values: dict[str, object]) -> None:
+    with Ahead() as ahead:
+        ahead.begin(Config.from_flat({"mode": "sft", **values}), "cpu" if values else "cuda")
+        assert ahead.environment() == {} and ahead.folder is not None and ahead.folder.is_dir()
+        assert not (ahead.folder / "nursery.log").exists() and ahead._guard is not None, "none was tried"
+        folder = ahead.folder
+    assert not folder.exists()
+
+
+def test_all_of_it_ends_with_it(tmp_path: Path) -> None:
+    """The nursery carries the run's mark, and no token."""
+    with Ahead() as ahead:
+        ahead.begin(Config.from_flat({"mode": "eval"}), "cpu")
+        folder, token = ahead.folder, os.environ[TOKEN_VARIABLE]
+        assert folder is not None and ahead.environment() == {FOLDER_VARIABLE: str(folder)}
+        deadline = time.monotonic() + 30
+        while not (folder / "worker").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = carriers(token)  # it forks its branches meanwhile
+        assert ahead._nursery is not None and ahead._nursery.pid in found
+        for pid in found:
+            with contextlib.suppress(OSError):  # it has ended: it was forked to see whether that goes
+                assert CLUSTER_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        ahead.begin(Config.from_flat({"mode": "eval"}), "cpu")
+        assert ahead.folder == folder, "it begins once"
+    assert not carriers(token) and not folder.exists()
+    ahead.close()
+
+
+RUN = ["--mode", "sft", "--device", "cpu"]
+
+
+def test_it_begins_before_the_flags_are_read() -> None:
+    """The nursery that has imported torch by then gets the order."""
+    with Ahead() as ahead:
+        ahead.prepare(RUN)
+        folder, nursery = ahead.folder, ahead._nursery
+        assert folder is not None and nursery is not None
+        maps = Path(f"/proc/{nursery.pid}/maps")
+        deadline = time.monotonic() + 60
+        # The kernel shows a new program's environment a moment after it has begun.
+        while nursery.pid not in carriers(os.environ[TOKEN_VARIABLE]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert nursery.pid in carriers(os.environ[TOKEN_VARIABLE])
+        while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "libtorch" in maps.read_text() and not (folder / "worker").exists()
+        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        assert ahead._nursery is nursery and ahead.folder == folder
+        while not (folder / "worker").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (folder / "worker").exists()
+    assert nursery.returncode == -9 and not folder.exists()
+
+
+@pytest.mark.parametrize("flag", ["--help", "--dry-run", "--in-process", "--ray-address=10.0.0.1:6379"])
+def test_nothing_begins_for_a_command_without_a_nursery(flag: str) -> None:
+    with Ahead() as ahead:
+        ahead.prepare([*RUN, flag])
+        assert ahead.folder is None
+
+
+def test_a_machine_with_a_gpu_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_module, "_GPU_FILES", (str(tmp_path),))
+    with Ahead() as ahead:
+        ahead.prepare(["--mode", "sft"])
+        assert ahead.folder is None
+        ahead.prepare(RUN)
+        assert ahead.folder is not None, "the user wants the CPU"
+
+
+@pytest.mark.parametrize("values", [{"ray_address": "10.0.0.1:6379"}, {}, {"hf_checkpoint": "broken"}])
+def test_a_nursery_that_the_run_does_not_need_ends(values: dict[str, str], tmp_path: Path) -> None:
+    """The flags are in a file, or the checkpoint is one that the checks refuse."""
+    (tmp_path / "config.json").write_text('{"architectures": 3')
+    values = {name: str(tmp_path) if value == "broken" else value for name, value in values.items()}
+    with Ahead() as ahead:
+        ahead.prepare(RUN)
+        nursery = ahead._nursery
+        ahead.begin(Config.from_flat({"mode": "eval", **values}), "cpu" if values else "cuda")
+        assert nursery is not None and nursery.returncode is not None and ahead.environment() == {}
+
+
+def test_a_model_that_the_checks_refuse_begins_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": 3')
+    with Ahead() as ahead:
+        ahead.begin(Config.from_flat({"mode": "eval", "hf_checkpoint": str(tmp_path)}), "cpu")
+        assert ahead.environment() == {}
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EAGAIN, "no process is left")
+
+
+def test_what_fails_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher begins again."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(private_folder, "_MAX_TMPDIR_BYTES", 1000)
+    with Ahead() as ahead:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", _fails)
+            with pytest.raises(OSError, match="no process is left"):
+                ahead.begin(Config.from_flat({"mode": "sft"}), "cuda")
+        assert ahead.folder is None and not list(tmp_path.iterdir())
+        ahead.begin(Config.from_flat({"mode": "sft"}), "cuda")
+        assert ahead.folder is not None
+
+
+def test_a_command_goes_on_without_what_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_module, "make_private_folder", _fails)
+    with Ahead() as ahead:
+        train._begin(ahead, ["--mode", "sft", "--device", "cpu"])
+        assert ahead.folder is None
+
+
+def test_without_a_nursery_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard is there; the nursery cannot be started."""
+    usual = subprocess.Popen
+
+    def start(command: Sequence[str], **options: Any) -> Any:
+        return _fails() if "fusionrl.base.nursery" in command else usual(command, **options)
+
+    monkeypatch.setattr(ahead_module.subprocess, "Popen", start)
+    with Ahead() as ahead:
+        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        assert ahead.folder is not None and ahead.environment() == {}

@@ -1,0 +1,75 @@
+"""GPUs as Ray gives them out, by the names of CUDA_VISIBLE_DEVICES. Ray is real, the GPUs are names alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from fusionrl.config.config import Config
+from fusionrl.plan.visible_devices import Gpu
+from fusionrl.runtime import engine_pool
+from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.local_launcher import LocalLauncher
+from tests.plan.test_plan import plan as make_plan
+
+PROGRAM = """
+import json, os
+import ray
+from fusionrl.runtime.ray_cluster import actor_on, place_devices, start_ray
+
+class Actor:
+    def devices(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+start_ray("cuda", 3, address=None, dashboard=False)
+group, bundles = place_devices("cuda", 3, 30.0)
+actors = [actor_on(Actor, bundle, group, env={}).remote() for bundle in bundles]
+seen = ray.get([actor.devices.remote() for actor in actors])
+print(json.dumps([[b.gpu.position, b.gpu.ordinal, value] for b, value in zip(bundles, seen)]))
+ray.shutdown()
+"""
+
+
+def test_processes_of_a_node_count_alike():
+    """Names that are no numbers; each process has its node's list, or its one MIG slice."""
+    names = "GPU-bbbb,GPU-aaaa,MIG-cccc"
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": names}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    places = json.loads(done.stdout.splitlines()[-1])
+    assert places == [[0, 0, names], [1, 1, names], [2, 0, "MIG-cccc"]]
+
+
+def test_engines_give_their_memory_once_and_dead_ones_are_looked_for_first(monkeypatch):
+    log = []
+
+    def note(name):
+        return SimpleNamespace(remote=lambda *values: log.append((name, *values)))
+
+    engine = SimpleNamespace(flush_cache=note("flush"), release_memory=note("release"))
+    pool = SimpleNamespace(
+        _plan=SimpleNamespace(engines_give_memory=True),
+        is_memory_away=False,
+        _recovery=SimpleNamespace(check=lambda is_generating: log.append(("check", is_generating))),
+        finish_starts=lambda: log.append(("finish",)),
+        engines=[engine],
+    )
+    monkeypatch.setattr(engine_pool, "get", lambda refs, **_: refs)
+    EnginePool.release_memory(pool, ["kv_cache"])
+    EnginePool.release_memory(pool, ["kv_cache"])  # it is away
+    assert log == [("check", False), ("finish",), ("flush",), ("release", ["kv_cache"])]
+
+
+def test_a_run_in_one_process_counts_gpus_by_the_list(tmp_path):
+    made = make_plan("cuda", actor_num_gpus_per_node=1, colocate=True)
+    launcher = LocalLauncher(
+        Config.from_flat({}), made, tmp_path, 0, SimpleNamespace(begin=lambda *_: None, folder=tmp_path)
+    )
+    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "6,7"}):
+        launcher.start()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert [bundle.gpu for bundle in launcher.bundles] == [Gpu(0, 0)]

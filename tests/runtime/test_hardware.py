@@ -1,0 +1,113 @@
+"""A step's numbers of the machines: pooled over processes, and by device. Actors are plain objects, Ray is a fake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.flops import Work, train_flops
+from fusionrl.runtime import hardware
+from fusionrl.runtime.hardware import Hardware, pooled
+
+H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 << 30}
+
+
+class Actor:
+    """A process that answers, or (None) does not in time."""
+
+    def __init__(self, numbers: dict[str, float] | None, gpus: list[dict[str, Any]] | None = None) -> None:
+        self.hardware = SimpleNamespace(remote=lambda: numbers)
+        self.hardware_facts = SimpleNamespace(remote=lambda: {"gpus": gpus or []})
+
+
+@pytest.fixture
+def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """hardware_of(trainers, engines, peak=None) -> Hardware, whose file is tmp_path/hardware.json."""
+
+    def wait(references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [one for one in references if one is not None], [one for one in references if one is None]
+
+    error = SimpleNamespace(RayError=OSError)
+    monkeypatch.setattr(hardware, "ray", SimpleNamespace(wait=wait, get=lambda one: one, exceptions=error))
+
+    def make(trainers: list[Actor], engines: list[Actor], peak: float | None = None) -> Hardware:
+        layout = SimpleNamespace(world_size=len(trainers)) if trainers else None
+        shape = read_model_shape(tiny_model)
+        plan: Any = SimpleNamespace(layout=layout, shape=shape, num_engines=len(engines))
+        plan.engine_bundles = tuple((index,) for index in range(len(engines)))
+        groups: Any = SimpleNamespace(actors=trainers, auxiliaries=[])
+        pool: Any = SimpleNamespace(everyone=engines)
+        buffer: Any = SimpleNamespace(is_started=True, actor=Actor({"host_bytes": 5.0}))
+        return Hardware(plan, groups, pool, buffer, tmp_path / "hardware.json", peak)
+
+    return make
+
+
+def test_numbers_of_a_group_are_pooled() -> None:
+    one = {"host_bytes": 3.0, "host_peak_bytes": 9.0, "utilisation": 0.5, "power_w": 100.0, "temperature_c": 60.0}
+    other = {"host_bytes": 4.0, "host_peak_bytes": 5.0, "utilisation": 1.0, "power_w": 300.0, "temperature_c": 71.0}
+    assert pooled([one, other]) == {
+        "host_bytes": 7.0,
+        "host_peak_bytes": 9.0,
+        "utilisation": 0.75,
+        "power_w": 200.0,
+        "temperature_c": 71.0,
+    }
+    assert pooled([]) == {}
+
+
+def test_speeds_are_of_one_device(hardware_of: Any, tiny_model: Path, tmp_path: Path) -> None:
+    gpus = [H100]
+    measured = hardware_of([Actor({"host_bytes": 1.0}, gpus)] * 2, [Actor({"host_bytes": 2.0}, gpus)] * 4)
+    work = Work.of([30, 50])
+    values = {"perf/time_train_s": 2.0, "perf/time_generate_s": 4.0, "rollout/num_tokens": 64.0}
+    found = measured.measure(values, work)
+    assert found["perf/train_tokens_per_s_per_device"] == 80 / 2.0 / 2
+    assert found["perf/generate_tokens_per_s_per_device"] == 64 / 4.0 / 4
+    assert found["perf/mfu"] == pytest.approx(train_flops(read_model_shape(tiny_model), work) / (2.0 * 2 * 989e12))
+    assert [found[f"hardware/host_bytes/{name}"] for name in ("trainers", "engines", "buffer")] == [2.0, 8.0, 5.0]
+    assert found["hardware/host_bytes/driver"] > 1 << 20
+    written = json.loads((tmp_path / "hardware.json").read_text())
+    assert [len(written[name]) for name in ("trainers", "engines")] == [2, 4]
+    assert written["trainers"][0]["gpus"] == gpus
+
+
+def test_a_peak_of_the_users_goes_first_and_without_one_there_is_no_share(hardware_of: Any) -> None:
+    values, work = {"perf/time_train_s": 2.0}, Work.of([10])
+    on_cpu = hardware_of([Actor({})], []).measure(values, work)
+    assert "perf/mfu" not in on_cpu and "perf/generate_tokens_per_s_per_device" not in on_cpu
+    own = hardware_of([Actor({}, [H100])], [], peak=0.001).measure(values, work)
+    table = hardware_of([Actor({}, [H100])], []).measure(values, work)
+    assert own["perf/mfu"] == pytest.approx(table["perf/mfu"] * 989e12 / 1e9)
+
+
+def test_who_does_not_answer_is_left_out(hardware_of: Any) -> None:
+    found = hardware_of([Actor({"host_bytes": 1.0}), Actor(None)], []).measure({}, Work())
+    assert found["hardware/host_bytes/trainers"] == 1.0
+    assert not any(name.startswith("perf/") for name in found)
+
+
+def test_gpus_that_are_not_known_at_the_first_step_are_asked_for_again(
+    hardware_of: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    actor = Actor({"host_bytes": 1.0}, [H100])
+    facts, actor.hardware_facts = actor.hardware_facts, SimpleNamespace(remote=lambda: None)
+    measured = hardware_of([actor], [])
+    values, work = {"perf/time_train_s": 2.0}, Work.of([10])
+    assert not any("perf/mfu" in measured.measure(values, work) for _ in range(2))
+    assert caplog.text.count("lacks some trainers") == 1
+    actor.hardware_facts = facts
+    assert "perf/mfu" in measured.measure(values, work)
+    assert json.loads((tmp_path / "hardware.json").read_text())["trainers"][0]["gpus"] == [H100]
+
+
+def test_tokens_a_device_count_the_devices_of_every_engine(hardware_of: Any) -> None:
+    hardware = hardware_of([], [Actor(None), Actor(None)])
+    hardware._plan.engine_bundles = ((0, 1, 2, 3), (4,))
+    values = {"perf/time_generate_s": 2.0, "rollout/num_tokens": 100.0}
+    assert hardware._speeds(values, None) == {"perf/generate_tokens_per_s_per_device": 10.0}

@@ -1,0 +1,227 @@
+"""An engine over several nodes: its parts, and what becomes of it when one of them ends. Ray and processes are real,
+the servers are a few lines that answer health checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.engine_groups import read_groups
+from fusionrl.engines.process import ChildProcess, base_url
+from fusionrl.engines.spec import EngineSpec, server_command
+from fusionrl.plan.push import EngineTarget, join_nodes
+from fusionrl.plan.visible_devices import Gpu
+from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.engine_specs import engine_specs
+from fusionrl.runtime.multi_node_engine import PartWorker, SpanningWorker
+from fusionrl.runtime.ray_cluster import Bundle
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
+    do_POST = do_GET
+    def log_message(self, *_): pass
+if "fail" in sys.argv:
+    sys.exit("no such model")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def spawn(worker: Any, port: int, meeting: str | None) -> ChildProcess:
+    """In the place of SGLang's server: one that notes where it was to meet, and may end at once."""
+    worker.url = base_url(worker.spec.host, port)
+    log = Path(worker.spec.log_dir)
+    (log / f"{worker.spec.node_rank}.meeting").write_text(str(meeting))
+    fails = [name for name in ("fail",) if (log / f"{worker.spec.node_rank}.fails").exists()]
+    return ChildProcess([sys.executable, "-c", SERVER, str(port), str(log), *fails], log / worker.spec.log_name)
+
+
+class Part(PartWorker):
+    def _spawn_server(self, port: int, nccl_port: int, meeting: str | None, *_: int | None) -> ChildProcess:
+        return spawn(self, port, meeting)
+
+
+class Head(SpanningWorker):
+    def _spawn_server(self, port: int, nccl_port: int, meeting: str | None, *_: int | None) -> ChildProcess:
+        return spawn(self, port, meeting)
+
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("shared_cluster")]
+
+
+class Engine:
+    """An engine of two parts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        head = EngineSpec(
+            index=3,
+            model_path="none",
+            device="cpu",
+            dtype="float32",
+            tp_size=2,
+            gpu_ids=(),
+            host="127.0.0.1",
+            api_key="key",
+            log_dir=str(folder),
+            seed=1,
+            start_timeout_s=30.0,
+            num_nodes=2,
+        )
+        settled, options = Settled(0o22), {"num_cpus": 0, "max_concurrency": 8}
+        part = dataclasses.replace(head, node_rank=1)
+        self.part: Any = ray.remote(Part).options(**options).remote(part, str(folder / "part.log"), settled)
+        self.head: Any = (
+            ray.remote(Head).options(**options).remote(head, str(folder / "head.log"), settled, [self.part])
+        )
+
+    def servers(self) -> list[int]:
+        """Pids of its servers that live."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                if entry.name.isdigit() and command[1:2] == [b"-c"] and str(self.folder).encode() in command:
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return sorted(found)
+
+    def wait_fault(self, limit_s: float = 10.0) -> str:
+        deadline = time.monotonic() + limit_s
+        while (fault := ray.get(self.head.fault.remote())) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert fault is not None
+        return str(fault)
+
+
+def test_both_parts_start_meet_and_end(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    url = ray.get(engine.head.start.remote(), timeout=30)
+    meetings = [(tmp_path / f"{rank}.meeting").read_text() for rank in (0, 1)]
+    assert meetings[0] == meetings[1] and meetings[0].startswith("127.0.0.1:") and meetings[0] not in url
+    assert len(engine.servers()) == 2 and ray.get(engine.head.fault.remote()) is None
+    ray.get(engine.head.shutdown.remote(0.0))
+    assert engine.servers() == []
+
+
+@pytest.mark.parametrize("who", ["server", "actor"])
+def test_it_ends_as_a_whole_when_another_part_dies(who: str, tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    ray.get(engine.head.start.remote(), timeout=30)
+    if who == "server":
+        (pid,) = set(engine.servers()) - {ray.get(engine.head.info.remote())["pid"]}
+        os.kill(pid, signal.SIGKILL)
+    else:
+        ray.kill(engine.part)
+    fault = engine.wait_fault()
+    assert fault.startswith("generation: engine 3 is one over 2 nodes, and ended: ")
+    assert "engine 3 part 1" in fault if who == "server" else "part 1 is dead" in fault
+    deadline = time.monotonic() + 5
+    while engine.servers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert engine.servers() == []
+
+
+def test_a_part_that_cannot_start_ends_the_start_with_its_log(tmp_path: Path) -> None:
+    (tmp_path / "1.fails").touch()
+    engine = Engine(tmp_path)
+    with pytest.raises(RuntimeError, match=r"start of engine 3 part 1 (?s:.*) no such model|no such model"):
+        ray.get(engine.head.start.remote(), timeout=30)
+    assert engine.servers() == []
+    (tmp_path / "1.fails").unlink()
+    ray.get(engine.head.start.remote(), timeout=30)
+    assert len(engine.servers()) == 2
+    ray.get(engine.head.shutdown.remote(0.0))
+
+
+# ------------------------------------------------------------------------------------ placement
+def places(*nodes: str) -> list[Bundle]:
+    """Devices on these nodes, numbered from 0 on each."""
+    return [
+        Bundle(i, i, node, f"10.0.0.{node}", Gpu(nodes[:i].count(node), nodes[:i].count(node)))
+        for i, node in enumerate(nodes)
+    ]
+
+
+def specs(*nodes: str) -> list[EngineSpec]:
+    plan: Any = SimpleNamespace(
+        device="cuda", rollout_dtype="bf16", engines_give_memory=False, knobs=None, scorers=(), transport="broadcast"
+    )
+    plan.group_of = lambda engine: None
+    return engine_specs(
+        Config.from_flat({"hf_checkpoint": "org/model"}),
+        plan,
+        "engine",
+        0,
+        places(*nodes),
+        host_of=lambda bundle: bundle.node_address,
+        api_key=None,
+        log_dir="logs",
+    )
+
+
+def test_a_part_for_each_node_with_its_own_devices() -> None:
+    found = specs("1", "1", "2", "2")
+    assert [(s.num_nodes, s.node_rank, s.host, s.gpu_ids) for s in found] == [
+        (2, 0, "10.0.0.1", (0, 1)),
+        (2, 1, "10.0.0.2", (0, 1)),
+    ]
+    assert [s.tp_size for s in found] == [4, 4] and found[0].seed == found[1].seed
+    assert [s.num_nodes for s in specs("1", "1")] == [1]
+
+
+def test_nodes_with_unequal_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 3: engine 0 has 2, 1 devices on its nodes"):
+        specs("1", "1", "2")
+
+
+def test_nobody_shares_memory_with_an_engine_over_nodes() -> None:
+    """On a CPU a sender writes into memory that the engines of its own node map; this engine gets values."""
+    target = EngineTarget(0, None, join_nodes(["a", "a", "b"]), (0, 1, 2))
+    assert target.node_id not in ("a", "b") and join_nodes(["a", "a"]) == "a"
+
+
+# ------------------------------------------------------------------------------------ groups
+def test_an_engine_s_group_adds_its_flags_and_its_role() -> None:
+    """A flag of the group goes before the run's; the run's others hold for all."""
+    texts = ["a:num_gpus=1,role=prefill,max-running-requests=8", "b:num_gpus=1,role=decode"]
+    groups = read_groups(tuple(texts), 1)
+    config = Config.from_flat(
+        {"hf_checkpoint": "org/model"},
+        PassThrough(sglang={"max_running_requests": 32, "log_level": "warning"}),
+    )
+    plan: Any = SimpleNamespace(device="cuda", rollout_dtype="bf16", engines_give_memory=False, knobs=None)
+    plan.group_of = lambda engine: groups[engine]
+    made = [
+        engine_specs(
+            config,
+            plan,
+            "engine",
+            index,
+            places("1"),
+            host_of=lambda bundle: bundle.node_address,
+            api_key=None,
+            log_dir="logs",
+        )[0]
+        for index in (0, 1)
+    ]
+    wanted = {"log_level": "warning", "max_running_requests": 8, "disaggregation_mode": "prefill"}
+    assert made[0].server_args.items() >= wanted.items() and made[0].meets_decoders
+    assert made[1].server_args["max_running_requests"] == 32
+    assert made[1].server_args["disaggregation_mode"] == "decode" and not made[1].meets_decoders
+    command = server_command(made[0], 1, 2, None, 77)
+    assert command[command.index("--disaggregation-bootstrap-port") + 1] == "77"
+    assert command[command.index("--disaggregation-mode") + 1] == "prefill"

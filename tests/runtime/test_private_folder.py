@@ -1,0 +1,58 @@
+"""The private folder of a run: where it is, and whom it lets in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fusionrl.runtime.private_folder import make_private_folder
+
+
+def test_a_short_folder_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    parent = tempfile.mkdtemp(dir="/tmp", prefix="t")
+    monkeypatch.setenv("RAY_TMPDIR", parent)
+    try:
+        folder = make_private_folder()
+        assert str(folder.parent) == parent and not caplog.records
+        assert all(path.stat().st_mode & 0o777 == 0o700 for path in (folder, folder / "ray", folder / "stores"))
+    finally:
+        shutil.rmtree(parent)
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_long_one_is_not_and_the_log_says_why(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = tmp_path / "a-folder-with-a-long-name"
+    parent.mkdir()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, str(parent))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is found once
+    folder = make_private_folder()
+    try:
+        assert folder.parent == Path("/tmp")
+        assert f"{variable}={parent} is not used" in caplog.text
+        assert f"at most 24 characters, it has {len(os.fsencode(parent))}" in caplog.text
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["ï", "a b"])
+def test_one_that_ray_cannot_read_is_not(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = Path(tempfile.mkdtemp(dir="/tmp", prefix="t"), name)
+    parent.mkdir()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(parent))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = make_private_folder()
+    try:
+        assert folder.parent == Path("/tmp") and "ASCII without white space" in caplog.text
+    finally:
+        shutil.rmtree(folder)
+        shutil.rmtree(parent.parent)

@@ -1,0 +1,213 @@
+"""A resume that cannot work is refused before anything starts, by `fusionrl plan` as by `train`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusionrl import cli
+from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
+from fusionrl.config.parser import parse_args
+from fusionrl.models.shape import read_model_shape
+from fusionrl.observe.run_dir import RunDir
+from fusionrl.runtime.checkpoints import Checkpoints
+from tests.tiny_model import make_tiny_qwen3
+
+Rows = Callable[..., Path]
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"input": f"{i}+1=", "label": str(i + 1)} for i in range(count)]
+
+
+def flags(model: Path, data: Path, run_dir: Path) -> list[str]:
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label", "--rm-type", "exact"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"),
+        *("--num-rollout", "2", "--device", "cpu", "--run-dir", str(run_dir)),
+    ]
+
+
+@pytest.fixture
+def run(tiny_model: Path, write_rows: Rows, tmp_path: Path) -> list[str]:
+    """Flags of a run whose folder has a checkpoint of its first step."""
+    argv = flags(tiny_model, write_rows(rows(10)), tmp_path / "runs" / "first")
+    config = parse_args(argv)
+    with RunDir(tmp_path / "runs" / "first") as folder:
+        folder.write_config(config.model_dump())
+        checkpoints = Checkpoints(folder.checkpoints)
+        writing = checkpoints.begin(0)
+        (writing / "trainer").mkdir()
+        shape = read_model_shape(tiny_model).model_dump(mode="json")
+        (writing / "trainer" / "fusionrl.json").write_text(json.dumps({"format": 2, "shape": shape}))
+        source = RolloutDataSourceWithBuffer(config.to_args())
+        source.get_samples(4)
+        (writing / "buffer.json").write_text(json.dumps({"rollout_id": 0, "source": source.state_dict()}))
+        checkpoints.publish(0, writing, {})
+    return argv
+
+
+def errors(capsys: pytest.CaptureFixture[str], argv: list[str], command: str = "plan") -> str:
+    """Messages of a command that is refused."""
+    assert cli.main([command, *argv]) == 2
+    return capsys.readouterr().err
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_same_run_goes_on_and_its_folder_is_only_read(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(tmp_path / "runs")
+    assert cli.main(["plan", *run, "--resume"]) == 0
+    assert "resume " not in capsys.readouterr().out
+    assert cli.main(["plan", *run, "--resume", "--lr", "1e-3", "--num-rollout", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert "resume     --lr 1e-06 -> 0.001" in shown
+    assert "resume     --num-rollout 2 -> 6" in shown
+    assert "nothing is left" not in shown
+    decay = ["--lr-decay-style", "linear", "--num-rollout", "1"]
+    assert cli.main(["plan", *run, "--resume", *decay]) == 0
+    shown = capsys.readouterr().out
+    assert "resume     nothing is left to do: step_000001 is after step 1, and the run ends after step 1" in shown
+    assert "next step" not in shown
+    assert files(tmp_path / "runs") == before
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_folder_with_a_run_wants_resume(run: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "already holds a run: pass --resume" in errors(capsys, run, command)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_other_data_are_refused(
+    run: list[str], write_rows: Rows, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_rows(rows(8), "other.jsonl")
+    found = errors(capsys, [*run, "--resume", "--prompt-data", str(other)], command)
+    assert "other has 8 prompts now, but had 10 when the checkpoint was saved" in found
+    changed = write_rows([{"input": "?", "label": "1"}] * 10, "other.jsonl")
+    found = errors(capsys, [*run, "--resume", "--prompt-data", str(changed)], command)
+    assert "its prompts are not those of when the checkpoint was saved" in found
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_another_model_is_refused(
+    run: list[str], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = make_tiny_qwen3(tmp_path / "larger", seed=0, num_layers=3)
+    found = errors(capsys, [*run, "--resume", "--hf-checkpoint", str(larger)], command)
+    assert "it is of a model with num_layers" in found and "give the model that the run was started with" in found
+
+
+def test_a_critic_that_the_checkpoint_lacks(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "it has no critic" in errors(capsys, [*run, "--resume", "--advantage-estimator", "ppo"])
+
+
+def test_a_damaged_checkpoint_is_refused_by_the_plan(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "first" / "checkpoints" / "step_000001" / "buffer.json").write_text("{}")
+    assert "damaged or incomplete" in errors(capsys, [*run, "--resume"])
+
+
+def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launch script may always pass --resume, but a typo starts a new run: that is said before anything starts."""
+    (tmp_path / "runs" / "a-model").mkdir()
+    (tmp_path / "runs" / "a-model" / "config.json").write_text('{"model_type": "qwen3"}')
+    for name, nearest in {
+        "runs/frist": f"the nearest one is {tmp_path}/runs/first",
+        "runs/xyz": f"({tmp_path}/runs has the runs first)",
+        "rnus/first": f"the nearest one is {tmp_path}/runs",
+    }.items():
+        assert cli.main(["plan", *run, "--resume", "--run-dir", str(tmp_path / name)]) == 0
+        told = capsys.readouterr().err
+        assert f"warning: --resume: there is no folder --run-dir {tmp_path}/{name}: a new run starts there" in told
+        assert nearest in told
+        assert not (tmp_path / name).exists()
+    assert cli.main(["plan", *run, "--resume"]) == 0
+    assert "a new run starts" not in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_may_go_on(run: list[str], tmp_path: Path) -> None:
+    """It starts at step 0, and the console says so."""
+    (tmp_path / "runs" / "first" / "checkpoints" / "step_000001" / "manifest.json").unlink()
+    assert cli.main(["plan", *run, "--resume"]) == 0
+
+
+def test_a_folder_in_use_is_refused_by_the_plan(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir(tmp_path / "runs" / "first", resume=True):
+        assert "is in use by the live process" in errors(capsys, [*run, "--resume"])
+
+
+# ------------------------------------------------------------------------------- the flags of the run itself
+def test_a_short_command_takes_the_flags_of_the_run(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fusionrl train --run-dir X --resume`; what is given goes before it, and the console says so."""
+    short = ["--run-dir", str(tmp_path / "runs" / "first"), "--resume"]
+    assert cli.main(["plan", *short]) == 0
+    shown = capsys.readouterr()
+    assert "2 rollout steps" in shown.out and "resume " not in shown.out
+    assert f"flags that are not given are those of {tmp_path}/runs/first/config.json" in shown.err
+    assert cli.main(["plan", *short, "--num-rollout", "6", "--lr", "1e-3"]) == 0
+    shown = capsys.readouterr()
+    assert "6 rollout steps" in shown.out and "resume     --lr 1e-06 -> 0.001" in shown.out
+
+
+def test_the_newest_flags_of_the_run_count(run: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    with RunDir(folder, resume=True) as opened:
+        opened.write_config(parse_args([*run, "--resume", "--lr", "5e-4"]).model_dump())
+    short = parse_args(["--run-dir", str(folder), "--resume", "--num-rollout", "9"])
+    assert short.train.lr == 5e-4 and short.run.num_rollout == 9 and short.run.resume
+
+
+def test_a_whole_command_is_taken_as_it_stands(run: list[str], tmp_path: Path) -> None:
+    """A flag that it leaves out has its default, also where the run had another value."""
+    with RunDir(tmp_path / "runs" / "first", resume=True) as opened:
+        opened.write_config(parse_args([*run, "--resume", "--lr", "5e-4"]).model_dump())
+    assert parse_args([*run, "--resume"]).train.lr == 1e-6
+
+
+def test_a_folder_without_flags_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert errors(capsys, ["--run-dir", str(tmp_path), "--resume"]).count("error: ") == 1
+    found = errors(capsys, ["--run-dir", str(tmp_path / "none"), "--resume"])
+    assert found.count("error: ") == 1 and "there is no folder" in found
+    assert errors(capsys, ["--resume"]) == "error: --resume: name the run's folder with --run-dir\n"
+
+
+def test_a_config_file_that_resumes_without_flags_says_so_once(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a short command line takes the run's flags; a file of flags is taken as it stands."""
+    folder, file = tmp_path / "runs" / "first", tmp_path / "resume.yaml"
+    file.write_text(f"resume: true\nrun-dir: {folder}\n")
+    for argv in ([], ["--resume"], ["--lr", "1e-5"]):
+        found = errors(capsys, ["--config", str(file), *argv])
+        assert found.count("error: ") == 1 and "is required" not in found
+        assert f"`fusionrl train --run-dir {folder} --resume`" in found
+    file.write_text("lr: 1e-5\n")
+    assert "without --config" in errors(capsys, ["--config", str(file), "--run-dir", str(folder), "--resume"])
+
+
+def test_flags_of_somebody_else_are_not_taken(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may name functions, which would run."""
+    folder, short = tmp_path / "runs" / "first", ["--run-dir", str(tmp_path / "runs" / "first"), "--resume"]
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getuid", lambda: 12345)
+        assert "no config.json of yours" in errors(capsys, short)
+    (folder / "config.json").rename(tmp_path / "elsewhere.json")
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    assert "is a link or a special file" in errors(capsys, short)

@@ -1,0 +1,366 @@
+"""While trainers work or engines generate: a stop request is heard, and an engine that dies is noticed. Ray is real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from fusionrl.base.environment import extended_environment
+from fusionrl.config.config import Config
+from fusionrl.observe import spans
+from fusionrl.runtime.actor_registry import ActorDied, Roster
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, Ahead
+from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.progress_probes import _name_of, _sizes, look_on
+from fusionrl.runtime.ray_cluster import place_devices, start_ray
+from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
+from fusionrl.runtime.signals import StopSignal, Terminated
+from fusionrl.runtime.supervisor import Supervisor
+from fusionrl.runtime.watchdog import Watchdog, Witnesses
+from fusionrl.weights.in_process import get
+
+WORK_S = 3.0
+
+
+class Worker:
+    """A trainer or a Buffer: works for a while, or fails at once."""
+
+    def __init__(self, log: str = os.devnull) -> None:
+        with open(log, "a") as file:
+            file.write("key is s3cret\n")
+
+    def work(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fail(self) -> None:
+        raise OSError("Connection closed by peer")
+
+    def ask(self, other: Any) -> Any:
+        return ray.get(other[0].work.remote(0.0))
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Engine:
+    """Dead as soon as its file is there."""
+
+    def watch(self, path: str) -> None:
+        self.path = Path(path)
+
+    def check_alive(self) -> None:
+        if self.path.exists():
+            raise RuntimeError("generation of engine 1 at http://e: the process ended (killed by SIGKILL)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Ahead]:
+    """A cluster whose workers are forks of a nursery, as those of a run."""
+    with Ahead() as ahead:
+        # A mode with trainers, so that torch is among what the workers are forks of.
+        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        with extended_environment(ahead.environment()):
+            ray.shutdown()  # of the files of the group "ray"
+            start_ray("cpu", 1, address=None, dashboard=False)
+        yield ahead
+        ray.shutdown()
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignal]:
+    with StopSignal() as signal_:
+        yield signal_
+
+
+def actor_of(cls: type, *args: Any) -> Any:
+    """An actor that has started."""
+    actor = ray.remote(cls).options(num_cpus=0, max_concurrency=2).remote(*args)
+    ray.get(actor.__ray_ready__.remote())
+    return actor
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: None) -> list[Any]:
+    """Two, which all tests share: their processes take seconds to start."""
+    return [actor_of(Engine) for _ in range(2)]
+
+
+@pytest.fixture
+def supervisor(engines: list[Any], tmp_path: Path, stop: StopSignal) -> Supervisor:
+    """Of the two engines, without --use-fault-tolerance; each is well until its number is a file in `tmp_path`."""
+    nothing: Any = SimpleNamespace()
+    pool = EnginePool(nothing, nothing, nothing)
+    pool.engines = engines
+    ray.get([engine.watch.remote(str(tmp_path / str(index))) for index, engine in enumerate(engines)])
+    ray.get([engine.check_alive.remote() for engine in engines])
+    return Supervisor(pool.check, stop, interval_s=0.1)
+
+
+def later(action: Any, *args: Any) -> None:
+    threading.Timer(0.5, action, args).start()
+
+
+def test_an_engine_that_dies_while_trainers_work_is_told_then(
+    supervisor: Supervisor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training goes to its end, so that the step can be saved."""
+    trainer = actor_of(Worker)
+    told_after: list[float] = []
+    caplog.handler.addFilter(lambda record: told_after.append(time.monotonic()) or True)  # type: ignore[func-returns-value]
+    start = time.monotonic()
+    later((tmp_path / "1").touch)
+    assert supervisor.finish([trainer.work.remote(WORK_S), trainer.work.remote(0.0)]) == ["done", "done"]
+    text = "the run ends after this training step: generation of engine 1 at http://e: the process ended"
+    assert caplog.text.count(text) == 1
+    assert told_after[0] - start < WORK_S - 1.0
+    with pytest.raises(RuntimeError, match="engine 1 at http://e: the process ended"):
+        supervisor.wait(trainer.work.remote(30.0))
+
+
+def test_a_stop_request_is_heard_while_trainers_work(
+    supervisor: Supervisor, tmp_path: Path, stop: StopSignal, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told at once. The training goes to its end, and no engine is needed any more."""
+    trainer = actor_of(Worker)
+    heard_after: list[float] = []
+    caplog.handler.addFilter(lambda record: heard_after.append(time.monotonic()) or True)  # type: ignore[func-returns-value]
+    start = time.monotonic()
+    later(os.kill, os.getpid(), signal.SIGTERM)
+    threading.Timer(1.0, (tmp_path / "0").touch).start()
+    assert supervisor.finish([trainer.work.remote(WORK_S)]) == ["done"]
+    assert caplog.text.count("SIGTERM: this rollout is trained to its end") == 1
+    assert heard_after[0] - start < WORK_S - 1.0
+    with pytest.raises(Terminated):
+        stop.check()
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, and so would a test in it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_ctrl_c_ends_a_training_at_once(supervisor: Supervisor, stop: StopSignal) -> None:
+    """Also as the second SIGTERM."""
+    trainer = actor_of(Worker)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        start = time.monotonic()
+        if number == signal.SIGTERM:
+            os.kill(os.getpid(), number)  # the first one; the system makes one of two that nobody has taken yet
+            while not stop.hear():
+                time.sleep(0.01)
+        later(os.kill, os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            supervisor.finish([trainer.work.remote(20.0)])
+        assert time.monotonic() - start < 10.0
+
+
+def test_a_stop_request_ends_a_rollout(supervisor: Supervisor) -> None:
+    buffer = actor_of(Worker)
+    later(os.kill, os.getpid(), signal.SIGTERM)
+    with pytest.raises(Terminated):
+        supervisor.wait(buffer.work.remote(30.0))
+
+
+def test_a_stop_request_does_not_hide_an_error(supervisor: Supervisor) -> None:
+    buffer = actor_of(Worker)
+    supervisor.wait(buffer.work.remote(0.0))  # it has started: a stop request leaves less time than that may take
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(OSError, match="Connection closed"):
+        supervisor.wait(buffer.fail.remote())
+
+
+def test_of_an_engine_that_dies_the_death_is_reported_and_not_its_consequences(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    buffer = actor_of(Worker)
+    with pytest.raises(OSError, match="Connection closed"):
+        supervisor.wait(buffer.fail.remote())
+    (tmp_path / "1").touch()
+    with pytest.raises(RuntimeError, match="engine 1"):
+        supervisor.wait(buffer.fail.remote())
+
+
+def test_devices_that_are_missing_or_taken_are_counted() -> None:
+    """The cluster has one: a run that needs two is refused at once, and one that finds it taken after its time."""
+    with pytest.raises(ValueError, match="the plan needs 2 devices .* the Ray cluster has 1"):
+        place_devices("cpu", 2, 60.0)
+    group, bundles = place_devices("cpu", 1, 60.0)
+    try:
+        assert len(bundles) == 1
+        with pytest.raises(ValueError, match=r"were not free within 1 s \(--placement-timeout-s\); 0 of 1 are free"):
+            place_devices("cpu", 1, 1.0)
+    finally:
+        remove_placement_group(group)
+
+
+def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    """Behind its own error, behind one of an actor that asked it, and behind a closed connection."""
+    roster = Roster()
+    roster.hide(["s3cret", None])
+    names = ["trainer rank 0", "trainer rank 3", "the Buffer", "engine 1"]
+    actors = {name: actor_of(Worker, str(tmp_path / f"{name}.log")) for name in names}
+    for name, actor in actors.items():
+        roster.add(name, actor, tmp_path / f"{name}.log")
+        ray.get(actor.work.remote(0.0))
+    with (tmp_path / "trainer rank 3.log").open("a") as log:
+        log.write("".join(f"line {number}\n" for number in range(20)))
+    assert roster.explain(OSError("a user's"), patience_s=0.0) is None
+    actors["trainer rank 3"].die.remote()
+    errors = []
+    for ref in (actors["trainer rank 3"].work.remote(9.0), actors["the Buffer"].ask.remote([actors["trainer rank 3"]])):
+        with pytest.raises((ray.exceptions.RayError, OSError)) as raised:
+            ray.get(ref)
+        errors.append(raised.value)
+    for error in (*errors, OSError("Connection closed by peer")):
+        death = roster.explain(error)
+        assert isinstance(death, ActorDied)
+        lines = str(death).splitlines()
+        assert lines[0].startswith("trainer rank 3 died: its process ") and "trainer rank 3.log" in lines[0]
+        assert lines[1:] == [f"line {number}" for number in range(10, 20)]
+    # The first to die is the cause. Keys are hidden.
+    time.sleep(0.1)
+    actors["engine 1"].die.remote()
+    time.sleep(1.0)
+    assert "trainer rank 3" in str(roster.explain(OSError("closed")))
+    replaced = actor_of(Worker)
+    roster.add("trainer rank 3", replaced, tmp_path / "new.log")
+    death = roster.explain(OSError("closed"))
+    assert "engine 1 died" in str(death) and "key is ***" in str(death) and "s3cret" not in str(death)
+    roster.clear()
+    assert roster.explain(errors[0], patience_s=0.0) is None
+
+
+class Teller:
+    """Tells of its process."""
+
+    def tell(self) -> dict[str, Any]:
+        told = ray.get_runtime_context().get_node_id(), os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("OF_ITS_OWN")
+        return {"pid": os.getpid(), "parent": os.getppid(), "told": told}
+
+
+def test_a_worker_is_a_fork_of_the_nursery(cluster: Ahead) -> None:
+    assert cluster._nursery is not None
+    found = ray.get(actor_of(Teller).tell.remote())
+    assert found["parent"] == cluster._nursery.pid != found["pid"]
+    assert found["told"] == (ray.get_runtime_context().get_node_id(), CLUSTER_TOKEN, None)
+
+
+def test_a_fork_has_the_threads_and_the_place_that_ray_gives() -> None:
+    """Not those of the nursery's imports: two CPUs, two threads; and it is ended for its memory before the run is."""
+
+    def tell() -> tuple[int, str, int]:
+        import torch
+
+        place = int(Path("/proc/self/oom_score_adj").read_text())
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], place
+
+    task = ray.remote(max_calls=1)(tell)
+    for num_cpus in (2, 1):
+        found = ray.get(task.options(num_cpus=num_cpus).remote())
+        assert found == (num_cpus, str(num_cpus), 1000)
+
+
+def test_an_environment_that_a_user_s_function_asks_for_is_made() -> None:
+    """By Ray's agent, which starts only then."""
+    raylet = psutil.Process(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
+    commands = [" ".join(child.cmdline()) for child in raylet.children()]
+    assert len([one for one in commands if "ray_agent_stub" in one]) == 2
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OF_ITS_OWN": "yes"}}}
+    teller = ray.remote(Teller).options(**options).remote()
+    found = ray.get(teller.tell.remote())
+    assert found["told"][2] == "yes" and found["told"][1] == CLUSTER_TOKEN
+    commands = [" ".join(child.cmdline()) for child in raylet.children()]
+    assert any("RuntimeEnvAgent" in one for one in commands)
+
+
+def test_a_worker_with_an_environment_of_its_own_is_no_fork(tmp_path: Path) -> None:
+    """The nursery's forks have imported already, and know no other folders. What they import for Ray, Ray imports."""
+    (tmp_path / "of_the_user.py").write_text("ANSWER = 42\n")
+
+    def tell() -> tuple[int, int, list[str]]:
+        import of_the_user  # type: ignore[import-not-found]
+
+        ray._private.worker.global_worker.get_serialization_context()
+        return of_the_user.ANSWER, os.getppid(), list(sys.modules)
+
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    task = ray.remote(tell).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    answer, parent, modules = ray.get(task.remote())
+    assert (answer, parent) == (42, raylet)
+    assert not set(WHEN_IT_ANSWERS) - set(modules), set(WHEN_IT_ANSWERS) - set(modules)
+
+
+def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(tmp_path: Path) -> None:
+    """--stall-timeout-s: the trainer of rank 1 is stopped (SIGSTOP), rank 0 is back."""
+    ranks = [ray.remote(Worker).remote() for _ in range(2)]
+    pids = [ray.get(rank.pid.remote()) for rank in ranks]
+    roster = Roster()
+    for number, rank in enumerate(ranks):
+        roster.add(f"trainer rank {number}", rank, tmp_path / "log")
+    launcher: Any = SimpleNamespace(roster=roster)
+    witnesses = Witnesses(name_of=partial(_name_of, launcher), sizes=partial(_sizes, launcher))
+    supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
+    spans.record_to(tmp_path, "driver", 1)
+    try:
+        with Watchdog(tmp_path, 1, witnesses, floor_s=0.2, timeout_s=2.0) as watchdog:
+            os.kill(pids[1], signal.SIGSTOP)
+            with pytest.raises(KeyboardInterrupt) as raised, spans.phase("train"):
+                supervisor.finish([rank.work.remote(0.0) for rank in ranks])
+        error = watchdog.ended_by(raised.value)
+        again = Watchdog(tmp_path, 2, witnesses, floor_s=0.2, timeout_s=2.0)
+        with again, pytest.raises(KeyboardInterrupt), spans.phase("push"):
+            get([ranks[1].work.remote(0.0)])  # the same of a wait that never looks up
+    finally:
+        spans.stop_recording()
+        os.kill(pids[1], signal.SIGCONT)
+        for rank in ranks:
+            ray.kill(rank)
+    assert '"train" has taken' in str(error) and "; waits for trainer rank 1 of 2; stacks in" in str(error)
+    assert "; waits for trainer rank 1 of 2; stacks in" in str(again.verdict)
+
+
+def test_waits_that_are_all_short_are_enough_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's phases take less than a second each; engines, guests and a stop request are looked at anyway."""
+    looks, worker = list[bool](), actor_of(Worker)
+    supervisor = Supervisor(looks.append, StopSignal(), interval_s=4.0)
+    # Its clock is the test's: how fast the machine is makes no difference.
+    now = 0.0
+    monkeypatch.setattr("fusionrl.runtime.supervisor.time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(20):
+        now += 1.0
+        supervisor.wait(worker.work.remote(0.0))
+        supervisor.finish([worker.work.remote(0.0)])
+    assert len(looks) == 5, "after 1, 5, 9, 13 and 17 seconds"
+
+
+def test_processes_of_another_node_are_looked_at_by_a_task_there(tmp_path: Path) -> None:
+    """This machine's node stands for the other."""
+    with open(tmp_path / "trainer-5.a1.log", "ab") as log, subprocess.Popen(["sleep", "60"], stderr=log) as sleeper:
+        try:
+            (seen,) = look_on([ray.get_runtime_context().get_node_id()], tmp_path)
+            assert (seen.role, seen.pid, seen.stacks) == ("trainer-5", sleeper.pid, "")
+        finally:
+            sleeper.kill()

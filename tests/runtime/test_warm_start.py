@@ -1,0 +1,176 @@
+"""Branches of a run that are forks of a nursery which several runs share."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusionrl.base.environment import extended_environment
+from fusionrl.base.nursery import Branch, Order
+from fusionrl.base.nursery_client import ask
+from fusionrl.base.process_title import ROOM
+from fusionrl.runtime import warm_start
+from fusionrl.runtime.early_start import start_nursery
+from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
+from fusionrl.runtime.warm_start import ROOM_VARIABLE, WARM_KEY, WARM_VARIABLE, WarmBranches, warm_branch
+
+MODULE = """
+import json, os, sys
+IMPORTED_BY = os.getpid()
+os.environ["SET_BY_THE_IMPORT"] = "1"
+
+def tell(arguments):
+    print(json.dumps({"by": IMPORTED_BY, "set": os.environ.get("SET_BY_THE_IMPORT"), "own": os.environ.get("OWN")}))
+    sys.stdout.flush()
+    sys.stdin.read()  # until the test has looked at it
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: a socket's has 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[dict[str, str]]:
+    """Variables of a nursery; its branches "kind" and "other" have imported a module, and "other" starts a thread."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as name:
+        home = Path(name)
+        (home / "once.py").write_text(MODULE)
+        (home / "threaded.py").write_text(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        )
+        with extended_environment({"PYTHONPATH": str(home)}):
+            kind, other = _branch(home), replace(_branch(home), path=str(home / "other"), modules=["threaded"])
+            free = ["PYTEST_CURRENT_TEST", "FREE"]
+            order = Order("the key", [], [warm_branch(other, free), warm_branch(kind, free)])
+            nursery = start_nursery(home, order.to_line(), {ROOM_VARIABLE: " " * ROOM})
+            try:
+                _wait_for(home / "kind")
+                yield {WARM_VARIABLE: str(home), WARM_KEY: "the key"}
+            finally:
+                nursery.kill()
+                nursery.communicate()
+
+
+def _branch(folder: Path) -> Branch:
+    return Branch(str(folder / "kind"), ["once"], "once:tell", {"OF_THE_BRANCH": "1"}, kept=["KEPT_"])
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def _branches(shared: dict[str, str], folder: Path, **more: str) -> Iterator[WarmBranches]:
+    with extended_environment({**shared, **more}):
+        branches = WarmBranches(Order("own key", [], [_branch(folder)]), folder / "log")
+    try:
+        yield branches
+    finally:
+        branches.close()
+
+
+def _ask(folder: Path, **more: str) -> dict:
+    """What a fork of the run's branch tells."""
+    out = folder / "out"
+    read, write = os.pipe()
+    with out.open("wb") as target:
+        ask(str(folder / "kind"), "own key", [], {**os.environ, **more}, (read, target.fileno(), target.fileno()))
+    os.close(read)
+    deadline = time.monotonic() + 30
+    while not out.read_text().endswith("\n") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.close(write)
+    return json.loads(out.read_text())
+
+
+def test_two_runs_share_the_imports_and_nothing_else(shared: dict[str, str], folder: Path) -> None:
+    told = []
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+        with _branches(shared, folder / name, FREE=name):
+            with pytest.raises(ConnectionError):
+                ask(str(folder / name / "kind"), "the key", [], dict(os.environ), ())
+            told.append(_ask(folder / name, OWN=name))
+    assert told[0]["by"] == told[1]["by"] and [one["own"] for one in told] == ["first", "second"]
+    assert [one["set"] for one in told] == ["1", "1"], "what the import has set is kept"
+
+
+def test_it_carries_the_run_s_mark(shared: dict[str, str], folder: Path) -> None:
+    """The system shows it among the branch's variables, and none of another run, which lives beside it."""
+    marks = ("a" * 32, "b" * 32)
+    with ExitStack() as stack:
+        for mark in marks:
+            (folder / mark[0]).mkdir()
+            stack.enter_context(_branches(shared, folder / mark[0], **{TOKEN_VARIABLE: mark}))
+        deadline = time.monotonic() + 30
+        while not all(len(carriers(mark)) == 1 for mark in marks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pids = [pid for mark in marks for pid in carriers(mark)]
+        assert len(set(pids)) == 2 == len(pids)
+        for pid in pids:
+            shown = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert b"OF_THE_BRANCH=1" in shown and b"own key" not in b"".join(shown)
+            assert not {name for name in shown if name.startswith((ROOM_VARIABLE.encode(), WARM_KEY.encode()))}
+    assert not any(carriers(mark) for mark in marks)
+
+
+def test_all_branches_or_none(shared: dict[str, str], folder: Path) -> None:
+    """The first is given and the second refused: the run's own nursery may listen in their places."""
+    order = Order("own key", [], [_branch(folder), replace(_branch(folder), path=str(folder / "other"))])
+    with extended_environment({**shared, TOKEN_VARIABLE: "d" * 32}), pytest.raises(ConnectionError):
+        WarmBranches(order, folder / "log")
+    assert not carriers("d" * 32) and [path.name for path in folder.iterdir()] == ["log"]
+
+
+@pytest.mark.parametrize("mode", [0o755, None])
+def test_a_folder_that_is_not_the_user_s_alone(folder: Path, mode: int | None) -> None:
+    """Whoever listens there would get the run's key."""
+    place = folder / "place"
+    if mode is None:
+        place.symlink_to(folder)
+    else:
+        place.mkdir()
+        place.chmod(mode)  # whatever the umask is
+    with extended_environment({WARM_VARIABLE: str(place), WARM_KEY: "k"}), pytest.raises(OSError, match="user's alone"):
+        WarmBranches(Order("own key", [], []), folder / "log")
+
+
+def test_it_ends_with_its_run(shared: dict[str, str], folder: Path) -> None:
+    with _branches(shared, folder, **{TOKEN_VARIABLE: "c" * 32}) as branches:
+        branches.stdin.close()  # as at the death of the command
+        branches.wait()
+        assert not carriers("c" * 32)  # without `kill`
+
+
+def test_another_environment_gets_none(shared: dict[str, str], folder: Path) -> None:
+    refused = pytest.raises(ConnectionRefusedError, match="another value of ANOTHER")
+    with refused, _branches(shared, folder, ANOTHER="1"):
+        pass
+    assert not (folder / "kind").exists()
+    with extended_environment({**shared, WARM_KEY: "wrong"}), pytest.raises(ConnectionRefusedError):
+        WarmBranches(Order("own key", [], [_branch(folder)]), folder / "log")
+
+
+def test_a_change_of_the_code_ends_its_use(
+    shared: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_start, "ROOT", folder)
+    (folder / "fusionrl" / "room").mkdir(parents=True)
+    (folder / "fusionrl" / "room" / "changed.py").write_text("")
+    with pytest.raises(OSError, match="changed.py is younger"), _branches(shared, folder):
+        pass

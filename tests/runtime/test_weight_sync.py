@@ -1,0 +1,196 @@
+"""Which engines a push goes to, and which are verified after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.plan.push import EngineTarget
+from fusionrl.runtime import weight_sync
+from fusionrl.runtime.weight_sync import WeightSync
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
+    """What a push did: by which transport to which engines, and at which addresses it was verified."""
+    found: list[tuple[str, list[int]]] = []
+
+    def transfer(name: str) -> Any:
+        def push(trainers: Any, targets: list[EngineTarget], *_: Any, **__: Any) -> dict[str, float]:
+            found.append((name, [target.index for target in targets]))
+            return {}
+
+        return push
+
+    class Verification:
+        def __init__(self, trainers: Any, targets: list[EngineTarget], urls: list[str], **_: Any) -> None:
+            assert len(targets) == len(urls)
+            self.urls = urls
+
+        def compare_tensors(self) -> None: ...
+
+        def ask_probe(self) -> None:
+            found.append(("verify", [int(url) for url in self.urls]))
+
+        def judge(self) -> dict[str, float]:
+            return {}
+
+    monkeypatch.setattr(weight_sync, "push_weights", transfer("broadcast"))
+    monkeypatch.setattr(weight_sync, "push_by_disk", transfer("disk"))
+    monkeypatch.setattr(weight_sync, "Verification", Verification)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation(
+    calls: list[tuple[str, list[int]]], transport: str
+) -> None:
+    targets = [EngineTarget(index, None, "node", (index,)) for index in range(3)]
+    engines: Any = SimpleNamespace(
+        is_recovering=False,
+        is_memory_away=False,
+        targets=lambda: targets,
+        urls=["0", "1"],
+        evaluation=SimpleNamespace(urls=["2"]),
+    )
+    plan: Any = SimpleNamespace(
+        num_engines=2, transport=transport, device="cpu", knobs=None, takes_turns=False, has_pairs=False
+    )
+    plan.precision = plan.rollout_dtype = "fp32"
+    plan.shape = SimpleNamespace(vocab_size=8)
+    config = Config.from_flat({"verify_weights": "always"})
+    trainers: Any = SimpleNamespace(actors=[])
+    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key")
+    for version, evaluates in enumerate([False, False, True, False]):
+        sync.push(version, evaluates)
+    both = [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1]]
+    assert [indices for name, indices in calls if name == transport] == both
+    assert [indices for name, indices in calls if name == "verify"] == both
+
+
+@pytest.mark.parametrize(("when", "verified"), [("first", [0, 2]), ("never", []), ("always", [0, 1, 2])])
+def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(
+    calls: list[tuple[str, list[int]]], when: str, verified: list[int]
+) -> None:
+    engines: Any = SimpleNamespace(
+        is_recovering=False,
+        is_memory_away=False,
+        targets=lambda: [EngineTarget(0, None, "node", (0,))],
+        urls=["0"],
+        evaluation=SimpleNamespace(urls=[]),
+    )
+    plan: Any = SimpleNamespace(
+        num_engines=1, transport="broadcast", device="cpu", knobs=None, takes_turns=False, has_pairs=False
+    )
+    plan.precision = plan.rollout_dtype = "fp32"
+    plan.shape = SimpleNamespace(vocab_size=8)
+    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], pushed_urls=[], admit=lambda: None)
+    config, trainers = Config.from_flat({"verify_weights": when}), SimpleNamespace(actors=[])
+    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", guests)  # type: ignore[arg-type]
+    found = []
+    for version in range(3):
+        guests.has_new = version == 2
+        calls.clear()
+        sync.push(version)
+        found += [version] if "verify" in dict(calls) else []
+    assert found == verified
+
+
+def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_broke_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[object] = []
+    own, good, bad = (EngineTarget(index, None, "node", (0,)) for index in (0, 5, 6))
+    guests: Any = SimpleNamespace(has_new=True, pushed_urls=[], admit=lambda: log.append("admit"))
+    present = [good, bad]
+    guests.targets = lambda: [*present]
+
+    def push(trainers: Any, targets: list[EngineTarget], *_: Any, **__: Any) -> dict[str, float]:
+        log.append([target.index for target in targets])
+        if bad in targets:
+            raise RuntimeError("engine 6: size mismatch")
+        return {}
+
+    def drop(error: BaseException) -> bool:
+        log.append(str(error))
+        present.remove(bad)
+        return True
+
+    guests.drop_culprits = drop
+    monkeypatch.setattr(weight_sync, "push_weights", push)
+    engines: Any = SimpleNamespace(is_recovering=False, is_memory_away=False, targets=lambda: [own])
+    plan: Any = SimpleNamespace(num_engines=1, transport="broadcast", device="cpu", knobs=None, takes_turns=False)
+    plan.engines_give_memory = False
+    config, trainers = Config.from_flat({"verify_weights": "never"}), SimpleNamespace(actors=[])
+    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", guests)  # type: ignore[arg-type]
+    sync.push(3)
+    assert log == [[0, 5, 6], "engine 6: size mismatch", [0, 5], "admit"] and sync.version == 3
+
+
+def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(calls: Any) -> None:
+    log: list[str] = []
+    engines: Any = SimpleNamespace(
+        is_recovering=True,
+        is_memory_away=False,
+        check=lambda is_generating: None,
+        check_answers=lambda with_evaluation: None,
+        finish_starts=lambda with_evaluation: log.append(f"start {with_evaluation}"),
+        join=lambda with_evaluation: log.append(f"join {with_evaluation}") or 1,
+        targets=lambda: [EngineTarget(index, None, "node", (index,)) for index in range(3)],
+    )
+    plan: Any = SimpleNamespace(
+        num_engines=2, transport="broadcast", device="cpu", knobs=None, takes_turns=False, has_pairs=False
+    )
+    plan.engines_give_memory = False
+    trainers: Any = SimpleNamespace(actors=[])
+    config = Config.from_flat({"verify_weights": "never"})
+    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key")
+    for version, evaluates in enumerate([False, False, True]):
+        assert sync.push(version, evaluates)["sync/engines_restarted"] == 1.0
+    assert log == ["start True", "join True", "start False", "join False", "start True", "join True"]
+    assert [indices for _, indices in calls] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+
+
+def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows who has given back what in the middle of it."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        pushes.append(1)
+        raise RuntimeError("an engine is gone")
+
+    pushes: list[int] = []
+    monkeypatch.setattr(weight_sync, "push_weights", fail)
+    engines: Any = SimpleNamespace(
+        is_recovering=True,
+        is_memory_away=False,
+        check=lambda is_generating: None,
+        check_answers=lambda with_evaluation: None,
+        finish_starts=lambda with_evaluation: False,
+        find_hung=lambda with_evaluation: True,
+        targets=lambda: [EngineTarget(0, None, "node", (0,))],
+        release_memory=lambda *_: None,
+        resume_memory=lambda *_, **__: None,
+    )
+    plan: Any = SimpleNamespace(
+        num_engines=1, transport="broadcast", device="cuda", knobs=None, takes_turns=False, has_pairs=False
+    )
+    trainers: Any = SimpleNamespace(actors=[])
+    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5)
+    for shares, wanted in ((True, 1), (False, 2 * weight_sync._MAX_PUSHES)):
+        plan.engines_give_memory = shares
+        pushes.clear()
+        config = Config.from_flat({"verify_weights": "never"})
+        with pytest.raises(RuntimeError, match="an engine is gone"):
+            WeightSync(config, plan, Path("run"), trainers, engines, "key", guests).push(1)
+        assert len(pushes) == wanted
+    for shares, wanted in ((True, 1), (False, weight_sync._MAX_PUSHES)):
+        plan.engines_give_memory = shares
+        pushes.clear()
+        sync = WeightSync(Config.from_flat({"verify_weights": "never"}), plan, Path("run"), trainers, engines, "key")
+        with pytest.raises(RuntimeError, match="an engine is gone"):
+            sync.push(1)
+        assert len(pushes) == wanted

@@ -1,0 +1,10 @@
+"""As `fusionrl.runtime.worker_fork`, with the classes of the tests' actors imported."""
+
+from __future__ import annotations
+
+import tests.runtime.fakes
+import tests.runtime.test_external_engines
+import tests.runtime.test_multi_node_engine  # noqa: F401
+from fusionrl.runtime.worker_fork import main
+
+__all__ = ["main"]

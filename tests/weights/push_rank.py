@@ -1,0 +1,52 @@
+"""A rank of `LocalRanks` that pushes: `Pusher(pool, rank)` has the methods that the protocol calls on a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionrl.trainer.local_ranks import LocalRanks
+
+
+def _sender(actor: Any, buffer_size: int, timeout_s: float) -> Any:
+    import torch.distributed as dist
+
+    from fusionrl.weights.export import Exporter
+    from fusionrl.weights.send import WeightSender
+
+    if not hasattr(actor, "sender"):
+        trained = actor.trained
+        exporter = Exporter(
+            trained.chunks, trained.transformer, actor.shape, actor.layout, actor.rank, "float32", actor.device
+        )
+        actor.sender = WeightSender(
+            rank=actor.rank,
+            device="cpu",
+            backend="gloo",
+            host="127.0.0.1",
+            exporter=exporter,
+            buffer_size=buffer_size,
+            timeout_s=timeout_s,
+            object_group=dist.new_group(backend="gloo"),
+        )
+    return actor.sender
+
+
+def prepare(actor: Any, buffer_size: int, timeout_s: float, *args: Any) -> None:
+    _sender(actor, buffer_size, timeout_s).prepare(*args)
+
+
+def send(actor: Any, *args: Any) -> dict[str, Any]:
+    return actor.sender.send(*args)
+
+
+class Pusher:
+    """For `Threaded`."""
+
+    def __init__(self, pool: LocalRanks, rank: int, buffer_size: int, timeout_s: float) -> None:
+        self.pool, self.rank, self.buffer_size, self.timeout_s = pool, rank, buffer_size, timeout_s
+
+    def prepare_push(self, *args: Any) -> None:
+        self.pool.run_on(self.rank, prepare, self.buffer_size, self.timeout_s, *args)
+
+    def push_weights(self, *args: Any) -> dict[str, Any]:
+        return self.pool.run_on(self.rank, send, *args)

@@ -1,0 +1,247 @@
+"""Checksums of an engine's tensors, against the same tensors cut up by hand."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from fusionrl.models.shape import MLAShape, ModelShape
+from fusionrl.weights.checksums import engine_checksums, hash_tensor, hash_words
+from fusionrl.weights.verify import compare_checksums
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 8, 12, 4, 2, 4, 70
+
+
+def shape(groups: int = GROUPS) -> ModelShape:
+    return ModelShape(
+        model_type="qwen2",
+        num_layers=1,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        qk_layernorm=False,
+    )
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16()
+
+
+def sha(tensor: torch.Tensor) -> str:
+    """First 8 bytes of SHA-256, the bytes taken value by value."""
+    raw = b"".join(int(x).to_bytes(2, "little", signed=True) for x in tensor.contiguous().view(torch.int16).flatten())
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def hf_tensors(groups: int = GROUPS) -> dict[str, torch.Tensor]:
+    layer = "model.layers.0."
+    return {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
+        layer + "input_layernorm.weight": random(HIDDEN),
+        layer + "self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
+        layer + "self_attn.q_proj.bias": random(HEADS * HEAD_DIM),
+        layer + "self_attn.k_proj.weight": random(groups * HEAD_DIM, HIDDEN),
+        layer + "self_attn.k_proj.bias": random(groups * HEAD_DIM),
+        layer + "self_attn.v_proj.weight": random(groups * HEAD_DIM, HIDDEN) + 1,
+        layer + "self_attn.v_proj.bias": random(groups * HEAD_DIM) + 1,
+        layer + "self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+        layer + "mlp.gate_proj.weight": random(FFN, HIDDEN),
+        layer + "mlp.up_proj.weight": random(FFN, HIDDEN) + 1,
+        layer + "mlp.down_proj.weight": random(HIDDEN, FFN),
+        "model.norm.weight": random(HIDDEN) + 1,
+        "lm_head.weight": random(VOCAB, HIDDEN) + 1,
+    }
+
+
+def by_hand(t: dict[str, torch.Tensor], rank: int, tp: int, groups: int = GROUPS) -> dict[str, torch.Tensor]:
+    """What rank `rank` of an engine holds, written out head by head and column by column."""
+    layer = "model.layers.0."
+    q_heads = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+    kv_heads = sorted({q * groups // HEADS for q in q_heads})
+    ffn = [i for i in range(FFN) if i * tp // FFN == rank]
+    padded = 128  # the next multiple of 64 above 70
+    rows = [i for i in range(padded) if i * tp // padded == rank]
+
+    def heads(name: str, chosen: list[int] | range) -> torch.Tensor:
+        return torch.cat([t[layer + name][h * HEAD_DIM : (h + 1) * HEAD_DIM] for h in chosen])
+
+    def vocabulary(name: str) -> torch.Tensor:
+        zero = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+        return torch.stack([t[name][i] if i < VOCAB else zero for i in rows])
+
+    def qkv(kind: str) -> torch.Tensor:
+        parts = [("q_proj", q_heads), ("k_proj", kv_heads), ("v_proj", kv_heads)]
+        return torch.cat([heads(f"self_attn.{name}.{kind}", chosen) for name, chosen in parts])
+
+    o_columns = [h * HEAD_DIM + i for h in q_heads for i in range(HEAD_DIM)]
+    return {
+        "model.embed_tokens.weight": vocabulary("model.embed_tokens.weight"),
+        layer + "input_layernorm.weight": t[layer + "input_layernorm.weight"],
+        layer + "self_attn.qkv_proj.weight": qkv("weight"),
+        layer + "self_attn.qkv_proj.bias": qkv("bias"),
+        layer + "self_attn.o_proj.weight": t[layer + "self_attn.o_proj.weight"][:, o_columns],
+        layer + "mlp.gate_up_proj.weight": torch.cat(
+            [t[layer + f"mlp.{name}_proj.weight"][ffn] for name in ("gate", "up")]
+        ),
+        layer + "mlp.down_proj.weight": t[layer + "mlp.down_proj.weight"][:, ffn],
+        "model.norm.weight": t["model.norm.weight"],
+        "lm_head.weight": vocabulary("lm_head.weight"),
+    }
+
+
+@pytest.mark.parametrize(("tp", "groups"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])
+def test_against_tensors_cut_by_hand(tp: int, groups: int) -> None:
+    """Also with fewer key and value heads than ranks: then each rank has a copy of its group's."""
+    tensors = hf_tensors(groups)
+    found = engine_checksums(tensors.items(), shape(groups), tp)
+    assert len(found) == tp
+    for rank in range(tp):
+        assert found[rank] == {name: sha(tensor) for name, tensor in by_hand(tensors, rank, tp, groups).items()}, rank
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("q_lora_rank", [6, None])
+def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
+    """The down projections stand whole, and as one, on every rank; what is made of the latent is split by heads."""
+    nope, rope, value, latent = 3, 2, 5, 7
+    mla = MLAShape(
+        q_lora_rank=q_lora_rank, kv_lora_rank=latent, qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=value
+    )
+    of = "model.layers.0.self_attn."
+    tensors = {
+        of + "kv_a_proj_with_mqa.weight": random(latent + rope, HIDDEN),
+        of + "kv_a_layernorm.weight": random(latent),
+        of + "kv_b_proj.weight": random(HEADS * (nope + value), latent),
+        of + "o_proj.weight": random(HIDDEN, HEADS * value),
+        "model.layers.0.mlp.gate_proj.weight": random(FFN, HIDDEN),
+        "model.layers.0.mlp.up_proj.weight": random(FFN, HIDDEN) + 1,
+    }
+    if q_lora_rank is None:
+        tensors[of + "q_proj.weight"] = random(HEADS * (nope + rope), HIDDEN)
+    else:
+        tensors[of + "q_a_proj.weight"] = random(q_lora_rank, HIDDEN)
+        tensors[of + "q_a_layernorm.weight"] = random(q_lora_rank)
+        tensors[of + "q_b_proj.weight"] = random(HEADS * (nope + rope), q_lora_rank)
+    found = engine_checksums(tensors.items(), shape().model_copy(update={"mla": mla}), tp)
+    assert len(found) == tp
+    for rank in range(tp):
+        heads = [h for h in range(HEADS) if h * tp // HEADS == rank]
+
+        def rows(name: str, width: int, heads: list[int] = heads) -> torch.Tensor:
+            return torch.cat([tensors[of + name][h * width : (h + 1) * width] for h in heads])
+
+        ffn = [i for i in range(FFN) if i * tp // FFN == rank]
+        wanted = {
+            of + "kv_a_layernorm.weight": tensors[of + "kv_a_layernorm.weight"],
+            of + "kv_b_proj.weight": rows("kv_b_proj.weight", nope + value),
+            of + "o_proj.weight": tensors[of + "o_proj.weight"][
+                :, [h * value + i for h in heads for i in range(value)]
+            ],
+            "model.layers.0.mlp.gate_up_proj.weight": torch.cat(
+                [tensors[f"model.layers.0.mlp.{name}_proj.weight"][ffn] for name in ("gate", "up")]
+            ),
+        }
+        down = tensors[of + "kv_a_proj_with_mqa.weight"]
+        if q_lora_rank is None:
+            wanted |= {of + "q_proj.weight": rows("q_proj.weight", nope + rope), of + "kv_a_proj_with_mqa.weight": down}
+        else:
+            wanted[of + "q_a_layernorm.weight"] = tensors[of + "q_a_layernorm.weight"]
+            wanted[of + "q_b_proj.weight"] = rows("q_b_proj.weight", nope + rope)
+            both = torch.cat([tensors[of + "q_a_proj.weight"], down])
+            wanted[of + "fused_qkv_a_proj_with_mqa.weight"] = both
+        assert found[rank] == {name: sha(tensor) for name, tensor in wanted.items()}, rank
+
+
+def test_mlps_that_a_cpu_s_engine_pads() -> None:
+    """Each rank's part is 8 wide here: of the 12 the first has 8, the second 4 and zeros."""
+    tensors = hf_tensors()
+    found = engine_checksums(tensors.items(), shape(), 2, mlp_multiple=8)
+    layer = "model.layers.0.mlp."
+    for rank, zeros in enumerate((0, 4)):
+        own = [i for i in range(FFN) if i // 8 == rank]
+        rows = [
+            torch.cat([tensors[f"{layer}{x}_proj.weight"][own], torch.zeros(zeros, HIDDEN, dtype=torch.bfloat16)])
+            for x in ("gate", "up")
+        ]
+        columns = [tensors[layer + "down_proj.weight"][:, own], torch.zeros(HIDDEN, zeros, dtype=torch.bfloat16)]
+        assert found[rank][layer + "gate_up_proj.weight"] == sha(torch.cat(rows))
+        assert found[rank][layer + "down_proj.weight"] == sha(torch.cat(columns, dim=1))
+    plain = engine_checksums(tensors.items(), shape(), 2)
+    assert all(found[0][name] == value for name, value in plain[0].items() if ".mlp." not in name)
+
+
+def test_the_order_of_the_parts_does_not_matter() -> None:
+    tensors = hf_tensors()
+    assert engine_checksums(reversed(list(tensors.items())), shape(), 2) == engine_checksums(
+        tensors.items(), shape(), 2
+    )
+
+
+def test_a_part_that_never_came() -> None:
+    tensors = hf_tensors()
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(AssertionError, match="gate_up_proj"):
+        engine_checksums(tensors.items(), shape(), 1)
+
+
+def test_one_bit_shows() -> None:
+    tensors = hf_tensors()
+    before = engine_checksums(tensors.items(), shape(), 2)
+    tensors["model.layers.0.mlp.up_proj.weight"].view(torch.int16)[FFN - 1, 0] ^= 1
+    after = engine_checksums(tensors.items(), shape(), 2)
+    assert compare_checksums(before[0], after[0]) == []
+    assert compare_checksums(before[1], after[1]) == ["model.layers.0.mlp.gate_up_proj.weight"]
+
+
+def test_missing_and_foreign_tensors_are_differences() -> None:
+    assert compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "4", "d": "5"}) == [
+        "b",
+        "c",
+        "d",
+    ]
+
+
+def test_the_hash_is_that_of_the_values_not_of_the_memory() -> None:
+    tensor = random(6, 4)
+    assert hash_tensor(tensor.T.contiguous().T) == hash_tensor(tensor) == sha(tensor)
+
+
+# By SGLang 0.5.23's own kernel for GPUs, run in Triton's interpreter (TRITON_INTERPRET=1) on the tensors of `counted`.
+GPU_HASHES = {
+    (1, torch.float32): "3d93a6540b54ef2a",
+    (3, torch.bfloat16): "a9d5555cf3b1659c",
+    (5, torch.uint8): "b1a65cd4abb4d649",
+    (8192, torch.float32): "69c92d01a11a05d0",
+    (8193, torch.float32): "464e5f7acc17e27c",
+    (1_100_000, torch.float32): "c1b1e89297b53008",
+}
+
+
+def counted(size: int, dtype: torch.dtype) -> torch.Tensor:
+    values = (torch.arange(size) * 2654435761 % 1000003).float() / 1000
+    return (values.long() % 256).to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+@pytest.mark.parametrize(("size", "dtype"), GPU_HASHES, ids=str)
+def test_the_hash_of_a_gpu_s_tensors(size: int, dtype: torch.dtype) -> None:
+    assert hash_words(counted(size, dtype)) == GPU_HASHES[size, dtype]
+    assert hash_words(counted(0, dtype)) == "0" * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+@pytest.mark.parametrize("size", [1, 8193, 3_000_000])
+def test_the_hash_of_a_gpu_s_tensors_on_a_gpu(size: int) -> None:
+    sglang = pytest.importorskip("sglang.kernels.ops.memory.gpu_tensor_hash")
+    tensor = counted(size, torch.bfloat16).cuda()
+    assert hash_words(tensor) == f"{sglang.gpu_tensor_hash(tensor):016x}"

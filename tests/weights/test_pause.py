@@ -1,0 +1,59 @@
+"""From when on engines stand still: not while they end what they compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from fusionrl.plan.push import EngineTarget
+from fusionrl.weights.pause import pause_engines
+from fusionrl.weights.remote_calls import Threaded
+
+
+class Engine:
+    """Pauses once its forward pass is at its end, which may not come (None: it cannot pause)."""
+
+    def __init__(self, end_of_pass: threading.Event | None) -> None:
+        self.end_of_pass = end_of_pass
+
+    def pause(self, mode: str) -> None:
+        assert mode == "retract"
+        if self.end_of_pass is None:
+            raise RuntimeError("no such mode")
+        self.end_of_pass.wait(60.0)
+
+
+def targets(*ends: threading.Event | None) -> list[EngineTarget]:
+    return [EngineTarget(i, Threaded(Engine(one)), "host", (i,), 0, 1, "host") for i, one in enumerate(ends)]
+
+
+def test_the_pause_begins_with_the_first_engine_that_stands_still() -> None:
+    first, second = threading.Event(), threading.Event()
+    times = list[float]()
+
+    def end_passes() -> None:
+        """Of the second engine, and of the first when the second has paused for a while."""
+        time.sleep(0.1)
+        times.append(time.perf_counter())
+        second.set()
+        time.sleep(0.5)
+        times.append(time.perf_counter())
+        first.set()
+
+    ending = threading.Thread(target=end_passes)
+    ending.start()
+    still = pause_engines(targets(first, second), "retract", 60.0)
+    ending.join()
+    assert times[0] <= still < times[1]
+
+
+def test_an_engine_that_does_not_pause_is_named() -> None:
+    ended, never = threading.Event(), threading.Event()
+    ended.set()
+    with pytest.raises(RuntimeError, match=r"engine 1: pause: no such mode"):
+        pause_engines(targets(ended, None), "retract", 60.0)
+    with pytest.raises(RuntimeError, match=r"engine 0: pause: no end after 0 s"):
+        pause_engines(targets(never), "retract", 0.1)
+    never.set()  # its thread ends
