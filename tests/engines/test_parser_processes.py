@@ -164,7 +164,7 @@ def test_a_client_that_is_closed_leaves_none_behind() -> None:
 
 OWNER = """
 import asyncio, sys
-from fusionrl.engines import parsers as module
+from fusionrl.engines import parser_processes as module
 from tools.bench.buffer import make_answer
 
 async def main():

@@ -202,7 +202,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 def test_the_room_imports_nothing_heavy() -> None:
     script = (
         "import sys\n"
-        "from fusionrl.observe import curves, log, metrics, panel, progress, rollouts, run_dir\n"
+        "from fusionrl.observe import curves, logs, metrics, panel, progress, rollouts, run_dir\n"
         "heavy = {'torch', 'ray', 'megatron', 'sglang', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
