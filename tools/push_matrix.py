@@ -35,7 +35,7 @@ from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import EngineTarget
-from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.ray_cluster import LOOPBACK, actor_on, start_ray
 from fusionrl.runtime.worker_actors import PolicyWorker
@@ -86,10 +86,10 @@ def cluster(architecture: str = "Qwen3ForCausalLM") -> Iterator[None]:
     """Ray as a run on a CPU starts it: actors and servers of models of `architecture` are forks of a nursery."""
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder, Ahead() as ahead:
+    with tempfile.TemporaryDirectory() as folder, EarlyStart() as early_start:
         Path(folder, "config.json").write_text(json.dumps({"architectures": [architecture]}), encoding="utf-8")
-        ahead.begin(Config.from_flat({"mode": "rl", "hf_checkpoint": folder}), "cpu")
-        with extended_environment(env | ahead.environment()):
+        early_start.begin(Config.from_flat({"mode": "rl", "hf_checkpoint": folder}), "cpu")
+        with extended_environment(env | early_start.environment()):
             start_ray("cpu", 1, address=None, dashboard=False)
         try:
             yield

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.doctor.findings import Finding
     from fusionrl.checks.doctor.nodes import Look
-    from fusionrl.runtime.node_actors import EveryNode
+    from fusionrl.runtime.node_actors import NodeActors
 
 
 def cluster_findings(examined: Examined) -> list[Finding]:
@@ -35,12 +35,12 @@ def cluster_findings(examined: Examined) -> list[Finding]:
         look_findings,
         reach_findings,
     )
-    from fusionrl.runtime.node_actors import EveryNode
+    from fusionrl.runtime.node_actors import NodeActors
 
     address, allow_open = config.cluster.ray_address, config.cluster.allow_open_ray
     try:
         with ExitStack() as stack:
-            every = stack.enter_context(EveryNode(NodeDoctor, examined.device, address, allow_open=allow_open))
+            every = stack.enter_context(NodeActors(NodeDoctor, examined.device, address, allow_open=allow_open))
             shown, paths, unknown = _shared(examined, stack)
             found = device_findings({node.name: node.num_devices for node in every.nodes}, examined.plan) + unknown
             own = next(node.name for node in every.nodes if node.is_own)
@@ -103,7 +103,7 @@ def _as_look(answer: object) -> Look | Exception:
     return answer if isinstance(answer, Look | Exception) else RuntimeError(str(answer))
 
 
-def _ways(every: EveryNode) -> dict[str, Mapping[str, str] | Exception]:
+def _ways(every: NodeActors) -> dict[str, Mapping[str, str] | Exception]:
     """Let every node listen, and connect to every other one: from → to → error."""
     ports: dict[str, tuple[str, int]] = {}
     failed: dict[str, Mapping[str, str] | Exception] = {}
@@ -119,7 +119,7 @@ def _ways(every: EveryNode) -> dict[str, Mapping[str, str] | Exception]:
     return failed
 
 
-def _offsets(every: EveryNode) -> dict[str, tuple[float, float] | Exception]:
+def _offsets(every: NodeActors) -> dict[str, tuple[float, float] | Exception]:
     """Return how far each other node's wall clock is ahead, and half of the round trip that asked for it."""
     offsets: dict[str, tuple[float, float] | Exception] = {}
     for node in every.nodes:
@@ -135,7 +135,7 @@ def _offsets(every: EveryNode) -> dict[str, tuple[float, float] | Exception]:
     return offsets
 
 
-def _collective(every: EveryNode) -> list[Finding]:
+def _collective(every: NodeActors) -> list[Finding]:
     """Let all nodes add up a tensor."""
     from fusionrl.checks.doctor.nodes import prepare_findings, reduce_findings
 
@@ -143,7 +143,7 @@ def _collective(every: EveryNode) -> list[Finding]:
     return prepare_findings(every.ask("prepare")) or reduce_findings(_reduced(every))
 
 
-def _reduced(every: EveryNode) -> dict[str, float | Exception]:
+def _reduced(every: NodeActors) -> dict[str, float | Exception]:
     """Let all nodes add up a tensor: node → seconds, or its error."""
     first, addresses = every.nodes[0], [node.address for node in every.nodes]
     port = every.ask_each("open_store", {first.name: (first.address, addresses)})[first.name]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
-from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.early_start import EarlyStart
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
@@ -26,9 +26,9 @@ DRIVER_LOG = "driver.log"  # in logs/
 
 def run(argv: Sequence[str]) -> int:
     """Run what the flags describe, or with --dry-run print its plan; returns the exit code."""
-    with Ahead() as ahead:
+    with EarlyStart() as early_start:
         with suppress(OSError):  # the launcher begins again and tells it
-            ahead.prepare(argv)
+            early_start.prepare(argv)
         # Only now: what reads and checks a command line takes a second to import.
         from fusionrl.config.parser import CommandLineError, build_parser
         from fusionrl.config.plan_flags import take_plan_flags
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         if of_plan:
             cure = "it belongs to `fusionrl plan`, which starts nothing; leave it out"
             return refuse(f"{flag}: {cure}" for flag in of_plan)
-        _begin(ahead, argv)
+        _begin(early_start, argv)
         from fusionrl.cli.plan import print_plan
         from fusionrl.cli.resolve import resolve
 
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         if config.run.dry_run:
             print_plan(config, plan)
             return 0
-        code = run_command(config, plan, ahead)
+        code = run_command(config, plan, early_start)
     if config.run.in_process and code == EXIT_INTERRUPTED:
         # A thread that stands at a debugger's prompt would hold up the end of this process; children have ended.
         sys.stdout.flush()
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     return code
 
 
-def _begin(ahead: Ahead, argv: Sequence[str]) -> None:
+def _begin(early_start: EarlyStart, argv: Sequence[str]) -> None:
     """Begin what the mode needs, if the flags can be read; whatever is wrong is said by the checks or the launcher."""
     from fusionrl.cli.device import detect_device
     from fusionrl.config.parser import CommandLineError, read_args
@@ -68,13 +68,13 @@ def _begin(ahead: Ahead, argv: Sequence[str]) -> None:
     with suppress(CommandLineError, ValueError, OSError):
         config, errors = read_args(argv)
         if not errors and not config.run.dry_run:
-            ahead.begin(config, detect_device(config.cluster.device))
+            early_start.begin(config, detect_device(config.cluster.device))
 
 
-def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
+def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
     """Run a resolved configuration in its folder; whatever goes wrong is said last, in one message.
 
-    `ahead` has begun already.
+    `early_start` has begun already.
     """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
     from fusionrl.cli.end_message import ending
@@ -91,7 +91,7 @@ def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
     log_file = run_dir.logs / DRIVER_LOG
     with run_dir:
         try:
-            _run_in(run_dir, config, plan, ahead)
+            _run_in(run_dir, config, plan, early_start)
         except BaseException as raised:  # the last stop of every error: it becomes the exit code and message
             failure = raised
             logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
@@ -113,7 +113,7 @@ def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
     return code
 
 
-def _run_in(run_dir: RunDir, config: Config, plan: Plan, ahead: Ahead) -> None:
+def _run_in(run_dir: RunDir, config: Config, plan: Plan, early_start: EarlyStart) -> None:
     """Write what the run is going to do, then run it."""
     from fusionrl.checks.warnings import run_warnings
     from fusionrl.cli.end_message import saves_at_the_end_only
@@ -141,7 +141,7 @@ def _run_in(run_dir: RunDir, config: Config, plan: Plan, ahead: Ahead) -> None:
             from fusionrl.runtime.run import run_training
 
             quiet_libraries()
-        run_training(config, plan, run_dir.path, run_dir.attempt, progress, ahead)
+        run_training(config, plan, run_dir.path, run_dir.attempt, progress, early_start)
 
 
 def debug(error: BaseException) -> None:

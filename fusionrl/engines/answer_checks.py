@@ -32,7 +32,7 @@ class AnswerError(RuntimeError):
 
 
 @dataclass(slots=True)  # not frozen: one is made for each request, which takes three times as long then
-class Asked:
+class AnswerBounds:
     """The bounds that one request sets on its answer. None: unknown, not checked.
 
     num_answers      answers of the request: one for each prompt
@@ -49,7 +49,7 @@ class Asked:
     max_bytes: int | None = None
 
     @classmethod
-    def by(cls, payload: Mapping[str, object], vocab_size: int | None = None) -> Asked:
+    def by(cls, payload: Mapping[str, object], vocab_size: int | None = None) -> AnswerBounds:
         """Derive the bounds from a request in SGLang's form."""
         ids = prompt_of(payload)
         is_batch = len(ids) > 0 and isinstance(ids[0], (list, tuple, np.ndarray))
@@ -110,7 +110,7 @@ def num_new_tokens(payload: Mapping[str, object]) -> int:
     return int(asked)
 
 
-def token_ids(values: object, field: str, asked: Asked) -> np.ndarray:
+def token_ids(values: object, field: str, asked: AnswerBounds) -> np.ndarray:
     """The ids of a field as int32 [n].
 
     Raises:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import orjson
 
-from fusionrl.engines.answer_checks import AnswerError, Asked, extremes, num_new_tokens, sampling_params
+from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, extremes, num_new_tokens, sampling_params
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
-from fusionrl.engines.parser_processes import Parsers
-from fusionrl.engines.request_merging import Siblings
-from fusionrl.engines.request_targets import Targets
+from fusionrl.engines.parser_processes import ParserProcesses
+from fusionrl.engines.request_merging import RequestMerger
+from fusionrl.engines.request_targets import RequestTargets
 
 if TYPE_CHECKING:
     import aiohttp
@@ -82,7 +82,7 @@ class GenerateClient:
         """Requests sent again, after a broken connection or a 5xx answer."""
         self.num_tokens_kept = 0
         """Tokens of engines that died, after which another engine went on."""
-        self._targets = Targets(base_url, worker_urls, engine_urls)
+        self._targets = RequestTargets(base_url, worker_urls, engine_urls)
         # No compression: a small body could become any size in memory.
         self._headers = {
             "Content-Type": "application/json",
@@ -93,12 +93,12 @@ class GenerateClient:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
-        self._siblings = Siblings(self._request)
-        self._parsers = Parsers()
+        self._merger = RequestMerger(self._request)
+        self._parsers = ParserProcesses()
 
     @property
     def num_answers_refused(self) -> int:
-        """Answers that were no answer to their request, by `Asked`."""
+        """Answers that were no answer to their request, by `AnswerBounds`."""
         return self._targets.num_refused
 
     def set_engines(self, urls: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class GenerateClient:
         if self._stream_responses and payload.get("input_ids") is not None and _is_continuable(params):
             return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and payload.get("input_ids") is not None and _is_short(payload):
-            return await self._siblings.generate({"return_logprob": True, **payload})
+            return await self._merger.generate({"return_logprob": True, **payload})
         return (await self._request({"return_logprob": True, **payload}, routing_key))[0]
 
     async def stream(
@@ -151,7 +151,7 @@ class GenerateClient:
             before = len(tokens)
             url = self._targets.choose(routing_key, attempt, refused)
             request = {"return_logprob": True, **_continued(payload, tokens), "stream": True}
-            asked = Asked.by(request, self._vocab_size)
+            asked = AnswerBounds.by(request, self._vocab_size)
             try:
                 async with aclosing(self._events(url, request, asked, routing_key, deadline)) as events:
                     parser = StreamParser(asked)
@@ -183,7 +183,7 @@ class GenerateClient:
                 attempt += 1
 
     async def _events(
-        self, url: str, payload: Mapping[str, object], asked: Asked, routing_key: str | None, deadline: float
+        self, url: str, payload: Mapping[str, object], asked: AnswerBounds, routing_key: str | None, deadline: float
     ) -> AsyncGenerator[Mapping[str, object], None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -220,7 +220,7 @@ class GenerateClient:
         """Send `payload`, of which `body` is the JSON if it is made already."""
         if body is None:
             body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-        asked = Asked.by(payload, self._vocab_size)
+        asked = AnswerBounds.by(payload, self._vocab_size)
         refused: list[str] = []
         async with asyncio.timeout(self._timeout_s):
             while True:
@@ -248,7 +248,7 @@ class GenerateClient:
             )
 
     async def _send(
-        self, body: bytes, asked: Asked, routing_key: str | None, refused: Sequence[str]
+        self, body: bytes, asked: AnswerBounds, routing_key: str | None, refused: Sequence[str]
     ) -> tuple[str, bytes | AnswerError]:
         """(who answered, the body of the answer, or what is wrong with it before it is read).
 
@@ -315,7 +315,7 @@ class GenerateClient:
     async def close(self) -> None:
         """Close the connections; what is still under way fails."""
         self._is_closed = True
-        await self._siblings.close()
+        await self._merger.close()
         await self._parsers.close()
         if self._session is not None:
             await self._session.close()
@@ -345,7 +345,7 @@ def _check_plain(response: aiohttp.ClientResponse) -> None:
         raise AnswerError(f"the body is compressed ({encoding}), which was not asked for")
 
 
-async def _body(response: aiohttp.ClientResponse, asked: Asked) -> bytes | AnswerError:
+async def _body(response: aiohttp.ClientResponse, asked: AnswerBounds) -> bytes | AnswerError:
     """The body, or what is wrong with it; no more of it is in memory than an answer can have."""
     try:
         _check_plain(response)
@@ -388,7 +388,7 @@ def _as_status(code: object) -> int:
 
 
 async def _lines(
-    response: aiohttp.ClientResponse, deadline: float, asked: Asked
+    response: aiohttp.ClientResponse, deadline: float, asked: AnswerBounds
 ) -> AsyncGenerator[tuple[bytes, bool], None]:
     """(a line of a body, whether it came to its end). Lines have any length that an answer can have (aiohttp's own
     reader has a limit); `deadline` is the loop's time."""

@@ -19,7 +19,7 @@ OLDEST = (0, 5, 17)
 
 
 @dataclass(frozen=True)
-class Expected:
+class EngineRequirements:
     """The engine that a run can use."""
 
     model_path: str
@@ -40,7 +40,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Found:
+class ExternalEngineFacts:
     """Facts about an engine that fits."""
 
     version: str
@@ -62,7 +62,7 @@ class AttachedEngine(EngineControl):
 
     # ---- joining and leaving
 
-    def join(self, expected: Expected, *own_weights: list[dict[str, str]] | None) -> Found:
+    def join(self, expected: EngineRequirements, *own_weights: list[dict[str, str]] | None) -> ExternalEngineFacts:
         """Ask the server what it is. `own_weights` are the checksums of the run's own engine, where no push comes.
 
         Raises:
@@ -92,7 +92,7 @@ class AttachedEngine(EngineControl):
         for checksums in own_weights:
             if reason := other_weights(self.weight_checksums(), checksums):
                 raise ValueError(f"engine at {self.url}: {reason}")
-        return Found(str(args.get("version")), self._tp_size, _number(args, "ep_size"))
+        return ExternalEngineFacts(str(args.get("version")), self._tp_size, _number(args, "ep_size"))
 
     def fault(self) -> str | None:
         """Return why the server does not answer; None where it does. Ray logs what is raised and nobody waits for."""
@@ -146,7 +146,7 @@ class AttachedEngine(EngineControl):
         """Nothing: such an engine has no copy."""
 
 
-def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: Expected) -> list[str]:
+def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: EngineRequirements) -> list[str]:
     """List why an engine is of no use to a run.
 
     Args:
@@ -216,7 +216,7 @@ def other_weights(found: list[dict[str, str]] | None, own: list[dict[str, str]] 
     )
 
 
-def _other_model(model: Mapping[str, object], expected: Expected) -> list[str]:
+def _other_model(model: Mapping[str, object], expected: EngineRequirements) -> list[str]:
     """The message where it serves another model: by the names of its classes, and by its config.json if it is here."""
     path, classes = str(model.get("model_path")), model.get("architectures")
     shown = f"it serves {path}, another model than --hf-checkpoint {expected.model_path}"
@@ -233,7 +233,7 @@ def _other_model(model: Mapping[str, object], expected: Expected) -> list[str]:
     return [f"{shown} ({facts})"] if other else []
 
 
-def _out_of_reach(url: str, expected: Expected) -> str | None:
+def _out_of_reach(url: str, expected: EngineRequirements) -> str | None:
     """Return why the weights of the run do not reach an engine; None where they do."""
     if expected.by_ipc:
         return "weights go by CUDA IPC in this run; use --update-weight-transport disk"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from fusionrl.engines.answer_checks import AnswerError, Asked, log_prob_entries, token_ids
+from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, log_prob_entries, token_ids
 
-_ANYTHING = Asked()
+_ANYTHING = AnswerBounds()
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -39,7 +39,7 @@ class Generation:
     """Which request made the end of it: over 1 where an engine died, and another one went on."""
 
 
-def parse_answer(body: bytes, asked: Asked = _ANYTHING) -> list[Generation]:
+def parse_answer(body: bytes, asked: AnswerBounds = _ANYTHING) -> list[Generation]:
     """The generations of the body of an answer: one, or one for each prompt of the request.
 
     Raises:
@@ -56,11 +56,11 @@ def parse_answer(body: bytes, asked: Asked = _ANYTHING) -> list[Generation]:
     return [parse_generation(one, asked) for one in answers]
 
 
-def parse_generation(answer: object, asked: Asked = _ANYTHING) -> Generation:
+def parse_generation(answer: object, asked: AnswerBounds = _ANYTHING) -> Generation:
     """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
 
     Raises:
-        AnswerError: a field is missing, of another type, or out of its range (`Asked`); or fields do not belong
+        AnswerError: a field is missing, of another type, or out of its range (`AnswerBounds`); or fields do not belong
             together.
     """
     if not isinstance(answer, dict) or not isinstance(meta := answer.get("meta_info"), dict):
@@ -158,7 +158,7 @@ class StreamParser:
     that repeats what was sent.
     """
 
-    def __init__(self, asked: Asked = _ANYTHING) -> None:
+    def __init__(self, asked: AnswerBounds = _ANYTHING) -> None:
         self._asked = asked
         self._num_tokens = 0
         self._text = ""

@@ -1,9 +1,9 @@
-"""A process that parses answers for `Parsers`, one after the other.
+"""A process that parses answers for `ParserProcesses`, one after the other.
 
     python -m fusionrl.engines.parse_worker DESCRIPTOR
 
-In: a pickled `Asked`, then the body of an answer behind its length. Out: a pickled list of `Generation`s, or None where
-there is something wrong with the answer. It ends when the other end of the connection is closed.
+In: a pickled `AnswerBounds`, then the length and the body of an answer. Out: a pickled list of `Generation`s, or None
+where the answer is wrong. It ends when the other end of the connection closes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import sys
 
 from fusionrl.base.pipe_messages import frame, receive, receive_bytes
-from fusionrl.engines.answer_checks import Asked
+from fusionrl.engines.answer_checks import AnswerBounds
 from fusionrl.engines.generation import Generation, parse_answer
 
 
@@ -29,7 +29,7 @@ def main(descriptor: int) -> None:
             return
 
 
-def _parsed(body: bytes, asked: Asked) -> list[Generation] | None:
+def _parsed(body: bytes, asked: AnswerBounds) -> list[Generation] | None:
     try:
         return parse_answer(body, asked)
     except Exception:  # the other end parses it again and raises the same, in its own process

@@ -17,7 +17,7 @@ from collections import deque
 
 from fusionrl.base.environment import child_environment
 from fusionrl.base.pipe_messages import LENGTH, frame
-from fusionrl.engines.answer_checks import Asked
+from fusionrl.engines.answer_checks import AnswerBounds
 from fusionrl.engines.generation import Generation, parse_answer
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
@@ -26,20 +26,20 @@ START_AFTER = 16 << 20  # bytes of long answers: 0.2 s of a core, as two process
 IN_HAND = 4  # answers that a process has at a time, so that it need not wait for the next; the rest stay here once
 
 
-class Parsers:
+class ParserProcesses:
     """See the module. Belongs to one event loop; close it there."""
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._num_processes = min(cores, MAX_PROCESSES)
-        self._helpers: list[_Helper] = []
+        self._helpers: list[_ParserProcess] = []
         self._starting: asyncio.Task[None] | None = None
         self._num_bytes = 0  # of long answers, so far
         self._room = asyncio.Semaphore(self._num_processes * IN_HAND)
 
-    async def parse(self, body: bytes, asked: Asked | None = None) -> list[Generation]:
+    async def parse(self, body: bytes, asked: AnswerBounds | None = None) -> list[Generation]:
         """As `parse_answer`."""
-        asked = asked or Asked()
+        asked = asked or AnswerBounds()
         if len(body) < LONG_BYTES:
             return parse_answer(body, asked)
         self._num_bytes += len(body)
@@ -59,7 +59,7 @@ class Parsers:
 
     async def _start(self) -> None:
         for _ in range(self._num_processes):
-            helper = _Helper()
+            helper = _ParserProcess()
             self._helpers.append(helper)
             await helper.connect()
 
@@ -73,7 +73,7 @@ class Parsers:
         self._starting = None
 
 
-class _Helper:
+class _ParserProcess:
     """One process; it answers in the order in which it is asked."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Helper:
         self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=1 << 20)
         self._listening = asyncio.create_task(self._listen())
 
-    def parse(self, body: bytes, asked: Asked) -> asyncio.Future[list[Generation] | None]:
+    def parse(self, body: bytes, asked: AnswerBounds) -> asyncio.Future[list[Generation] | None]:
         """None: it died, or the answer is none."""
         future: asyncio.Future[list[Generation] | None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)

@@ -18,7 +18,7 @@ class Send(Protocol):
         """Return the answers."""
 
 
-class Siblings:
+class RequestMerger:
     """The requests that wait for others like them, and the tasks that answer them. Belongs to one event loop."""
 
     def __init__(self, send: Send) -> None:

@@ -11,7 +11,7 @@ from fusionrl.engines.answer_checks import AnswerError
 logger = logging.getLogger(__name__)
 
 
-class Targets:
+class RequestTargets:
     """URLs of `/generate`: those that requests go to, and those that a refused answer's request goes to instead."""
 
     def __init__(self, base_url: str, worker_urls: Sequence[str] = (), engine_urls: Sequence[str] = ()) -> None:
@@ -19,7 +19,7 @@ class Targets:
         self.urls = [_generate_url(url) for url in worker_urls or [base_url]]
         self.engines = [_generate_url(url) for url in engine_urls or worker_urls or [base_url]]
         self.num_refused = 0
-        """Answers that were no answer to their request, by `Asked`."""
+        """Answers that were no answer to their request, by `AnswerBounds`."""
         self._under_way = dict.fromkeys(self.urls, 0)
 
     def set_engines(self, urls: Sequence[str]) -> None:
@@ -58,12 +58,12 @@ class Targets:
             raise AnswerError(f"{url}: the answer is refused, as one before it was: {error}") from error
         logger.warning("%s: the answer is refused (%s); the request is sent once more, elsewhere", url, error)
 
-    def counted(self, url: str) -> Counted:
+    def counted(self, url: str) -> _RequestCount:
         """Count a request to `url` as long as the block runs."""
-        return Counted(self._under_way, url)
+        return _RequestCount(self._under_way, url)
 
 
-class Counted:
+class _RequestCount:
     """One request under way. A class: a generator's context costs three times as much."""
 
     def __init__(self, counts: dict[str, int], url: str) -> None:

@@ -20,7 +20,7 @@ from fusionrl.observe.spans import clock, record_beside
 
 
 @dataclass(frozen=True)
-class Settled:
+class ProcessSettings:
     """Settings that an actor's process takes over before anything else: the rights of its files, and secrets.
 
     It may open as many files as its machine allows.
@@ -45,7 +45,7 @@ class Settled:
             os.environ.update(collective_interfaces(self.host, os.environ))
 
 
-class Clocked:
+class ClockMixin:
     """A process that tells its clock (see `clocks`)."""
 
     def clock(self) -> tuple[str, int]:

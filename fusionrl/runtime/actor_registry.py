@@ -42,7 +42,7 @@ class Member:
         return str(self.handle._actor_id.hex())
 
 
-class Roster:
+class ActorRegistry:
     """Every actor of the run. An actor that takes another's place takes its name."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`Beside`: evaluations on engines of their own (--eval-num-gpus), while training and generation go on.
+"""`BackgroundEval`: evaluations on engines of their own (--eval-num-gpus), while training and generation go on.
 
 With --use-fault-tolerance an evaluation whose engines died has failed: `eval/failed` stands in the place of its result.
 Its weights are gone, as the trainers have learned meanwhile; after the last step alone they are still there, and the
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from fusionrl.runtime.buffer_handle import EvaluationLost, Started
+from fusionrl.runtime.buffer_handle import EvaluationLost, PendingRound
 from fusionrl.runtime.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -23,17 +23,17 @@ _MOST_TRIES = 3
 class Evaluator(Protocol):
     """The part of `BufferHandle` that is used here."""
 
-    def start_evaluation(self, step: int, version: int | None) -> Started:
+    def start_evaluation(self, step: int, version: int | None) -> PendingRound:
         """Begin an evaluation."""
 
-    def wait_evaluation(self, started: Started) -> dict[str, float]:
+    def wait_evaluation(self, started: PendingRound) -> dict[str, float]:
         """Wait for its metrics."""
 
-    def is_done(self, started: Started) -> bool:
+    def is_done(self, started: PendingRound) -> bool:
         """Return whether the wait would end at once."""
 
 
-class Beside:
+class BackgroundEval:
     """One evaluation at a time. Its numbers are recorded under the step at which it was begun."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Beside:
         """`push_again(step)` brings the weights after a step to the engines once more, where they are still there, and
         returns their version; None where they are not."""
         self._buffer, self._reporter, self._push_again = buffer, reporter, push_again
-        self._started: Started | None = None
+        self._started: PendingRound | None = None
         self.step: int | None = None
         """The step of the evaluation that is under way; None: none is."""
 

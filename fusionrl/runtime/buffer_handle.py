@@ -26,7 +26,7 @@ _ADD_TIMEOUT_S = 5.0  # for the Buffer to write the last of what training found 
 
 
 @dataclass(frozen=True)
-class Started:
+class PendingRound:
     """A rollout or an evaluation that is under way; `BufferHandle.wait_…` waits for it, supervised."""
 
     ref: ray.ObjectRef
@@ -87,11 +87,11 @@ class BufferHandle:
         get(self.actor.set_engines.remote(list(urls), list(eval_urls)))
 
     # ------------------------------------------------------------------------------------ rounds
-    def start_rollout(self, rollout_id: int, version: int) -> Started:
+    def start_rollout(self, rollout_id: int, version: int) -> PendingRound:
         """Begin a rollout; the engines have to be ready for it, with weights of `version`. Does not wait."""
         return self.begin(self.actor.generate.remote, rollout_id, version)
 
-    def wait_rollout(self, started: Started) -> Rollout:
+    def wait_rollout(self, started: PendingRound) -> Rollout:
         """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
         try:
             rollout: Rollout = self._supervisor.wait(started.ref, LongWait(self.actor.waits_for.remote).look)
@@ -102,18 +102,18 @@ class BufferHandle:
             logger.warning("%s", text)
         return rollout
 
-    def start_evaluation(self, step: int, version: int | None) -> Started:
+    def start_evaluation(self, step: int, version: int | None) -> PendingRound:
         """Begin an evaluation on every set, of weights of `version` (None: as loaded). Does not wait."""
         if self._engines.evaluation.engines:  # a round of its own
-            return Started(self.actor.evaluate.remote(step, version), self._engines.evaluation.count_faults())
+            return PendingRound(self.actor.evaluate.remote(step, version), self._engines.evaluation.count_faults())
         return self.begin(self.actor.evaluate.remote, step, version)
 
     @staticmethod
-    def is_done(started: Started) -> bool:
+    def is_done(started: PendingRound) -> bool:
         """Return whether the wait for it would end at once."""
         return bool(wait([started.ref], timeout=0)[0])
 
-    def wait_evaluation(self, started: Started) -> dict[str, float]:
+    def wait_evaluation(self, started: PendingRound) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout.
 
         Raises:
@@ -140,12 +140,12 @@ class BufferHandle:
             _add_faults(metrics, "eval", started.faults, self._engines.count_faults())
         return metrics
 
-    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> Started:
+    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> PendingRound:
         """Begin what a method of the actor does with the engines. Does not wait."""
         faults = self._engines.count_faults()
         ref = method(*numbers)
         self._engines.begin_round()
-        return Started(ref, faults)
+        return PendingRound(ref, faults)
 
     def _tell_refused(self) -> None:
         for refusals in (self._engines.refusals, self._engines.evaluation.refusals):
@@ -192,7 +192,7 @@ class StreamHandle:
         """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
         get(self._buffer.actor.begin_stream.remote(num_trained))
 
-    def next_rollout(self, rollout_id: int) -> Started:
+    def next_rollout(self, rollout_id: int) -> PendingRound:
         """Begin to wait for a rollout of the stream: `BufferHandle.wait_rollout` goes on with it."""
         return self._buffer.begin(self._buffer.actor.next_rollout.remote, rollout_id)
 

@@ -14,7 +14,7 @@ from functools import partial
 import ray
 
 from fusionrl.observe import spans
-from fusionrl.runtime.actor_registry import Roster
+from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.ray_cluster import FAILURES
 
 logger = logging.getLogger(__name__)
@@ -22,24 +22,24 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 10.0
 
 
-class Clocks:
+class ClockOffsets:
     """Knows the processes on each other machine, once `find` has asked them all."""
 
     def __init__(self) -> None:
         self._elsewhere: dict[str, Callable[[], tuple[str, int]]] = {}
 
-    def find(self, roster: Roster) -> None:
+    def find(self, registry: ActorRegistry) -> None:
         """Ask the actors of a run for their machine."""
         names: defaultdict[str, list[str]] = defaultdict(list)
-        for name in [member.name for member in roster]:
+        for name in [member.name for member in registry]:
             try:
-                boot, _ = _ask(roster, name)
+                boot, _ = _ask(registry, name)
             except FAILURES as error:
                 logger.warning("%s did not tell its clock: %s", name, error)
                 continue
             if boot != spans.boot_id():
                 names[boot].append(name)
-        self.take({boot: partial(_ask_one, roster, some) for boot, some in names.items()})
+        self.take({boot: partial(_ask_one, registry, some) for boot, some in names.items()})
 
     def take(self, elsewhere: dict[str, Callable[[], tuple[str, int]]]) -> None:
         """Ask these from now on: boot of a machine → a process of it."""
@@ -57,18 +57,18 @@ class Clocks:
                 logger.warning("a machine's clock was not measured: %s", error)
 
 
-def _ask(roster: Roster, name: str) -> tuple[str, int]:
+def _ask(registry: ActorRegistry, name: str) -> tuple[str, int]:
     """Ask the actor that has a name now: a new engine has taken the name of one that died."""
-    handle = next((member.handle for member in roster if member.name == name), None)
+    handle = next((member.handle for member in registry if member.name == name), None)
     if handle is None:
         raise RuntimeError(f"{name} is gone")
     return ray.get(handle.clock.remote(), timeout=_ANSWER_S)
 
 
-def _ask_one(roster: Roster, names: list[str]) -> tuple[str, int]:
+def _ask_one(registry: ActorRegistry, names: list[str]) -> tuple[str, int]:
     """Ask the first of a machine's actors; where that fails, it is another one's turn the next time."""
     try:
-        return _ask(roster, names[0])
+        return _ask(registry, names[0])
     except FAILURES:
         names.append(names.pop(0))
         raise

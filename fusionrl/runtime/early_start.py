@@ -41,7 +41,7 @@ _NO_NURSERY = ("-h", "--help", "--dry-run", "--in-process", "--ray-address")
 """Flags of commands that have none."""
 
 
-class Ahead:
+class EarlyStart:
     """A context manager: leaving it ends what has begun, and removes the folder."""
 
     def __init__(self) -> None:

@@ -156,7 +156,7 @@ class EnginePool:
             get(wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
         except RuntimeError as error:
             return error
-        except ray.exceptions.RayError as error:  # an actor that is dead, or cannot be asked: the roster knows
+        except ray.exceptions.RayError as error:  # an actor that is dead, or cannot be asked: the registry knows
             logger.debug("the engines cannot be asked: %s", error)
         return None
 

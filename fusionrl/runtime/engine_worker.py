@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.observe.hardware.host import resident_bytes
-from fusionrl.runtime.actor_process import Clocked, Settled, log_to
-from fusionrl.runtime.process_hardware import HOST, HOST_PEAK, OwnHardware, drawn
+from fusionrl.runtime.actor_process import ClockMixin, ProcessSettings, log_to
+from fusionrl.runtime.process_hardware import HOST, HOST_PEAK, ProcessHardware, record_host_memory
 
 
-class EngineWorker(Clocked, EngineActor):
+class EngineWorker(ClockMixin, EngineActor):
     """An engine's actor process."""
 
-    def __init__(self, spec: EngineSpec, log: str, settled: Settled | None = None) -> None:
-        if settled is not None:
-            settled.apply()
+    def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings | None = None) -> None:
+        if settings is not None:
+            settings.apply()
         log_to(log, spec.log_name.removesuffix(".log"))
-        self._binds = settled is not None and settled.numa_affinity
-        self._hardware: OwnHardware | None = None
+        self._binds = settings is not None and settings.numa_affinity
+        self._hardware: ProcessHardware | None = None
         super().__init__(spec)
 
     def start(self) -> str:
@@ -28,7 +28,7 @@ class EngineWorker(Clocked, EngineActor):
         """Find the devices, and take CPUs near them."""
         if self._hardware is None:
             ordinals = self.spec.gpu_ids if self.spec.device == "cuda" else ()
-            self._hardware = OwnHardware(ordinals, binds=self._binds, with_children=False)
+            self._hardware = ProcessHardware(ordinals, binds=self._binds, with_children=False)
 
     def hardware_facts(self) -> dict[str, object]:
         """Return what its devices are."""
@@ -40,4 +40,4 @@ class EngineWorker(Clocked, EngineActor):
             return {}
         found = self._hardware.take()
         found.pop(HOST_PEAK)  # of this process; the server's is its own
-        return drawn(found | {HOST: found[HOST] + resident_bytes(self._server.pid, with_children=True)})
+        return record_host_memory(found | {HOST: found[HOST] + resident_bytes(self._server.pid, with_children=True)})

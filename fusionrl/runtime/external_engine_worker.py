@@ -10,12 +10,12 @@ import ray
 from ray.actor import ActorHandle
 
 from fusionrl.config.config import Config
-from fusionrl.engines.external_engine import AttachedEngine, Expected
+from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.actor_process import Settled, log_to
+from fusionrl.runtime.actor_process import ProcessSettings, log_to
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES, policy_server_args
-from fusionrl.runtime.external_engines import Guests
+from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.launcher import Launcher
 
 _NEEDED = ("disable_radix_cache", "enable_return_routed_experts", "incremental_streaming_output")
@@ -24,37 +24,37 @@ _ALIKE = ("quantization", "context_length", "allow_auto_truncate")
 """Of `fusionrl.config.engine_groups.ALIKE`, those that concern engines of others as well."""
 
 
-class GuestWorker(AttachedEngine):
+class ExternalEngineWorker(AttachedEngine):
     """An actor that talks to one such engine."""
 
-    def __init__(self, index: int, url: str, api_key: str | None, log: str, settled: Settled) -> None:
-        settled.apply()
-        log_to(log, f"guest-{index}")
+    def __init__(self, index: int, url: str, api_key: str | None, log: str, settings: ProcessSettings) -> None:
+        settings.apply()
+        log_to(log, f"external-engine-{index}")
         super().__init__(index, url, 1, api_key)
 
 
-def guests_of(
+def make_external_engines(
     config: Config,
     plan: Plan,
     launcher: Launcher,
     engines: EnginePool,
     say: Callable[[str], None],
     on_change: Callable[[], None],
-) -> Guests:
+) -> ExternalEngines:
     """Return the guests of a run, none of which has been asked yet."""
-    expected: list[Expected] = []  # read once there is a guest
+    expected: list[EngineRequirements] = []  # read once there is a guest
 
     def make(index: int, url: str) -> ActorHandle:
-        return launcher.make_local(GuestWorker, f"engine-actor-{index}", index, url)
+        return launcher.make_local(ExternalEngineWorker, f"engine-actor-{index}", index, url)
 
     def join(actor: ActorHandle) -> ray.ObjectRef:
         if not expected:
-            expected.append(expected_engine(config, plan, launcher.is_alone))
+            expected.append(engine_requirements(config, plan, launcher.is_alone))
         # Without trainers no push makes the weights equal: then they have to be.
         own_weights = [] if plan.layout is not None else [engines.engines[0].weight_checksums.remote()]
         return actor.join.remote(expected[0], *own_weights)
 
-    return Guests(
+    return ExternalEngines(
         launcher.run_dir,
         plan.num_engines + len(plan.eval_bundles),
         make,
@@ -66,7 +66,7 @@ def guests_of(
     )
 
 
-def expected_engine(config: Config, plan: Plan, is_alone: bool) -> Expected:
+def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineRequirements:
     """Return what an engine has to be, to work beside the run's own; `is_alone`: all of the run is on one machine."""
     folder = str(config.model.hf_checkpoint)
     hf_config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def expected_engine(config: Config, plan: Plan, is_alone: bool) -> Expected:
     # SGLang may write a quantised checkpoint's own method into its arguments.
     alike = {name: server_args.get(name) for name in _ALIKE if name != "quantization" or plan.quantization is None}
     classes = tuple(hf_config.get("architectures") or ())
-    return Expected(
+    return EngineRequirements(
         folder,
         classes,
         plan.shape,

@@ -1,4 +1,4 @@
-"""`Guests`: engines that others start and end, and that work for the run meanwhile.
+"""`ExternalEngines`: engines that others start and end, and that work for the run meanwhile.
 
 They are named by --rollout-external-engine-addrs and by `engines.txt` in the run's folder, which may change at any time
 (`fusionrl.observe.engine_list`). The states of one:
@@ -10,7 +10,7 @@ leaving   out of the router; it answers what it has, and is pushed to as long as
 gone      it has been let go, as the engine that it was
 
 One that dies is lost, and the others get its requests; where one that has just joined breaks its first push, it is lost
-and the push is made again. The run does not end for a guest, as it has engines of its own, but where memory is shared:
+and the push is made again. The run does not end for a engine, as it has engines of its own, but where memory is shared:
 there a push cannot be made again.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.engines.external_engine import Found, host_of
+from fusionrl.engines.external_engine import ExternalEngineFacts, host_of
 from fusionrl.engines.router import Router
 from fusionrl.observe.engine_list import EngineState, add_wanted, read_wanted, write_states
 from fusionrl.plan.push import EngineTarget
@@ -40,7 +40,7 @@ _MISSING_S = 0.5  # a list that somebody writes in place is read empty, or in pa
 
 
 @dataclass
-class Guest:
+class ExternalEngine:
     """One engine of somebody else's."""
 
     index: int
@@ -48,7 +48,7 @@ class Guest:
     actor: ActorHandle
     joined: ray.ObjectRef
     state: str = "joining"
-    found: Found | None = None
+    found: ExternalEngineFacts | None = None
     asked: ray.ObjectRef | None = None  # whether it lives, or how many requests it has
     asked_at: float = field(default=0.0)
     missing_since: float | None = None  # when the list was first read without it
@@ -58,10 +58,10 @@ class Guest:
         assert self.found is not None
         ranks = (-1,) * self.found.tp_size
         host = host_of(self.url)
-        return EngineTarget(self.index, self.actor, f"guest {host}", ranks, 0, self.found.ep_size, host)
+        return EngineTarget(self.index, self.actor, f"external {host}", ranks, 0, self.found.ep_size, host)
 
 
-class Guests:
+class ExternalEngines:
     """The list of wanted engines, made true; called from the driver's thread alone."""
 
     def __init__(
@@ -80,19 +80,19 @@ class Guests:
 
         Args:
             run_dir: the folder with the list
-            first: number of the first guest; the run's own engines come before
-            make: makes the actor of a guest, of a number and an address
-            join: begins to ask a guest what it is
+            first: number of the first engine; the run's own engines come before
+            make: makes the actor of a engine, of a number and an address
+            join: begins to ask a engine what it is
             api_key: of the engines
-            pushes: whether weights are pushed in this run; without, `join` refuses a guest with others than the run's
-            say: is told what becomes of guests
-            on_change: is called when other guests are serving than before
+            pushes: whether weights are pushed in this run; without, `join` refuses a engine with others than the run's
+            say: is told what becomes of engines
+            on_change: is called when other engines are serving than before
         """
         self._run_dir, self._make, self._join = run_dir, make, join
         self._api_key, self._pushes, self._say, self._on_change = api_key, pushes, say, on_change
         self._next = first
-        self._guests: list[Guest] = []
-        self._past: dict[str, EngineState] = {}  # address → what became of one that is no guest any more
+        self._engines: list[ExternalEngine] = []
+        self._past: dict[str, EngineState] = {}  # address → what became of one that is no engine any more
         self._refused: set[str] = set()  # still in the list
         self._told_errors: set[str] = set()
         self._told_faults: set[str] = set()  # of the files
@@ -113,9 +113,9 @@ class Guests:
         if urls:
             add_wanted(self._run_dir, urls)
         self._follow_list()
-        for guest in [guest for guest in self._guests if guest.url in urls]:
+        for engine in [engine for engine in self._engines if engine.url in urls]:
             try:
-                guest.found, guest.state = ray.get(guest.joined), "ready"
+                engine.found, engine.state = ray.get(engine.joined), "ready"
             except ray.exceptions.RayError as error:
                 cause = root_cause(error)
                 kind = ValueError if isinstance(cause, ValueError) else RuntimeError
@@ -125,14 +125,14 @@ class Guests:
     def release(self) -> None:
         """At the end of the run: let every engine go, with the weights of the last push. Idempotent."""
         try:
-            calls = [guest.actor.release.remote() for guest in self._guests]
+            calls = [engine.actor.release.remote() for engine in self._engines]
             if calls:
                 ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S)
         except (ray.exceptions.RayError, RuntimeError) as error:  # the run's own engines have to be ended after this
             logger.warning("engines of others were not let go: %s", error)
-        for guest in self._guests:
-            self._note(guest, "gone", "the run has ended")
-        self._guests.clear()
+        for engine in self._engines:
+            self._note(engine, "gone", "the run has ended")
+        self._engines.clear()
         self._router = None
         self._write()
 
@@ -140,20 +140,20 @@ class Guests:
     @property
     def urls(self) -> list[str]:
         """Addresses of those that get requests."""
-        return [guest.url for guest in self._guests if guest.state == "serving"]
+        return [engine.url for engine in self._engines if engine.state == "serving"]
 
     def look(self) -> None:
-        """Follow the list, and look how the guests are. Takes little time; no engine is waited for."""
+        """Follow the list, and look how the engines are. Takes little time; no engine is waited for."""
         if self._router is None:
             return
         self._follow_list()
-        for guest in list(self._guests):
-            if guest.state == "joining":
-                self._look_whether_it_fits(guest)
-            elif guest.state == "leaving":
-                self._look_whether_it_is_idle(guest)
-            elif guest.state == "serving":
-                self._look_whether_it_lives(guest)
+        for engine in list(self._engines):
+            if engine.state == "joining":
+                self._look_whether_it_fits(engine)
+            elif engine.state == "leaving":
+                self._look_whether_it_is_idle(engine)
+            elif engine.state == "serving":
+                self._look_whether_it_lives(engine)
         if not self._pushes:
             self.admit()
         self._write()
@@ -168,138 +168,138 @@ class Guests:
             logger.warning("%s", text)
         self._told_errors = set(errors)
         self._refused &= set(wanted)
-        known = {guest.url for guest in self._guests} | self._refused
+        known = {engine.url for engine in self._engines} | self._refused
         for url in (url for url in wanted if url not in known):
             actor = self._make(self._next, url)
-            self._guests.append(Guest(self._next, url, actor, self._join(actor)))
+            self._engines.append(ExternalEngine(self._next, url, actor, self._join(actor)))
             self._next += 1
         now = time.monotonic()
-        for guest in list(self._guests):
-            if guest.url in wanted:
-                guest.missing_since = None
-                if guest.state == "leaving":
-                    guest.state, guest.asked = "ready", None  # it has changed its mind, and gets the next push
-            elif guest.missing_since is None:
-                guest.missing_since = now
-            elif guest.state != "leaving" and now - guest.missing_since >= _MISSING_S:
-                self._begin_to_leave(guest)
+        for engine in list(self._engines):
+            if engine.url in wanted:
+                engine.missing_since = None
+                if engine.state == "leaving":
+                    engine.state, engine.asked = "ready", None  # it has changed its mind, and gets the next push
+            elif engine.missing_since is None:
+                engine.missing_since = now
+            elif engine.state != "leaving" and now - engine.missing_since >= _MISSING_S:
+                self._begin_to_leave(engine)
 
-    def _look_whether_it_fits(self, guest: Guest) -> None:
-        if not ray.wait([guest.joined], timeout=0)[0]:
+    def _look_whether_it_fits(self, engine: ExternalEngine) -> None:
+        if not ray.wait([engine.joined], timeout=0)[0]:
             return
         try:
-            guest.found, guest.state = ray.get(guest.joined), "ready"
-            self._say(f"engine {guest.index} at {guest.url} joins with the next weight push")
+            engine.found, engine.state = ray.get(engine.joined), "ready"
+            self._say(f"engine {engine.index} at {engine.url} joins with the next weight push")
         except ray.exceptions.RayError as error:
-            self._refused.add(guest.url)
-            self._drop(guest, "refused", str(root_cause(error)))
+            self._refused.add(engine.url)
+            self._drop(engine, "refused", str(root_cause(error)))
 
-    def _look_whether_it_lives(self, guest: Guest) -> None:
-        if guest.asked is None:
-            if time.monotonic() - guest.asked_at > _PROBE_INTERVAL_S:
-                guest.asked, guest.asked_at = guest.actor.fault.remote(), time.monotonic()
-        elif (fault := _answer(guest.asked)) is not _PENDING:
-            guest.asked = None
+    def _look_whether_it_lives(self, engine: ExternalEngine) -> None:
+        if engine.asked is None:
+            if time.monotonic() - engine.asked_at > _PROBE_INTERVAL_S:
+                engine.asked, engine.asked_at = engine.actor.fault.remote(), time.monotonic()
+        elif (fault := _answer(engine.asked)) is not _PENDING:
+            engine.asked = None
             if fault is not None:
-                self._lose(guest, str(fault))
+                self._lose(engine, str(fault))
 
-    def _look_whether_it_is_idle(self, guest: Guest) -> None:
-        if guest.asked is None:
-            guest.asked = guest.actor.num_running.remote()
-        elif (count := _answer(guest.asked)) is not _PENDING:
-            guest.asked = None
+    def _look_whether_it_is_idle(self, engine: ExternalEngine) -> None:
+        if engine.asked is None:
+            engine.asked = engine.actor.num_running.remote()
+        elif (count := _answer(engine.asked)) is not _PENDING:
+            engine.asked = None
             if count == 0 or not isinstance(count, int):
-                self._let_go(guest)
+                self._let_go(engine)
 
     # ------------------------------------------------------------------------------------ around a push
     def targets(self) -> list[EngineTarget]:
         """Engines that get the next push, those included that leave and still work."""
-        return [guest.target() for guest in self._guests if guest.found is not None]
+        return [engine.target() for engine in self._engines if engine.found is not None]
 
     @property
     def has_new(self) -> bool:
         """Whether the next push is the first of one of them."""
-        return any(guest.state == "ready" for guest in self._guests)
+        return any(engine.state == "ready" for engine in self._engines)
 
     @property
     def pushed_urls(self) -> list[str]:
         """Addresses of `targets`."""
-        return [guest.url for guest in self._guests if guest.found is not None]
+        return [engine.url for engine in self._engines if engine.found is not None]
 
     def admit(self) -> None:
         """Send requests to those that are ready: they have the current weights."""
-        ready = [guest for guest in self._guests if guest.state == "ready"]
-        for guest in ready:
+        ready = [engine for engine in self._engines if engine.state == "ready"]
+        for engine in ready:
             assert self._router is not None
             try:
-                self._router.add_worker(guest.url, self._api_key)
+                self._router.add_worker(engine.url, self._api_key)
             except RuntimeError as error:
-                self._lose(guest, str(error))
+                self._lose(engine, str(error))
                 continue
-            guest.state, guest.asked_at = "serving", time.monotonic()
-            self._say(f"engine {guest.index} at {guest.url} serves")
+            engine.state, engine.asked_at = "serving", time.monotonic()
+            self._say(f"engine {engine.index} at {engine.url} serves")
         if ready:
             self._on_change()
         self._write()
 
     def drop_culprits(self, error: BaseException) -> bool:
-        """After a push that failed: lose the guests that do not answer, else those that the error names,
+        """After a push that failed: lose the engines that do not answer, else those that the error names,
         and those that have just joined: one that never joins is not always named.
 
         Returns whether there were any; then the push can be made again.
         """
-        pushed = [guest for guest in self._guests if guest.found is not None]
-        refs = {guest.actor.fault.remote(): guest for guest in pushed}
+        pushed = [engine for engine in self._engines if engine.found is not None]
+        refs = {engine.actor.fault.remote(): engine for engine in pushed}
         done = set(ray.wait(list(refs), num_returns=len(refs), timeout=_ANSWER_TIMEOUT_S)[0]) if refs else set()
-        lost = [(guest, "it does not answer") for ref, guest in refs.items() if ref not in done]
-        lost += [(guest, str(fault)) for ref, guest in refs.items() if ref in done and (fault := _answer(ref))]
+        lost = [(engine, "it does not answer") for ref, engine in refs.items() if ref not in done]
+        lost += [(engine, str(fault)) for ref, engine in refs.items() if ref in done and (fault := _answer(ref))]
         if not lost:
             named = {int(number) for number in re.findall(r"\bengine (\d+)\b", str(error))}
             culprits = [one for one in pushed if one.state == "ready" or one.index in named or one.url in str(error)]
-            lost = [(guest, f"a push failed: {error}") for guest in culprits]
-        for guest, reason in lost:
-            self._refused.add(guest.url)
-            self._lose(guest, reason)
+            lost = [(engine, f"a push failed: {error}") for engine in culprits]
+        for engine, reason in lost:
+            self._refused.add(engine.url)
+            self._lose(engine, reason)
         return bool(lost)
 
     # ------------------------------------------------------------------------------------ out
-    def _begin_to_leave(self, guest: Guest) -> None:
-        if guest.state != "serving":
-            self._let_go(guest)
+    def _begin_to_leave(self, engine: ExternalEngine) -> None:
+        if engine.state != "serving":
+            self._let_go(engine)
             return
-        if not _take_out(self._router, guest):
+        if not _take_out(self._router, engine):
             return  # the next look tries again
-        guest.state, guest.asked = "leaving", None
-        self._say(f"engine {guest.index} at {guest.url} leaves when it has answered its requests")
+        engine.state, engine.asked = "leaving", None
+        self._say(f"engine {engine.index} at {engine.url} leaves when it has answered its requests")
         self._on_change()
 
-    def _let_go(self, guest: Guest) -> None:
-        ray.wait([guest.actor.release.remote()], timeout=_ANSWER_TIMEOUT_S)
-        self._drop(guest, "gone", "")
+    def _let_go(self, engine: ExternalEngine) -> None:
+        ray.wait([engine.actor.release.remote()], timeout=_ANSWER_TIMEOUT_S)
+        self._drop(engine, "gone", "")
 
-    def _lose(self, guest: Guest, reason: str) -> None:
-        self._refused.add(guest.url)  # until its line goes and comes again
-        was_serving = guest.state == "serving"
-        _take_out(self._router, guest)  # also one that the router did not see healthy in time: later it might
-        self._drop(guest, "lost", reason)
+    def _lose(self, engine: ExternalEngine, reason: str) -> None:
+        self._refused.add(engine.url)  # until its line goes and comes again
+        was_serving = engine.state == "serving"
+        _take_out(self._router, engine)  # also one that the router did not see healthy in time: later it might
+        self._drop(engine, "lost", reason)
         if was_serving:
             self._on_change()
 
-    def _drop(self, guest: Guest, state: str, note: str) -> None:
+    def _drop(self, engine: ExternalEngine, state: str, note: str) -> None:
         if note:
-            logger.warning("engine %d at %s: %s", guest.index, guest.url, note)
+            logger.warning("engine %d at %s: %s", engine.index, engine.url, note)
         self._say(
-            f"engine {guest.index} at {guest.url} is {state}" + (f": {note.splitlines()[0]:.200}" if note else "")
+            f"engine {engine.index} at {engine.url} is {state}" + (f": {note.splitlines()[0]:.200}" if note else "")
         )
-        self._guests.remove(guest)
-        ray.kill(guest.actor)
-        self._note(guest, state, note)
+        self._engines.remove(engine)
+        ray.kill(engine.actor)
+        self._note(engine, state, note)
 
-    def _note(self, guest: Guest, state: str, note: str) -> None:
-        self._past[guest.url] = EngineState(url=guest.url, state=state, note=note[:500])
+    def _note(self, engine: ExternalEngine, state: str, note: str) -> None:
+        self._past[engine.url] = EngineState(url=engine.url, state=state, note=note[:500])
 
     def _write(self) -> None:
-        present = {one.url: EngineState(url=one.url, state=one.state, note="") for one in self._guests}
+        present = {one.url: EngineState(url=one.url, state=one.state, note="") for one in self._engines}
         states = [*(self._past | present).values()]
         if states != self._written:
             try:
@@ -323,13 +323,13 @@ def _answer(ref: ray.ObjectRef) -> object:
         return str(root_cause(error))
 
 
-def _take_out(router: Router | None, guest: Guest) -> bool:
+def _take_out(router: Router | None, engine: ExternalEngine) -> bool:
     """Let the router send it nothing more. Returns whether it obeys; a router that is gone is found elsewhere."""
     try:
         if router is not None:
-            router.remove_worker(guest.url)
+            router.remove_worker(engine.url)
     except RuntimeError as error:
-        logger.warning("engine %d at %s: %s", guest.index, guest.url, error)
+        logger.warning("engine %d at %s: %s", engine.index, engine.url, error)
         return False
     return True
 

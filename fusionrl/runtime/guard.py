@@ -82,7 +82,7 @@ def _start_time(pid: int) -> str | None:
     return None if fields is None else fields[19]
 
 
-class Watch:
+class ProcessWatch:
     """The processes of a run, as they are found while it lives.
 
     A look at the end is not enough: a process that gives itself a title (Ray's do) writes it over its environment,
@@ -116,7 +116,7 @@ class Watch:
         return [pid for pid, start in self._found.items() if _start_time(pid) == start]
 
 
-def sweep(watch: Watch, grace_s: float = _GRACE_S) -> None:
+def sweep(watch: ProcessWatch, grace_s: float = _GRACE_S) -> None:
     """Wait up to `grace_s` seconds for the run's processes to end, then kill the rest."""
     deadline = time.monotonic() + grace_s
     while True:
@@ -134,8 +134,8 @@ def sweep(watch: Watch, grace_s: float = _GRACE_S) -> None:
 
 
 def main(token: str, folder: str | None = None) -> None:
-    """Watch until the driver closes its end of the pipe, or is gone; then sweep, and remove the folder."""
-    watch = Watch(token)
+    """ProcessWatch until the driver closes its end of the pipe, or is gone; then sweep, and remove the folder."""
+    watch = ProcessWatch(token)
     while not select.select([sys.stdin], [], [], _WATCH_S)[0]:
         watch.look()
     sweep(watch)

@@ -1,4 +1,4 @@
-"""`Hardware`: a step's numbers of the machines: memory, GPUs, throughput by device, and the share of their peak.
+"""`HardwareMetrics`: a step's numbers of the machines: memory, GPUs, throughput by device, and the share of their peak.
 
 Trainers, engines and the Buffer are asked when the training of a step has ended, and their answers are taken at its
 end. Whoever does not answer within seconds is left out, so that the numbers never hold a run up.
@@ -34,7 +34,7 @@ _SUMS, _MEANS = {HOST}, {"utilisation", "power_w", "slowed"}  # of the others, t
 _RAY = ("raylet", "gcs_server")
 
 
-class Hardware:
+class HardwareMetrics:
     """Asks the processes of a run."""
 
     def __init__(

@@ -25,12 +25,12 @@ from fusionrl.plan.critic import Role, auxiliary_config
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.visible_devices import refuse_slices
 from fusionrl.runtime.actor_environment import actor_environment
-from fusionrl.runtime.actor_process import Settled
-from fusionrl.runtime.actor_registry import Roster
-from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.actor_process import ProcessSettings
+from fusionrl.runtime.actor_registry import ActorRegistry
+from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs
 from fusionrl.runtime.engine_worker import EngineWorker
-from fusionrl.runtime.multi_node_engine import PartWorker, SpanningWorker
+from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import (
     LEAVE_DEVICES,
     LOOPBACK,
@@ -63,11 +63,13 @@ def check_open_router(asks_for_key: bool, is_alone: bool) -> None:
 class Launcher:
     """Starts Ray, reserves devices, makes actors and the router, and ends all of them."""
 
-    def __init__(self, config: Config, plan: Plan, run_dir: Path, attempt: int, ahead: Ahead | None = None) -> None:
-        """`ahead`: what has begun already; it ends with the run."""
-        self._config, self._plan, self._ahead = config, plan, ahead or Ahead()
+    def __init__(
+        self, config: Config, plan: Plan, run_dir: Path, attempt: int, early_start: EarlyStart | None = None
+    ) -> None:
+        """`early_start`: what has begun already; it ends with the run."""
+        self._config, self._plan, self._early_start = config, plan, early_start or EarlyStart()
         self.run_dir, self._attempt = run_dir.resolve(), attempt
-        self.roster = Roster()
+        self.registry = ActorRegistry()
         self.bundles: list[Bundle] = []
         # Of the engines. No dash: a key that begins with one reads as a flag. Engines of others have one already.
         self.api_key = os.environ.get(ENGINE_KEY) or secrets.token_hex(24)
@@ -96,10 +98,10 @@ class Launcher:
         raise_open_files()  # for the router, and for whatever else is started here
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         self._hook_secrets = hook_secrets(self._config.run.hook_env)
-        self.roster.hide([self.api_key, *self._hook_secrets.values()])
+        self.registry.hide([self.api_key, *self._hook_secrets.values()])
         if withheld := not_passed_on(self._config.run.hook_env):
             logger.info("not passed on to the run's processes: %s (see --hook-env)", ", ".join(withheld))
-        self._ahead.begin(self._config, plan.device)
+        self._early_start.begin(self._config, plan.device)
         assert self._private is not None
         # Ray's processes, and the actors, inherit this one's environment.
         with without_secrets("ray"), extended_environment(self._inherited()):
@@ -144,27 +146,27 @@ class Launcher:
         if len(specs) == 1:
             return self._engine_actor(EngineWorker, specs[0], places[0])
         per_node = specs[0].ranks_here
-        parts = [self._engine_actor(PartWorker, s, places[i * per_node]) for i, s in enumerate(specs) if i]
+        parts = [self._engine_actor(EnginePartWorker, s, places[i * per_node]) for i, s in enumerate(specs) if i]
         self._parts[specs[0].name] = parts
-        return self._engine_actor(SpanningWorker, specs[0], places[0], parts)
+        return self._engine_actor(MultiNodeEngineWorker, specs[0], places[0], parts)
 
     def _engine_actor(self, cls: type, spec: EngineSpec, place: Bundle, *more: object) -> ActorHandle:
         log = self._log(f"{spec.role}-actor-{spec.index}" + (f"-part-{spec.node_rank}" if spec.node_rank else ""))
-        settled = Settled(self._umask, host=spec.host, numa_affinity=self._config.cluster.numa_affinity)
+        settings = ProcessSettings(self._umask, host=spec.host, numa_affinity=self._config.cluster.numa_affinity)
         made = actor_on(cls, place, self._group, env=self._own_env(), max_concurrency=8)
-        actor = made.remote(spec, str(log), settled, *more)
-        self.roster.add(spec.name, actor, log)
+        actor = made.remote(spec, str(log), settings, *more)
+        self.registry.add(spec.name, actor, log)
         return actor
 
     def make_local(self, cls: type, log_name: str, *arguments: object) -> ActorHandle:
         """An actor on this node, whose class takes `arguments`, the engines' key, its log and its settings.
 
-        It is not in the roster: its end is no failure of the run.
+        It is not in the registry: its end is no failure of the run.
         """
         log = self._log(log_name)
         host = LOOPBACK if self.is_alone else ray.util.get_node_ip_address()
         made = actor_on(cls, None, None, env=self._own_env(), max_concurrency=8)
-        return made.remote(*arguments, self.api_key, str(log), Settled(self._umask, host=host))
+        return made.remote(*arguments, self.api_key, str(log), ProcessSettings(self._umask, host=host))
 
     def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle]]:
         """The policy's trainers, and those of a critic or prm, not yet set up; none without a layout."""
@@ -205,9 +207,11 @@ class Launcher:
                 bundle.gpu.ordinal,
                 self._host(bundle),
                 str(log),
-                Settled(self._umask, self._hook_secrets, self._host(bundle), threads, config.cluster.numa_affinity),
+                ProcessSettings(
+                    self._umask, self._hook_secrets, self._host(bundle), threads, config.cluster.numa_affinity
+                ),
             )
-            self.roster.add(f"{role or 'trainer'} rank {rank}", actor, log)
+            self.registry.add(f"{role or 'trainer'} rank {rank}", actor, log)
             made.append(actor)
         return made
 
@@ -220,9 +224,9 @@ class Launcher:
             str(self.run_dir),
             self._attempt,
             str(log),
-            Settled(self._umask, self._hook_secrets),
+            ProcessSettings(self._umask, self._hook_secrets),
         )
-        self.roster.add("the Buffer", actor, log)
+        self.registry.add("the Buffer", actor, log)
         return actor
 
     def make_router(self, name: str = "router") -> Router:
@@ -241,7 +245,7 @@ class Launcher:
     @property
     def _private(self) -> Path | None:
         """Ray's files and the stores of process groups, for this user alone."""
-        return self._ahead.folder
+        return self._early_start.folder
 
     def _host(self, bundle: Bundle) -> str:
         return LOOPBACK if self.is_alone else bundle.node_address
@@ -251,7 +255,7 @@ class Launcher:
 
     def _inherited(self) -> dict[str, str]:
         """Environment in which a cluster of this run's own starts on a CPU, and which its actors inherit."""
-        return LEAVE_DEVICES | self._ahead.environment() | self._env() if self._inherits else {}
+        return LEAVE_DEVICES | self._early_start.environment() | self._env() if self._inherits else {}
 
     def _own_env(self) -> dict[str, str] | None:
         """Environment that an actor is to be given; None: it inherits it."""
@@ -285,13 +289,13 @@ class Launcher:
             with without_collections():
                 self._end_ray()
         finally:
-            self.roster.clear()
+            self.registry.clear()
             self._group = None
-            self._ahead.close()
+            self._early_start.close()
 
     def _end_ray(self) -> None:
         if ray.is_initialized():
-            for member in self.roster:
+            for member in self.registry:
                 ray.kill(member.handle)
             if self._group is not None:
                 remove_placement_group(self._group)

@@ -39,7 +39,7 @@ class LocalLauncher(Launcher):
         """Take over the environment that actors have under Ray; there is nothing else to start."""
         plan = self._plan
         raise_open_files()
-        self._ahead.begin(self._config, plan.device)
+        self._early_start.begin(self._config, plan.device)
         self._inherits = False  # `_env` is for this process
         self._is_running = True
         os.environ.update(self._env())
@@ -79,11 +79,11 @@ class LocalLauncher(Launcher):
         return self._add("the Buffer", LocalActor(lambda: BufferActor(*arguments), "buffer"))
 
     def _add(self, name: str, actor: LocalActor) -> ActorHandle:
-        self.roster.add(name, actor, Path(self._log("driver")))
+        self.registry.add(name, actor, Path(self._log("driver")))
         return actor
 
     def _end_ray(self) -> None:
         self._is_running = False
-        for member in self.roster:
+        for member in self.registry:
             if isinstance(member.handle, LocalActor):
                 end(member.handle)

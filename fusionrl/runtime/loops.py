@@ -30,7 +30,7 @@ def on_policy(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
-    run.beside.finish()
+    run.background_eval.finish()
 
 
 def streamed(run: Run) -> None:
@@ -49,7 +49,7 @@ def streamed(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
-    run.beside.finish()  # first: the end of the stream tells every function that is at work to stop
+    run.background_eval.finish()  # first: the end of the stream tells every function that is at work to stop
     run.actors.buffer.stream.stop()
 
 

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.engine_part import EnginePart
 from fusionrl.engines.process import ChildProcess
-from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_worker import EngineWorker
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 15.0  # for a part's actor to answer
 _END_TIMEOUT_S = 20.0
 
 
-class PartWorker(EngineWorker, EnginePart):
+class EnginePartWorker(EngineWorker, EnginePart):
     """The actor process of a part that does not serve."""
 
     def join(self, meeting: str, bootstrap_port: int | None = None) -> None:
@@ -36,11 +36,11 @@ class PartWorker(EngineWorker, EnginePart):
         super().join(meeting, bootstrap_port)
 
 
-class SpanningWorker(EngineWorker):
+class MultiNodeEngineWorker(EngineWorker):
     """The actor process of part 0, which has the server that is asked."""
 
-    def __init__(self, spec: EngineSpec, log: str, settled: Settled, parts: Sequence[ActorHandle]) -> None:
-        super().__init__(spec, log, settled)
+    def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings, parts: Sequence[ActorHandle]) -> None:
+        super().__init__(spec, log, settings)
         self._parts = list(parts)
         self._joins: list[ray.ObjectRef] = []
         self._fault: str | None = None  # of a part, which ended the engine

@@ -1,4 +1,4 @@
-"""`EveryNode`: an object on each node of a cluster that runs already, to look at the nodes before a run."""
+"""`NodeActors`: an object on each node of a cluster that runs already, to look at the nodes before a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Node:
     num_devices: int
 
 
-class EveryNode:
+class NodeActors:
     """A context manager: joins the cluster and puts an object on each node; leaving it ends them and leaves."""
 
     def __init__(self, kind: type, device: str, address: str, *, allow_open: bool) -> None:

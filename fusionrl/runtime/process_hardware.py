@@ -16,7 +16,7 @@ from fusionrl.plan.visible_devices import VARIABLE, visible_names
 HOST, HOST_PEAK = "host_bytes", "host_peak_bytes"
 
 
-class OwnHardware:
+class ProcessHardware:
     """Made in the process itself, before it starts threads or children that are to be bound."""
 
     def __init__(self, ordinals: Sequence[int], *, binds: bool, with_children: bool) -> None:
@@ -49,7 +49,7 @@ class OwnHardware:
         return memory | self._meter.take()
 
 
-def drawn(numbers: dict[str, float]) -> dict[str, float]:
+def record_host_memory(numbers: dict[str, float]) -> dict[str, float]:
     """Return the numbers of a process as they are; its host memory is a curve of the timeline from now on."""
     count("host memory", gib=numbers[HOST] / 2**30)
     return numbers

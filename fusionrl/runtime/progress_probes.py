@@ -22,7 +22,7 @@ from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import is_running
-from fusionrl.runtime.watchdog import Witnesses
+from fusionrl.runtime.watchdog import ProgressProbes
 
 _ANSWER_S = 3.0
 _BETWEEN_S = 1.0  # two looks at an engine
@@ -30,9 +30,9 @@ _NODE_S = 20.0  # a process of Ray's may have to start there
 _MOST_ENGINES = 8  # that one line names
 
 
-def witnesses_of(launcher: Launcher, engines: EnginePool, buffer: BufferHandle) -> Witnesses:
-    """Return the witnesses of a run."""
-    return Witnesses(
+def make_progress_probes(launcher: Launcher, engines: EnginePool, buffer: BufferHandle) -> ProgressProbes:
+    """Return the probes of a run."""
+    return ProgressProbes(
         name_of=partial(_name_of, launcher),
         sizes=partial(_sizes, launcher),
         engines=partial(_engines, engines, launcher.api_key),
@@ -46,11 +46,11 @@ def _name_of(launcher: Launcher, reference: object) -> str:
     if not isinstance(reference, ray.ObjectRef) or ray.wait([reference], timeout=0, fetch_local=False)[0]:
         return ""
     actor = reference.task_id().actor_id().hex()
-    return next((member.name for member in launcher.roster if member.id == actor), "")
+    return next((member.name for member in launcher.registry if member.id == actor), "")
 
 
 def _sizes(launcher: Launcher) -> Counter[str]:
-    return Counter(member.name.rpartition(" ")[0] for member in launcher.roster)
+    return Counter(member.name.rpartition(" ")[0] for member in launcher.registry)
 
 
 def _engines(pool: EnginePool, api_key: str) -> Sequence[EngineLoad]:

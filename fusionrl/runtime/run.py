@@ -12,7 +12,7 @@ from fusionrl.observe.progress import Progress
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.checkpoints import Checkpoints
-from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.loops import choose_loop
 from fusionrl.runtime.model_card import write_model_card
 from fusionrl.runtime.reporter import Reporter
@@ -26,10 +26,10 @@ from fusionrl.runtime.signals import StopSignal, Terminated
 
 
 def run_training(
-    config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, ahead: Ahead | None = None
+    config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, early_start: EarlyStart | None = None
 ) -> None:
     """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint, as does an error that leaves
-    the trainers consistent. `ahead` was started before.
+    the trainers consistent. `early_start` was started before.
 
     Raises:
         Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
@@ -38,9 +38,9 @@ def run_training(
     latest = find_checkpoint(config, checkpoints)
     loop = choose_loop(config)
     with (
-        ThreadPoolExecutor(1) as beside,
+        ThreadPoolExecutor(1) as drawing_thread,
         StopSignal() as stop,
-        Actors(config, plan, path, attempt, say=progress.status, stop=stop, ahead=ahead) as actors,
+        Actors(config, plan, path, attempt, say=progress.status, stop=stop, early_start=early_start) as actors,
         MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
     ):
         last = -1
@@ -71,7 +71,7 @@ def run_training(
             raise
         has_exported = config.checkpoint.save_hf is not None and bool(actors.trainers)
         title = f"{path.resolve().name} ({config.run.mode})"
-        drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
+        drawing = drawing_thread.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
     drawing.result()
     if has_exported:
         exported = Path(str(config.checkpoint.save_hf).format(rollout_id=plan.num_rollout - 1))

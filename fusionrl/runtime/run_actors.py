@@ -16,15 +16,15 @@ from fusionrl.observe.engine_list import engine_url
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.buffer_handle import BufferHandle
-from fusionrl.runtime.clock_offsets import Clocks
-from fusionrl.runtime.early_start import Ahead
+from fusionrl.runtime.clock_offsets import ClockOffsets
+from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.external_engine_worker import guests_of
-from fusionrl.runtime.hardware import Hardware
+from fusionrl.runtime.external_engine_worker import make_external_engines
+from fusionrl.runtime.hardware import HardwareMetrics
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.local_launcher import LocalLauncher
 from fusionrl.runtime.profiling import Profiling
-from fusionrl.runtime.progress_probes import witnesses_of
+from fusionrl.runtime.progress_probes import make_progress_probes
 from fusionrl.runtime.ray_cluster import FAILURES, is_running, root_cause
 from fusionrl.runtime.signals import StopSignal, Terminated
 from fusionrl.runtime.start_order import start_all
@@ -48,32 +48,42 @@ class Actors:
         *,
         say: Callable[[str], None] = lambda text: None,
         stop: StopSignal | None = None,
-        ahead: Ahead | None = None,
+        early_start: EarlyStart | None = None,
     ) -> None:
-        """`say` is told what is going on; `stop` may end a wait; `ahead` has begun already."""
+        """`say` is told what is going on; `stop` may end a wait; `early_start` has begun already."""
         self._plan, self._say, self._in_process = plan, say, config.run.in_process
         self._stop = stop or StopSignal()
         self._on_ray = stop.install if stop is not None else lambda: None
         launcher = LocalLauncher if config.run.in_process else Launcher
-        self._launcher = launcher(config, plan, run_dir, attempt, ahead)
+        self._launcher = launcher(config, plan, run_dir, attempt, early_start)
         self.engines = EnginePool(
             config,
             plan,
             self._launcher,
             say=say,
             check_stop=self._stop.check,
-            on_addresses=lambda urls, eval_urls: self.buffer.set_engines([*urls, *self.guests.urls], eval_urls),
+            on_addresses=lambda urls, eval_urls: self.buffer.set_engines(
+                [*urls, *self.external_engines.urls], eval_urls
+            ),
         )
-        self.guests = guests_of(config, plan, self._launcher, self.engines, say, self._tell_addresses)
-        self._guest_addresses = [engine_url(one) for one in config.cluster.rollout_external_engine_addrs]
-        self.clocks = Clocks()
+        self.external_engines = make_external_engines(
+            config, plan, self._launcher, self.engines, say, self._tell_addresses
+        )
+        self._external_addresses = [engine_url(one) for one in config.cluster.rollout_external_engine_addrs]
+        self.clocks = ClockOffsets()
         supervisor = Supervisor(self.check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, supervisor.finish)
         self.buffer = BufferHandle(self.engines, supervisor)
         self.weights = WeightSync(
-            config, plan, self._launcher.run_dir, self.trainers, self.engines, self._launcher.api_key, self.guests
+            config,
+            plan,
+            self._launcher.run_dir,
+            self.trainers,
+            self.engines,
+            self._launcher.api_key,
+            self.external_engines,
         )
-        self.hardware = Hardware(
+        self.hardware = HardwareMetrics(
             plan,
             self.trainers,
             self.engines,
@@ -85,7 +95,7 @@ class Actors:
         self._watchdog = Watchdog(
             self._launcher.run_dir / "logs",
             attempt,
-            witnesses_of(self._launcher, self.engines, self.buffer),
+            make_progress_probes(self._launcher, self.engines, self.buffer),
             floor_s=config.run.stall_warn_s,
             timeout_s=config.run.stall_timeout_s,
         )
@@ -120,19 +130,19 @@ class Actors:
         launcher, check_stop = self._launcher, self._stop.check
         facts = start_all(self._plan, launcher, self.engines, self.trainers, self.buffer, check_stop)
         if not self._in_process and not self._plan.has_pairs:
-            self.guests.start(self.engines.router, self._guest_addresses)
+            self.external_engines.start(self.engines.router, self._external_addresses)
         if not launcher.is_alone:
-            self.clocks.find(launcher.roster)
+            self.clocks.find(launcher.registry)
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 
     def check_engines(self, is_generating: bool) -> None:
         """Raise where an engine is dead that is not replaced."""
         self.engines.check(is_generating)
-        self.guests.look()
+        self.external_engines.look()
 
     def _tell_addresses(self) -> None:
-        self.buffer.set_engines([*self.engines.urls, *self.guests.urls], self.engines.evaluation.urls)
+        self.buffer.set_engines([*self.engines.urls, *self.external_engines.urls], self.engines.evaluation.urls)
 
     def _parts(self) -> list[str]:
         parts = []
@@ -173,7 +183,7 @@ class Actors:
         if not is_running() or isinstance(root_cause(error), ValueError | HookError | ChildExited):
             return None
         try:
-            return self._launcher.roster.explain(error) or self.engines.find_dead()
+            return self._launcher.registry.explain(error) or self.engines.find_dead()
         except FAILURES as failure:  # must not hide the error
             logger.debug("nobody can say who is dead: %s", failure)
             return None
@@ -183,7 +193,7 @@ class Actors:
         try:
             if self._launcher.is_running:
                 self.buffer.close()
-                self.guests.release()
+                self.external_engines.release()
                 self.engines.shutdown()
                 self.weights.drop_files()
         finally:

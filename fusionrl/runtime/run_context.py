@@ -12,8 +12,8 @@ from fusionrl.buffer.actor import Rollout
 from fusionrl.config.config import Config
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.background_eval import Beside
-from fusionrl.runtime.buffer_handle import Started
+from fusionrl.runtime.background_eval import BackgroundEval
+from fusionrl.runtime.buffer_handle import PendingRound
 from fusionrl.runtime.past_evaluations import PastEvaluations
 from fusionrl.runtime.reporter import Reporter
 from fusionrl.runtime.run_actors import Actors
@@ -38,17 +38,17 @@ class Run:
     first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
     last_trained: int  # the last rollout whose training is finished; -1: none yet
     unrecorded: tuple[int, dict[str, float]] | None = None  # a trained step whose row is not written yet
-    beside: Beside = field(init=False)
+    background_eval: BackgroundEval = field(init=False)
 
     def __post_init__(self) -> None:
-        self.beside = Beside(self.actors.buffer, self.reporter, self._push_for_evaluation)
+        self.background_eval = BackgroundEval(self.actors.buffer, self.reporter, self._push_for_evaluation)
 
     def steps(self, saves: bool = True) -> Iterator[Step]:
         """The steps of this run that are left. `saves`: checkpoints are written after them, as the flags say."""
         for rollout_id in range(self.first_rollout, self.plan.num_rollout):
             yield Step(self, rollout_id, saves)
 
-    def start_rollout(self, rollout_id: int) -> Started:
+    def start_rollout(self, rollout_id: int) -> PendingRound:
         """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""
         self.make_room_for_engines()
         return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
@@ -69,7 +69,7 @@ class Run:
         self.make_room_for_engines()
         self.actors.buffer.stream.start(self.first_rollout)
 
-    def wait_rollout(self, started: Started) -> Rollout:
+    def wait_rollout(self, started: PendingRound) -> Rollout:
         """Wait for a rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""
         rollout = self.actors.buffer.wait_rollout(started)
         self.reporter.show_rollout(rollout)
@@ -97,7 +97,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, and say the result. Engines of its own only begin it; it is recorded when it has ended."""
         if self.has_eval_engines:
-            self.beside.begin(step, self.actors.weights.version)
+            self.background_eval.begin(step, self.actors.weights.version)
             return {}
         self.reporter.status("evaluating")
         with phase("evaluate", step=step):
@@ -142,7 +142,7 @@ class Run:
         if not (self.has_eval_engines and self.is_eval_due(step)):
             return {}
         with phase("wait for evaluation"):
-            return {"perf/time_wait_eval_s": self.beside.finish()}
+            return {"perf/time_wait_eval_s": self.background_eval.finish()}
 
     def is_eval_owed(self) -> bool:
         """Return whether the run goes on from a step whose evaluation, beside training, has no result.
@@ -166,9 +166,11 @@ class Run:
     def end_early(self) -> None:
         """After a stop: publish a checkpoint, and record the evaluation beside training if it has ended."""
         self.save()
-        self.beside.collect()
-        if self.beside.step is not None:
-            self.reporter.print(f"the evaluation after step {self.beside.step} has not ended; it has no result")
+        self.background_eval.collect()
+        if self.background_eval.step is not None:
+            self.reporter.print(
+                f"the evaluation after step {self.background_eval.step} has not ended; it has no result"
+            )
 
     def save(self) -> None:
         """Publish a checkpoint of what is trained, and wait until it is there."""

@@ -57,7 +57,7 @@ class Step:
             if self._saves:
                 self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
             if error is None:
-                self._run.beside.collect()
+                self._run.background_eval.collect()
                 self._run.stop.check()
 
     def generate(self) -> Rollout:

@@ -52,7 +52,7 @@ def warm_branch(branch: Branch, free: Sequence[str] = ()) -> Branch:
 
 
 class WarmBranches:
-    """A run's branches, with the methods of `subprocess.Popen` that `Ahead` calls."""
+    """A run's branches, with the methods of `subprocess.Popen` that `EarlyStart` calls."""
 
     def __init__(self, order: Order, log: Path) -> None:
         """Get all of an order's branches, or none.

@@ -38,7 +38,7 @@ class Stalled(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Witnesses:
+class ProgressProbes:
     """Who can say how far a run is. Each answers within seconds, or not at all.
 
     name_of    a Ray reference → the actor that it waits for; "" where that is not known
@@ -65,7 +65,7 @@ class Watchdog:
 
     logs: Path
     attempt: int
-    witnesses: Witnesses = field(default_factory=Witnesses)
+    probes: ProgressProbes = field(default_factory=ProgressProbes)
     floor_s: float = FLOOR_S
     timeout_s: float | None = None
 
@@ -128,10 +128,10 @@ class Watchdog:
     def report(self, late: Late) -> str:
         """Look at everybody, write the stacks, and return the line."""
         self._num_reports += 1
-        waits = [one if isinstance(one, str) else self.witnesses.name_of(one) for one in waited_for()]
+        waits = [one if isinstance(one, str) else self.probes.name_of(one) for one in waited_for()]
         stacks = _stacks()
-        seen = [*self._asked(lambda: look(self.logs)), *self._asked(self.witnesses.elsewhere)]
-        progress, engines = self._asked(self.witnesses.progress), self._asked(self.witnesses.engines)
+        seen = [*self._asked(lambda: look(self.logs)), *self._asked(self.probes.elsewhere)]
+        progress, engines = self._asked(self.probes.progress), self._asked(self.probes.engines)
         place = _place(sys._current_frames().get(threading.main_thread().ident or 0))
         path = self.logs / f"stall-{self._num_reports}.a{self.attempt}.txt"
 
@@ -143,7 +143,7 @@ class Watchdog:
                 driver=place,
                 progress=progress,
                 engines=engines,
-                sizes=self.witnesses.sizes(),
+                sizes=self.probes.sizes(),
                 file=file,
             )
 

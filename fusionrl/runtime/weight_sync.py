@@ -13,7 +13,7 @@ from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
-from fusionrl.runtime.external_engines import Guests
+from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.ray_cluster import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.disk_push import drop_files, push_by_disk
@@ -36,11 +36,11 @@ class WeightSync:
         trainers: TrainerGroups,
         engines: EnginePool,
         api_key: str,
-        guests: Guests | None = None,
+        external_engines: ExternalEngines | None = None,
     ) -> None:
-        """`guests` are engines of others, which get every push."""
+        """`external_engines` are engines of others, which get every push."""
         self._config, self._plan, self._api_key = config, plan, api_key
-        self._trainers, self._engines, self._guests = trainers, engines, guests
+        self._trainers, self._engines, self._external_engines = trainers, engines, external_engines
         self.version = 0
         """Of the last push."""
         self._num_pushes = 0
@@ -65,13 +65,13 @@ class WeightSync:
                 break
             except (ray.exceptions.RayError, RuntimeError) as error:
                 # Where memory is shared, nobody knows who has given back what in the middle of a push.
-                if self._guests is None or self._plan.engines_give_memory:
+                if self._external_engines is None or self._plan.engines_give_memory:
                     raise
-                if not self._guests.drop_culprits(root_cause(error)):
+                if not self._external_engines.drop_culprits(root_cause(error)):
                     raise
                 logger.warning("the push of version %d is made again: %s", version, root_cause(error))
-        if self._guests is not None:
-            self._guests.admit()
+        if self._external_engines is not None:
+            self._external_engines.admit()
         return metrics
 
     def _push_recovering(self, version: int, to_evaluation: bool) -> dict[str, float]:
@@ -117,11 +117,11 @@ class WeightSync:
     def _push_once(self, version: int, reaches_all: bool) -> dict[str, float]:
         if not self._targets:
             self._plan_push()
-        is_first = self._num_pushes == 0 or (self._guests is not None and self._guests.has_new)
+        is_first = self._num_pushes == 0 or (self._external_engines is not None and self._external_engines.has_new)
         targets = self._targets if reaches_all else self._targets[: self._plan.num_engines]
         num_own = len(targets)
-        if self._guests is not None:
-            targets = targets + self._guests.targets()
+        if self._external_engines is not None:
+            targets = targets + self._external_engines.targets()
         when = self._config.weights.verify_weights
         verifies = when == "always" or (when == "first" and is_first)
         check = self._verification(targets, num_own, version) if verifies else None
@@ -178,8 +178,8 @@ class WeightSync:
 
     def _verification(self, targets: list[EngineTarget], num_own: int, version: int) -> Verification:
         urls = self._probe_urls()[:num_own]
-        if self._guests is not None:
-            urls += self._guests.pushed_urls
+        if self._external_engines is not None:
+            urls += self._external_engines.pushed_urls
         is_fp32 = self._plan.precision == self._plan.rollout_dtype == "fp32"
         return Verification(
             self._trainers.actors,

@@ -11,8 +11,8 @@ from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.observe.hardware.host import resident_bytes
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.actor_process import Clocked, Settled, log_to
-from fusionrl.runtime.process_hardware import HOST, OwnHardware, drawn, memory_of_torch
+from fusionrl.runtime.actor_process import ClockMixin, ProcessSettings, log_to
+from fusionrl.runtime.process_hardware import HOST, ProcessHardware, memory_of_torch, record_host_memory
 from fusionrl.trainer.critic import CriticTrainer
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 from fusionrl.trainer.policy import PolicyTrainer
@@ -20,7 +20,7 @@ from fusionrl.trainer.process_reward import ProcessRewardTrainer
 from fusionrl.trainer.profiler import Profiled
 
 
-class BufferWorker(Clocked, BufferActor):
+class BufferWorker(ClockMixin, BufferActor):
     """The Buffer's actor process."""
 
     def __init__(
@@ -30,18 +30,20 @@ class BufferWorker(Clocked, BufferActor):
         run_dir: str,
         attempt: int,
         log: str,
-        settled: Settled,
+        settings: ProcessSettings,
     ) -> None:
-        settled.apply()
+        settings.apply()
         log_to(log, "buffer", config.run.log_level)
         super().__init__(config, plan, run_dir, attempt)
 
     async def hardware(self) -> dict[str, float]:
         """Return the host memory of this process and of the reward processes."""
-        return drawn({HOST: float(await asyncio.to_thread(resident_bytes, os.getpid(), with_children=True))})
+        return record_host_memory(
+            {HOST: float(await asyncio.to_thread(resident_bytes, os.getpid(), with_children=True))}
+        )
 
 
-class _TrainerProcess(Clocked, Profiled, ModelRank):
+class _TrainerProcess(ClockMixin, Profiled, ModelRank):
     """The process of a trainer rank, of whatever role. Megatron is imported here and nowhere in the driver."""
 
     def __init__(
@@ -53,10 +55,10 @@ class _TrainerProcess(Clocked, Profiled, ModelRank):
         device_id: int,
         host: str,
         log: str | None,
-        settled: Settled | None = None,
+        settings: ProcessSettings | None = None,
     ) -> None:
-        if settled is not None:
-            settled.apply()
+        if settings is not None:
+            settings.apply()
         if log is not None:  # None: this is the driver's process
             log_to(log, f"{self.role or 'trainer'}-{rank}", config.run.log_level)
         with without_collections():
@@ -67,12 +69,12 @@ class _TrainerProcess(Clocked, Profiled, ModelRank):
         super().__init__(config, plan.trainer_plan(self.role), rank, run_dir, device_id)
         self.plan, self.host = plan, host
         self._ordinals = [device_id] if plan.device == "cuda" else []
-        self._binds = settled is not None and settled.numa_affinity
-        self._hardware: OwnHardware | None = None
+        self._binds = settings is not None and settings.numa_affinity
+        self._hardware: ProcessHardware | None = None
 
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """See `ModelRank`. The threads that it starts stay on CPUs near its GPU."""
-        self._hardware = OwnHardware(self._ordinals, binds=self._binds, with_children=False)
+        self._hardware = ProcessHardware(self._ordinals, binds=self._binds, with_children=False)
         return super().setup(master_addr, master_port)
 
     def hardware_facts(self) -> dict[str, object]:
@@ -86,7 +88,7 @@ class _TrainerProcess(Clocked, Profiled, ModelRank):
         found = self._hardware.take()
         for ordinal in self._ordinals:
             found |= memory_of_torch(ordinal)
-        return drawn(found)
+        return record_host_memory(found)
 
     def node_address(self) -> tuple[str, int]:
         """Rendezvous of the ranks, asked of rank 0: this node's address, and the port of a store made here."""

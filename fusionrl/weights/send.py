@@ -38,14 +38,14 @@ from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, views
 from fusionrl.weights.push_threads import start_thread
 from fusionrl.weights.rank_reports import SendReport, new_send_report
 from fusionrl.weights.remote_calls import stamp_of
-from fusionrl.weights.send_order import PushStopped, Turns
+from fusionrl.weights.send_order import PushStopped, SendOrder
 from fusionrl.weights.shared_memory import send_shared
 
 T = TypeVar("T")
 
 
 @dataclass
-class _Order:
+class _PreparedPush:
     """One push, prepared: its plan, and this rank's buffers with what is gathered already."""
 
     targets: tuple[EngineTarget, ...]
@@ -53,7 +53,7 @@ class _Order:
     plan: PushPlan
     gatherer: PartGatherer
     buffers: list[SharedBuffer] | list[Tensor]
-    turns: Turns
+    send_order: SendOrder
     broadcast: Broadcast | None = None  # this rank's group, where it sends by one
     ready: SimpleQueue[tuple[Bucket, SharedBuffer | Tensor, Parts] | None] = field(default_factory=SimpleQueue)
     free: SimpleQueue[SharedBuffer | Tensor] = field(default_factory=SimpleQueue)
@@ -85,7 +85,7 @@ class WeightSender:
         self.object_group, self.overlapped = object_group, overlapped
         # Engines reached → their group: those that only evaluate take part in some pushes alone.
         self._broadcasts: dict[tuple[int, ...], Broadcast] = {}
-        self._order: _Order | None = None
+        self._push: _PreparedPush | None = None
         self._buffers: list[SharedBuffer] | list[Tensor] = []  # of this rank as a source; see `_make_buffers`
         self._store: dist.Store | None = None
         self._nodes: list[str] = []
@@ -104,35 +104,35 @@ class WeightSender:
             return
         self._meet()
         wanted = [_process(target) for target in targets]
-        order, self._order = self._order, None
-        fits = order is not None and (order.transport, [*map(_process, order.targets)]) == (transport, wanted)
+        push, self._push = self._push, None
+        fits = push is not None and (push.transport, [*map(_process, push.targets)]) == (transport, wanted)
         # After a failure some ranks have begun anew, and all must.
         everyone = self._tell_all((fits, self._num_pushes, self._has_failed))
         self._num_pushes = 1 + max(number for _, number, _ in everyone)
         if any(has_failed for *_, has_failed in everyone):
             self.disconnect()  # nobody knows which engines still have which groups
         self._has_failed = False
-        if order is None or not all(fits for fits, *_ in everyone):
-            order = None  # what it alone has goes before the new one comes
-            order = self._make_order(tuple(targets), transport)
-        order.turns.forget()  # of the last push, which is over on all ranks
-        store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
-        order.turns = Turns(store, f"push-{self._num_pushes}", self.timeout_s)
-        order.targets, order.ready, order.free = tuple(targets), SimpleQueue(), SimpleQueue()
-        self._order = order
-        # Not overlapped, a lone source, which has no store to take turns by, has one buffer and waits until it is sent.
-        for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
-            order.free.put(buffer)
+        if push is None or not all(fits for fits, *_ in everyone):
+            push = None  # what it alone has goes before the new one comes
+            push = self._make_push(tuple(targets), transport)
+        push.send_order.forget()  # of the last push, which is over on all ranks
+        store = self._store if len(push.plan.sources) > 1 or not self.overlapped else None
+        push.send_order = SendOrder(store, f"push-{self._num_pushes}", self.timeout_s)
+        push.targets, push.ready, push.free = tuple(targets), SimpleQueue(), SimpleQueue()
+        self._push = push
+        # Without overlap, a lone source has no store: it has one buffer and waits until that is sent.
+        for buffer in push.buffers[: 1 if self._is_alone and not self.overlapped else None]:
+            push.free.put(buffer)
         try:
             try:
-                self._connect(order)
+                self._connect(push)
             except BaseException as error:
-                order.turns.fail(error)
+                push.send_order.fail(error)
                 raise
             finally:
                 # Also after a failure: other ranks send their parts here.
-                for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
-                    self._gather(order, bucket)
+                for bucket in push.plan.gathers(self.rank)[0] if self.overlapped else ():
+                    self._gather(push, bucket)
         except BaseException as error:  # raised again, when the others know
             self._give_up(error)
             raise
@@ -150,7 +150,7 @@ class WeightSender:
         return facts
 
     def _meet(self) -> None:
-        """Once: the store of the turns, and every rank's node."""
+        """Once: the store of the send_order, and every rank's node."""
         if self._nodes:
             return
         store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
@@ -159,7 +159,7 @@ class WeightSender:
             self._store = store or join_group_store(facts[0][1], facts[0][2], self.timeout_s)
         self._nodes = [node for node, _, _ in facts]
 
-    def _make_order(self, targets: tuple[EngineTarget, ...], transport: str) -> _Order:
+    def _make_push(self, targets: tuple[EngineTarget, ...], transport: str) -> _PreparedPush:
         exporter = self.exporter
         plan = plan_push(
             exporter.tensors(self.object_group),
@@ -172,7 +172,7 @@ class WeightSender:
         )
         buffers = self._make_buffers(plan, transport)
         gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
-        return _Order(targets, transport, plan, gatherer, buffers, Turns(None, "", 0.0))
+        return _PreparedPush(targets, transport, plan, gatherer, buffers, SendOrder(None, "", 0.0))
 
     def _make_buffers(self, plan: PushPlan, transport: str) -> list[SharedBuffer] | list[Tensor]:
         """A source's, in shared memory where engines or other ranks of this host read or write them.
@@ -225,14 +225,14 @@ class WeightSender:
         moe = self.exporter.shape.moe
         return moe.num_experts if moe else 0
 
-    def _connect(self, order: _Order) -> None:
+    def _connect(self, push: _PreparedPush) -> None:
         """The sources' groups, one source after the other."""
-        if order.transport != "broadcast" or self.rank not in order.plan.sources:
+        if push.transport != "broadcast" or self.rank not in push.plan.sources:
             return
-        place = order.plan.sources.index(self.rank)
-        order.turns.wait(f"connected-{source}" for source in order.plan.sources[:place])
-        reached = order.plan.engines_of(self.rank)
-        targets = [target for target in order.targets if target.index in reached]
+        place = push.plan.sources.index(self.rank)
+        push.send_order.wait(f"connected-{source}" for source in push.plan.sources[:place])
+        reached = push.plan.engines_of(self.rank)
+        targets = [target for target in push.targets if target.index in reached]
         key = tuple(target.index for target in targets)
         # Engines of others come and go: each time, all groups that were made with those before are of no use any more.
         guests = {target.index for target in targets if target.host}
@@ -240,33 +240,33 @@ class WeightSender:
             self._broadcasts.pop(old).close()
         if key not in self._broadcasts:
             self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s, self.exporter.device)
-        order.broadcast = self._broadcasts[key]
-        order.broadcast.connect(targets)
-        order.turns.done(f"connected-{self.rank}")
+        push.broadcast = self._broadcasts[key]
+        push.broadcast.connect(targets)
+        push.send_order.done(f"connected-{self.rank}")
 
-    def _gather(self, order: _Order, bucket: Bucket) -> None:
+    def _gather(self, push: _PreparedPush, bucket: Bucket) -> None:
         with span("gather", bucket=bucket.number, source=bucket.source):
-            self._gather_now(order, bucket)
+            self._gather_now(push, bucket)
 
-    def _gather_now(self, order: _Order, bucket: Bucket) -> None:
+    def _gather_now(self, push: _PreparedPush, bucket: Bucket) -> None:
         if bucket.source != self.rank:
-            order.gatherer.gather(bucket, None)
+            push.gatherer.gather(bucket, None)
             return
-        buffer = order.free.get()
-        order.gatherer.gather(bucket, _flat(buffer))
+        buffer = push.free.get()
+        push.gatherer.gather(bucket, _flat(buffer))
         parts = views_of(bucket, _flat(buffer))
         if bucket.is_quantised:
             parts = convert_in_place(parts, _flat(buffer), partial(quantized, spec=self.exporter.quantization))
             assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
         if self.device == "cuda":
             torch.cuda.current_stream().synchronize()  # another thread reads it
-        order.ready.put((bucket, buffer, parts))
+        push.ready.put((bucket, buffer, parts))
 
-    def _gather_in_turn(self, order: _Order) -> None:
-        for bucket in order.plan.buckets:
+    def _gather_in_turn(self, push: _PreparedPush) -> None:
+        for bucket in push.plan.buckets:
             if self.rank in bucket.members:
-                order.turns.wait(range(max(0, bucket.number - 1), bucket.number))
-                self._gather(order, bucket)
+                push.send_order.wait(range(max(0, bucket.number - 1), bucket.number))
+                self._gather(push, bucket)
 
     # ------------------------------------------------------------------------------------ sending
     def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
@@ -283,16 +283,16 @@ class WeightSender:
         if transport == "ipc" and self.device == "cuda":
             executor = CudaIpc(self.rank, self.object_group, self.timeout_s, self.exporter.device)
             return executor.send(self.exporter.whole(), self.buffer_size, targets, feeds, version)
-        order = self._order
-        assert order is not None, "prepare comes first"
-        is_source = self.rank in order.plan.sources
-        sending = _Sending(order, self._send_one, version, self.exporter.device) if is_source else None
+        push = self._push
+        assert push is not None, "prepare comes first"
+        is_source = self.rank in push.plan.sources
+        sending = _Sending(push, self._send_one, version, self.exporter.device) if is_source else None
         try:
             if self.overlapped:
-                for bucket in order.plan.gathers(self.rank)[1]:
-                    self._gather(order, bucket)
+                for bucket in push.plan.gathers(self.rank)[1]:
+                    self._gather(push, bucket)
             else:
-                self._gather_in_turn(order)
+                self._gather_in_turn(push)
             if sending is not None:
                 sending.finish()
         except BaseException as error:  # raised again, when the others know
@@ -303,27 +303,27 @@ class WeightSender:
         return sending.report if sending is not None else new_send_report()
 
     def _send_one(
-        self, order: _Order, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, version: int
+        self, push: _PreparedPush, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, version: int
     ) -> int:
-        left_s, complete = order.turns.left_s(), order.plan.completes(bucket)
-        if order.transport == "broadcast":
+        left_s, complete = push.send_order.left_s(), push.plan.completes(bucket)
+        if push.transport == "broadcast":
             assert complete in ((), bucket.engines), "one source serves all engines"
             named = [(name, view) for _, name, view in parts]
             stamp = stamp_of(version if complete else None)
-            assert order.broadcast is not None
-            return order.broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
+            assert push.broadcast is not None
+            return push.broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
         reached = [
             (target, stamp_of(version if target.index in complete else None))
-            for target in order.targets
+            for target in push.targets
             if target.index in bucket.engines
         ]
         return send_shared(parts, buffer, reached, self.node_id, self._num_experts, left_s)
 
     def _give_up(self, error: BaseException) -> None:
         """After a failure: the others stop, and the next push begins anew."""
-        if self._order is not None:
-            self._order.turns.fail(error)
-        self._order, self._has_failed = None, True
+        if self._push is not None:
+            self._push.send_order.fail(error)
+        self._push, self._has_failed = None, True
         self.disconnect()
 
     def disconnect(self) -> None:
@@ -338,44 +338,44 @@ class _Sending:
 
     def __init__(
         self,
-        order: _Order,
-        send: Callable[[_Order, Bucket, SharedBuffer | Tensor, Parts, int], int],
+        push: _PreparedPush,
+        send: Callable[[_PreparedPush, Bucket, SharedBuffer | Tensor, Parts, int], int],
         version: int,
         device: torch.device,
     ) -> None:
-        self.order, self._send, self._version = order, send, version
+        self.push, self._send, self._version = push, send, version
         self.report = new_send_report()
         self._failure: BaseException | None = None
         self._thread = start_thread(device, self._run)
 
     def _run(self) -> None:
-        order = self.order
+        push = self.push
         while True:
-            item = order.ready.get()
+            item = push.ready.get()
             if item is None:
                 return
             bucket, buffer, parts = item
             if self._failure is None:
                 try:
-                    # Broadcasts take turns. Where engines only copy, they see to that, but the version comes last.
-                    is_last = bool(order.plan.completes(bucket))
+                    # Broadcasts take send_order. Where engines only copy, they see to that, but the version comes last.
+                    is_last = bool(push.plan.completes(bucket))
                     before = range(bucket.number) if is_last else range(max(0, bucket.number - 1), bucket.number)
-                    order.turns.wait(before if order.transport == "broadcast" or is_last else ())
+                    push.send_order.wait(before if push.transport == "broadcast" or is_last else ())
                     self._timed(bucket, buffer, parts)
                 except BaseException as error:  # raised in the main thread, by `finish`
                     self._failure = error
-                    order.turns.fail(error)
-            order.free.put(buffer)
-            if bucket is order.plan.of_source(bucket.source)[-1]:
+                    push.send_order.fail(error)
+            push.free.put(buffer)
+            if bucket is push.plan.of_source(bucket.source)[-1]:
                 return
 
     def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts) -> None:
-        start, total, start_ns = time.time(), len(self.order.plan.buckets), time.monotonic_ns()
+        start, total, start_ns = time.time(), len(self.push.plan.buckets), time.monotonic_ns()
         try:
-            calls = self._send(self.order, bucket, buffer, parts, self._version)
+            calls = self._send(self.push, bucket, buffer, parts, self._version)
         except RuntimeError as error:
             raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
-        self.order.turns.done(bucket.number)
+        self.push.send_order.done(bucket.number)
         end = time.time()
         note("send", start_ns, time.monotonic_ns(), "send", bucket=bucket.number, bytes=bucket.sent_bytes)
         report = self.report
@@ -394,8 +394,8 @@ class _Sending:
 
     def abandon(self, error: BaseException) -> None:
         """The main thread has failed: end this one."""
-        self.order.turns.fail(error)
-        self.order.ready.put(None)
+        self.push.send_order.fail(error)
+        self.push.ready.put(None)
         if not isinstance(error, PushStopped):
             self._thread.join(5.0)
 

@@ -16,7 +16,7 @@ class PushStopped(RuntimeError):
     """Another rank's part of the push failed; says how."""
 
 
-class Turns:
+class SendOrder:
     """One push: which of its numbered steps are done, and whether some rank has failed."""
 
     def __init__(self, store: dist.Store | None, push: str, timeout_s: float) -> None:

@@ -42,8 +42,8 @@ def test_what_the_node_says_stays_but_for_loopback() -> None:
 
 PROGRAM = """
 import json, os, sys
-from fusionrl.runtime.actor_process import Settled
-Settled(0o077, host=sys.argv[1]).apply()
+from fusionrl.runtime.actor_process import ProcessSettings
+ProcessSettings(0o077, host=sys.argv[1]).apply()
 print(json.dumps({name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}))
 """
 

@@ -1,4 +1,4 @@
-"""Answers that no engine should give, each a change of a good one; and what `Asked` makes of them.
+"""Answers that no engine should give, each a change of a good one; and what `AnswerBounds` makes of them.
 
 `MUTATIONS` has the kind of each for the table in docs/security.md (`python -m tests.engines.answer_mutations`).
 """

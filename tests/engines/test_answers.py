@@ -15,13 +15,13 @@ import orjson
 import pytest
 from aiohttp import web
 
-from fusionrl.engines.answer_checks import AnswerError, Asked, input_log_probs, log_probs, routed_experts, score
+from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, input_log_probs, log_probs, routed_experts, score
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import parse_answer
 from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTATIONS, VOCAB_SIZE, compressed, table
 
 PAYLOAD = {"input_ids": [1, 2], "return_logprob": True, "sampling_params": {"max_new_tokens": MAX_NEW_TOKENS}}
-ASKED = Asked.by(PAYLOAD, VOCAB_SIZE)
+ASKED = AnswerBounds.by(PAYLOAD, VOCAB_SIZE)
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 NUMBER = web.AppKey("number", int)
 Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -255,7 +255,7 @@ def test_closing_the_client_ends_what_is_under_way(prompts: list[int], pause_s: 
 
 
 def test_a_routing_key_goes_along_and_keeps_requests_apart() -> None:
-    """Siblings that name their sessions are not put into one request, which has one engine."""
+    """RequestMerger that name their sessions are not put into one request, which has one engine."""
     seen = []
 
     async def handler(request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.engines.external_engine import AttachedEngine, Expected, misfits, other_weights
+from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, misfits, other_weights
 from fusionrl.models.shape import read_model_shape
 from tests.tiny_model import make_tiny_qwen3
 
@@ -17,20 +17,20 @@ CLASSES = ("Qwen3ForCausalLM",)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> EngineRequirements:
     model = make_tiny_qwen3(tmp_path_factory.mktemp("model"))
     flags: dict[str, object] = {"disable_radix_cache": True}
     alike: dict[str, object] = {"quantization": None, "context_length": None}
-    return Expected(str(model), CLASSES, read_model_shape(model), "float32", flags, alike)
+    return EngineRequirements(str(model), CLASSES, read_model_shape(model), "float32", flags, alike)
 
 
-def found(expected: Expected, model: dict[str, Any], **args: Any) -> list[str]:
+def found(expected: EngineRequirements, model: dict[str, Any], **args: Any) -> list[str]:
     fits = {"version": "0.5.23", "dtype": "float32", "tp_size": 2, "disable_radix_cache": True}
     usual = {"model_path": expected.model_path, "is_generation": True, "architectures": list(CLASSES)}
     return misfits(usual | model, fits | args, expected)
 
 
-def test_one_that_fits(expected: Expected) -> None:
+def test_one_that_fits(expected: EngineRequirements) -> None:
     assert found(expected, {}) == []
     assert found(expected, {}, version="0.6.0.dev1+gabc", context_length=None, quantization=None) == []
     assert found(expected, {"model_path": "/on/another/host"}) == []
@@ -49,12 +49,14 @@ def test_one_that_fits(expected: Expected) -> None:
         ({}, {"disable_radix_cache": False}, "start it with --disable-radix-cache, as this run's own engines are"),
     ],
 )
-def test_one_that_does_not(expected: Expected, model: dict[str, Any], args: dict[str, Any], told: str) -> None:
+def test_one_that_does_not(
+    expected: EngineRequirements, model: dict[str, Any], args: dict[str, Any], told: str
+) -> None:
     (message,) = found(expected, model, **args)
     assert told in message
 
 
-def test_a_model_of_another_size(expected: Expected, tmp_path: Path) -> None:
+def test_a_model_of_another_size(expected: EngineRequirements, tmp_path: Path) -> None:
     other = make_tiny_qwen3(tmp_path / "other", num_layers=3)
     (message,) = found(expected, {"model_path": str(other)})
     assert message == (
@@ -66,7 +68,7 @@ def test_a_model_of_another_size(expected: Expected, tmp_path: Path) -> None:
     assert message.startswith(f"it serves {other}, another model than")
 
 
-def test_the_precision_auto_is_the_checkpoints_but_never_fp32(expected: Expected, tmp_path: Path) -> None:
+def test_the_precision_auto_is_the_checkpoints_but_never_fp32(expected: EngineRequirements, tmp_path: Path) -> None:
     bf16 = replace(expected, dtype="bfloat16")
     config = json.loads(Path(expected.model_path, "config.json").read_text())
     for named, wanted, told in (
@@ -89,7 +91,7 @@ def test_weights_where_no_push_comes() -> None:
     assert "no checksums here" in str(other_weights(None, own)) and "no checksums" in str(other_weights(own, None))
 
 
-def test_one_out_of_reach(expected: Expected) -> None:
+def test_one_out_of_reach(expected: EngineRequirements) -> None:
     """It is not even asked."""
     far = AttachedEngine(0, "http://203.0.113.7:1", 1)
     with pytest.raises(ValueError, match="on another machine, and this run listens on loopback alone"):

@@ -20,7 +20,7 @@ from aiohttp import web
 from fusionrl.engines import parser_processes as parsers_module
 from fusionrl.engines.answer_checks import AnswerError
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.parser_processes import LONG_BYTES, START_AFTER, Parsers
+from fusionrl.engines.parser_processes import LONG_BYTES, START_AFTER, ParserProcesses
 from tools.bench.buffer import make_answer
 
 LONG = 4096
@@ -33,9 +33,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers_module, "START_AFTER", 0)
 
 
-def _run(use: Callable[[Parsers], Awaitable[Any]]) -> Any:
+def _run(use: Callable[[ParserProcesses], Awaitable[Any]]) -> Any:
     async def scene() -> Any:
-        parsers = Parsers()
+        parsers = ParserProcesses()
         try:
             return await use(parsers)
         finally:
@@ -52,7 +52,7 @@ def test_long_answers_come_back_whole_and_no_process_stays() -> None:
     answers = [make_answer(number, LONG + number) for number in range(12)]
     assert len(answers[0][2]) > LONG_BYTES
 
-    async def use(parsers: Parsers) -> list[Any]:
+    async def use(parsers: ParserProcesses) -> list[Any]:
         found = await asyncio.gather(*(parsers.parse(body) for _, _, body in answers))
         assert 1 <= len(_helpers()) <= 4
         return found
@@ -71,7 +71,7 @@ def test_long_answers_come_back_whole_and_no_process_stays() -> None:
 def test_short_answers_start_no_process() -> None:
     body = make_answer(0, SHORT)[2]
 
-    async def use(parsers: Parsers) -> list[psutil.Process]:
+    async def use(parsers: ParserProcesses) -> list[psutil.Process]:
         assert len((await parsers.parse(body))[0].tokens) == SHORT
         return _helpers()
 
@@ -83,7 +83,7 @@ def test_few_long_answers_start_no_process(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(parsers_module, "START_AFTER", START_AFTER)
     tokens, _, body = make_answer(0, LONG)
 
-    async def use(parsers: Parsers) -> tuple[int, list[psutil.Process]]:
+    async def use(parsers: ParserProcesses) -> tuple[int, list[psutil.Process]]:
         num_parsed = 0
         while not (helpers := _helpers()) and num_parsed <= START_AFTER // len(body) + 1:
             assert np.array_equal((await parsers.parse(body))[0].tokens, tokens)
@@ -97,7 +97,7 @@ def test_few_long_answers_start_no_process(monkeypatch: pytest.MonkeyPatch) -> N
 def test_killed_helpers_cost_no_answer() -> None:
     answers = [make_answer(number, LONG) for number in range(40)]
 
-    async def use(parsers: Parsers) -> list[Any]:
+    async def use(parsers: ParserProcesses) -> list[Any]:
         await parsers.parse(answers[0][2])
         asks = [asyncio.create_task(parsers.parse(body)) for _, _, body in answers]
         await asyncio.sleep(0)  # all have been sent what they may have
@@ -112,7 +112,7 @@ def test_killed_helpers_cost_no_answer() -> None:
 def test_callers_that_give_up_mix_nothing_up() -> None:
     answers = [make_answer(number, LONG) for number in range(24)]
 
-    async def use(parsers: Parsers) -> list[Any]:
+    async def use(parsers: ParserProcesses) -> list[Any]:
         asks = [asyncio.create_task(parsers.parse(body)) for _, _, body in answers]
         await asyncio.sleep(0.05)
         for ask in asks[::2]:
@@ -128,7 +128,7 @@ def test_what_is_wrong_with_a_long_answer_is_said_as_of_a_short_one() -> None:
     answer = orjson.loads(make_answer(0, LONG)[2])
     answer["output_ids"][7] += 1
 
-    async def use(parsers: Parsers) -> None:
+    async def use(parsers: ParserProcesses) -> None:
         with pytest.raises(RuntimeError, match="log-probs of other tokens"):
             await parsers.parse(orjson.dumps(answer))
         with pytest.raises(AnswerError, match="no JSON"):
@@ -169,7 +169,7 @@ from tools.bench.buffer import make_answer
 
 async def main():
     module.START_AFTER = 0
-    parsers = module.Parsers()
+    parsers = module.ParserProcesses()
     await parsers.parse(make_answer(0, 4096)[2])
     print("parsed", flush=True)
     await asyncio.sleep(600)

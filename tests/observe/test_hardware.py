@@ -16,13 +16,13 @@ from fusionrl.observe import spans
 from fusionrl.observe.hardware.host import peak_bytes, resident_bytes
 from fusionrl.observe.hardware.meter import Meter, summary
 from fusionrl.observe.hardware.nvml import Reading
-from fusionrl.runtime.process_hardware import HOST, drawn
+from fusionrl.runtime.process_hardware import HOST, record_host_memory
 from tests.observe.fake_nvml import fake_nvml
 
 ASKS = """
 import json, os, sys
 from dataclasses import asdict
-from fusionrl.runtime.process_hardware import OwnHardware
+from fusionrl.runtime.process_hardware import ProcessHardware
 from fusionrl.observe.hardware.meter import Meter
 from fusionrl.observe.hardware.nvml import open_nvml
 nvml = open_nvml()
@@ -30,7 +30,7 @@ if nvml is None:
     print("null"), sys.exit()
 os.sched_getaffinity, kept = lambda pid: set(range(64)), set()
 os.sched_setaffinity = lambda pid, cpus: kept.update(cpus)
-own = OwnHardware([0], binds=True, with_children=False)
+own = ProcessHardware([0], binds=True, with_children=False)
 meter = Meter(nvml.devices(["GPU-aaaa"]), every_s=1000.0)
 meter.look(), meter.look()
 print(json.dumps({
@@ -144,7 +144,7 @@ def test_memory_and_use_are_curves_of_the_timeline(tmp_path: Path) -> None:
         meter = Meter([device], every_s=1000.0)
         meter.look()
         meter.close()
-        assert drawn({HOST: float(2 << 30)}) == {HOST: float(2 << 30)}
+        assert record_host_memory({HOST: float(2 << 30)}) == {HOST: float(2 << 30)}
     finally:
         spans.stop_recording()
     lines = (tmp_path / "timeline" / "trainer-0.a1.jsonl").read_text().splitlines()[1:]

@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl.base.memory_groups import MemoryKills
 from fusionrl.runtime import actor_registry as module
-from fusionrl.runtime.actor_registry import Member, Roster
+from fusionrl.runtime.actor_registry import ActorRegistry, Member
 
 GROUP = "sys/fs/cgroup/memory"
 
@@ -30,10 +30,10 @@ def test_an_actor_that_the_kernel_killed(kills: int, tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(module, "MemoryKills", lambda: MemoryKills(tmp_path))
     member: Any = Member("trainer rank 3", SimpleNamespace(), tmp_path / "trainer-3.log")  # type: ignore[arg-type]
-    roster = Roster()
-    monkeypatch.setattr(roster, "_dead", lambda error: [(member, "its process 4711 ended")])
+    registry = ActorRegistry()
+    monkeypatch.setattr(registry, "_dead", lambda error: [(member, "its process 4711 ended")])
     (tmp_path / GROUP / "memory.oom_control").write_text(f"oom_kill {kills}\n")
     (tmp_path / GROUP / "memory.failcnt").write_text(f"{kills}\n")
-    said = str(roster.explain(OSError("Connection closed")))
+    said = str(registry.explain(OSError("Connection closed")))
     assert said.startswith("trainer rank 3 died: its process 4711 ended. ")
     assert ("limit 8.0 GiB" in said and "raise the limit" in said) == bool(kills)

@@ -10,7 +10,7 @@ import ray
 
 from fusionrl.buffer.eval_versions import MixedVersions
 from fusionrl.config.user_code import HookError
-from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, Started
+from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
 
 
 @pytest.mark.parametrize("has_own", [True, False])
@@ -24,7 +24,7 @@ def test_an_old_health_check_is_not_read_while_others_evaluate(has_own: bool) ->
         count_faults=dict,
     )
     supervisor: Any = SimpleNamespace(wait=lambda ref: log.append("wait") or {"eval/x/reward": 1.0})
-    started = Started(ref=None, faults={})  # type: ignore[arg-type]
+    started = PendingRound(ref=None, faults={})  # type: ignore[arg-type]
     assert BufferHandle(engines, supervisor).wait_evaluation(started) == {"eval/x/reward": 1.0}
     assert log == (["begin round", "wait"] if has_own else ["wait"])
 
@@ -64,7 +64,7 @@ class Died:
 def test_an_evaluation_whose_engines_die(num_died: int, error: Exception | None, raises: Any) -> None:
     engines: Any = Died(num_died, error)
     handle = BufferHandle(engines, engines)
-    started = Started(ref=None, faults=engines.count())  # type: ignore[arg-type]
+    started = PendingRound(ref=None, faults=engines.count())  # type: ignore[arg-type]
     if raises is None:
         assert handle.wait_evaluation(started) == {"eval/x/reward": 1.0, "eval/engines_died": 1.0}
         return

@@ -13,14 +13,14 @@ import ray
 
 from fusionrl.observe import spans
 from fusionrl.runtime import clock_offsets as module
-from fusionrl.runtime.actor_registry import Roster
-from fusionrl.runtime.clock_offsets import Clocks
+from fusionrl.runtime.actor_registry import ActorRegistry
+from fusionrl.runtime.clock_offsets import ClockOffsets
 
 
 def test_the_clock_of_another_machine_is_in_the_driver_s_record(tmp_path: Path) -> None:
     spans.record_to(tmp_path, "driver", 1)
     ahead_ns = 9_000_000_000
-    clocks = Clocks()
+    clocks = ClockOffsets()
     clocks.take({"boot-2": lambda: ("boot-2", time.monotonic_ns() + ahead_ns)})  # no second machine is here
     clocks.measure()
     spans.stop_recording()
@@ -51,19 +51,19 @@ def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_as
 
     monkeypatch.setattr(module, "ray", SimpleNamespace(get=get))
     spans.record_to(tmp_path, "driver", 1)
-    roster: Any = Roster()
+    registry: Any = ActorRegistry()
     actors = {"engine 0": "boot-2", "engine 1": "boot-2", "engine 2": "boot-3", "trainer rank 0": None}
     for name, boot in actors.items():
-        roster.add(name, Actor(boot), tmp_path)
-    clocks, file = Clocks(), tmp_path / "timeline" / "driver.a1.jsonl"
+        registry.add(name, Actor(boot), tmp_path)
+    clocks, file = ClockOffsets(), tmp_path / "timeline" / "driver.a1.jsonl"
 
     def measured() -> list[str]:
         return [json.loads(line)[1] for line in file.read_text().splitlines()[1:]]
 
-    clocks.find(roster)
+    clocks.find(registry)
     assert measured() == ["boot-2", "boot-3"]
-    roster.add("engine 0", Actor(None), tmp_path)
-    roster.add("engine 2", Actor("boot-3"), tmp_path)
+    registry.add("engine 0", Actor(None), tmp_path)
+    registry.add("engine 2", Actor("boot-3"), tmp_path)
     clocks.measure()
     assert measured()[2:] == ["boot-3"]
     clocks.measure()

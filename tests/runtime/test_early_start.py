@@ -17,9 +17,9 @@ import pytest
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.cli import train
 from fusionrl.config.config import Config
-from fusionrl.runtime import early_start as ahead_module
+from fusionrl.runtime import early_start as early_start_module
 from fusionrl.runtime import private_folder
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, Ahead
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, EarlyStart
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
 from fusionrl.runtime.nursery_order import make_order
 
@@ -51,33 +51,33 @@ def test_what_a_mode_needs(
 
 @pytest.mark.parametrize("values", [{"ray_address": "10.0.0.1:6379"}, {}])
 def test_no_nursery_beside_a_gpu_or_on_a_joined_cluster(values: dict[str, object]) -> None:
-    with Ahead() as ahead:
-        ahead.begin(Config.from_flat({"mode": "sft", **values}), "cpu" if values else "cuda")
-        assert ahead.environment() == {} and ahead.folder is not None and ahead.folder.is_dir()
-        assert not (ahead.folder / "nursery.log").exists() and ahead._guard is not None, "none was tried"
-        folder = ahead.folder
+    with EarlyStart() as early_start:
+        early_start.begin(Config.from_flat({"mode": "sft", **values}), "cpu" if values else "cuda")
+        assert early_start.environment() == {} and early_start.folder is not None and early_start.folder.is_dir()
+        assert not (early_start.folder / "nursery.log").exists() and early_start._guard is not None, "none was tried"
+        folder = early_start.folder
     assert not folder.exists()
 
 
 def test_all_of_it_ends_with_it(tmp_path: Path) -> None:
     """The nursery carries the run's mark, and no token."""
-    with Ahead() as ahead:
-        ahead.begin(Config.from_flat({"mode": "eval"}), "cpu")
-        folder, token = ahead.folder, os.environ[TOKEN_VARIABLE]
-        assert folder is not None and ahead.environment() == {FOLDER_VARIABLE: str(folder)}
+    with EarlyStart() as early_start:
+        early_start.begin(Config.from_flat({"mode": "eval"}), "cpu")
+        folder, token = early_start.folder, os.environ[TOKEN_VARIABLE]
+        assert folder is not None and early_start.environment() == {FOLDER_VARIABLE: str(folder)}
         deadline = time.monotonic() + 30
         while not (folder / "worker").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         found = carriers(token)  # it forks its branches meanwhile
-        assert ahead._nursery is not None and ahead._nursery.pid in found
+        assert early_start._nursery is not None and early_start._nursery.pid in found
         for pid in found:
             with contextlib.suppress(OSError):  # it has ended: it was forked to see whether that goes
                 assert CLUSTER_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         assert folder.stat().st_mode & 0o777 == 0o700
-        ahead.begin(Config.from_flat({"mode": "eval"}), "cpu")
-        assert ahead.folder == folder, "it begins once"
+        early_start.begin(Config.from_flat({"mode": "eval"}), "cpu")
+        assert early_start.folder == folder, "it begins once"
     assert not carriers(token) and not folder.exists()
-    ahead.close()
+    early_start.close()
 
 
 RUN = ["--mode", "sft", "--device", "cpu"]
@@ -85,9 +85,9 @@ RUN = ["--mode", "sft", "--device", "cpu"]
 
 def test_it_begins_before_the_flags_are_read() -> None:
     """The nursery that has imported torch by then gets the order."""
-    with Ahead() as ahead:
-        ahead.prepare(RUN)
-        folder, nursery = ahead.folder, ahead._nursery
+    with EarlyStart() as early_start:
+        early_start.prepare(RUN)
+        folder, nursery = early_start.folder, early_start._nursery
         assert folder is not None and nursery is not None
         maps = Path(f"/proc/{nursery.pid}/maps")
         deadline = time.monotonic() + 60
@@ -98,8 +98,8 @@ def test_it_begins_before_the_flags_are_read() -> None:
         while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert "libtorch" in maps.read_text() and not (folder / "worker").exists()
-        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
-        assert ahead._nursery is nursery and ahead.folder == folder
+        early_start.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        assert early_start._nursery is nursery and early_start.folder == folder
         while not (folder / "worker").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (folder / "worker").exists()
@@ -108,18 +108,18 @@ def test_it_begins_before_the_flags_are_read() -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "--dry-run", "--in-process", "--ray-address=10.0.0.1:6379"])
 def test_nothing_begins_for_a_command_without_a_nursery(flag: str) -> None:
-    with Ahead() as ahead:
-        ahead.prepare([*RUN, flag])
-        assert ahead.folder is None
+    with EarlyStart() as early_start:
+        early_start.prepare([*RUN, flag])
+        assert early_start.folder is None
 
 
 def test_a_machine_with_a_gpu_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_module, "_GPU_FILES", (str(tmp_path),))
-    with Ahead() as ahead:
-        ahead.prepare(["--mode", "sft"])
-        assert ahead.folder is None
-        ahead.prepare(RUN)
-        assert ahead.folder is not None, "the user wants the CPU"
+    monkeypatch.setattr(early_start_module, "_GPU_FILES", (str(tmp_path),))
+    with EarlyStart() as early_start:
+        early_start.prepare(["--mode", "sft"])
+        assert early_start.folder is None
+        early_start.prepare(RUN)
+        assert early_start.folder is not None, "the user wants the CPU"
 
 
 @pytest.mark.parametrize("values", [{"ray_address": "10.0.0.1:6379"}, {}, {"hf_checkpoint": "broken"}])
@@ -127,18 +127,18 @@ def test_a_nursery_that_the_run_does_not_need_ends(values: dict[str, str], tmp_p
     """The flags are in a file, or the checkpoint is one that the checks refuse."""
     (tmp_path / "config.json").write_text('{"architectures": 3')
     values = {name: str(tmp_path) if value == "broken" else value for name, value in values.items()}
-    with Ahead() as ahead:
-        ahead.prepare(RUN)
-        nursery = ahead._nursery
-        ahead.begin(Config.from_flat({"mode": "eval", **values}), "cpu" if values else "cuda")
-        assert nursery is not None and nursery.returncode is not None and ahead.environment() == {}
+    with EarlyStart() as early_start:
+        early_start.prepare(RUN)
+        nursery = early_start._nursery
+        early_start.begin(Config.from_flat({"mode": "eval", **values}), "cpu" if values else "cuda")
+        assert nursery is not None and nursery.returncode is not None and early_start.environment() == {}
 
 
 def test_a_model_that_the_checks_refuse_begins_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": 3')
-    with Ahead() as ahead:
-        ahead.begin(Config.from_flat({"mode": "eval", "hf_checkpoint": str(tmp_path)}), "cpu")
-        assert ahead.environment() == {}
+    with EarlyStart() as early_start:
+        early_start.begin(Config.from_flat({"mode": "eval", "hf_checkpoint": str(tmp_path)}), "cpu")
+        assert early_start.environment() == {}
 
 
 def _fails(*_: object, **__: object) -> None:
@@ -150,21 +150,21 @@ def test_what_fails_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(private_folder, "_MAX_TMPDIR_BYTES", 1000)
-    with Ahead() as ahead:
+    with EarlyStart() as early_start:
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", _fails)
             with pytest.raises(OSError, match="no process is left"):
-                ahead.begin(Config.from_flat({"mode": "sft"}), "cuda")
-        assert ahead.folder is None and not list(tmp_path.iterdir())
-        ahead.begin(Config.from_flat({"mode": "sft"}), "cuda")
-        assert ahead.folder is not None
+                early_start.begin(Config.from_flat({"mode": "sft"}), "cuda")
+        assert early_start.folder is None and not list(tmp_path.iterdir())
+        early_start.begin(Config.from_flat({"mode": "sft"}), "cuda")
+        assert early_start.folder is not None
 
 
 def test_a_command_goes_on_without_what_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_module, "make_private_folder", _fails)
-    with Ahead() as ahead:
-        train._begin(ahead, ["--mode", "sft", "--device", "cpu"])
-        assert ahead.folder is None
+    monkeypatch.setattr(early_start_module, "make_private_folder", _fails)
+    with EarlyStart() as early_start:
+        train._begin(early_start, ["--mode", "sft", "--device", "cpu"])
+        assert early_start.folder is None
 
 
 def test_without_a_nursery_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_without_a_nursery_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     def start(command: Sequence[str], **options: Any) -> Any:
         return _fails() if "fusionrl.base.nursery" in command else usual(command, **options)
 
-    monkeypatch.setattr(ahead_module.subprocess, "Popen", start)
-    with Ahead() as ahead:
-        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
-        assert ahead.folder is not None and ahead.environment() == {}
+    monkeypatch.setattr(early_start_module.subprocess, "Popen", start)
+    with EarlyStart() as early_start:
+        early_start.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        assert early_start.folder is not None and early_start.environment() == {}

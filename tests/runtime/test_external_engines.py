@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import ray
 
-from fusionrl.engines.external_engine import Found
+from fusionrl.engines.external_engine import ExternalEngineFacts
 from fusionrl.observe.engine_list import WANTED, add_wanted, read_states, remove_wanted
 from fusionrl.runtime import external_engine_worker
-from fusionrl.runtime.external_engines import Guests
+from fusionrl.runtime.external_engines import ExternalEngines
 from tests.runtime.fakes import Router
 
 A, B = "http://a:1", "http://b:2"
@@ -36,12 +36,12 @@ class Engine:
     def _told(self, name: str) -> Any:
         return json.loads(self.path.read_text()).get(name) if self.path.exists() else None
 
-    def join(self, expected: object = None, *own_weights: list[dict[str, str]]) -> Found:
+    def join(self, expected: object = None, *own_weights: list[dict[str, str]]) -> ExternalEngineFacts:
         if own_weights and own_weights[0] != self._told("weights"):
             raise ValueError("its weights differ")
         if (reason := self._told("refuses")) is not None:
             raise ValueError(reason)
-        return Found("0.5.23", 2, 1)
+        return ExternalEngineFacts("0.5.23", 2, 1)
 
     def fault(self) -> str | None:
         fault: str | None = self._told("fault")
@@ -55,12 +55,12 @@ class Engine:
 
 
 class Party:
-    """A run's guests, with what the run saw of them."""
+    """A run's external, with what the run saw of them."""
 
     def __init__(self, folder: Path, pushes: bool = True) -> None:
         self.folder, self.said, self.served = folder, list[str](), list[list[str]]()
         self.router = Router([])
-        self.guests = Guests(
+        self.engines = ExternalEngines(
             folder,
             5,
             self._make,
@@ -68,7 +68,7 @@ class Party:
             api_key="key",
             pushes=pushes,
             say=self.said.append,
-            on_change=lambda: self.served.append(self.guests.urls),
+            on_change=lambda: self.served.append(self.engines.urls),
         )
 
     def _make(self, index: int, url: str) -> Any:
@@ -87,12 +87,12 @@ class Party:
         deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline, (self.states(), self.said)
-            self.guests.look()
+            self.engines.look()
             time.sleep(0.05)
 
     def start(self, urls: list[str]) -> None:
         router: Any = self.router
-        self.guests.start(router, urls)
+        self.engines.start(router, urls)
 
 
 @pytest.fixture
@@ -103,82 +103,82 @@ def party(tmp_path: Path) -> Party:
 def test_weights_come_before_requests(party: Party) -> None:
     party.start([A])
     assert party.states() == {A: "ready"} and party.router.urls == []
-    (target,) = party.guests.targets()
+    (target,) = party.engines.targets()
     assert (target.index, target.tp_size, target.host) == (5, 2, "a")
-    party.guests.admit()
-    assert party.router.urls == [A] == party.guests.urls and party.served == [[A]]
+    party.engines.admit()
+    assert party.router.urls == [A] == party.engines.urls and party.served == [[A]]
     add_wanted(party.folder, [B])
     party.look_until(lambda: party.states() == {A: "serving", B: "ready"})
-    assert party.router.urls == [A] and [target.index for target in party.guests.targets()] == [5, 6]
-    party.guests.admit()
+    assert party.router.urls == [A] and [target.index for target in party.engines.targets()] == [5, 6]
+    party.engines.admit()
     assert party.router.urls == [A, B] and party.served[-1] == [A, B]
 
 
 def test_one_that_leaves_is_drained_and_gets_pushes_until_then(party: Party) -> None:
     party.start([A, B])
-    party.guests.admit()
+    party.engines.admit()
     party.tell(A, running=3)
     remove_wanted(party.folder, [A])
     party.look_until(lambda: party.states()[A] == "leaving")
     assert party.router.urls == [B] and party.served[-1] == [B]
     for _ in range(10):
-        party.guests.look()
+        party.engines.look()
         time.sleep(0.02)
-    assert party.states()[A] == "leaving" and len(party.guests.targets()) == 2
+    assert party.states()[A] == "leaving" and len(party.engines.targets()) == 2
     assert not party.path(A).with_suffix(".released").exists()
     party.tell(A, running=0)
     party.look_until(lambda: party.states()[A] == "gone")
-    assert party.path(A).with_suffix(".released").exists() and len(party.guests.targets()) == 1
+    assert party.path(A).with_suffix(".released").exists() and len(party.engines.targets()) == 1
     add_wanted(party.folder, [A])  # it comes again, under another number: the sender knows no group with it
     party.look_until(lambda: party.states()[A] == "ready")
-    assert [target.index for target in party.guests.targets()] == [6, 7]
+    assert [target.index for target in party.engines.targets()] == [6, 7]
 
 
 def test_a_list_that_is_written_in_place_lets_nobody_go(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's `>` empties the file before it writes it."""
     monkeypatch.setattr("fusionrl.runtime.external_engines._MISSING_S", 60.0)  # this machine may be slow
     party.start([A, B])
-    party.guests.admit()
+    party.engines.admit()
     text = (party.folder / WANTED).read_text()
     for partial in ("", f"{A}\n"):
         (party.folder / WANTED).write_text(partial)
-        party.guests.look()
-        party.guests.look()
+        party.engines.look()
+        party.engines.look()
         (party.folder / WANTED).write_text(text)
-        party.guests.look()
+        party.engines.look()
     assert party.states() == {A: "serving", B: "serving"} and party.served == [[A, B]]
 
 
 def test_one_that_dies_is_lost_and_not_asked_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionrl.runtime.external_engines._PROBE_INTERVAL_S", 0.05)
     party.start([A, B])
-    party.guests.admit()
+    party.engines.admit()
     party.tell(A, fault="connection refused")
     party.look_until(lambda: party.states() == {A: "lost", B: "serving"})
     assert party.router.urls == [B] and "connection refused" in party.said[-1]
     party.tell(A)
     for _ in range(5):
-        party.guests.look()
+        party.engines.look()
     assert party.states()[A] == "lost"
     remove_wanted(party.folder, [A])
-    party.guests.look()
+    party.engines.look()
     add_wanted(party.folder, [A])
     party.look_until(lambda: party.states()[A] == "ready")
 
 
 def test_a_push_that_failed_is_made_without_its_culprits(party: Party) -> None:
     party.start([A])
-    party.guests.admit()
-    assert not party.guests.drop_culprits(RuntimeError("trainer 0: no memory"))
+    party.engines.admit()
+    assert not party.engines.drop_culprits(RuntimeError("trainer 0: no memory"))
     add_wanted(party.folder, [B])
     party.look_until(lambda: party.states().get(B) == "ready")
-    assert party.guests.drop_culprits(RuntimeError("engine 6: size mismatch"))  # it joined last
+    assert party.engines.drop_culprits(RuntimeError("engine 6: size mismatch"))  # it joined last
     assert party.states() == {A: "serving", B: "ready"}  # written with the next look
-    party.guests.look()
+    party.engines.look()
     assert party.states() == {A: "serving", B: "lost"}
     party.tell(A, fault="dead")
-    assert party.guests.drop_culprits(RuntimeError("engine 5: no answer"))
-    assert party.guests.targets() == [] and party.router.urls == []
+    assert party.engines.drop_culprits(RuntimeError("engine 5: no answer"))
+    assert party.engines.targets() == [] and party.router.urls == []
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,15 @@ def test_a_push_that_failed_is_made_without_its_culprits(party: Party) -> None:
 )
 def test_one_that_lives_and_cannot_load_is_lost_and_not_the_run(party: Party, told: str) -> None:
     party.start([A, B])
-    party.guests.admit()
+    party.engines.admit()
     party.tell(B, running=1)
     remove_wanted(party.folder, [B])
     party.look_until(lambda: party.states()[B] == "leaving")
-    assert not party.guests.drop_culprits(RuntimeError("engine 55: it is one of the run's own"))
-    assert party.guests.drop_culprits(RuntimeError(told))
-    assert [target.index for target in party.guests.targets()] == [6] and party.router.urls == []
-    assert party.guests.drop_culprits(RuntimeError("engine 6: size mismatch"))
-    assert party.guests.targets() == []
+    assert not party.engines.drop_culprits(RuntimeError("engine 55: it is one of the run's own"))
+    assert party.engines.drop_culprits(RuntimeError(told))
+    assert [target.index for target in party.engines.targets()] == [6] and party.router.urls == []
+    assert party.engines.drop_culprits(RuntimeError("engine 6: size mismatch"))
+    assert party.engines.targets() == []
 
 
 def test_one_that_the_router_takes_too_late_or_not_out(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,17 +204,17 @@ def test_one_that_the_router_takes_too_late_or_not_out(party: Party, monkeypatch
     party.start([A, B])
     with monkeypatch.context() as patch:
         patch.setattr(Router, "add_worker", fail)
-        party.guests.admit()
+        party.engines.admit()
     assert party.states() == {A: "lost", B: "lost"} and party.router.told == [A, B]
     remove_wanted(party.folder, [A, B])
-    party.guests.look()
+    party.engines.look()
     add_wanted(party.folder, [A])
     party.look_until(lambda: party.states()[A] == "ready")
-    party.guests.admit()
+    party.engines.admit()
     remove_wanted(party.folder, [A])
     with monkeypatch.context() as patch:
         patch.setattr(Router, "remove_worker", fail)
-        party.guests.look()
+        party.engines.look()
     assert party.states()[A] == "serving" and party.router.urls == [A]
     party.look_until(lambda: party.states()[A] == "gone")
     assert party.router.urls == []
@@ -243,7 +243,7 @@ def test_without_trainers_they_serve_at_once(tmp_path: Path) -> None:
 def test_without_trainers_their_weights_are_compared_with_an_own_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_engine_worker, "expected_engine", lambda *_: None)
+    monkeypatch.setattr(external_engine_worker, "engine_requirements", lambda *_: None)
     own = SimpleNamespace(weight_checksums=SimpleNamespace(remote=lambda: ray.put([{"w": "1"}])))
     engines: Any = SimpleNamespace(engines=[own])
     launcher: Any = SimpleNamespace(run_dir=tmp_path, api_key="key", is_alone=True)
@@ -251,16 +251,18 @@ def test_without_trainers_their_weights_are_compared_with_an_own_engines(
     config: Any = None
     for layout, served in ((None, [B]), (object(), [])):
         plan: Any = SimpleNamespace(layout=layout, num_engines=1, eval_bundles=[])
-        guests = external_engine_worker.guests_of(config, plan, launcher, engines, lambda text: None, lambda: None)
+        external = external_engine_worker.make_external_engines(
+            config, plan, launcher, engines, lambda text: None, lambda: None
+        )
         Party(tmp_path).tell(A, weights=[{"w": "2"}])
         Party(tmp_path).tell(B, weights=[{"w": "1"}])
         router: Any = Router([])
         if layout is None:
             with pytest.raises(ValueError, match="its weights differ"):
-                guests.start(router, [A])
+                external.start(router, [A])
             remove_wanted(tmp_path, [A])
-        guests.start(router, [B])
-        assert guests.urls == served == router.urls
+        external.start(router, [B])
+        assert external.urls == served == router.urls
 
 
 def test_files_that_cannot_be_read_or_written_change_nothing(
@@ -273,15 +275,15 @@ def test_files_that_cannot_be_read_or_written_change_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("fusionrl.runtime.external_engines.read_wanted", fail)
         patch.setattr("fusionrl.runtime.external_engines.write_states", fail)
-        party.guests.admit()
-        party.guests.look()
-        assert party.guests.urls == [A] and caplog.text.count("no space is left") == 1
+        party.engines.admit()
+        party.engines.look()
+        assert party.engines.urls == [A] and caplog.text.count("no space is left") == 1
     assert party.states() == {A: "ready"}
-    party.guests.look()
+    party.engines.look()
     assert party.states() == {A: "serving"}
     monkeypatch.setattr("fusionrl.runtime.external_engines.write_states", fail)
-    party.guests.release()
-    assert party.path(A).with_suffix(".released").exists() and party.guests.targets() == []
+    party.engines.release()
+    assert party.path(A).with_suffix(".released").exists() and party.engines.targets() == []
 
 
 def test_an_end_that_fails_holds_up_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,14 +292,14 @@ def test_an_end_that_fails_holds_up_nobody(party: Party, monkeypatch: pytest.Mon
 
     party.start([A])
     monkeypatch.setattr("fusionrl.runtime.external_engines.ray.wait", fail)
-    party.guests.release()
-    assert party.guests.targets() == [] and party.states() == {A: "gone"}
+    party.engines.release()
+    assert party.engines.targets() == [] and party.states() == {A: "gone"}
 
 
 def test_at_the_end_all_are_let_go(party: Party) -> None:
     party.start([A, B])
-    party.guests.admit()
-    party.guests.release()
-    party.guests.release()
+    party.engines.admit()
+    party.engines.release()
+    party.engines.release()
     assert party.states() == {A: "gone", B: "gone"}
     assert all(party.path(url).with_suffix(".released").exists() for url in (A, B))

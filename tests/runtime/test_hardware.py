@@ -12,7 +12,7 @@ import pytest
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.flops import Work, train_flops
 from fusionrl.runtime import hardware
-from fusionrl.runtime.hardware import Hardware, pooled
+from fusionrl.runtime.hardware import HardwareMetrics, pooled
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 << 30}
 
@@ -27,7 +27,7 @@ class Actor:
 
 @pytest.fixture
 def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """hardware_of(trainers, engines, peak=None) -> Hardware, whose file is tmp_path/hardware.json."""
+    """hardware_of(trainers, engines, peak=None) -> HardwareMetrics, whose file is tmp_path/hardware.json."""
 
     def wait(references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
         return [one for one in references if one is not None], [one for one in references if one is None]
@@ -35,7 +35,7 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     error = SimpleNamespace(RayError=OSError)
     monkeypatch.setattr(hardware, "ray", SimpleNamespace(wait=wait, get=lambda one: one, exceptions=error))
 
-    def make(trainers: list[Actor], engines: list[Actor], peak: float | None = None) -> Hardware:
+    def make(trainers: list[Actor], engines: list[Actor], peak: float | None = None) -> HardwareMetrics:
         layout = SimpleNamespace(world_size=len(trainers)) if trainers else None
         shape = read_model_shape(tiny_model)
         plan: Any = SimpleNamespace(layout=layout, shape=shape, num_engines=len(engines))
@@ -43,7 +43,7 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
         groups: Any = SimpleNamespace(actors=trainers, auxiliaries=[])
         pool: Any = SimpleNamespace(everyone=engines)
         buffer: Any = SimpleNamespace(is_started=True, actor=Actor({"host_bytes": 5.0}))
-        return Hardware(plan, groups, pool, buffer, tmp_path / "hardware.json", peak)
+        return HardwareMetrics(plan, groups, pool, buffer, tmp_path / "hardware.json", peak)
 
     return make
 

@@ -21,9 +21,9 @@ from fusionrl.engines.process import ChildProcess, base_url
 from fusionrl.engines.spec import EngineSpec, server_command
 from fusionrl.plan.push import EngineTarget, join_nodes
 from fusionrl.plan.visible_devices import Gpu
-from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_specs import engine_specs
-from fusionrl.runtime.multi_node_engine import PartWorker, SpanningWorker
+from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import Bundle
 
 SERVER = """
@@ -48,12 +48,12 @@ def spawn(worker: Any, port: int, meeting: str | None) -> ChildProcess:
     return ChildProcess([sys.executable, "-c", SERVER, str(port), str(log), *fails], log / worker.spec.log_name)
 
 
-class Part(PartWorker):
+class Part(EnginePartWorker):
     def _spawn_server(self, port: int, nccl_port: int, meeting: str | None, *_: int | None) -> ChildProcess:
         return spawn(self, port, meeting)
 
 
-class Head(SpanningWorker):
+class Head(MultiNodeEngineWorker):
     def _spawn_server(self, port: int, nccl_port: int, meeting: str | None, *_: int | None) -> ChildProcess:
         return spawn(self, port, meeting)
 
@@ -80,11 +80,11 @@ class Engine:
             start_timeout_s=30.0,
             num_nodes=2,
         )
-        settled, options = Settled(0o22), {"num_cpus": 0, "max_concurrency": 8}
+        settings, options = ProcessSettings(0o22), {"num_cpus": 0, "max_concurrency": 8}
         part = dataclasses.replace(head, node_rank=1)
-        self.part: Any = ray.remote(Part).options(**options).remote(part, str(folder / "part.log"), settled)
+        self.part: Any = ray.remote(Part).options(**options).remote(part, str(folder / "part.log"), settings)
         self.head: Any = (
-            ray.remote(Head).options(**options).remote(head, str(folder / "head.log"), settled, [self.part])
+            ray.remote(Head).options(**options).remote(head, str(folder / "head.log"), settings, [self.part])
         )
 
     def servers(self) -> list[int]:

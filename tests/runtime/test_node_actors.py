@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.runtime import node_actors
-from fusionrl.runtime.node_actors import EveryNode
+from fusionrl.runtime.node_actors import NodeActors
 from fusionrl.runtime.ray_cluster import CPU_DEVICE_RESOURCE
 
 RESOURCES = {"GPU": 8.0, CPU_DEVICE_RESOURCE: 2.0}
@@ -28,6 +28,6 @@ def test_devices_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, device: s
     cluster.shutdown = lambda: None
     monkeypatch.setattr(node_actors, "ray", cluster)
     monkeypatch.setattr(node_actors, "start_ray", lambda *_, **__: None)
-    with EveryNode(object, device, "10.0.0.1:6379", allow_open=False) as every:
+    with NodeActors(object, device, "10.0.0.1:6379", allow_open=False) as every:
         found = [(node.name, node.is_own, node.num_devices) for node in every.nodes]
     assert found == [("10.0.0.1", True, num_devices), ("10.0.0.2", False, num_devices)]

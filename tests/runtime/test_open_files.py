@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.runtime import early_start
-from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.launcher import Launcher
 
 
@@ -36,5 +36,5 @@ def test_the_driver_before_it_starts_ray(few_files: int, tmp_path: Path, monkeyp
 
 
 def test_an_actor_of_a_cluster_that_the_run_has_joined(few_files: int) -> None:
-    Settled(0o022).apply()
+    ProcessSettings(0o022).apply()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_files

@@ -22,15 +22,15 @@ from ray.util.placement_group import remove_placement_group
 from fusionrl.base.environment import extended_environment
 from fusionrl.config.config import Config
 from fusionrl.observe import spans
-from fusionrl.runtime.actor_registry import ActorDied, Roster
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, Ahead
+from fusionrl.runtime.actor_registry import ActorDied, ActorRegistry
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.progress_probes import _name_of, _sizes, look_on
 from fusionrl.runtime.ray_cluster import place_devices, start_ray
 from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
 from fusionrl.runtime.signals import StopSignal, Terminated
 from fusionrl.runtime.supervisor import Supervisor
-from fusionrl.runtime.watchdog import Watchdog, Witnesses
+from fusionrl.runtime.watchdog import ProgressProbes, Watchdog
 from fusionrl.weights.in_process import get
 
 WORK_S = 3.0
@@ -72,15 +72,15 @@ class Engine:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Ahead]:
+def cluster() -> Iterator[EarlyStart]:
     """A cluster whose workers are forks of a nursery, as those of a run."""
-    with Ahead() as ahead:
+    with EarlyStart() as early_start:
         # A mode with trainers, so that torch is among what the workers are forks of.
-        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
-        with extended_environment(ahead.environment()):
+        early_start.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        with extended_environment(early_start.environment()):
             ray.shutdown()  # of the files of the group "ray"
             start_ray("cpu", 1, address=None, dashboard=False)
-        yield ahead
+        yield early_start
         ray.shutdown()
 
 
@@ -217,16 +217,16 @@ def test_devices_that_are_missing_or_taken_are_counted() -> None:
 
 def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     """Behind its own error, behind one of an actor that asked it, and behind a closed connection."""
-    roster = Roster()
-    roster.hide(["s3cret", None])
+    registry = ActorRegistry()
+    registry.hide(["s3cret", None])
     names = ["trainer rank 0", "trainer rank 3", "the Buffer", "engine 1"]
     actors = {name: actor_of(Worker, str(tmp_path / f"{name}.log")) for name in names}
     for name, actor in actors.items():
-        roster.add(name, actor, tmp_path / f"{name}.log")
+        registry.add(name, actor, tmp_path / f"{name}.log")
         ray.get(actor.work.remote(0.0))
     with (tmp_path / "trainer rank 3.log").open("a") as log:
         log.write("".join(f"line {number}\n" for number in range(20)))
-    assert roster.explain(OSError("a user's"), patience_s=0.0) is None
+    assert registry.explain(OSError("a user's"), patience_s=0.0) is None
     actors["trainer rank 3"].die.remote()
     errors = []
     for ref in (actors["trainer rank 3"].work.remote(9.0), actors["the Buffer"].ask.remote([actors["trainer rank 3"]])):
@@ -234,7 +234,7 @@ def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
             ray.get(ref)
         errors.append(raised.value)
     for error in (*errors, OSError("Connection closed by peer")):
-        death = roster.explain(error)
+        death = registry.explain(error)
         assert isinstance(death, ActorDied)
         lines = str(death).splitlines()
         assert lines[0].startswith("trainer rank 3 died: its process ") and "trainer rank 3.log" in lines[0]
@@ -243,13 +243,13 @@ def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     time.sleep(0.1)
     actors["engine 1"].die.remote()
     time.sleep(1.0)
-    assert "trainer rank 3" in str(roster.explain(OSError("closed")))
+    assert "trainer rank 3" in str(registry.explain(OSError("closed")))
     replaced = actor_of(Worker)
-    roster.add("trainer rank 3", replaced, tmp_path / "new.log")
-    death = roster.explain(OSError("closed"))
+    registry.add("trainer rank 3", replaced, tmp_path / "new.log")
+    death = registry.explain(OSError("closed"))
     assert "engine 1 died" in str(death) and "key is ***" in str(death) and "s3cret" not in str(death)
-    roster.clear()
-    assert roster.explain(errors[0], patience_s=0.0) is None
+    registry.clear()
+    assert registry.explain(errors[0], patience_s=0.0) is None
 
 
 class Teller:
@@ -260,7 +260,7 @@ class Teller:
         return {"pid": os.getpid(), "parent": os.getppid(), "told": told}
 
 
-def test_a_worker_is_a_fork_of_the_nursery(cluster: Ahead) -> None:
+def test_a_worker_is_a_fork_of_the_nursery(cluster: EarlyStart) -> None:
     assert cluster._nursery is not None
     found = ray.get(actor_of(Teller).tell.remote())
     assert found["parent"] == cluster._nursery.pid != found["pid"]
@@ -317,20 +317,20 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(tmp_path: Pat
     """--stall-timeout-s: the trainer of rank 1 is stopped (SIGSTOP), rank 0 is back."""
     ranks = [ray.remote(Worker).remote() for _ in range(2)]
     pids = [ray.get(rank.pid.remote()) for rank in ranks]
-    roster = Roster()
+    registry = ActorRegistry()
     for number, rank in enumerate(ranks):
-        roster.add(f"trainer rank {number}", rank, tmp_path / "log")
-    launcher: Any = SimpleNamespace(roster=roster)
-    witnesses = Witnesses(name_of=partial(_name_of, launcher), sizes=partial(_sizes, launcher))
+        registry.add(f"trainer rank {number}", rank, tmp_path / "log")
+    launcher: Any = SimpleNamespace(registry=registry)
+    probes = ProgressProbes(name_of=partial(_name_of, launcher), sizes=partial(_sizes, launcher))
     supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
     spans.record_to(tmp_path, "driver", 1)
     try:
-        with Watchdog(tmp_path, 1, witnesses, floor_s=0.2, timeout_s=2.0) as watchdog:
+        with Watchdog(tmp_path, 1, probes, floor_s=0.2, timeout_s=2.0) as watchdog:
             os.kill(pids[1], signal.SIGSTOP)
             with pytest.raises(KeyboardInterrupt) as raised, spans.phase("train"):
                 supervisor.finish([rank.work.remote(0.0) for rank in ranks])
         error = watchdog.ended_by(raised.value)
-        again = Watchdog(tmp_path, 2, witnesses, floor_s=0.2, timeout_s=2.0)
+        again = Watchdog(tmp_path, 2, probes, floor_s=0.2, timeout_s=2.0)
         with again, pytest.raises(KeyboardInterrupt), spans.phase("push"):
             get([ranks[1].work.remote(0.0)])  # the same of a wait that never looks up
     finally:
@@ -343,7 +343,7 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(tmp_path: Pat
 
 
 def test_waits_that_are_all_short_are_enough_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's phases take less than a second each; engines, guests and a stop request are looked at anyway."""
+    """A small model's phases take less than a second each; all engines and a stop request are looked at anyway."""
     looks, worker = list[bool](), actor_of(Worker)
     supervisor = Supervisor(looks.append, StopSignal(), interval_s=4.0)
     # Its clock is the test's: how fast the machine is makes no difference.

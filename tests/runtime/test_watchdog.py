@@ -17,8 +17,8 @@ from fusionrl.base.pending_calls import waited_for, waiting
 from fusionrl.observe import spans
 from fusionrl.observe.stalls.message import EngineLoad
 from fusionrl.observe.stalls.thresholds import Late
-from fusionrl.runtime.actor_registry import Roster
-from fusionrl.runtime.watchdog import Stalled, Watchdog, Witnesses
+from fusionrl.runtime.actor_registry import ActorRegistry
+from fusionrl.runtime.watchdog import ProgressProbes, Stalled, Watchdog
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_a_wait_is_told_and_ended(logs: Path, caplog: pytest.LogCaptureFixture) 
     def broken() -> list[str]:
         raise OSError("the Buffer is gone")
 
-    witnesses = Witnesses(progress=broken, engines=lambda: [EngineLoad("engine 0", 12, 0, 0.0)])
-    with Watchdog(logs, 2, witnesses, floor_s=0.1, timeout_s=4.0) as watchdog:
+    probes = ProgressProbes(progress=broken, engines=lambda: [EngineLoad("engine 0", 12, 0, 0.0)])
+    with Watchdog(logs, 2, probes, floor_s=0.1, timeout_s=4.0) as watchdog:
         with pytest.raises(KeyboardInterrupt) as raised:
             stuck_in_a_push()
         error = watchdog.ended_by(raised.value)
@@ -120,7 +120,7 @@ def test_a_phase_that_ends_while_its_line_is_made_ends_no_run(logs: Path, caplog
         assert has_ended.wait(60.0)
         return ["so far"]
 
-    with Watchdog(logs, 1, Witnesses(progress=progress), floor_s=0.5, timeout_s=0.2) as watchdog:
+    with Watchdog(logs, 1, ProgressProbes(progress=progress), floor_s=0.5, timeout_s=0.2) as watchdog:
         with spans.phase("save"):
             assert is_asked.wait(60.0)
         has_ended.set()
@@ -135,7 +135,7 @@ def test_a_line_that_cannot_be_made_ends_the_run_all_the_same(logs: Path) -> Non
     def sizes() -> dict[str, int]:
         raise RuntimeError("dictionary changed size during iteration")
 
-    with Watchdog(logs, 1, Witnesses(sizes=sizes), floor_s=0.1, timeout_s=0.5) as watchdog:
+    with Watchdog(logs, 1, ProgressProbes(sizes=sizes), floor_s=0.1, timeout_s=0.5) as watchdog:
         with pytest.raises(KeyboardInterrupt) as raised:
             stuck_in_a_push()
         error = watchdog.ended_by(raised.value)
@@ -172,8 +172,8 @@ def test_the_line_of_a_path_with_a_comma_and_every_thread_s_stack(logs: Path) ->
 
 
 def test_members_may_be_added_while_they_are_counted(tmp_path: Path) -> None:
-    roster: Any = Roster()
-    roster.add("engine 0", None, tmp_path)
-    for _ in roster:
-        roster.add("engine 1", None, tmp_path)
-    assert [member.name for member in roster] == ["engine 0", "engine 1"]
+    registry: Any = ActorRegistry()
+    registry.add("engine 0", None, tmp_path)
+    for _ in registry:
+        registry.add("engine 1", None, tmp_path)
+    assert [member.name for member in registry] == ["engine 0", "engine 1"]

@@ -88,12 +88,12 @@ def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(
     )
     plan.precision = plan.rollout_dtype = "fp32"
     plan.shape = SimpleNamespace(vocab_size=8)
-    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], pushed_urls=[], admit=lambda: None)
+    external_engines: Any = SimpleNamespace(has_new=False, targets=lambda: [], pushed_urls=[], admit=lambda: None)
     config, trainers = Config.from_flat({"verify_weights": when}), SimpleNamespace(actors=[])
-    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", guests)  # type: ignore[arg-type]
+    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", external_engines)  # type: ignore[arg-type]
     found = []
     for version in range(3):
-        guests.has_new = version == 2
+        external_engines.has_new = version == 2
         calls.clear()
         sync.push(version)
         found += [version] if "verify" in dict(calls) else []
@@ -105,9 +105,9 @@ def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_brok
 ) -> None:
     log: list[object] = []
     own, good, bad = (EngineTarget(index, None, "node", (0,)) for index in (0, 5, 6))
-    guests: Any = SimpleNamespace(has_new=True, pushed_urls=[], admit=lambda: log.append("admit"))
+    external_engines: Any = SimpleNamespace(has_new=True, pushed_urls=[], admit=lambda: log.append("admit"))
     present = [good, bad]
-    guests.targets = lambda: [*present]
+    external_engines.targets = lambda: [*present]
 
     def push(trainers: Any, targets: list[EngineTarget], *_: Any, **__: Any) -> dict[str, float]:
         log.append([target.index for target in targets])
@@ -120,13 +120,13 @@ def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_brok
         present.remove(bad)
         return True
 
-    guests.drop_culprits = drop
+    external_engines.drop_culprits = drop
     monkeypatch.setattr(weight_sync, "push_weights", push)
     engines: Any = SimpleNamespace(is_recovering=False, is_memory_away=False, targets=lambda: [own])
     plan: Any = SimpleNamespace(num_engines=1, transport="broadcast", device="cpu", knobs=None, takes_turns=False)
     plan.engines_give_memory = False
     config, trainers = Config.from_flat({"verify_weights": "never"}), SimpleNamespace(actors=[])
-    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", guests)  # type: ignore[arg-type]
+    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", external_engines)  # type: ignore[arg-type]
     sync.push(3)
     assert log == [[0, 5, 6], "engine 6: size mismatch", [0, 5], "admit"] and sync.version == 3
 
@@ -179,13 +179,15 @@ def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch:
         num_engines=1, transport="broadcast", device="cuda", knobs=None, takes_turns=False, has_pairs=False
     )
     trainers: Any = SimpleNamespace(actors=[])
-    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5)
+    external_engines: Any = SimpleNamespace(
+        has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5
+    )
     for shares, wanted in ((True, 1), (False, 2 * weight_sync._MAX_PUSHES)):
         plan.engines_give_memory = shares
         pushes.clear()
         config = Config.from_flat({"verify_weights": "never"})
         with pytest.raises(RuntimeError, match="an engine is gone"):
-            WeightSync(config, plan, Path("run"), trainers, engines, "key", guests).push(1)
+            WeightSync(config, plan, Path("run"), trainers, engines, "key", external_engines).push(1)
         assert len(pushes) == wanted
     for shares, wanted in ((True, 1), (False, weight_sync._MAX_PUSHES)):
         plan.engines_give_memory = shares

@@ -25,7 +25,7 @@ from fusionrl.weights.broadcast import Broadcast, _leave
 from fusionrl.weights.gather import convert_in_place, views_of
 from fusionrl.weights.process_group import create_group_store, init_external_group
 from fusionrl.weights.remote_calls import Threaded, wait_all
-from fusionrl.weights.send_order import PushStopped, Turns
+from fusionrl.weights.send_order import PushStopped, SendOrder
 
 
 def halves(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,10 +72,10 @@ def test_a_step_waits_for_those_before_it(store: dist.Store) -> None:
     order: list[int] = []
 
     def go(number: int) -> None:
-        turns = Turns(dist.TCPStore("127.0.0.1", store.port, is_master=False), "p", 30.0)  # type: ignore[attr-defined]
-        turns.wait(range(number - 1, number) if number else ())
+        send_order = SendOrder(dist.TCPStore("127.0.0.1", store.port, is_master=False), "p", 30.0)  # type: ignore[attr-defined]
+        send_order.wait(range(number - 1, number) if number else ())
         order.append(number)
-        turns.done(number)
+        send_order.done(number)
 
     threads = [threading.Thread(target=go, args=[number]) for number in (3, 2, 1, 0)]
     for thread in threads:
@@ -87,13 +87,13 @@ def test_a_step_waits_for_those_before_it(store: dist.Store) -> None:
 
 
 def test_a_failure_ends_every_wait_and_is_told(store: dist.Store) -> None:
-    first, second = Turns(store, "p", 30.0), Turns(store, "p", 30.0)
+    first, second = SendOrder(store, "p", 30.0), SendOrder(store, "p", 30.0)
     first.fail(RuntimeError("engine 3 is dead"))
     with pytest.raises(PushStopped, match="engine 3 is dead"):
         second.wait([0])
-    Turns(store, "the next one", 30.0).wait([])
+    SendOrder(store, "the next one", 30.0).wait([])
     with pytest.raises(RuntimeError, match=r"no turn within 0 s \(--update-weight-timeout-s\)"):
-        Turns(store, "another", 0.05).wait([0])
+        SendOrder(store, "another", 0.05).wait([0])
 
 
 class Engine:
@@ -271,12 +271,12 @@ def test_a_group_with_engines_that_came_or_went_is_left(monkeypatch: pytest.Monk
         rank=0, backend="gloo", host="h", timeout_s=1.0, exporter=SimpleNamespace(device="cpu")
     )
     sender._broadcasts = {}
-    turns = SimpleNamespace(wait=lambda names: None, done=lambda name: None)
+    send_order = SimpleNamespace(wait=lambda names: None, done=lambda name: None)
     plan = SimpleNamespace(sources=[0], engines_of=lambda rank: range(99))
 
     def push(*indices: int) -> None:
         targets = [EngineTarget(index, None, "n", (0,), host="" if index < 3 else "other") for index in indices]
-        order: Any = SimpleNamespace(transport="broadcast", plan=plan, turns=turns, targets=targets)
+        order: Any = SimpleNamespace(transport="broadcast", plan=plan, send_order=send_order, targets=targets)
         send.WeightSender._connect(sender, order)
 
     push(0, 1, 2)

@@ -40,7 +40,7 @@ from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
-from fusionrl.runtime.actor_process import Settled
+from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.ray_cluster import actor_on, start_ray
 from fusionrl.runtime.worker_actors import BufferWorker
 
@@ -224,7 +224,7 @@ def measure(num_samples: int, num_tokens: int, num_ranks: int, model: Path, url:
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         endpoints = EngineEndpoints(url, (url,), None)
         buffer = actor_on(BufferWorker, None, None, env=env).remote(
-            config, plan, str(run_dir), 1, str(run_dir / "buffer.log"), Settled(0o077)
+            config, plan, str(run_dir), 1, str(run_dir / "buffer.log"), ProcessSettings(0o077)
         )
         receiver = actor_on(Receiver, None, None, env=env).remote()
         ray.get(buffer.setup.remote(endpoints))

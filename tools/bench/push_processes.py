@@ -191,7 +191,7 @@ class Rank:
 
     def plan_facts(self) -> dict[str, Any]:
         """Of the plan that was used last."""
-        plan = self.sender._order.plan  # type: ignore[union-attr]
+        plan = self.sender._push.plan  # type: ignore[union-attr]
         return {
             "sources": list(plan.sources),
             "buckets": len(plan.buckets),

@@ -65,7 +65,7 @@ def _findings(
 ) -> tuple[dict[str, Finding], list[str]]:
     """Findings by check, and the questions to the nodes."""
     asked: list[str] = []
-    monkeypatch.setattr("fusionrl.runtime.node_actors.EveryNode", _Nodes(asked, **answers))
+    monkeypatch.setattr("fusionrl.runtime.node_actors.NodeActors", _Nodes(asked, **answers))
     config, errors = read_args(["--ray-address", "10.0.0.1:6379", *flags])
     assert not errors
     return {one.check: one for one in cluster_findings(Examined(config, plan, (), (), "cpu"))}, asked
