@@ -44,6 +44,7 @@ setup(
         "orjson>=3.9",
         "psutil>=5.9",
         "pyyaml>=6.0",
+        "rich>=14",
         "safetensors>=0.5",
         "matplotlib>=3.8",
         "xxhash>=3.4",

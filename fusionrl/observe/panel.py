@@ -1,28 +1,26 @@
-"""The progress display as text: numbers, bars, sparklines and whole lines. Pure; `progress` draws
-it.
+"""The progress display as text: numbers, bars, sparklines, the lines of the panel and the line of a log. Pure.
 
-A line is a list of pieces (text, style). A piece that does not fit into the width is left out together with
-those after it, so a narrow terminal loses the least important end of a line and never shows half a number.
+A line of the panel is a list of pieces (text, style). A piece that does not fit into the width is left out together
+with those after it, so a narrow terminal loses the least important end of a line and never shows half a number.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
-import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Piece = tuple[str, str]
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
 
-# SGR codes of the terminal's own 16 colours, so that the user's theme decides what they look like.
-PLAIN, BOLD, DIM = "", "1", "2"
-GREEN, YELLOW, BLUE, MAGENTA, CYAN = "32", "33", "34", "35", "36"
+Piece = tuple[str, str]  # text, rich style
+
 PHASES = (
-    ("generate", "time_generate_s", BLUE),
-    ("train", "time_train_s", MAGENTA),
-    ("sync", "time_sync_s", YELLOW),
+    ("generate", "time_generate_s", "blue"),
+    ("train", "time_train_s", "magenta"),
+    ("sync", "time_sync_s", "yellow"),
 )
 
 INDENT, LABEL_WIDTH, VALUE_WIDTH = "  ", 10, 10
@@ -37,7 +35,7 @@ class Glyphs:
     rule: str
     bar_full: str
     bar_empty: str
-    stack: str  # one a phase, told apart without colour
+    stack: str  # one per phase, for terminals without colour
     spinner: str
     separator: str
     ellipsis: str
@@ -47,18 +45,9 @@ UNICODE = Glyphs("▁▂▃▄▅▆▇█", "─", "━", "╌", "█▒░", "
 ASCII = Glyphs("_.:-=+*#", "-", "#", ".", "#=-", "|/-\\", "-", "~")
 
 
-@dataclass(frozen=True)
-class Look:
-    """Form of the output to a stream: glyphs, colour, number of columns."""
-
-    glyphs: Glyphs
-    color: bool
-    width: int
-
-
 @dataclass
 class State:
-    """All that is shown. Times in seconds; `values` are the latest, `rewards` and `losses` one a step."""
+    """All values that the display shows. Times in seconds; `values` are the latest, the histories one per step."""
 
     mode: str
     total_steps: int
@@ -71,22 +60,6 @@ class State:
     step_s: float | None = None
     status: str = ""
     status_s: float = 0.0
-    tick: int = 0
-
-
-def glyphs_for(encoding: str | None) -> Glyphs:
-    """`UNICODE` if `encoding` can write all of it, else `ASCII`."""
-    text = f"{UNICODE.sparks}{UNICODE.rule}{UNICODE.bar_full}{UNICODE.bar_empty}{UNICODE.stack}{UNICODE.spinner}"
-    try:
-        (text + UNICODE.separator + UNICODE.ellipsis).encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return ASCII
-    return UNICODE
-
-
-def color_wanted() -> bool:
-    """False if NO_COLOR is set to anything (no-color.org)."""
-    return not os.environ.get("NO_COLOR")
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
@@ -174,162 +147,127 @@ def stacked(shares: Sequence[float], width: int) -> list[int]:
     return columns
 
 
-# ---- text --------------------------------------------------------------------------------------------------
-
-
-def cells(text: str) -> int:
-    """The terminal columns of `text`: two for a wide (CJK, emoji) character, none for a combining one."""
-    return sum(_cell(char) for char in text)
-
-
-def _cell(char: str) -> int:
-    if unicodedata.combining(char) or unicodedata.category(char) in ("Cf", "Me", "Mn"):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def clip(text: str, width: int, ellipsis: str = "…") -> str:
-    """`text` on one line, without control characters, cut to `width` columns with an ellipsis."""
-    text = "".join(" " if unicodedata.category(char) == "Cc" else char for char in text)
-    if cells(text) <= width:
-        return text
-    if width < 1:
-        return ""
-    kept, used = [], 0
-    for char in text:
-        if used + _cell(char) > width - 1:
-            break
-        kept.append(char)
-        used += _cell(char)
-    return "".join(kept) + ellipsis
-
-
-def join(pieces: Sequence[Piece], look: Look) -> str:
-    """A line of at most `look.width` columns; the first piece is cut if need be, later ones left out."""
-    written: list[str] = []
-    left = look.width
-    for text, style in pieces:
-        shown = text if written else clip(text, left, look.glyphs.ellipsis)
-        if cells(shown) > left:
-            shown = shown.rstrip()  # Blanks that only pad towards the next piece need no room.
-            if cells(shown) > left:
-                break
-        left -= cells(shown)
-        written.append(f"\x1b[{style}m{shown}\x1b[0m" if style and shown and look.color else shown)
-    return "".join(written).rstrip()
-
-
 # ---- the panel ---------------------------------------------------------------------------------------------
 
 
-def panel(state: State, look: Look) -> list[str]:
-    """The lines of the live display, none wider than `look.width`."""
-    look = Look(look.glyphs, look.color, min(look.width, MAX_WIDTH))
-    lines = [_title(state, look), _step(state, look)]
-    ahead = (_ages(state), _ahead(state))
-    lines += filter(None, (_headline(state, look), _accuracy(state), _speed(state), *ahead, _time(state, look)))
-    lines.append(_status(state, look))
-    return [join(line, look) for line in lines]
+@dataclass(frozen=True)
+class _Look:
+    """Form of the output: glyphs, colour, number of columns."""
+
+    glyphs: Glyphs
+    color: bool
+    width: int
 
 
-def _title(state: State, look: Look) -> list[Piece]:
+@dataclass(frozen=True)
+class Panel:
+    """The live display of `state` for rich; the last line is empty, so that a killed run leaves the cursor below it."""
+
+    state: State
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        glyphs = ASCII if options.ascii_only else UNICODE
+        color = console.color_system is not None and not console.no_color
+        look = _Look(glyphs, color, max(min(options.max_width - 1, MAX_WIDTH), 1))
+        state = self.state
+        lines = [_title(state, look), _step(state, look), _headline(state, look), _accuracy(state), _speed(state)]
+        lines += [_staleness(state), _in_flight(state), _time(state, look), _status(state, look)]
+        for line in filter(None, lines):
+            yield _join(line, look)
+        yield Text("")
+
+
+def _join(pieces: Sequence[Piece], look: _Look) -> Text:
+    """Return a line of at most `look.width` columns; the first piece is cut if need be, later ones left out."""
+    line = Text(no_wrap=True, overflow="crop")
+    for text, style in pieces:
+        # Blanks that only pad towards the next piece need no room.
+        if line and cell_len(line.plain + text.rstrip()) > look.width:
+            break
+        line.append(text, style)
+    line.truncate(look.width)
+    return line
+
+
+def _title(state: State, look: _Look) -> list[Piece]:
     rule, dot = look.glyphs.rule, look.glyphs.separator
     name = f" fusionrl {dot} {state.mode} "
     clock = f" {duration(state.elapsed_s)} "
-    space = look.width - 4 - cells(name) - cells(clock)
+    space = look.width - 4 - cell_len(name) - cell_len(clock)
     if space < 4:
-        return [(rule * 2, DIM), (name, BOLD)]
-    return [(rule * 2, DIM), (name, BOLD), (rule * space, DIM), (clock, PLAIN), (rule * 2, DIM)]
+        return [(rule * 2, "dim"), (name, "bold")]
+    return [(rule * 2, "dim"), (name, "bold"), (rule * space, "dim"), (clock, ""), (rule * 2, "dim")]
 
 
 def _label(label: str, value: str) -> list[Piece]:
-    return [(f"{INDENT}{label:<{LABEL_WIDTH}}", DIM), (f"{value:<{VALUE_WIDTH}} ", BOLD)]
+    return [(f"{INDENT}{label:<{LABEL_WIDTH}}", "dim"), (f"{value:<{VALUE_WIDTH}} ", "bold")]
 
 
-def _step(state: State, look: Look) -> list[Piece]:
+def _step(state: State, look: _Look) -> list[Piece]:
     share = state.step / state.total_steps if state.total_steps > 0 else 0.0
     left = "" if state.left_s is None else f"{duration(state.left_s)} left"
     pieces = _label("step", f"{state.step}/{state.total_steps}")
-    used = sum(cells(text) for text, _ in pieces)
+    used = sum(cell_len(text) for text, _ in pieces)
     width = min(SPARK_WIDTH, look.width - used - 6)
     if width >= 6:
         full, empty = bar(share, width, look.glyphs)
-        pieces += [(full, CYAN), (empty, DIM)]
-    pieces.append((f" {100 * share:4.0f}%", PLAIN))
-    return pieces + ([(f"   {left}", PLAIN)] if left else [])
+        pieces += [(full, "cyan"), (empty, "dim")]
+    pieces.append((f" {100 * share:4.0f}%", ""))
+    return pieces + ([(f"   {left}", "")] if left else [])
 
 
-def _headline(state: State, look: Look) -> list[Piece]:
+def _headline(state: State, look: _Look) -> list[Piece]:
     """The reward and its course; where there is no reward (sft), the loss and its."""
     label, history = ("reward", state.rewards) if "reward" in state.values else ("loss", state.losses)
     if label not in state.values:
         return []
     pieces = _label(label, number(state.values[label]))
-    used = sum(cells(text) for text, _ in pieces)
+    used = sum(cell_len(text) for text, _ in pieces)
     finite = [value for value in history if math.isfinite(value)]
     line = sparkline(finite, min(SPARK_WIDTH, look.width - used), look.glyphs)
     if len(finite) > 1:
         # The range is that of the values, not of the averaged columns; padded so that it does not wander.
         low_high = f"   {number(min(finite))} to {number(max(finite))}"
-        pieces += [(line, GREEN), (" " * (SPARK_WIDTH - cells(line)) + low_high, DIM)]
+        pieces += [(line, "green"), (" " * (SPARK_WIDTH - cell_len(line)) + low_high, "dim")]
     return pieces
 
 
 def _accuracy(state: State) -> list[Piece]:
-    values = state.values
-    shown = [
-        (name, percent(values[key]))
-        for name, key in (("accuracy", "accuracy"), ("eval", "eval_accuracy"))
-        if key in values
-    ]
-    if not shown:
-        return []
-    pieces = _label(*shown[0])
-    for name, text in shown[1:]:
-        pieces.append((f"{name} {text}   ", PLAIN))
-    return pieces
+    return _row(state.values, ("accuracy", "accuracy", percent), ("eval", "eval_accuracy", percent))
 
 
 def _speed(state: State) -> list[Piece]:
-    values = state.values
-    shown = [
-        (name, form(values[key]))
-        for name, key, form in (
-            ("tokens/s", "tokens_per_s", rate),
-            ("loss", "loss", number),
-            ("mismatch", "mismatch", number),
-        )
-        if key in values and (key != "loss" or "reward" in values)
-    ]
-    if not shown:
-        return []
-    pieces = _label(*shown[0])
-    for name, text in shown[1:]:
-        pieces.append((f"{name} {text}   ", PLAIN))
-    return pieces
+    loss = [("loss", "loss", number)] if "reward" in state.values else []  # else the headline shows it
+    return _row(state.values, ("tokens/s", "tokens_per_s", rate), *loss, ("mismatch", "mismatch", number))
 
 
-def _ages(state: State) -> list[Piece]:
+def _row(values: Mapping[str, float], *columns: tuple[str, str, Callable[[float], str]]) -> list[Piece]:
+    """Return the known ones of (name, key, format), the first as the label of the line."""
+    texts = [(name, form(values[key])) for name, key, form in columns if key in values]
+    return [*_label(*texts[0]), *((f"{name} {text}   ", "") for name, text in texts[1:])] if texts else []
+
+
+def _staleness(state: State) -> list[Piece]:
     """Show how old the tokens are; nothing where one rollout comes after the other."""
     values = state.values
     if "in_flight" not in values or "staleness" not in values:
         return []
     pieces = _label("staleness", number(values["staleness"]))
-    return pieces + ([(f"max {values['staleness_max']:.0f}", PLAIN)] if "staleness_max" in values else [])
+    return pieces + ([(f"max {values['staleness_max']:.0f}", "")] if "staleness_max" in values else [])
 
 
-def _ahead(state: State) -> list[Piece]:
+def _in_flight(state: State) -> list[Piece]:
     """Show what runs ahead of training, and who has nothing to do."""
     values = state.values
     if "in_flight" not in values:
         return []
     pieces = _label("in flight", f"{values['in_flight']:.0f}")
-    pieces += [(f"ready {values['ready']:.0f}   ", PLAIN)] if "ready" in values else []
+    pieces += [(f"ready {values['ready']:.0f}   ", "")] if "ready" in values else []
     idle = [(name, f"{name}s_idle") for name in ("engine", "trainer")]
-    return pieces + [(f"{name}s idle {percent(values[key])}   ", PLAIN) for name, key in idle if key in values]
+    return pieces + [(f"{name}s idle {percent(values[key])}   ", "") for name, key in idle if key in values]
 
 
-def _time(state: State, look: Look) -> list[Piece]:
+def _time(state: State, look: _Look) -> list[Piece]:
     shares = split(state.values)
     pieces = _label("time", "" if state.step_s is None else f"{duration(state.step_s)}/step")
     if shares is None:
@@ -345,21 +283,23 @@ def _time(state: State, look: Look) -> list[Piece]:
         (f"  {name} {share}%" if look.color else f"  {looks[name][0]} {name} {share}%", looks[name][1])
         for name, share in zip(shares, percents, strict=True)
     ]
-    room = look.width - sum(cells(text) for text, _ in pieces + legend) - 1
+    room = look.width - sum(cell_len(text) for text, _ in pieces + legend) - 1
     width = min(SPARK_WIDTH, max(room, 8))
     for name, count in zip(shares, stacked(list(shares.values()), width), strict=True):
         glyph, style = looks[name]
         pieces.append((glyph * count, style))
-    return [*pieces, (" ", PLAIN), *legend]
+    return [*pieces, (" ", ""), *legend]
 
 
-def _status(state: State, look: Look) -> list[Piece]:
+def _status(state: State, look: _Look) -> list[Piece]:
     if not state.status:
-        return [("", PLAIN)]
-    spinner = look.glyphs.spinner[state.tick % len(look.glyphs.spinner)]
-    shown = clip(state.status, look.width - 12, look.glyphs.ellipsis)
+        return []
+    spinner = look.glyphs.spinner[int(2 * state.elapsed_s) % len(look.glyphs.spinner)]
+    status = Text(state.status)
+    status.truncate(max(look.width - 12, 1), overflow="crop")
+    cut = look.glyphs.ellipsis if len(status) < len(state.status) else ""
     waited = f"  {duration(state.status_s)}" if state.status_s >= 1 else ""
-    return [(f"{INDENT}{spinner} {shown}", CYAN), (waited, DIM)]
+    return [(f"{INDENT}{spinner} {status.plain}{cut}", "cyan"), (waited, "dim")]
 
 
 # ---- one line a step ---------------------------------------------------------------------------------------

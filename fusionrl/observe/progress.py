@@ -6,24 +6,27 @@
         progress.update(1, {"reward": 0.31, "time_generate_s": 7.1, "time_train_s": 4.2})
         progress.print("a line above the panel")
 
-The panel is redrawn in place with three ANSI sequences (cursor up, carriage return, erase to the end of the
-screen) and leaves the cursor visible below itself, so a run that is killed leaves a terminal that needs no
+rich redraws the panel in place. The cursor stays visible below it, so a killed run leaves a terminal that needs no
 repair.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Self, TextIO
+from dataclasses import replace
+from typing import Any, Self, TextIO, cast
 
-from fusionrl.observe.panel import Look, State, cells, clip, color_wanted, compact, glyphs_for, panel
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from fusionrl.observe.panel import Panel, State, compact
+from fusionrl.observe.safe_text import visible
 
 VALUE_KEYS = (
     "reward",
@@ -43,7 +46,6 @@ VALUE_KEYS = (
     "eval_accuracy",
 )
 
-_SGR = re.compile(r"\x1b\[[0-9;]*m")
 _STEPS_AVERAGED = 10
 
 
@@ -67,22 +69,29 @@ class Progress:
         is redrawn every `refresh_s` seconds so that its clock runs during a long step; 0 draws on updates
         only. Without `is_live` there are lines, no panel, also on a terminal, where a debugger may ask.
         """
-        self._stream = sys.stderr if stream is None else stream
-        self._live = is_live and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        stream = sys.stderr if stream is None else stream
+        self._output = _Output(stream)
         self._clock = clock
         self._started = self._last_step_at = self._status_since = clock()
         self._state = State(mode=mode, total_steps=total_steps, step=first_step)
         self._durations: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._timed = False
-        self._gone = False
-        self._drawn: list[str] = []
         self._logged: set[str] = set()  # texts of `status` in a log file
-        self._lock = threading.RLock()
-        self._closed = threading.Event()
-        self._ticker: threading.Thread | None = None
-        if self._live and refresh_s > 0:
-            self._ticker = threading.Thread(target=self._tick, args=(refresh_s,), name="progress", daemon=True)
-            self._ticker.start()
+        self._lock = threading.RLock()  # of the state; never held while rich, which has its own lock, draws
+        self._live: Live | None = None
+        if is_live and stream.isatty() and os.environ.get("TERM") != "dumb":
+            output = cast(TextIO, self._output)
+            console = _Console(file=output, force_terminal=True, force_interactive=True, highlight=False)
+            self._live = Live(
+                console=console,
+                auto_refresh=refresh_s > 0,
+                refresh_per_second=1 / refresh_s if refresh_s > 0 else 1,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                vertical_overflow="crop",
+                get_renderable=self._panel,
+            )
+            self._live.start()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Report that `step` steps (of `total_steps`) are finished, with any of `VALUE_KEYS` known by now.
@@ -103,10 +112,10 @@ class Progress:
             if "loss" in shown:
                 self._state.losses.append(shown["loss"])
             self._refresh_times()
-            if self._live:
-                self._draw()
-            else:
-                self._write_line(compact(self._state, shown))
+            if self._live is None:
+                self._output.write(compact(self._state, shown) + "\n")
+        if self._live is not None:
+            self._live.refresh()
 
     def status(self, text: str, recurs: bool = False) -> None:
         """Show what the run is doing now, on a TTY with the time it has taken so far. "" clears it.
@@ -116,38 +125,31 @@ class Progress:
         with self._lock:
             if text == self._state.status:
                 return
-            self._state.status, self._status_since = text, self._clock()
-            if self._live:
-                self._draw()
-            elif text and not (recurs and text in self._logged):
+            self._state.status, self._status_since = visible(text), self._clock()
+            if self._live is None and text and not (recurs and text in self._logged):
                 self._logged.add(text)
-                self._write_line(clip(text, 10_000))
+                self._output.write(self._state.status + "\n")
+        if self._live is not None:
+            self._live.refresh()
 
     def print(self, text: str) -> None:
         """Write `text`, of one or more lines, above the panel."""
-        with self._lock:
-            self._erase()
-            self._write_line(text)
-            if self._live and not self._closed.is_set():
-                self._draw()
+        text = text.removesuffix("\n")
+        if self._live is None:
+            self._output.write(text + "\n")
+        else:
+            self._live.console.print(Text(text), soft_wrap=True)
 
     @property
     def width(self) -> int:
         """Columns that a line may fill: the terminal's, or what is sane in a log file."""
-        return max(self._size()[0] - 1, 40) if self._live else 160
+        return 160 if self._live is None else max(self._live.console.width - 1, 40)
 
     def close(self) -> None:
         """Draw the panel a last time, without status, and leave the cursor below it; safe to call twice."""
-        with self._lock:
-            if self._closed.is_set():
-                return
-            self._state.status = ""
-            if self._live:
-                self._draw()
-            self._drawn = []
-            self._closed.set()
-        if self._ticker is not None:
-            self._ticker.join()
+        self._state.status = ""
+        if self._live is not None:
+            self._live.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -182,57 +184,40 @@ class Progress:
             since = min(now - self._last_step_at, state.step_s)
             state.left_s = max((state.total_steps - state.step) * state.step_s - since, 0.0)
 
-    def _tick(self, refresh_s: float) -> None:
-        while not self._closed.wait(refresh_s):
-            with self._lock:
-                if not self._closed.is_set():
-                    self._state.tick += 1
-                    self._draw()
+    def _panel(self) -> Panel:
+        with self._lock:
+            self._refresh_times()
+            return Panel(replace(self._state, values=dict(self._state.values)))
 
-    # ---- the terminal --------------------------------------------------------------------------------------
 
-    def _size(self) -> tuple[int, int]:
-        """Columns and rows, asked anew each time since windows are resized."""
-        try:
-            size = os.get_terminal_size(self._stream.fileno())
-        except (OSError, ValueError, AttributeError):  # A stream that only says it is a terminal.
-            size = shutil.get_terminal_size()
-        return size.columns or 80, size.lines or 24
+class _Console(Console):
+    """A console that never hides the cursor, since a killed run could not show it again."""
 
-    def _draw(self) -> None:
-        self._refresh_times()
-        columns, rows = self._size()
-        look = Look(glyphs_for(self._stream.encoding), color_wanted(), max(columns - 1, 1))
-        lines = panel(self._state, look)
-        if self._closed.is_set() or not self._state.status:
-            lines = lines[:-1]
-        # A panel taller than the screen could not be reached by moving up.
-        lines = lines[: max(rows - 1, 1)]
-        self._write(self._erasure(columns) + "".join(f"{line}\n" for line in lines))
-        self._drawn = lines
+    def show_cursor(self, show: bool = True) -> bool:
+        """Ignore rich's wish to hide it."""
+        return False
 
-    def _erase(self) -> None:
-        if self._drawn:
-            self._write(self._erasure(self._size()[0]))
-            self._drawn = []
 
-    def _erasure(self, columns: int) -> str:
-        """Up over the panel as it stands now: after a resize its lines may have been wrapped into several."""
-        rows = sum(max(-(-cells(_SGR.sub("", line)) // columns), 1) for line in self._drawn)
-        return f"\x1b[{rows}A\r\x1b[J" if rows else ""
+class _Output:
+    """A stream that takes text outside its encoding and survives a reader that has left."""
 
-    def _write_line(self, text: str) -> None:
-        self._write(text if text.endswith("\n") else text + "\n")
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_closed = False
 
-    def _write(self, text: str) -> None:
-        if self._gone:
-            return
-        # A user's text may hold what an ASCII terminal cannot show.
-        encoding = self._stream.encoding or "utf-8"
-        text = text.encode(encoding, errors="replace").decode(encoding)
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):
-            # The terminal was closed, or the pipe's reader has left: the run goes on without its display.
-            self._gone = True
+    def write(self, text: str) -> int:
+        """Write what the encoding can say. A closed terminal or pipe does not stop the run, only the display."""
+        if not self._is_closed:
+            encoding = self._stream.encoding or "utf-8"
+            try:
+                self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._is_closed = True
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: `write` has flushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

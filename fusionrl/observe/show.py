@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypedDict
 
+from rich.cells import cell_len, set_cell_size
+
 from fusionrl.base.plurals import counted
 from fusionrl.observe.advice import Glimpse
-from fusionrl.observe.panel import BOLD, CYAN, cells, clip, color_wanted
 from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
 from fusionrl.observe.run_dir import holds_run
 from fusionrl.observe.safe_text import shorten, visible
@@ -27,6 +28,7 @@ EXIT_USER = 2
 _EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups
 _LISTED, _ALONE = 600, 20_000  # characters of a text in a list of samples, and of one sample
 
+BOLD, CYAN = "1", "36"  # SGR codes of the terminal's own colours
 Paint = Callable[[str, str], str]  # (text, SGR code) -> text
 
 _HELP = """Show samples of a run: prompt, answer, label, reward, and what the trainers found out about each (advantage;
@@ -412,7 +414,7 @@ def _number(value: object) -> str:
 
 def may_color(stream: TextIO) -> bool:
     """Return whether `stream` is a terminal that may have colours."""
-    return stream.isatty() and color_wanted() and os.environ.get("TERM") != "dumb"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def painter(stream: TextIO) -> Paint:
@@ -436,38 +438,32 @@ def write_text(parts: Iterable[str], stream: TextIO) -> None:
 
 # ------------------------------------------------------------------------------------------------ while training
 def sample_table(glimpses: Sequence[Glimpse], step: int, width: int) -> str:
-    """A line a sample for the console while a run goes on, none wider than `width` columns.
+    """Return a line for each sample, none wider than `width` columns, for the console of a run.
 
     Of an answer and a prompt the end is shown, where the result and the question mostly are.
     """
     rows = [["sample", "reward", "tokens", "label", "answer (end)", "prompt (end)"]]
-    for one in glimpses:
-        cut = "+" if one.status == "truncated" else "" if one.status == "completed" else "!"
-        label = "" if one.label is None else clip(visible(one.label), 16)
-        rows.append(
-            [str(one.index), f"{one.reward:.4g}", f"{one.response_length}{cut}", label, one.response, one.prompt]
-        )
-    widths = [max(cells(row[i]) for row in rows) for i in range(4)]
+    for glimpse in glimpses:
+        cut = "+" if glimpse.status == "truncated" else "" if glimpse.status == "completed" else "!"
+        label = "" if glimpse.label is None else _start(visible(glimpse.label), 16)
+        numbers = [str(glimpse.index), f"{glimpse.reward:.4g}", f"{glimpse.response_length}{cut}"]
+        rows.append([*numbers, label, visible(glimpse.response), visible(glimpse.prompt)])
+    *widths, answer_width, prompt_width = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     room = max(width - 2 - sum(widths) - 2 * 5, 20)
-    needed = [max(cells(visible(row[i])) for row in rows) for i in (4, 5)]
-    answer = min(needed[0], max(room * 3 // 5, room - needed[1]))
+    answer_width = min(answer_width, max(room * 3 // 5, room - prompt_width))
     lines = [f"step {step}: {counted(len(glimpses), 'sample')} (+: cut off, !: failed or aborted)"]
-    for number, row in enumerate(rows):
-        texts = row[4:] if not number else [_end(row[4], answer), _end(row[5], room - answer)]
-        head = [" " * (w - cells(text)) + text for w, text in zip(widths[:3], row[:3], strict=True)]
-        pad = [row[3] + " " * (widths[3] - cells(row[3])), texts[0] + " " * max(answer - cells(texts[0]), 0)]
-        lines.append("  " + "  ".join([*head, *pad, texts[1]]).rstrip())
+    for row in rows:
+        texts = [set_cell_size(row[3], widths[3]), set_cell_size(_end(row[4], answer_width), answer_width)]
+        numbers = [text.rjust(column) for text, column in zip(row[:3], widths, strict=False)]
+        lines.append("  " + "  ".join([*numbers, *texts, _end(row[5], room - answer_width)]).rstrip())
     return "\n".join(lines)
 
 
+def _start(text: str, width: int) -> str:
+    """The start of `text`, in at most `width` columns."""
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
 def _end(text: str, width: int) -> str:
-    """The end of `text` on one line of at most `width` columns."""
-    text = visible(text)
-    if cells(text) <= width:
-        return text
-    kept, used = "", 1  # of the ellipsis
-    for char in reversed(text):
-        if used + cells(char) > width:
-            break
-        kept, used = char + kept, used + cells(char)
-    return f"…{kept}"
+    """The end of `text`, in at most `width` columns."""
+    return text if cell_len(text) <= width else "…" + set_cell_size(text[::-1], width - 1)[::-1]

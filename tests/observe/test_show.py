@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 
 from fusionrl import cli
 from fusionrl.observe.advice import Glimpse
-from fusionrl.observe.panel import cells
 from fusionrl.observe.rollouts import RolloutWriter, as_ranges, rollout_of_step
 from fusionrl.observe.safe_text import ending, shorten, visible
 from fusionrl.observe.show import sample_table
@@ -297,7 +297,7 @@ def test_the_table_of_a_step() -> None:
         table = sample_table(shown, 3, width)
         first, names, *lines = table.splitlines()
         assert first.startswith("step 3: 3 samples") and len(lines) == 3
-        assert max(cells(line) for line in (names, *lines)) <= width
+        assert max(cell_len(line) for line in (names, *lines)) <= width
         assert "\x1b" not in table and "4096+" in lines[1] and "0!" in lines[2]
         assert "so it is 42" in lines[0] and lines[0].rstrip().endswith("question")
         assert lines[1].count("答") > 5, "the end of the answer"
