@@ -20,7 +20,7 @@ from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
-from tools.bench.buffer import VOCAB_SIZE
+from tests.buffer.answer_server import VOCAB_SIZE
 
 SIZES = (64, 256)
 NUM_TOKENS = 4096

@@ -1,4 +1,4 @@
-"""What a rollout of long answers costs the Buffer; `tools/bench/buffer.py` measures the same at full size."""
+"""What a rollout of long answers costs the Buffer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fusionrl.engines.generation import parse_answer
+from tests.buffer.answer_server import make_answer
 from tests.buffer.rollout_cost import NUM_TOKENS, SIZES
-from tools.bench.buffer import make_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.timed
 def test_samples_stay_arrays_and_are_parsed_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.bench.buffer", "--serve", "--tokens", str(NUM_TOKENS)]
+    command = [sys.executable, "-m", "tests.buffer.answer_server", str(NUM_TOKENS)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"

@@ -21,7 +21,7 @@ from fusionrl.engines import parser_processes as parsers_module
 from fusionrl.engines.answer_checks import AnswerError
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.parser_processes import LONG_BYTES, START_AFTER, ParserProcesses
-from tools.bench.buffer import make_answer
+from tests.buffer.answer_server import make_answer
 
 LONG = 4096
 SHORT = 16
@@ -165,7 +165,7 @@ def test_a_client_that_is_closed_leaves_none_behind() -> None:
 OWNER = """
 import asyncio, sys
 from fusionrl.engines import parser_processes as module
-from tools.bench.buffer import make_answer
+from tests.buffer.answer_server import make_answer
 
 async def main():
     module.START_AFTER = 0

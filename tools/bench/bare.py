@@ -19,15 +19,15 @@ weights: those of attention are small here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tools.bench.asked import Asked
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,47 @@ def plain_loop(model: PreTrainedModel, prompts: Tensor, new_tokens: int, cache: 
         return torch.cat(chosen, 1)
 
 
+class Worker:
+    """A process that prints a line when it is ready, and one for each line that it reads."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start the process, and wait until it is ready.
+
+        Raises:
+            SystemExit: the process ended.
+        """
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self._read()
+        except SystemExit:
+            self.close()
+            raise
+
+    def ask(self, line: str) -> str:
+        """Return the answer to `line`.
+
+        Raises:
+            SystemExit: the process ended.
+        """
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it ended; `_read` reports that
+            print(line, file=self._process.stdin, flush=True)
+        return self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the measuring process ended; see above")
+        return line
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):  # input that it has not read
+            self._process.communicate()
+
+
 class Bare:
     """The process that measures the rows; it waits between two turns."""
 
@@ -69,16 +110,16 @@ class Bare:
         """
         order = {"model": model, "prompts": list(prompts), "new_tokens": new_tokens, "dtype": DTYPES[precision]}
         this = str(Path(__file__).resolve())
-        self._asked = Asked([sys.executable, this, "--serve", json.dumps(order), "--threads", str(num_threads)])
+        self._worker = Worker([sys.executable, this, "--serve", json.dumps(order), "--threads", str(num_threads)])
 
     def seconds(self) -> dict[str, float]:
         """Time of each row, measured once, one after the other."""
-        found: dict[str, float] = json.loads(self._asked.ask("go"))
+        found: dict[str, float] = json.loads(self._worker.ask("go"))
         return found
 
     def close(self) -> None:
         """End the process."""
-        self._asked.close()
+        self._worker.close()
 
 
 class Rows:

@@ -2,7 +2,6 @@
 
     python -m tools.bench.pipelines paced [--turns 2] [--steps 6] [--json FILE]
     python -m tools.bench.pipelines paced --virtual
-    python -m tools.bench.pipelines paced --in-flight 10000
     python -m tools.bench.pipelines tool --out runs/pipelines [--size full] [--seeds 1 2 3] [--pipelines async …]
     python -m tools.bench.pipelines tool --out runs/pipelines --size full --seeds 1 2 3 --report
 
@@ -39,7 +38,6 @@ from typing import Any
 
 from tools.bench import pipelines_tool
 from tools.bench.lengths import Lengths
-from tools.bench.pipelines_in_flight import hold
 from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row
 from tools.bench.pipelines_virtual import run_virtual
 
@@ -143,8 +141,6 @@ def paced(options: argparse.Namespace) -> dict[str, Any]:
         make = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", folder]
         subprocess.run(make, check=True, capture_output=True)
         model = Path(folder) / "model"
-        if options.in_flight:
-            return {"in_flight": hold(setting, options.in_flight, model)}
         chosen = [row for row in rows(setting) if not options.rows or row.name in options.rows]
         runs = []
         for turn in range(options.turns):
@@ -179,7 +175,6 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--token-scale", type=float, default=Setting.token_scale)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--virtual", action="store_true", help="instead: the controller alone, in virtual time")
-    one.add_argument("--in-flight", type=int, help="instead: bring so many requests in flight")
     two = parts.add_parser("tool", help="real engines and trainers, with a slow tool")
     two.add_argument("--out", type=Path, required=True, help="folder of the runs and of results.jsonl")
     two.add_argument("--size", choices=sorted(pipelines_tool.SIZES), default="smoke")
@@ -199,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
     if options.part == "paced":
         found = paced(options)
-        print(table(found["rows"]) if "rows" in found else json.dumps(found, indent=1))
+        print(table(found["rows"]))
     else:
         task = pipelines_tool.SIZES[options.size]
         if options.rollouts is not None:
