@@ -157,7 +157,7 @@ def debug(error: BaseException) -> None:
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
     from fusionrl.runtime.ray_cluster import root_cause
-    from fusionrl.runtime.signals import Terminated
+    from fusionrl.runtime.supervisor import Terminated
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

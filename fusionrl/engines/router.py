@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -13,8 +14,11 @@ from urllib.parse import quote
 
 from fusionrl.base.environment import child_environment
 from fusionrl.engines.http import EndpointError, as_list, as_object, call
+from fusionrl.engines.post_request import NO_KEY
 from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
 from fusionrl.engines.spec import to_flags
+
+logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S = 7 * 24 * 3600
 """The router's default of half an hour ends long generations and requests that wait out a paused engine."""
@@ -75,6 +79,7 @@ class Router:
         self._start_timeout_s = start_timeout_s
         self._process: ChildProcess | None = None
         self._metrics_url = ""
+        self._num_refusals_logged = 0
         self.url = ""
 
     def start(self) -> str:
@@ -167,6 +172,18 @@ class Router:
     def num_refused(self) -> int:
         """Requests that the router has refused since its start, as they carried no key or a wrong one."""
         return self._count("smg_http_responses_total", 'status_code="401"')
+
+    def warn_of_refusals(self) -> None:
+        """Log how many requests were refused since the last call, and the cure: their senders see a bare 401."""
+        try:
+            count = self.num_refused()
+        except RuntimeError as error:  # the supervision reports a dead router
+            logger.debug("the router does not report how many requests it refused: %s", error)
+            return
+        if count > self._num_refusals_logged:
+            num_new = count - self._num_refusals_logged
+            logger.warning("the router at %s answered 401 to %d requests: %s", self.url, num_new, NO_KEY)
+        self._num_refusals_logged = count
 
     def _count(self, name: str, label: str = "") -> int:
         """Add up a counter of the router's own, over the labels that have `label` among them."""

@@ -16,8 +16,7 @@ from fusionrl.buffer.eval_versions import MixedVersions
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import root_cause
-from fusionrl.runtime.supervisor import Supervisor
-from fusionrl.runtime.wait_messages import LongWait
+from fusionrl.runtime.supervisor import LongWait, Supervisor
 from fusionrl.weights.in_process import get, wait
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class BufferHandle:
         try:
             rollout: Rollout = self._supervisor.wait(started.ref, LongWait(self.actor.waits_for.remote).look)
         finally:  # a function that was refused may well have failed
-            self._tell_refused()
+            self._warn_of_refusals()
         _add_faults(rollout.metrics, "rollout", started.faults, self._engines.count_faults())
         for text in rollout.warnings:
             logger.warning("%s", text)
@@ -132,7 +131,7 @@ class BufferHandle:
                 raise
             raise EvaluationLost(num_died, root_cause(error)) from error
         finally:
-            self._tell_refused()
+            self._warn_of_refusals()
         if has_own:
             for name, count in self._engines.evaluation.count_faults().items():
                 metrics[f"eval/{name}"] = count - started.faults[name]
@@ -147,10 +146,10 @@ class BufferHandle:
         self._engines.begin_round()
         return PendingRound(ref, faults)
 
-    def _tell_refused(self) -> None:
-        for refusals in (self._engines.refusals, self._engines.evaluation.refusals):
-            if refusals is not None:
-                refusals.tell()
+    def _warn_of_refusals(self) -> None:
+        for router in (self._engines.router, self._engines.evaluation.router):
+            if router is not None:
+                router.warn_of_refusals()
 
     # ------------------------------------------------------------------------------------ data
     def add_trained(self, rollout_id: int, columns: Sequence[ray.ObjectRef]) -> None:

@@ -23,11 +23,15 @@ from fusionrl.base.environment import child_environment
 from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
 from fusionrl.base.process_title import ROOM
 from fusionrl.runtime.guard import Guard
-from fusionrl.runtime.private_folder import make_private_folder
 from fusionrl.runtime.warm_start import WARM_KEY, WARM_VARIABLE, WarmBranches, nursery_environment
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
+
+
+import tempfile
+
+from fusionrl.base.socket_folder import socket_folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ _EARLY = ["torch"]
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _NO_NURSERY = ("-h", "--help", "--dry-run", "--in-process", "--ray-address")
 """Flags of commands that have none."""
+_MAX_TMPDIR_BYTES = 24  # of the 107 of a socket's path
 
 
 class EarlyStart:
@@ -180,3 +185,12 @@ def start_nursery(folder: Path, line: bytes, more: Mapping[str, str] = MappingPr
         nursery.wait()
         raise
     return nursery
+
+
+def make_private_folder() -> Path:
+    """A new folder that this user alone can read, by a path that is short enough for Ray's sockets (107 characters)."""
+    parent = socket_folder(_MAX_TMPDIR_BYTES, "Ray's files are", "RAY_TMPDIR")
+    folder = Path(tempfile.mkdtemp(prefix="fusionrl-", dir=parent))
+    for name in ("ray", "stores"):
+        (folder / name).mkdir(mode=0o700)
+    return folder

@@ -15,11 +15,9 @@ from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, join_nodes
 from fusionrl.runtime.engine_specs import expert_parts
-from fusionrl.runtime.eval_engines import EvalEngines
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import gather
 from fusionrl.runtime.recovery import Recovery, recovery_of
-from fusionrl.runtime.router_refusals import RefusalWatch
 from fusionrl.weights.in_process import get, wait
 
 logger = logging.getLogger(__name__)
@@ -54,7 +52,6 @@ class EnginePool:
         self.router: Router | None = None
         """From `finish_start` to `shutdown`."""
         self._recovery: Recovery | None = None  # --use-fault-tolerance
-        self.refusals: RefusalWatch | None = None
         self.is_memory_away = False
         """The engines gave their memory back."""
 
@@ -77,7 +74,6 @@ class EnginePool:
         self.router = self._launcher.make_router()
         router_url, eval_router_url = self.router.start(), self.evaluation.start_router()
         self.router_url = router_url
-        self.refusals = RefusalWatch(self.router)
         urls = iter(gather(self._starts, self._check_stop))
         self.urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
@@ -121,7 +117,7 @@ class EnginePool:
         self.evaluation.end_router()
         if stops:
             wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
-        self.router = self._recovery = self.refusals = None
+        self.router = self._recovery = None
 
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:
@@ -245,3 +241,56 @@ class EnginePool:
         """Take back a part of the memory; `is_last`: now all of it is here."""
         get([engine.resume_memory.remote(tags) for engine in self.engines])
         self.is_memory_away = not is_last
+
+
+class EvalEngines:
+    """The actors and the router; none of both without the flag. `EnginePool` starts, watches and ends the servers."""
+
+    def __init__(self, plan: Plan, launcher: Launcher) -> None:
+        self._plan, self._launcher = plan, launcher
+        self.engines: list[ActorHandle] = []
+        self.urls: list[str] = []
+        self.router: Router | None = None
+        self.recovery: Recovery | None = None  # --use-fault-tolerance
+
+    def make(self) -> list[ActorHandle]:
+        """Make the actors, whose servers are not started yet."""
+        first = self._plan.num_engines
+        indices = range(first, first + len(self._plan.eval_bundles))
+        self.engines = [self._launcher.make_engine("engine", index) for index in indices]
+        return self.engines
+
+    def start_router(self) -> str:
+        """Start the router, still empty; returns its address, "" where there are no engines."""
+        if not self.engines:
+            return ""
+        self.router = self._launcher.make_router("eval-router")
+        return self.router.start()
+
+    def join(self, urls: Sequence[str]) -> None:
+        """Put the engines, which serve at `urls`, into the router."""
+        self.urls = list(urls)
+        for url in self.urls:
+            assert self.router is not None
+            self.router.add_worker(url, self._launcher.api_key)
+
+    def replace_dead(self, make_recovery: Callable[..., Recovery]) -> None:
+        """From now on, replace engines that die; the run goes on also where all do."""
+        if self.router is not None:
+            first = self._plan.num_engines
+            self.recovery = make_recovery(self.router, self.engines, self.urls, first=first, may_lose_all=True)
+
+    def count_faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: the deaths so far."""
+        return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
+
+    def check_router(self) -> None:
+        """Raise with the end of its log when the router is dead."""
+        if self.router is not None:
+            self.router.check_alive()
+
+    def end_router(self) -> None:
+        """End the router. Idempotent."""
+        if self.router is not None:
+            self.router.shutdown()
+        self.router = self.recovery = None

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.observe.hardware.host import resident_bytes
-from fusionrl.runtime.actor_process import ClockMixin, ProcessSettings, log_to
-from fusionrl.runtime.process_hardware import HOST, HOST_PEAK, ProcessHardware, record_host_memory
+from fusionrl.runtime.actor_process import (
+    HOST,
+    HOST_PEAK,
+    ClockMixin,
+    ProcessHardware,
+    ProcessSettings,
+    log_to,
+    record_host_memory,
+)
 
 
 class EngineWorker(ClockMixin, EngineActor):

@@ -22,9 +22,9 @@ from fusionrl.observe.hardware.host import resident_bytes
 from fusionrl.observe.json_values import write_atomically
 from fusionrl.plan.flops import Work, peak_flops, train_flops
 from fusionrl.plan.plan import Plan
+from fusionrl.runtime.actor_process import HOST
 from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.process_hardware import HOST
 from fusionrl.runtime.trainers import TrainerGroups
 
 logger = logging.getLogger(__name__)

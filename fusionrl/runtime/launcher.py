@@ -6,14 +6,22 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from fusionrl.base.environment import ENGINE_KEY, extended_environment, hook_secrets, not_passed_on, without_secrets
+from fusionrl.base.environment import (
+    ENGINE_KEY,
+    FOLDER_VARIABLE,
+    PEERS_VARIABLE,
+    extended_environment,
+    hook_secrets,
+    not_passed_on,
+    without_secrets,
+)
 from fusionrl.base.imports import without_collections
 from fusionrl.base.open_files import raise_open_files
 from fusionrl.config.config import Config
@@ -22,9 +30,9 @@ from fusionrl.engines.router import Router
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.critic import Role, auxiliary_config
+from fusionrl.plan.nccl import shared_settings
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.visible_devices import refuse_slices
-from fusionrl.runtime.actor_environment import actor_environment
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.early_start import EarlyStart
@@ -308,3 +316,34 @@ def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, s
     if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
         return None
     return nsys_options(str(run_dir.absolute() / FOLDER / f"trainer-{rank}.a{attempt}.%n"))
+
+
+def actor_environment(
+    plan: Plan,
+    server_args: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    stores: Path | None,
+    peers: Sequence[str],
+) -> dict[str, str]:
+    """Return the variables of every actor, on whatever node: imports from the folder the command ran in, and NCCL's.
+
+    An engine's server inherits those of its actor, so that trainers and engines have the same.
+
+    Args:
+        plan: the run's.
+        server_args: the engines' fields of SGLang's ServerArgs.
+        environ: the environment of the command.
+        stores: the folder of the run's stores where it is alone on its node, else None.
+        peers: the addresses of the nodes.
+    """
+    paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), environ.get("PYTHONPATH", "")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+    if stores is not None:
+        env[FOLDER_VARIABLE] = str(stores)
+    else:
+        env[PEERS_VARIABLE] = ",".join(peers)
+    if plan.device == "cpu":
+        return env | {"CUDA_VISIBLE_DEVICES": ""}  # a GPU that the machine has, but the run does not use
+    env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return env | (shared_settings(server_args, environ) if plan.transport == "broadcast" else {})

@@ -12,14 +12,13 @@ from fusionrl.buffer.actor import Rollout
 from fusionrl.config.config import Config
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.background_eval import BackgroundEval
+from fusionrl.runtime.background_eval import BackgroundEval, PastEvaluations
 from fusionrl.runtime.buffer_handle import PendingRound
-from fusionrl.runtime.past_evaluations import PastEvaluations
 from fusionrl.runtime.reporter import Reporter
 from fusionrl.runtime.run_actors import Actors
 from fusionrl.runtime.saver import Saver
-from fusionrl.runtime.signals import StopSignal
 from fusionrl.runtime.step import Step
+from fusionrl.runtime.supervisor import StopSignal
 
 logger = logging.getLogger(__name__)
 

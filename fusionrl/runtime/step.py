@@ -11,7 +11,7 @@ from fusionrl.buffer.actor import Rollout
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.observe.spans import phase
 from fusionrl.plan.flops import Work
-from fusionrl.runtime.signals import Terminated
+from fusionrl.runtime.supervisor import Terminated
 
 if TYPE_CHECKING:
     from fusionrl.runtime.run_context import Run

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from types import FrameType
+from typing import Self, TypeVar
 
 import ray
 
@@ -16,22 +19,57 @@ from fusionrl.weights.remote_calls import Reference
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+FIRST_S = 300.0
+_ANSWER_S = 60.0
 
 
-class StopRequests(Protocol):
-    """SIGTERM, as the driver keeps it."""
+class Terminated(Exception):
+    """SIGTERM arrived: the trained steps are saved, then the run ends."""
+
+
+class StopSignal:
+    """Turns the first SIGTERM into a request that the loop finds; a second one acts as Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._is_heard = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGTERM)
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Take SIGTERM; again after Ray has started, which takes it for itself."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def __exit__(self, *exc: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            raise KeyboardInterrupt
+        self._asked.set()
 
     def check(self) -> None:
-        """Raise once a stop was asked for."""
+        """Raise Terminated once SIGTERM has arrived."""
+        if self._asked.is_set():
+            raise Terminated("SIGTERM")
 
     def hear(self) -> bool:
-        """Return whether a stop was asked for. Once, tells the user what is finished before the run stops."""
+        """Return whether SIGTERM has arrived. The first time that it has, say what happens next."""
+        if self._asked.is_set() and not self._is_heard:
+            self._is_heard = True
+            logger.warning("SIGTERM: this rollout is trained to its end, then the run stops; a second one ends it now")
+        return self._asked.is_set()
 
 
 class Supervisor:
     """Waits for calls of actors. About once a second it checks the engines, which may raise, and looks for a stop."""
 
-    def __init__(self, check_engines: Callable[[bool], object], stop: StopRequests, interval_s: float = 1.0) -> None:
+    def __init__(self, check_engines: Callable[[bool], object], stop: StopSignal, interval_s: float = 1.0) -> None:
         """`check_engines` is told whether the engines generate; only then they can be asked for a token."""
         self._check_engines, self._stop, self._interval_s = check_engines, stop, interval_s
         self._next_look = 0.0
@@ -84,3 +122,46 @@ class Supervisor:
                     (look if pending else self._look)()
                     self._next_look = time.monotonic() + self._interval_s
         return get(list(refs))
+
+
+class LongWait:
+    """One wait for the Buffer. Asks it after five minutes, and then ever less often, and logs its answer."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Reference[str]],
+        first_s: float = FIRST_S,
+        answer_s: float = _ANSWER_S,
+    ) -> None:
+        """`ask` begins a call that returns whom trainers wait for, "" where nobody knows."""
+        self._ask, self._answer_s = ask, answer_s
+        self._since, self._next_s = time.monotonic(), first_s
+        self._asked: Reference[str] | None = None
+        self._asked_since = 0.0
+
+    def look(self) -> None:
+        """Ask, or tell what was answered. Called again and again during the wait; never blocks."""
+        now = time.monotonic()
+        if self._asked is not None:
+            self._hear(now)
+        elif now - self._since >= self._next_s:
+            self._next_s *= 2
+            self._asked, self._asked_since = self._ask(), now
+
+    def _hear(self, now: float) -> None:
+        assert self._asked is not None
+        minutes = (now - self._since) / 60
+        if wait([self._asked], timeout=0)[0]:
+            try:
+                if text := get(self._asked):
+                    logger.warning("trainers have waited %.1f minutes: %s", minutes, text)
+            except (ray.exceptions.RayError, RuntimeError) as error:  # the wait itself ends with it
+                logger.debug("the Buffer does not say whom trainers wait for: %s", error)
+            self._asked = None
+        elif now - self._asked_since >= self._answer_s:
+            self._asked_since = now + self._next_s
+            logger.warning(
+                "trainers have waited %.1f minutes, and the Buffer does not answer: a function of yours may hold its"
+                " event loop (a call that blocks, in an async function)",
+                minutes,
+            )

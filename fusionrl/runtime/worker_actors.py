@@ -11,8 +11,15 @@ from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.observe.hardware.host import resident_bytes
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.actor_process import ClockMixin, ProcessSettings, log_to
-from fusionrl.runtime.process_hardware import HOST, ProcessHardware, memory_of_torch, record_host_memory
+from fusionrl.runtime.actor_process import (
+    HOST,
+    ClockMixin,
+    ProcessHardware,
+    ProcessSettings,
+    log_to,
+    memory_of_torch,
+    record_host_memory,
+)
 from fusionrl.trainer.critic import CriticTrainer
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 from fusionrl.trainer.policy import PolicyTrainer

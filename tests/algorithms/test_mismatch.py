@@ -9,7 +9,7 @@ import torch
 
 from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.mismatch_report import MismatchLimits, mismatch_warning
-from fusionrl.runtime.step_warnings import MismatchWatch
+from fusionrl.runtime.reporter import MismatchWatch
 
 
 def draws(difference: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

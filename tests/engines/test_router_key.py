@@ -13,7 +13,6 @@ import requests
 
 from fusionrl.engines.post_request import post
 from fusionrl.engines.router import Router
-from fusionrl.runtime.router_refusals import RefusalWatch
 from tests.rollout.engine import KEY, sglang_engine
 
 pytestmark = [
@@ -34,13 +33,12 @@ def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Router]:
 @pytest.mark.parametrize("router", [KEY], indirect=True)
 def test_what_is_refused_is_explained(router: Router, caplog: pytest.LogCaptureFixture) -> None:
     """A client without the key sees a bare 401; the log says how many, and what to send."""
-    watch = RefusalWatch(router)
     for headers in ({}, {"Authorization": "Bearer another"}):
         answer = requests.post(f"{router.url}/generate", json={"text": "x"}, headers=headers, timeout=30)
         assert (answer.status_code, answer.text) == (401, "")
     with caplog.at_level(logging.WARNING):
-        watch.tell()
-        watch.tell()
+        router.warn_of_refusals()
+        router.warn_of_refusals()
     (said,) = (record.getMessage() for record in caplog.records)
     assert "answered 401 to 2 requests" in said
     assert all(word in said for word in ("Authorization: Bearer", "args.api_key", "FUSIONRL_ROUTER_KEY"))

@@ -16,13 +16,13 @@ from fusionrl.observe import spans
 from fusionrl.observe.hardware.host import peak_bytes, resident_bytes
 from fusionrl.observe.hardware.meter import Meter, summary
 from fusionrl.observe.hardware.nvml import Reading
-from fusionrl.runtime.process_hardware import HOST, record_host_memory
+from fusionrl.runtime.actor_process import HOST, record_host_memory
 from tests.observe.fake_nvml import fake_nvml
 
 ASKS = """
 import json, os, sys
 from dataclasses import asdict
-from fusionrl.runtime.process_hardware import ProcessHardware
+from fusionrl.runtime.actor_process import ProcessHardware
 from fusionrl.observe.hardware.meter import Meter
 from fusionrl.observe.hardware.nvml import open_nvml
 nvml = open_nvml()

@@ -19,8 +19,7 @@ def shared_cluster() -> Iterator[None]:
 
     from fusionrl.base.nursery import Branch, Order
     from fusionrl.runtime import worker_starter
-    from fusionrl.runtime.early_start import CLUSTER_TOKEN, start_nursery
-    from fusionrl.runtime.private_folder import make_private_folder
+    from fusionrl.runtime.early_start import CLUSTER_TOKEN, make_private_folder, start_nursery
     from fusionrl.runtime.ray_cluster import start_ray
 
     folder = make_private_folder()

@@ -11,7 +11,7 @@ from typing import Any
 from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
 from fusionrl.runtime.run_context import Run
-from fusionrl.runtime.signals import StopSignal
+from fusionrl.runtime.supervisor import StopSignal
 
 
 class Trainers(list[str]):

@@ -8,7 +8,7 @@ import pytest
 
 from fusionrl.base.environment import FOLDER_VARIABLE, PEERS_VARIABLE
 from fusionrl.plan.nccl import CUMEM, NVLS
-from fusionrl.runtime.actor_environment import actor_environment
+from fusionrl.runtime.launcher import actor_environment
 from tests.plan.test_plan import plan
 
 

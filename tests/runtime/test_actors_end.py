@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.runtime.run_actors import Actors
-from fusionrl.runtime.signals import Terminated
+from fusionrl.runtime.supervisor import Terminated
 
 
 @pytest.mark.parametrize(

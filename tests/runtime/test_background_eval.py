@@ -11,7 +11,7 @@ import pytest
 
 from fusionrl.runtime.buffer_handle import EvaluationLost
 from fusionrl.runtime.loops import on_policy, streamed
-from fusionrl.runtime.signals import StopSignal, Terminated
+from fusionrl.runtime.supervisor import StopSignal, Terminated
 from tests.runtime.run_fakes import Cluster, run_of
 
 OWN: dict[str, Any] = {"eval_num_gpus": 1, "eval_interval": 2, "eval_prompt_data": ["x", "x.jsonl"]}

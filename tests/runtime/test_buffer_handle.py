@@ -18,8 +18,8 @@ def test_an_old_health_check_is_not_read_while_others_evaluate(has_own: bool) ->
     """One that was begun before the last push may have met an engine that stood still."""
     log: list[str] = []
     engines: Any = SimpleNamespace(
-        evaluation=SimpleNamespace(engines=["own"] if has_own else [], refusals=None, count_faults=dict),
-        refusals=None,
+        evaluation=SimpleNamespace(engines=["own"] if has_own else [], router=None, count_faults=dict),
+        router=None,
         begin_round=lambda: log.append("begin round"),
         count_faults=dict,
     )
@@ -34,8 +34,8 @@ class Died:
 
     def __init__(self, num_died: int, error: Exception | None) -> None:
         self.total = 4
-        self.evaluation = SimpleNamespace(engines=["own"], refusals=None, count_faults=self.count)
-        self.refusals, self._num_died, self._error = None, num_died, error
+        self.evaluation = SimpleNamespace(engines=["own"], router=None, count_faults=self.count)
+        self.router, self._num_died, self._error = None, num_died, error
 
     def begin_round(self) -> None: ...
 

@@ -18,10 +18,9 @@ from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.logs import setup_logging
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.progress import Progress
-from fusionrl.runtime.reporter import Reporter
+from fusionrl.runtime.reporter import Reporter, advice_settings
 from fusionrl.runtime.run_context import Run
-from fusionrl.runtime.signals import StopSignal
-from fusionrl.runtime.step_warnings import advice_settings
+from fusionrl.runtime.supervisor import StopSignal
 
 
 @pytest.fixture

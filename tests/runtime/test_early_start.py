@@ -18,7 +18,6 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.cli import train
 from fusionrl.config.config import Config
 from fusionrl.runtime import early_start as early_start_module
-from fusionrl.runtime import private_folder
 from fusionrl.runtime.early_start import CLUSTER_TOKEN, EarlyStart
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
 from fusionrl.runtime.nursery_order import make_order
@@ -149,7 +148,7 @@ def test_what_fails_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The launcher begins again."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setattr(private_folder, "_MAX_TMPDIR_BYTES", 1000)
+    monkeypatch.setattr(early_start_module, "_MAX_TMPDIR_BYTES", 1000)
     with EarlyStart() as early_start:
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", _fails)

@@ -17,7 +17,7 @@ import ray
 
 from fusionrl.engines.external_engine import ExternalEngineFacts
 from fusionrl.observe.engine_list import WANTED, add_wanted, read_states, remove_wanted
-from fusionrl.runtime import external_engine_worker
+from fusionrl.runtime import external_engines
 from fusionrl.runtime.external_engines import ExternalEngines
 from tests.runtime.fakes import Router
 
@@ -243,7 +243,7 @@ def test_without_trainers_they_serve_at_once(tmp_path: Path) -> None:
 def test_without_trainers_their_weights_are_compared_with_an_own_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_engine_worker, "engine_requirements", lambda *_: None)
+    monkeypatch.setattr(external_engines, "engine_requirements", lambda *_: None)
     own = SimpleNamespace(weight_checksums=SimpleNamespace(remote=lambda: ray.put([{"w": "1"}])))
     engines: Any = SimpleNamespace(engines=[own])
     launcher: Any = SimpleNamespace(run_dir=tmp_path, api_key="key", is_alone=True)
@@ -251,7 +251,7 @@ def test_without_trainers_their_weights_are_compared_with_an_own_engines(
     config: Any = None
     for layout, served in ((None, [B]), (object(), [])):
         plan: Any = SimpleNamespace(layout=layout, num_engines=1, eval_bundles=[])
-        external = external_engine_worker.make_external_engines(
+        external = external_engines.make_external_engines(
             config, plan, launcher, engines, lambda text: None, lambda: None
         )
         Party(tmp_path).tell(A, weights=[{"w": "2"}])

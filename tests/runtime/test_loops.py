@@ -9,7 +9,7 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.config.pipelines import AVAILABLE
 from fusionrl.runtime import loops
-from fusionrl.runtime.signals import StopSignal
+from fusionrl.runtime.supervisor import StopSignal
 from tests.runtime.run_fakes import Cluster, run_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.runtime.private_folder import make_private_folder
+from fusionrl.runtime.early_start import make_private_folder
 
 
 def test_a_short_folder_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

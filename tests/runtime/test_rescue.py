@@ -12,10 +12,10 @@ import pytest
 from fusionrl.observe.metrics import STEP_TIME
 from fusionrl.runtime import loops
 from fusionrl.runtime.checkpoints import Checkpoints
-from fusionrl.runtime.rescue import rescue
+from fusionrl.runtime.run import rescue
 from fusionrl.runtime.run_context import Run
 from fusionrl.runtime.saver import Saver
-from fusionrl.runtime.signals import StopSignal
+from fusionrl.runtime.supervisor import StopSignal
 from fusionrl.weights.in_process import put
 from tests.runtime.run_fakes import Cluster, Diary, run_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
-from fusionrl.runtime.step_warnings import MismatchWatch, mask_functions
+from fusionrl.runtime.reporter import MismatchWatch, mask_functions
 
 # Of a step in which a fifth of the trained tokens are a tool's.
 NUMBERS = {

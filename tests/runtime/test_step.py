@@ -12,8 +12,8 @@ import pytest
 from fusionrl.observe import spans
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.runtime.loops import on_policy
-from fusionrl.runtime.signals import StopSignal, Terminated
 from fusionrl.runtime.step import idle_shares
+from fusionrl.runtime.supervisor import StopSignal, Terminated
 from tests.runtime.run_fakes import Cluster, run_of
 
 

@@ -28,8 +28,7 @@ from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.progress_probes import _name_of, _sizes, look_on
 from fusionrl.runtime.ray_cluster import place_devices, start_ray
 from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
-from fusionrl.runtime.signals import StopSignal, Terminated
-from fusionrl.runtime.supervisor import Supervisor
+from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
 from fusionrl.runtime.watchdog import ProgressProbes, Watchdog
 from fusionrl.weights.in_process import get
 

@@ -15,8 +15,8 @@ from fusionrl.config.config import Config
 from fusionrl.plan.device_sharing import CACHES, STATES, WEIGHTS, is_allowed
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget
-from fusionrl.runtime import start_order, weight_sync
-from fusionrl.runtime.start_order import start_all
+from fusionrl.runtime import run_actors, weight_sync
+from fusionrl.runtime.run_actors import start_all
 from fusionrl.runtime.weight_sync import WeightSync
 from tests.plan.test_plan import plan as make_plan
 
@@ -109,7 +109,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             make_trainers=lambda: groups, make_buffer=lambda: "buffer", setup_trainers=trainers.setup
         )
         buffer = SimpleNamespace(start=lambda actor: "prepared", setup=lambda endpoints: {"num_too_long": 0})
-        monkeypatch.setattr(start_order, "gather", lambda refs, check: refs)
+        monkeypatch.setattr(run_actors, "gather", lambda refs, check: refs)
 
         class Verification:
             def __init__(self, *_: Any, **__: Any) -> None: ...

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.runtime import wait_messages
-from fusionrl.runtime.wait_messages import LongWait
+from fusionrl.runtime import supervisor
+from fusionrl.runtime.supervisor import LongWait
 
 
 class Clock:
@@ -42,10 +42,10 @@ def wait_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
     def run(seconds: int, *answers: tuple[float | None, Any]) -> Clock:
         clock = Clock(list(answers))
         exceptions = SimpleNamespace(RayError=OSError)
-        monkeypatch.setattr(wait_messages, "ray", SimpleNamespace(exceptions=exceptions))
-        monkeypatch.setattr(wait_messages, "wait", clock.wait)
-        monkeypatch.setattr(wait_messages, "get", clock.get)
-        monkeypatch.setattr(wait_messages, "time", clock)
+        monkeypatch.setattr(supervisor, "ray", SimpleNamespace(exceptions=exceptions))
+        monkeypatch.setattr(supervisor, "wait", clock.wait)
+        monkeypatch.setattr(supervisor, "get", clock.get)
+        monkeypatch.setattr(supervisor, "time", clock)
         wait = LongWait(clock.ask)
         for clock.now in map(float, range(seconds)):
             wait.look()

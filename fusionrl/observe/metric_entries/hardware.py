@@ -39,18 +39,18 @@ HARDWARE: Table = {
     "hardware/host_peak_bytes/<group>": Entry(
         "bytes",
         "The most resident host memory that one process of the group ever had (trainers).",
-        "runtime/process_hardware.py",
+        "runtime/actor_process.py",
     ),
     "hardware/memory_peak_bytes/<group>": Entry(
         "bytes",
         "The most memory that torch had allocated on a GPU since the step before, of the rank with the most.",
-        "runtime/process_hardware.py",
+        "runtime/actor_process.py",
         "trainers on GPUs",
     ),
     "hardware/memory_reserved_bytes/<group>": Entry(
         "bytes",
         "The most memory that torch had reserved on a GPU since the step before, of the rank with the most.",
-        "runtime/process_hardware.py",
+        "runtime/actor_process.py",
         "trainers on GPUs",
     ),
     "hardware/memory_used_bytes/<group>": Entry(
