@@ -59,10 +59,10 @@ def read_kept(path: Path) -> Json:
     """Return the answer in a file of this user's that nobody else may write; None: there is none."""
     try:
         with open_kept(path) as file:
-            found: Json = json.load(file)
+            content: Json = json.load(file)
     except (OSError, ValueError):
         return None
-    return found
+    return content
 
 
 def write_kept(path: Path, answer: object) -> None:

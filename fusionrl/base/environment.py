@@ -73,15 +73,15 @@ def child_environment(kind: str, source: Mapping[str, str] | None = None) -> dic
     Only a process with `RAY` in its row gets RAY_AUTH_TOKEN; the others are handed over, see `NEEDS`.
     """
     source = os.environ if source is None else source
-    kept = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} if RAY in NEEDS[kind] else set[str]()
-    return {name: value for name, value in source.items() if name in kept or not is_secret(name, value)}
+    secrets = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} if RAY in NEEDS[kind] else set[str]()
+    return {name: value for name, value in source.items() if name in secrets or not is_secret(name, value)}
 
 
 @contextmanager
 def without_secrets(kind: str) -> Iterator[None]:
     """Within it, this process's environment is what a process of `kind` is to inherit."""
-    kept = child_environment(kind)
-    hidden = {name: value for name, value in os.environ.items() if name not in kept}
+    environment = child_environment(kind)
+    hidden = {name: value for name, value in os.environ.items() if name not in environment}
     for name in hidden:
         os.environ.pop(name, None)
     try:
@@ -94,12 +94,12 @@ def without_secrets(kind: str) -> Iterator[None]:
 @contextmanager
 def extended_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Within it, this process's environment has these variables too, or instead."""
-    usual = {name: os.environ.get(name) for name in variables}
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in usual.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -125,8 +125,8 @@ def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] |
     Of a Ray cluster that somebody else started, the raylet's environment reaches its actors.
     """
     environ = os.environ if environ is None else environ
-    kept = child_environment("ray", environ)
-    for name in [name for name in environ if name not in kept]:
+    environment = child_environment("ray", environ)
+    for name in [name for name in environ if name not in environment]:
         environ.pop(name)
     environ.update(secrets)
     environ[HOOK_NAMES] = ",".join(secrets)

@@ -121,7 +121,7 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
         saved.append((name, *fact))
 
     def check(file: tuple[str, int, str]) -> str | None:
-        name, size, wanted = file
+        name, size, expected_hash = file
         path = folder / name
         try:
             status = path.lstat()
@@ -129,12 +129,12 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
                 return f"{name} is a link or no file"
             if status.st_size != size:
                 return f"{name} has {status.st_size} bytes, it was saved with {size}"
-            found = hash_file(path, wanted.partition(":")[0])
+            actual_hash = hash_file(path, expected_hash.partition(":")[0])
         except FileNotFoundError:
             return f"{name} is missing"
         except (OSError, ValueError) as error:
             return f"{name}: {error}"
-        return None if found == wanted else f"{name} is not what was saved"
+        return None if actual_hash == expected_hash else f"{name} is not what was saved"
 
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, len(saved))) as pool:
         wrong = [text for text in pool.map(check, saved) if text is not None]

@@ -35,7 +35,7 @@ def imported_later(
     if name in sys.modules:
         yield
         return
-    finders = [one for one in sys.meta_path if isinstance(one, _Finder) and one.stand_in.__name__ == name]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder) and finder.stand_in.__name__ == name]
     if not finders:  # it stays: the module may be imported at any time
         finders = [_Finder(_StandIn(name, called, caught, constants))]
         sys.meta_path.insert(0, finders[0])
@@ -51,8 +51,8 @@ def imported_later(
 class _StandIn(types.ModuleType):
     def __init__(self, name: str, called: Sequence[str], caught: Sequence[str], constants: Sequence[str]) -> None:
         super().__init__(name)
-        self.taken: dict[str, object] = {one: functools.partial(_call, name, one) for one in called}
-        self.taken |= {one: type(one, (RuntimeError,), {"__module__": name}) for one in caught}
+        self.taken: dict[str, object] = {attribute: functools.partial(_call, name, attribute) for attribute in called}
+        self.taken |= {attribute: type(attribute, (RuntimeError,), {"__module__": name}) for attribute in caught}
         self._constants = frozenset(constants)
 
     def __getattr__(self, name: str) -> object:
@@ -85,21 +85,21 @@ def _real(name: str) -> types.ModuleType:
 def _constants(module: str) -> dict[str, object]:
     """Texts and numbers that the source of a module assigns, also texts with others in them; none without a file."""
     package, *path = module.split(".")
-    found: dict[str, object] = {}
+    constants: dict[str, object] = {}
     try:
         file = Path(sys.modules[package].__path__[0], *path).with_suffix(".py")
         for line in ast.parse(file.read_bytes()).body:
             if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and len(line.targets) == 1:
                 name = line.targets[0].id
-                found.pop(name, None)
+                constants.pop(name, None)
                 if all(isinstance(node, _PLAIN) for node in ast.walk(line.value)):
                     with contextlib.suppress(NameError):  # of what is no constant
-                        found[name] = eval(
-                            compile(ast.Expression(line.value), str(file), "eval"), {"__builtins__": {}}, found
+                        constants[name] = eval(
+                            compile(ast.Expression(line.value), str(file), "eval"), {"__builtins__": {}}, constants
                         )
     except (KeyError, OSError, ValueError, SyntaxError):
         return {}
-    return found
+    return constants
 
 
 class _Finder(MetaPathFinder):

@@ -55,14 +55,14 @@ def group_chains(root: Path = ROOT) -> list[list[Path]]:
             is_it |= kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")
             if is_it and (path + "/").startswith(top.rstrip("/") + "/"):
                 mount = root / place.lstrip("/")
-                own = mount / path[len(top.rstrip("/")) :].lstrip("/")
-                chains.append([own, *(above for above in own.parents if above.is_relative_to(mount))])
+                group = mount / path[len(top.rstrip("/")) :].lstrip("/")
+                chains.append([group, *(above for above in group.parents if above.is_relative_to(mount))])
     return chains
 
 
 def limited_groups(root: Path = ROOT) -> list[MemoryGroup]:
     """Return the groups of this process that have a limit."""
-    found = []
+    groups = []
     for folder in _folders(root):
         for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, used = _number(folder / most), _number(folder / now)
@@ -70,8 +70,8 @@ def limited_groups(root: Path = ROOT) -> list[MemoryGroup]:
                 # Usage is with the groups below. Version 1 has rows for a group alone, and total_ ones that fit to it.
                 rows = (_row(folder / "memory.stat", name) for name in ("total_inactive_file", "inactive_file"))
                 cached = next((row for row in rows if row is not None), 0.0)
-                found.append(MemoryGroup(folder, limit, max(0.0, (used or 0.0) - cached)))
-    return found
+                groups.append(MemoryGroup(folder, limit, max(0.0, (used or 0.0) - cached)))
+    return groups
 
 
 def num_memory_kills(root: Path = ROOT) -> int:
@@ -120,8 +120,8 @@ class MemoryKills:
 
 def _folders(root: Path) -> list[Path]:
     """Return the folders of all groups that may have a limit for this process."""
-    usual = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"]  # where the files of /proc cannot be read
-    return list(dict.fromkeys([folder for chain in group_chains(root) for folder in chain] + usual))
+    default_folders = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"]  # where the files of /proc cannot be read
+    return list(dict.fromkeys([folder for chain in group_chains(root) for folder in chain] + default_folders))
 
 
 def _times_full(folder: Path) -> float:

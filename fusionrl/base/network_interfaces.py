@@ -34,5 +34,5 @@ def collective_interfaces(host: str, environ: Mapping[str, str]) -> dict[str, st
     if host.startswith("127.") or host == "::1":
         return {GLOO: interface}
     # "=" asks NCCL for this name, and not for all that begin with it (eth1, eth10).
-    wanted = {GLOO: interface, NCCL: f"={interface}"}
-    return {name: value for name, value in wanted.items() if not environ.get(name)}
+    values = {GLOO: interface, NCCL: f"={interface}"}
+    return {name: value for name, value in values.items() if not environ.get(name)}

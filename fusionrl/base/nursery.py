@@ -85,8 +85,8 @@ class Order:
     @classmethod
     def from_line(cls, line: bytes) -> Order:
         """Read what `to_line` wrote."""
-        found = json.loads(line)
-        return cls(found["key"], found["common"], [Branch(**branch) for branch in found["branches"]])
+        fields = json.loads(line)
+        return cls(fields["key"], fields["common"], [Branch(**branch) for branch in fields["branches"]])
 
 
 def main() -> None:
@@ -107,8 +107,8 @@ def main() -> None:
     common += order.common
     _import(common)
     _end_with_threads(common)
-    *others, last = zip(order.branches, listeners, strict=True)
-    for branch, listener in others:
+    *earlier, last = zip(order.branches, listeners, strict=True)
+    for branch, listener in earlier:
         parent = os.getpid()
         if os.fork() == 0:
             _end_with_parent(parent)
@@ -182,11 +182,11 @@ class _Imported:
         """Why what was imported is not what the process would import; None: it is."""
         if request.program != sys.executable:
             return f"it is of {sys.executable}"
-        kept = (*self._branch.kept, *self._branch.late)
-        names = {name for name in (*request.environment, *self._before) if name.startswith(kept)}
+        fixed = (*self._branch.kept, *self._branch.late)
+        names = {name for name in (*request.environment, *self._before) if name.startswith(fixed)}
         names -= set(self._branch.free)
-        others = [name for name in sorted(names) if request.environment.get(name) != self._before.get(name)]
-        return f"its imports have read another value of {', '.join(others)}" if others else None
+        changed = [name for name in sorted(names) if request.environment.get(name) != self._before.get(name)]
+        return f"its imports have read another value of {', '.join(changed)}" if changed else None
 
     def environment(self, request: Request) -> dict[str, str]:
         """Return that of a fork: what was asked for, and what the imports have added."""
@@ -208,8 +208,8 @@ def _serve(
     ready.register(listener, select.POLLIN)
     ready.register(sys.stdin, select.POLLIN)
     while True:
-        found = [descriptor for descriptor, _ in ready.poll()]
-        if sys.stdin.fileno() in found:
+        readable = [descriptor for descriptor, _ in ready.poll()]
+        if sys.stdin.fileno() in readable:
             os._exit(0)  # closed
         connection, _ = listener.accept()
         with connection:
@@ -300,10 +300,10 @@ def _receive(connection: socket.socket, key: str) -> tuple[Request, list[int]]:
             if not part:
                 raise ValueError("closed")
             parts += part
-        found = json.loads(parts)
-        if not isinstance(found, dict) or not hmac.compare_digest(str(found.get("key")).encode(), key.encode()):
+        message = json.loads(parts)
+        if not isinstance(message, dict) or not hmac.compare_digest(str(message.get("key")).encode(), key.encode()):
             raise ValueError("no key")
-        return Request(**found), descriptors
+        return Request(**message), descriptors
     except (OSError, ValueError, TypeError):  # the last: other fields
         for descriptor in descriptors:
             os.close(descriptor)

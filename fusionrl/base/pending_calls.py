@@ -25,6 +25,6 @@ def waiting(pending: Callable[[], Iterable[object]]) -> Iterator[None]:
 def waited_for() -> list[object]:
     """Return what the innermost wait of this process waits for; nothing where it waits for nobody that it can name."""
     for pending in reversed(_waits.copy()):
-        if found := list(pending()):
-            return found
+        if calls := list(pending()):
+            return calls
     return []

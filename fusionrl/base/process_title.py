@@ -16,9 +16,9 @@ def set_title(words: str) -> None:
     Only the arguments are written over, their number stays, and the environment behind them, by which a process of a
     run is known, stays too: packages that set titles write over all of it.
     """
-    if (found := _arguments()) is None:
+    if (arguments := _arguments()) is None:
         return
-    start, size, python = found
+    start, size, python = arguments
     head = python + b"\0-m\0"
     room = size - len(head) - 3
     title = words.encode()[:room]
@@ -32,8 +32,8 @@ def replace_title(title: str) -> None:
 
     In the place of `setproctitle.setproctitle`, which does nothing there: it does not find its arguments.
     """
-    if (found := _arguments()) is not None:
-        start, size, _ = found
+    if (arguments := _arguments()) is not None:
+        start, size, _ = arguments
         ctypes.memmove(start, title.encode()[: size - 1].ljust(size - 1) + b"\0", size)
 
 

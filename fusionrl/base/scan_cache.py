@@ -41,23 +41,23 @@ def kept_scans() -> Iterator[None]:
     if _TRANSFORMERS in sys.modules:
         yield
         return
-    usual, finder = importlib.metadata.packages_distributions, _Finder()
-    importlib.metadata.packages_distributions = functools.partial(_distributions, usual)
+    original, finder = importlib.metadata.packages_distributions, _Finder()
+    importlib.metadata.packages_distributions = functools.partial(_distributions, original)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        importlib.metadata.packages_distributions = usual
+        importlib.metadata.packages_distributions = original
 
 
 # ---------------------------------------------------------------------------------------- names of packages
-def _distributions(usual: Callable[[], Mapping[str, list[str]]]) -> Mapping[str, list[str]]:
+def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[str, list[str]]:
     """As `importlib.metadata.packages_distributions`: top-level module → packages that have it."""
     facts = _record_facts()
     if facts is None:
-        return usual()
-    return _kept("packages", facts, usual, dict, _as_distributions)
+        return original()
+    return _kept("packages", facts, original, dict, _as_distributions)
 
 
 def _record_facts() -> list[str] | None:
@@ -83,10 +83,12 @@ def _facts_of_package(folder: str) -> Iterator[str]:
             yield file_fact(path, os.stat(path))
 
 
-def _as_distributions(found: Json) -> dict[str, list[str]]:
-    if not isinstance(found, dict):
-        raise TypeError(found)
-    return {name: [str(one) for one in packages] for name, packages in found.items() if isinstance(packages, list)}
+def _as_distributions(content: Json) -> dict[str, list[str]]:
+    if not isinstance(content, dict):
+        raise TypeError(content)
+    return {
+        name: [str(package) for package in packages] for name, packages in content.items() if isinstance(packages, list)
+    }
 
 
 # ---------------------------------------------------------------------------------------- names in models' files
@@ -107,16 +109,16 @@ class _Finder(MetaPathFinder):
 class _Loader(SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
-        if callable(usual := getattr(module, _SCAN, None)):
-            setattr(module, _SCAN, _Scan(usual, Path(self.path)))
+        if callable(original := getattr(module, _SCAN, None)):
+            setattr(module, _SCAN, _Scan(original, Path(self.path)))
 
 
 class _Scan:
     """In the place of transformers' function; only the folder of all models is another's answer."""
 
-    def __init__(self, usual: Callable[..., Structure], source: Path) -> None:
+    def __init__(self, original: Callable[..., Structure], source: Path) -> None:
         """`source`: the file with the usual function."""
-        self._usual, self._source = usual, source
+        self._usual, self._source = original, source
         self._models = str(source.parents[1] / "models")
         self._structure = functools.lru_cache(1)(self._kept_structure)
 
@@ -142,8 +144,8 @@ class _Scan:
 
 def _source_facts(folder: str) -> Iterator[str]:
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        sorted_entries = sorted(entries, key=lambda entry: entry.name)
+    for entry in sorted_entries:
         if entry.is_dir():
             if entry.name != "__pycache__":
                 yield from _source_facts(entry.path)
@@ -158,11 +160,11 @@ def _to_json(structure: Structure) -> list[list[object]]:
     ]
 
 
-def _as_structure(found: Any) -> Structure:
+def _as_structure(content: Any) -> Structure:
     """Read what `_to_json` wrote; of another form: a TypeError, a ValueError or an AttributeError."""
-    if not isinstance(found, list):
-        raise TypeError(found)
-    return {frozenset(needed): {module: set(names) for module, names in modules.items()} for needed, modules in found}
+    if not isinstance(content, list):
+        raise TypeError(content)
+    return {frozenset(needed): {module: set(names) for module, names in modules.items()} for needed, modules in content}
 
 
 # ---------------------------------------------------------------------------------------- the files

@@ -9,7 +9,7 @@ import tempfile
 logger = logging.getLogger(__name__)
 
 
-def socket_folder(max_bytes: int, what: str, variable: str = "TMPDIR") -> str:
+def socket_folder(max_bytes: int, purpose: str, variable: str = "TMPDIR") -> str:
     """Return the folder that `variable` names, the usual temporary one without it, or /tmp if sockets cannot be there.
 
     max_bytes  of its path; a socket's whole path has 107 at most
@@ -24,5 +24,5 @@ def socket_folder(max_bytes: int, what: str, variable: str = "TMPDIR") -> str:
         why = "paths of sockets are ASCII without white space"
     else:
         return folder
-    logger.warning("%s=%s is not used: %s; %s in /tmp", name, folder, why, what)
+    logger.warning("%s=%s is not used: %s; %s in /tmp", name, folder, why, purpose)
     return "/tmp"

@@ -41,11 +41,11 @@ def nearest(path: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str 
     name = closest(part, names_in(parent, is_wanted))
     if name is None:
         return None
-    shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
-    return str(shown / name)
+    displayed = parent if path.is_absolute() else Path(os.path.relpath(parent))
+    return str(displayed / name)
 
 
 def hint(path: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
     """Return `; did you mean PATH?`, or nothing."""
-    found = nearest(path, is_wanted)
-    return "" if found is None else f"; did you mean {found}?"
+    match = nearest(path, is_wanted)
+    return "" if match is None else f"; did you mean {match}?"

@@ -145,7 +145,7 @@ def refuse_others(listener: socket.socket, addresses: Sequence[str]) -> None:
         (number,) = struct.unpack("!I", socket.inet_aton(address))
         code.append((_JUMP_EQUAL, len(allowed) - index, 0, number))
     code += [(_RETURN, 0, 0, 0), (_RETURN, 0, 0, 0xFFFFFFFF)]
-    instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
+    instructions = (_Instruction * len(code))(*(_Instruction(*instruction) for instruction in code))
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(_Program(len(code), instructions)))
     except OSError as error:

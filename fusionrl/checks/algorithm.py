@@ -39,8 +39,8 @@ def algorithm_errors(config: Config) -> list[str]:
             f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
         )
     if a.policy_loss == "dpo" and estimator_of(a).role == "prm":
-        told = f"--advantage-estimator {a.advantage_estimator}"
-        errors.append(f"{told}: --policy-loss dpo learns from pairs, not advantages; leave one out")
+        estimator = f"--advantage-estimator {a.advantage_estimator}"
+        errors.append(f"{estimator}: --policy-loss dpo learns from pairs, not advantages; leave one out")
     if a.policy_loss == "dpo" and a.loss_aggregation != "auto":
         errors.append(
             f"--loss-aggregation {a.loss_aggregation}: --policy-loss dpo has the mean over pairs; leave it out"
@@ -59,21 +59,21 @@ def algorithm_errors(config: Config) -> list[str]:
         )
     if a.policy_loss == "dpo":
         train = config.train
-        others = {
+        conflicts = {
             "--use-opd": a.use_opd,
             "--normalize-advantages": a.normalize_advantages,
             "--custom-advantage-function-path": train.custom_advantage_function_path,
             f"--loss-type {a.loss_type}": a.loss_type != "policy_loss",
         }
-        errors += [f"{flag}: --policy-loss dpo has no use for it; leave it out" for flag, on in others.items() if on]
+        errors += [f"{flag}: --policy-loss dpo has no use for it; leave it out" for flag, on in conflicts.items() if on]
     return errors + _correction_errors(config) + _without_effect(config)
 
 
 def algorithm_warnings(config: Config) -> list[str]:
     """Return a line for each setting that is allowed but probably not meant."""
-    a, rollout, reward, found = config.algorithm, config.rollout, config.reward, []
+    a, rollout, reward, warnings = config.algorithm, config.rollout, config.reward, []
     if config.run.mode == "rl" and a.use_kl_loss and not a.kl_loss_coef and a.loss_type == "policy_loss":
-        found.append(
+        warnings.append(
             "--use-kl-loss without --kl-loss-coef: the distance to the start is measured (train/kl_loss) and weighs"
             " nothing in the loss; give --kl-loss-coef to keep the policy near its start"
         )
@@ -88,9 +88,9 @@ def algorithm_warnings(config: Config) -> list[str]:
     )
     alone = config.run.mode == "rl" and rollout.n_samples_per_prompt == 1 and a.advantage_estimator in OF_GROUPS
     if not alone or any(may_be_otherwise):
-        return found
+        return warnings
     return [
-        *found,
+        *warnings,
         f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: a sample is measured against the"
         " others of its prompt, so all advantages are 0 and the policy loss trains nothing; sample at least 2, or take"
         " reinforce_plus_plus, remax or ppo",

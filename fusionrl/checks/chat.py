@@ -47,7 +47,10 @@ def _first_prompt(config: Config) -> tuple[str, object]:
     """(the flag, the prompt of its first row); None where there is none, or none that can be read."""
     sets = [("--prompt-data", path, config.data.input_key) for path in config.data.prompt_data or []]
     if config.run.mode == "eval":
-        sets = [(f"evaluation set {one.name}", one.path, one.input_key) for one in eval_sets(config.to_args())]
+        sets = [
+            (f"evaluation set {eval_set.name}", eval_set.path, eval_set.input_key)
+            for eval_set in eval_sets(config.to_args())
+        ]
     for flag, path, key in sets[:1]:
         try:
             for _, row in read_rows(path, flag):
@@ -63,11 +66,11 @@ def _special_tokens(folder: Path) -> list[str]:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    found = [settings.get(name) for name in ("bos_token", "eos_token")]
+    special_tokens = [settings.get(name) for name in ("bos_token", "eos_token")]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = settings.get(name) or []
-        found += tokens.values() if isinstance(tokens, dict) else tokens
+        special_tokens += tokens.values() if isinstance(tokens, dict) else tokens
     added = settings.get("added_tokens_decoder") or {}
-    found += [token for token in added.values() if token.get("special")]
-    texts = [token.get("content") if isinstance(token, dict) else token for token in found]
+    special_tokens += [token for token in added.values() if token.get("special")]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in special_tokens]
     return [text for text in texts if isinstance(text, str) and len(text) > 1]

@@ -75,11 +75,11 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
     """Return the number of prompts of all sets, which --num-epoch counts; 0 where it is not known."""
     data, is_sft = config.data, config.run.mode == "sft"
     specs, weights, columns = data.prompt_data or [], data.prompt_data_weights, prompt_columns(config)
-    given = f"--prompt-data-weights {' '.join(map(str, weights))}"
+    flag = f"--prompt-data-weights {' '.join(map(str, weights))}"
     if weights and len(weights) != len(specs):
-        errors.append(f"{given}: {len(weights)} weights for {len(specs)} sets of --prompt-data; give one for each")
+        errors.append(f"{flag}: {len(weights)} weights for {len(specs)} sets of --prompt-data; give one for each")
     if any(weight <= 0 for weight in weights):
-        errors.append(f"{given}: each must be over 0; leave the other sets out")
+        errors.append(f"{flag}: each must be over 0; leave the other sets out")
     try:
         parse_sets(specs)
     except ValueError as error:

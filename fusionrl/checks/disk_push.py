@@ -20,9 +20,9 @@ _OF_DISK = (
 def disk_push_errors(config: Config) -> list[str]:
     """List what is wrong with the flags of weight pushes by files."""
     weights, fields = config.weights, type(config.weights).model_fields
-    given = [field for field in _OF_DISK if getattr(weights, field) != fields[field].default]
+    set_fields = [field for field in _OF_DISK if getattr(weights, field) != fields[field].default]
     if weights.update_weight_transport != "disk":
-        return [f"{flag_of(field)}: it needs --update-weight-transport disk" for field in given]
+        return [f"{flag_of(field)}: it needs --update-weight-transport disk" for field in set_fields]
     errors = []
     is_delta = weights.update_weight_mode == "delta"
     if is_delta and weights.update_weight_local_checkpoint_dir is None:
@@ -30,7 +30,7 @@ def disk_push_errors(config: Config) -> list[str]:
             "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host of engines,"
             " with room for the weights, where the changes are applied"
         )
-    if not is_delta and "update_weight_delta_encoding" in given:
+    if not is_delta and "update_weight_delta_encoding" in set_fields:
         errors.append("--update-weight-delta-encoding has no effect without --update-weight-mode delta; add it")
     kind = weights.update_weight_delta_checksum
     needed = {f"--update-weight-delta-checksum {kind}": CHECKSUM_PACKAGES.get(kind)}

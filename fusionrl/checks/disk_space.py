@@ -28,7 +28,9 @@ def disk_findings_of_run(config: Config | None, plan: Plan | None) -> list[Findi
 
 def disk_warnings(config: Config, plan: Plan) -> list[str]:
     """Return a text, with its cure, for each disk that has too little room."""
-    return [f"{one.fact}; {one.cure}" for one in disk_findings_of_run(config, plan) if one.status != "fact"]
+    return [
+        f"{finding.fact}; {finding.cure}" for finding in disk_findings_of_run(config, plan) if finding.status != "fact"
+    ]
 
 
 def checkpoint_bytes(config: Config, plan: Plan) -> float:

@@ -118,9 +118,9 @@ def _moves(config: Config) -> bool:
 
 
 def _may_be_agent(config: Config) -> bool:
-    own = (config.rollout.rollout_function_path, config.data.data_source_path)
+    custom_paths = (config.rollout.rollout_function_path, config.data.data_source_path)
     plain = (RolloutGroup().rollout_function_path, DataGroup().data_source_path)
-    return bool(config.rollout.custom_generate_function_path or config.eval.eval_config or own != plain)
+    return bool(config.rollout.custom_generate_function_path or config.eval.eval_config or custom_paths != plain)
 
 
 def _corrects_itself(config: Config) -> bool:
@@ -133,8 +133,8 @@ def _with_role(role: Role) -> tuple[str, ...]:
 
 def _of_estimators(*names: str) -> Scope:
     *first, last = names
-    told = f"{', '.join(first)} or {last}" if first else last
-    return _beside(lambda c: c.algorithm.advantage_estimator in names, f"without --advantage-estimator {told}")
+    listed = f"{', '.join(first)} or {last}" if first else last
+    return _beside(lambda c: c.algorithm.advantage_estimator in names, f"without --advantage-estimator {listed}")
 
 
 MOVES = _beside(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
@@ -422,8 +422,8 @@ def effect_warnings(config: Config) -> list[str]:
 
 
 def _reason(scope: Scope, config: Config, *, is_hook: bool) -> str:
-    what = "not called" if is_hook else "no effect"
-    return f"{what} {scope.missing}" if scope.of_flags else f"{what} in {_run(config)}, where {scope.missing}"
+    effect = "not called" if is_hook else "no effect"
+    return f"{effect} {scope.missing}" if scope.of_flags else f"{effect} in {_run(config)}, where {scope.missing}"
 
 
 def _run(config: Config) -> str:

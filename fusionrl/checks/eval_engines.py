@@ -10,30 +10,30 @@ def eval_engine_errors(config: Config) -> list[str]:
     run, evaluation = config.run, config.eval
     if not evaluation.eval_num_gpus:
         return []
-    shown = f"--eval-num-gpus {evaluation.eval_num_gpus}"
+    flag = f"--eval-num-gpus {evaluation.eval_num_gpus}"
     if run.mode == "eval":
-        return [f"{shown}: in --mode eval all engines evaluate; give --rollout-num-gpus"]
+        return [f"{flag}: in --mode eval all engines evaluate; give --rollout-num-gpus"]
     if run.mode != "rl":
-        return [f"{shown}: no engine evaluates in --mode {run.mode}; leave it out"]
+        return [f"{flag}: no engine evaluates in --mode {run.mode}; leave it out"]
     for name in ("debug_rollout_only", "debug_train_only"):
         if getattr(run, name):
-            return [f"{shown}: with --{name.replace('_', '-')} nothing is evaluated; leave one out"]
+            return [f"{flag}: with --{name.replace('_', '-')} nothing is evaluated; leave one out"]
     errors = []
     if config.cluster.colocate:
         errors.append(
-            f"{shown}: with --colocate engines and trainers share their devices and work in turn, so evaluation has"
+            f"{flag}: with --colocate engines and trainers share their devices and work in turn, so evaluation has"
             " the engines to itself; leave one out"
         )
     if not evaluation.has_sets or (evaluation.eval_interval is None and evaluation.skip_eval_before_train):
-        errors.append(f"{shown}: nothing is evaluated; give --eval-prompt-data (or --eval-config) and --eval-interval")
+        errors.append(f"{flag}: nothing is evaluated; give --eval-prompt-data (or --eval-config) and --eval-interval")
     if config.weights.update_weight_transport == "ipc":
         errors.append(
-            f"{shown}: --update-weight-transport ipc reaches engines on the trainers' devices alone; take broadcast or"
+            f"{flag}: --update-weight-transport ipc reaches engines on the trainers' devices alone; take broadcast or"
             " disk"
         )
     if config.checkpoint.keep_best is not None:
         errors.append(
-            f"{shown}: its results come after a checkpoint is saved, too late for --keep-best"
+            f"{flag}: its results come after a checkpoint is saved, too late for --keep-best"
             f" {config.checkpoint.keep_best}; leave one out"
         )
     return errors

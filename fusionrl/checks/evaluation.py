@@ -31,44 +31,44 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
         return str(error).splitlines()
     errors: list[str] = []
     files = tokenizer_files(config)
-    for one in sets:
-        flag = "--eval-prompt-data" if file is None else f"--eval-config {file}: set {one.name}:"
-        where = f"{flag} {one.name}:" if file is None else flag
-        if not re.fullmatch(r"[\w-]+", one.name, re.ASCII):
+    for eval_set in sets:
+        flag = "--eval-prompt-data" if file is None else f"--eval-config {file}: set {eval_set.name}:"
+        where = f"{flag} {eval_set.name}:" if file is None else flag
+        if not re.fullmatch(r"[\w-]+", eval_set.name, re.ASCII):
             errors.append(
                 f"{where} the name of a set is of letters, digits, '_' and '-'"
                 + (" (give pairs of name and file)" if file is None else "")
             )
-        if [other.name for other in sets].count(one.name) > 1:
+        if [other_set.name for other_set in sets].count(eval_set.name) > 1:
             errors.append(f"{where} two sets have this name")
         columns = replace(
             prompt_columns(config),
-            input_key=one.input_key,
-            label_key=one.label_key,
-            metadata_key=one.metadata_key,
-            tool_key=one.tool_key,
-            keeps_messages=one.custom_generate_function_path is not None,
+            input_key=eval_set.input_key,
+            label_key=eval_set.label_key,
+            metadata_key=eval_set.metadata_key,
+            tool_key=eval_set.tool_key,
+            keeps_messages=eval_set.custom_generate_function_path is not None,
         )
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
         probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
         named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
-        named["ask_reward"] = _label_check(config, one)
-        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, **named)
+        named["ask_reward"] = _label_check(config, eval_set)
+        check = check_file(eval_set.path, columns, flag, key_flag, is_sft=is_sft, **named)
         errors += check.errors
         warnings += check.warnings
         if not is_sft and _is_default(config):
-            errors += eval_sampling_errors(config, one, "" if file is None else flag, vocab_size)
+            errors += eval_sampling_errors(config, eval_set, "" if file is None else flag, vocab_size)
         if file is not None and not is_sft:
-            errors += [f"{flag} {error}" for error in _eval_set_errors(config, one)]
+            errors += [f"{flag} {error}" for error in _eval_set_errors(config, eval_set)]
     return errors
 
 
-def _label_check(config: Config, one: EvalSet) -> LabelCheck | None:
+def _label_check(config: Config, eval_set: EvalSet) -> LabelCheck | None:
     """Return the check of a set's labels; None where a user's function evaluates, or no built-in reward grades."""
     if not _is_default(config):
         return None
-    path, overrides = one.custom_generate_function_path, one.metadata_overrides
-    return label_check(config, one.rm_type, one.custom_rm_path, generate_path=path, overrides=overrides)
+    path, overrides = eval_set.custom_generate_function_path, eval_set.metadata_overrides
+    return label_check(config, eval_set.rm_type, eval_set.custom_rm_path, generate_path=path, overrides=overrides)
 
 
 def _is_default(config: Config) -> bool:
@@ -76,21 +76,23 @@ def _is_default(config: Config) -> bool:
     return (rollout.eval_function_path or rollout.rollout_function_path) == RolloutGroup().rollout_function_path
 
 
-def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
+def _eval_set_errors(config: Config, eval_set: EvalSet) -> list[str]:
     """List what is wrong with a set of --eval-config; flags that it takes over are checked elsewhere."""
-    found = []
-    has_own = one.custom_generate_function_path is not None  # which may set the reward
-    if _is_default(config) and one.rm_type is None and one.custom_rm_path is None and not has_own:
-        found.append("it has no reward; give rm_type or custom_rm_path")
-    if one.rm_type not in (None, config.reward.rm_type):
-        found += [f"rm_type {error}" for error in rm_type_errors(config, one.rm_type, one.reward_key, "reward_key")]
-    if one.max_response_len is None:
-        found.append("it has no max_response_len, and --rollout-max-response-len is not given")
+    errors = []
+    has_own = eval_set.custom_generate_function_path is not None  # which may set the reward
+    if _is_default(config) and eval_set.rm_type is None and eval_set.custom_rm_path is None and not has_own:
+        errors.append("it has no reward; give rm_type or custom_rm_path")
+    if eval_set.rm_type not in (None, config.reward.rm_type):
+        errors += [
+            f"rm_type {error}" for error in rm_type_errors(config, eval_set.rm_type, eval_set.reward_key, "reward_key")
+        ]
+    if eval_set.max_response_len is None:
+        errors.append("it has no max_response_len, and --rollout-max-response-len is not given")
     for field in ("custom_rm_path", "custom_generate_function_path"):
-        path = getattr(one, field)
+        path = getattr(eval_set, field)
         if path is not None and path != getattr(config.to_args(), field) and (error := check_hook(field, path)):
-            found.append(error)
-    return found
+            errors.append(error)
+    return errors
 
 
 def keep_best_errors(config: Config) -> list[str]:
@@ -102,7 +104,7 @@ def keep_best_errors(config: Config) -> list[str]:
     if config.checkpoint.keep_checkpoints is None:
         errors.append(f"--keep-best {best} needs --keep-checkpoints; without it all are kept")
     try:
-        names = [f"eval/{one.name}/accuracy" for one in eval_sets(config.to_args())]
+        names = [f"eval/{eval_set.name}/accuracy" for eval_set in eval_sets(config.to_args())]
     except ValueError:  # told by evaluation_errors
         names = []
     sets = {name.rsplit("/", 1)[0] for name in names}

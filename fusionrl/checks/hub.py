@@ -136,14 +136,14 @@ def find_data(spec: str, flag: str) -> str:
     match = _DATA.fullmatch(spec)
     if match is None or not is_data_name(spec):
         return spec
-    given, repo, rest, split, rows = match.groups()
+    set_name, repo, rest, split, rows = match.groups()
     if split is None:
         raise HubError(f"{flag} {spec}: there is no such file; of a data set of the Hub name the split, {repo}:train")
 
     def lacks(folder: Path) -> str | None:
-        own = folder / rest.strip("/")
-        has_split = any(name == split for _, name in find_splits(own))
-        return None if has_split or _has_other_format(own) else f"not all of {repo}{rest}:{split}"
+        local_path = folder / rest.strip("/")
+        has_split = any(name == split for _, name in find_splits(local_path))
+        return None if has_split or _has_other_format(local_path) else f"not all of {repo}{rest}:{split}"
 
     folder = _snapshot(repo, "dataset", flag, lacks, then=f"{rest}:{split}") / rest.strip("/")
     if not find_splits(folder) and _has_other_format(folder):
@@ -156,8 +156,8 @@ def find_data(spec: str, flag: str) -> str:
         path = str(files[0]) if len(files) == 1 else f"{_folder_of(files)}:{split}"
     if flag != "--prompt-data":
         return f"{path}{rows or ''}"
-    name = given or re.sub(r"[^A-Za-z0-9_-]+", "-", f"{repo.split('/')[1]}{rest}-{split}")
-    return f"{name}={path}{rows or ''}"
+    set_name = set_name or re.sub(r"[^A-Za-z0-9_-]+", "-", f"{repo.split('/')[1]}{rest}-{split}")
+    return f"{set_name}={path}{rows or ''}"
 
 
 def _folder_of(files: list[Path]) -> Path:
@@ -178,9 +178,9 @@ def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
         )
     from huggingface_hub.constants import HF_HOME
 
-    made = Path(HF_HOME) / "fusionrl" / re.sub(r"[^\w.-]+", "--", f"{repo}/{folder}/{split}")
-    if made.is_dir():
-        return made
+    parquet = Path(HF_HOME) / "fusionrl" / re.sub(r"[^\w.-]+", "--", f"{repo}/{folder}/{split}")
+    if parquet.is_dir():
+        return parquet
     with quiet():
         import datasets
 
@@ -189,11 +189,11 @@ def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
             rows = datasets.load_dataset(str(folder), split=split)
         except Exception as error:  # it runs readers of many formats, which raise anything
             raise HubError(f"{where}: the package datasets cannot read it ({_one_line(error)})") from error
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as parts:
+        parquet.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parquet.parent) as parts:
             rows.save_to_disk(f"{parts}/rows")
-            Path(parts, "rows").rename(made)
-    return made
+            Path(parts, "rows").rename(parquet)
+    return parquet
 
 
 def _snapshot(

@@ -36,7 +36,7 @@ class Limit:
     """Tokens of a whole sample, at most: how the limit reads, and how to raise it (nothing: it cannot be)."""
 
     num_tokens: int
-    what: str
+    name: str
     cure: str = ""
 
 
@@ -64,13 +64,13 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
         errors = _sample_errors(config, positions)
     else:
         columns = _columns(config, data.input_key, data.tool_key)
-        limit = min(_reading_limits(config, positions), key=lambda one: one.num_tokens, default=None)
+        limit = min(_reading_limits(config, positions), key=lambda limit: limit.num_tokens, default=None)
         count = _prompt_counter(columns)
-        found = None if limit is None else _find(config, spec, "", columns, limit.num_tokens - 1, count)
+        long_row = None if limit is None else _find(config, spec, "", columns, limit.num_tokens - 1, count)
         errors = []
-        if found is not None and limit is not None:
-            long = f"a prompt of {found.num_tokens} tokens leaves no room for a response in {limit.what}"
-            errors = [f"{spec}: {found.place}: {long}; leave long prompts out with --rollout-max-prompt-len"]
+        if long_row is not None and limit is not None:
+            long = f"a prompt of {long_row.num_tokens} tokens leaves no room for a response in {limit.name}"
+            errors = [f"{spec}: {long_row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"]
     return [error.removeprefix("--prompt-data ") for error in errors]
 
 
@@ -85,7 +85,7 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
         return errors
     limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
     if length >= positions:
-        return [*errors, f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.what}; lower it"]
+        return [*errors, f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.name}; lower it"]
     return errors + _by_flags(config, (length, "--rollout-max-response-len"), [limit])
 
 
@@ -128,31 +128,31 @@ def _sample_errors(config: Config, positions: int) -> list[str]:
             for spec in data.prompt_data or []:
                 errors += _set_errors(config, spec, "--prompt-data", columns, response, limits)
     if evaluates(config):
-        for one in _sets(config):
-            errors += _eval_errors(config, one, _reading_limits(config, positions))
+        for eval_set in _sets(config):
+            errors += _eval_errors(config, eval_set, _reading_limits(config, positions))
     return errors
 
 
-def _eval_errors(config: Config, one: EvalSet, limits: list[Limit]) -> list[str]:
-    if one.max_response_len is None:
+def _eval_errors(config: Config, eval_set: EvalSet, limits: list[Limit]) -> list[str]:
+    if eval_set.max_response_len is None:
         return []
-    is_own = one.max_response_len != config.rollout.rollout_max_response_len
+    is_own = eval_set.max_response_len != config.rollout.rollout_max_response_len
     name = "--eval-max-response-len" if is_own else "--rollout-max-response-len"
     flag = "--eval-prompt-data"
     if config.eval.eval_config is not None:
-        flag, name = f"--eval-config {config.eval.eval_config}: set {one.name}:", "max_response_len"
-    columns = _columns(config, one.input_key, one.tool_key)
-    return _set_errors(config, one.path, flag, columns, (one.max_response_len, name), limits)
+        flag, name = f"--eval-config {config.eval.eval_config}: set {eval_set.name}:", "max_response_len"
+    columns = _columns(config, eval_set.input_key, eval_set.tool_key)
+    return _set_errors(config, eval_set.path, flag, columns, (eval_set.max_response_len, name), limits)
 
 
 def _reading_limits(config: Config, positions: int) -> list[Limit]:
     """List what any sample has to fit into: the engines' positions, and those of a reward model."""
     sglang = config.passthrough.sglang
     served = min(positions, sglang.get("context_length") or positions)
-    what = f"the {served} positions of --hf-checkpoint"
+    limit_name = f"the {served} positions of --hf-checkpoint"
     if served < positions:
-        what = f"--sglang-context-length {served}"
-    limits = [] if sglang.get("allow_auto_truncate") else [Limit(served, what)]
+        limit_name = f"--sglang-context-length {served}"
+    limits = [] if sglang.get("allow_auto_truncate") else [Limit(served, limit_name)]
     return limits + _reward_model_limit(config)
 
 
@@ -183,29 +183,31 @@ def _reward_model_limit(config: Config) -> list[Limit]:
 
 def _scorer_limit(folder: str, flag: str) -> list[Limit]:
     try:
-        found = read_scorer(folder, flag).max_positions
+        num_positions = read_scorer(folder, flag).max_positions
     except ValueError:  # told by the checks of these folders
         return []
-    return [] if found is None else [Limit(found, f"the {found} positions of {flag}")]
+    return [] if num_positions is None else [Limit(num_positions, f"the {num_positions} positions of {flag}")]
 
 
 def _micro_batch(config: Config) -> Limit:
     model = config.model
     size, tp = model.context_parallel_size, model.tensor_model_parallel_size
     multiple, cap = tp * (2 * size if size > 1 else 1), config.train.max_tokens_per_gpu * size
-    what = f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size {size} = {cap} tokens"
-    return Limit(cap // multiple * multiple, what, "raise --max-tokens-per-gpu, or ")
+    limit_name = (
+        f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size {size} = {cap} tokens"
+    )
+    return Limit(cap // multiple * multiple, limit_name, "raise --max-tokens-per-gpu, or ")
 
 
 def _by_flags(config: Config, response: tuple[int, str], limits: list[Limit]) -> list[str]:
     """Check the lengths that the flags allow, where the prompts are not known before the run."""
     prompt, (length, flag) = config.data.rollout_max_prompt_len, response
-    limit = min(limits, key=lambda one: one.num_tokens, default=None)
+    limit = min(limits, key=lambda limit: limit.num_tokens, default=None)
     if prompt is None or limit is None or prompt + length <= limit.num_tokens:
         return []
     return [
         f"--rollout-max-prompt-len {prompt} + {flag} {length} = {prompt + length} tokens of a sample, over"
-        f" {limit.what}; {limit.cure}lower one of them, or bound both with --rollout-max-context-len {limit.num_tokens}"
+        f" {limit.name}; {limit.cure}lower one of them, or bound both with --rollout-max-context-len {limit.num_tokens}"
     ]
 
 
@@ -214,21 +216,21 @@ def _set_errors(
 ) -> list[str]:
     """The message of a set of prompts of which one is too long for the smallest of `limits`."""
     length, name = response
-    limit = min(limits, key=lambda one: one.num_tokens, default=None)
+    limit = min(limits, key=lambda limit: limit.num_tokens, default=None)
     if limit is None:
         return []
     room = limit.num_tokens - length
     if room < 1:
-        return [] if limit.cure else [f"{name} {length} leaves no room for a prompt in {limit.what}; lower it"]
+        return [] if limit.cure else [f"{name} {length} leaves no room for a prompt in {limit.name}; lower it"]
     if columns.max_prompt_len is not None and columns.max_prompt_len <= room:
         return []
 
-    found = _find(config, spec, flag, columns, room, _prompt_counter(columns))
-    if found is None:
+    long_row = _find(config, spec, flag, columns, room, _prompt_counter(columns))
+    if long_row is None:
         return []
     return [
-        f"{flag} {spec}: {found.place}: a prompt of {found.num_tokens} tokens + {name} {length} ="
-        f" {found.num_tokens + length}, over {limit.what}; {limit.cure}leave long prompts out with"
+        f"{flag} {spec}: {long_row.place}: a prompt of {long_row.num_tokens} tokens + {name} {length} ="
+        f" {long_row.num_tokens + length}, over {limit.name}; {limit.cure}leave long prompts out with"
         f" --rollout-max-prompt-len {room}, lower {name}, or bound both with --rollout-max-context-len"
         f" {limit.num_tokens}"
     ]
@@ -254,15 +256,18 @@ def _conversation_errors(config: Config, positions: int) -> list[str]:
     if data.data_source_path != DataGroup().data_source_path or config.run.load_debug_rollout_data:
         specs = []
     if validates(config):
-        specs += [(one.path, "--eval-prompt-data", one.input_key, one.label_key, one.tool_key) for one in _sets(config)]
+        specs += [
+            (eval_set.path, "--eval-prompt-data", eval_set.input_key, eval_set.label_key, eval_set.tool_key)
+            for eval_set in _sets(config)
+        ]
     limit, errors = _conversation_limit(config, positions), []
     for spec, flag, input_key, label_key, tool_key in specs:
         columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
         count = _conversation_counter(config, columns)
-        found = _find(config, spec, flag, columns, limit.num_tokens, count)
-        if found is not None:
+        long_row = _find(config, spec, flag, columns, limit.num_tokens, count)
+        if long_row is not None:
             errors.append(
-                f"{flag} {spec}: {found.place}: it has {found.num_tokens} tokens, over {limit.what}; {limit.cure}"
+                f"{flag} {spec}: {long_row.place}: it has {long_row.num_tokens} tokens, over {limit.name}; {limit.cure}"
             )
     return errors
 
@@ -281,7 +286,7 @@ def _conversation_limit(config: Config, positions: int) -> Limit:
     model = Limit(positions, f"the {positions} positions of --hf-checkpoint", "leave it out, or shorten it")
     batch = _micro_batch(config)
     batch = replace(batch, cure=f"{batch.cure}leave it out")
-    return min(model, batch, key=lambda one: one.num_tokens)
+    return min(model, batch, key=lambda limit: limit.num_tokens)
 
 
 def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int]:

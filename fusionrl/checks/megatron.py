@@ -39,11 +39,11 @@ def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> lis
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     builders: dict[str, Callable[[Config], object]] = {
-        "transformer": lambda own: (MLATransformerConfig if shape.mla else TransformerConfig)(
-            **settings.transformer_fields(own, shape, plan)
+        "transformer": lambda fields: (MLATransformerConfig if shape.mla else TransformerConfig)(
+            **settings.transformer_fields(fields, shape, plan)
         ),
-        "optimizer": lambda own: OptimizerConfig(**settings.optimizer_fields(own, plan)),
-        "ddp": lambda own: DistributedDataParallelConfig(**settings.ddp_fields(own)),
+        "optimizer": lambda fields: OptimizerConfig(**settings.optimizer_fields(fields, plan)),
+        "ddp": lambda fields: DistributedDataParallelConfig(**settings.ddp_fields(fields)),
     }
     errors = []
     for kind, build in builders.items():

@@ -129,9 +129,9 @@ def first_start_warning(config: Config) -> str | None:
 
 def _nearest(path: Path) -> str:
     """Name the folders that a mistyped path may have meant."""
-    if found := nearest(path, Path.is_dir):
-        return f"the nearest one is {found}"
+    if match := nearest(path, Path.is_dir):
+        return f"the nearest one is {match}"
     parent, _ = existing_parent(path)
-    shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
+    displayed = parent if path.is_absolute() else Path(os.path.relpath(parent))
     runs = names_in(parent, holds_run)[:8]
-    return f"{shown} has " + (f"the runs {', '.join(runs)}" if runs else "no run")
+    return f"{displayed} has " + (f"the runs {', '.join(runs)}" if runs else "no run")

@@ -46,10 +46,10 @@ def rollout_errors(config: Config) -> list[str]:
         errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     if reward.group_rm and not reward.custom_rm_path:
         errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
-    own = (rollout.custom_generate_function_path or "").replace(":", ".")
-    if own == SESSIONS and rollout.agent_path is None:
+    custom_generate = (rollout.custom_generate_function_path or "").replace(":", ".")
+    if custom_generate == SESSIONS and rollout.agent_path is None:
         errors.append(f"--custom-generate-function-path {SESSIONS} runs your agent; name it with --agent-path")
-    if rollout.agent_path is not None and not own and config.eval.eval_config is None:
+    if rollout.agent_path is not None and not custom_generate and config.eval.eval_config is None:
         errors.append(f"--agent-path needs --custom-generate-function-path {SESSIONS}, which runs it; add it")
     no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
     errors += _filter_errors(rollout, no_reward)
@@ -65,11 +65,13 @@ def _fraction_errors(config: Config) -> list[str]:
     }
     groups = engine_groups(config) if config.cluster.engine_group else ()
     sources |= {f"--engine-group {group.name}: mem-fraction-static": group.server_args for group in groups}
-    given = {flag: fields["mem_fraction_static"] for flag, fields in sources.items() if "mem_fraction_static" in fields}
+    fractions = {
+        flag: fields["mem_fraction_static"] for flag, fields in sources.items() if "mem_fraction_static" in fields
+    }
     return [
         f"{flag} {value}: it is the share of a device's memory for weights and KV cache; give more than 0 and less"
         " than 1, such as 0.8"
-        for flag, value in given.items()
+        for flag, value in fractions.items()
         if isinstance(value, int | float) and not 0 < value < 1
     ]
 

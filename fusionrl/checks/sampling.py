@@ -54,18 +54,18 @@ def rollout_sampling_errors(config: Config, vocab_size: int | None) -> list[str]
     return errors
 
 
-def eval_sampling_errors(config: Config, one: EvalSet, where: str, vocab_size: int | None) -> list[str]:
+def eval_sampling_errors(config: Config, eval_set: EvalSet, where: str, vocab_size: int | None) -> list[str]:
     """List what is wrong with the sampling parameters of an evaluation set.
 
     where  begins a message about a key of --eval-config; empty: the sets are those of --eval-prompt-data
     """
-    params = eval_sampling_params(sampling_params(config.to_args()), one)
-    given = config.eval.model_dump()
+    params = eval_sampling_params(sampling_params(config.to_args()), eval_set)
+    eval_flags = config.eval.model_dump()
     names = {
         name: f"{where} {'max_response_len' if name == 'max_new_tokens' else name}"
         if where
         else _EVAL_FLAGS[name]
-        if name in _EVAL_FLAGS and given[_EVAL_FLAGS[name][2:].replace("-", "_")] is not None
+        if name in _EVAL_FLAGS and eval_flags[_EVAL_FLAGS[name][2:].replace("-", "_")] is not None
         else _ROLLOUT_FLAGS.get(name, name)
         for name in params
     }
@@ -96,8 +96,8 @@ def sampling_errors(params: Mapping[str, Any], vocab_size: int | None, names: Ma
     ids = [token for token in params.get("stop_token_ids") or () if token < 0 or token >= (vocab_size or math.inf)]
     if ids:
         known = f"0 to {vocab_size - 1}" if vocab_size else "0 or more"
-        shown = " ".join(map(str, ids))
-        errors.append(f"{names.get('stop_token_ids', 'stop_token_ids')} {shown}: the model's token ids are {known}")
+        displayed = " ".join(map(str, ids))
+        errors.append(f"{names.get('stop_token_ids', 'stop_token_ids')} {displayed}: the model's token ids are {known}")
     return errors
 
 

@@ -21,9 +21,9 @@ def uses_sandbox(config: Config) -> str | None:
         sets = eval_sets(config.to_args())
     except (ValueError, TypeError):
         return None  # another check says what is wrong with the sets
-    for one in sets:
-        if one.custom_rm_path is None and runs_programs(one.rm_type):
-            return f"evaluation set {one.name}, --rm-type {one.rm_type}"
+    for eval_set in sets:
+        if eval_set.custom_rm_path is None and runs_programs(eval_set.rm_type):
+            return f"evaluation set {eval_set.name}, --rm-type {eval_set.rm_type}"
     return None
 
 

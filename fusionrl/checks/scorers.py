@@ -42,8 +42,8 @@ def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _without_effect(group: object, default: object, names: tuple[str, ...], needed: str) -> list[str]:
-    given = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(default, name)}
-    return [f"--{name.replace('_', '-')} {value} has no effect without {needed}" for name, value in given.items()]
+    changed = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(default, name)}
+    return [f"--{name.replace('_', '-')} {value} has no effect without {needed}" for name, value in changed.items()]
 
 
 def _reward_model_errors(config: Config, folder: str) -> list[str]:
@@ -78,14 +78,14 @@ def _process_model_errors(config: Config, folder: str, shape: ModelShape | None)
     """Return the errors of PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
     where, policy = f"--prm-load {folder}", config.model.hf_checkpoint
     try:
-        found = read_model_shape(folder, "--prm-load")
+        model_shape = read_model_shape(folder, "--prm-load")
         check_weight_files(folder, "--prm-load")
         errors = _length_errors(config, read_scorer(folder, "--prm-load"), where)
     except ValueError as error:
         return [str(error)]
-    if shape is not None and found.vocab_size != shape.vocab_size:
+    if shape is not None and model_shape.vocab_size != shape.vocab_size:
         errors.append(
-            f"{where}: its vocabulary has {found.vocab_size} tokens, that of --hf-checkpoint {policy} has"
+            f"{where}: its vocabulary has {model_shape.vocab_size} tokens, that of --hf-checkpoint {policy} has"
             f" {shape.vocab_size}; it rewards the policy's own tokens, so they must agree"
         )
     elif policy is not None and not same_tokens(policy, folder):
@@ -144,8 +144,12 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
 def _outside_teacher_errors(config: Config) -> list[str]:
     """Without a teacher of the run's own, a user's function has to give `teacher_log_probs`."""
     algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
-    own = (reward.custom_reward_post_process_path, reward.custom_rm_path, rollout.custom_generate_function_path)
-    has_own = any(own) or rollout.rollout_function_path != type(rollout)().rollout_function_path
+    custom_paths = (
+        reward.custom_reward_post_process_path,
+        reward.custom_rm_path,
+        rollout.custom_generate_function_path,
+    )
+    has_own = any(custom_paths) or rollout.rollout_function_path != type(rollout)().rollout_function_path
     if algorithm.opd_type == "sglang" and has_own:
         return []
     return [
@@ -157,10 +161,10 @@ def _outside_teacher_errors(config: Config) -> list[str]:
 def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> list[str]:
     """Return the errors of a teacher that the trainers compute: it replaces their weights for a while."""
     try:
-        found = read_model_shape(folder, "--opd-teacher-load")
+        model_shape = read_model_shape(folder, "--opd-teacher-load")
     except ValueError as error:
         return [str(error)]
-    if found == shape:
+    if model_shape == shape:
         return []
     return [
         f"--opd-teacher-load {folder}: its config.json describes another shape than that of --hf-checkpoint"

@@ -89,8 +89,8 @@ def _claim_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _hook_errors(config: Config) -> list[str]:
-    found = (check_hook(field, path) for field, path in hook_paths(vars(config.to_args())))
-    return [error for error in found if error]
+    hook_errors = (check_hook(field, path) for field, path in hook_paths(vars(config.to_args())))
+    return [error for error in hook_errors if error]
 
 
 def _train_errors(config: Config) -> list[str]:

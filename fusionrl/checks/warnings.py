@@ -38,14 +38,14 @@ def context_warnings(config: Config) -> list[str]:
     """A text where a function of slime's kind meets context parallelism, which it may have been written for."""
     size = config.model.context_parallel_size
     fields = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
-    given = [name for name in fields if getattr(config.algorithm, name) is not None]
-    if size == 1 or not given or not has_policy_loss(config):
+    custom_fields = [name for name in fields if getattr(config.algorithm, name) is not None]
+    if size == 1 or not custom_fields or not has_policy_loss(config):
         return []
     return [
         f"{flag_of(name)} {getattr(config.algorithm, name)}: with --context-parallel-size {size} each of the {size}"
         " context ranks calls it with whole responses; it must not sum over these ranks itself, or every token counts"
         f" {size} times"
-        for name in given
+        for name in custom_fields
     ]
 
 

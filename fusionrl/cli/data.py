@@ -75,7 +75,7 @@ def _check(argv: Sequence[str]) -> int:
     labels = run_label_check(config, budget_s=math.inf)
     check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size, labels)
     if is_sft and shape is not None and (limit := conversation_limit(config, shape)) is not None:
-        check.limit = limit.num_tokens, Finding(f"it has more tokens than {limit.what}", hint=limit.cure)
+        check.limit = limit.num_tokens, Finding(f"it has more tokens than {limit.name}", hint=limit.cure)
     num_problems = num_warnings = 0
     for file in files:
         with quiet():  # transformers warns of each long text in words of its own
@@ -86,7 +86,7 @@ def _check(argv: Sequence[str]) -> int:
             print(text)
         num_problems += len(problems)
         num_warnings += len(warnings)
-    told = f"{num_problems or 'no'} problem{'s' * (num_problems != 1)}"
-    told += f", {counted(num_warnings, 'warning')}" if num_warnings else ""
-    print(f"{check.summary()}; {told}")
+    verdict = f"{num_problems or 'no'} problem{'s' * (num_problems != 1)}"
+    verdict += f", {counted(num_warnings, 'warning')}" if num_warnings else ""
+    print(f"{check.summary()}; {verdict}")
     return EXIT_USER if num_problems else 0

@@ -11,7 +11,7 @@ from fusionrl.base.log_suppression import quiet
 from fusionrl.plan.visible_devices import VARIABLE, visible_names
 
 
-def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
+def detect_device(device: str) -> Literal["cpu", "cuda"]:
     """`cpu` or `cuda`; auto asks NVML, which costs milliseconds where torch costs seconds.
 
     GPUs that CUDA_VISIBLE_DEVICES hides do not count: NVML shows them, too.
@@ -19,7 +19,7 @@ def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
     Raises:
         ValueError: --device cuda on a machine without a GPU, or with all of them hidden.
     """
-    if wanted == "cpu":
+    if device == "cpu":
         return "cpu"
     try:
         with quiet():
@@ -36,9 +36,9 @@ def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
     hidden = os.environ.get(VARIABLE)
     if count and visible_names(hidden) == ():
         count = 0
-        if wanted == "cuda":
+        if device == "cuda":
             raise ValueError(f"--device cuda: {VARIABLE}={hidden} hides every GPU; unset it, or use --device cpu")
-    if wanted == "cuda" and not count:
+    if device == "cuda" and not count:
         raise ValueError("--device cuda: this machine has no NVIDIA GPU; use --device cpu or auto")
     return "cuda" if count else "cpu"
 

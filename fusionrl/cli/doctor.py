@@ -83,12 +83,12 @@ def _examined(argv: Sequence[str]) -> Examined:
         return Examined(None, None, (), (), detect_device("auto"))
     if {token.partition("=")[0] for token in argv if token.startswith("--")} <= _OF_A_CLUSTER:
         config, errors = read_args(argv)
-        wanted = config.cluster.device
-        device = attempt(errors, lambda: detect_device(wanted))
+        device_flag = config.cluster.device
+        device = attempt(errors, lambda: detect_device(device_flag))
         return Examined(config, None, errors, (), device or "cpu")
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(output):
             config, plan = resolve(argv)
     except CommandLineError as error:
         errors = list(error.errors)
@@ -96,14 +96,14 @@ def _examined(argv: Sequence[str]) -> Examined:
             config = read_args(argv)[0]
         except CommandLineError:  # no file of --config, as `errors` says: the machine alone can be looked at
             config = None
-        found: list[str] = []
-        device = attempt(found, lambda: detect_device("auto" if config is None else config.cluster.device))
-        errors += [message for message in found if message not in errors]
-        return Examined(config, None, errors, _warnings(said.getvalue()), device or "cpu")
-    warnings = [*_warnings(said.getvalue()), *flag_warnings(config), *open_file_warnings(config, plan)]
+        messages: list[str] = []
+        device = attempt(messages, lambda: detect_device("auto" if config is None else config.cluster.device))
+        errors += [message for message in messages if message not in errors]
+        return Examined(config, None, errors, _warnings(output.getvalue()), device or "cpu")
+    warnings = [*_warnings(output.getvalue()), *flag_warnings(config), *open_file_warnings(config, plan)]
     return Examined(config, plan, (), warnings, plan.device)
 
 
-def _warnings(said: str) -> list[str]:
+def _warnings(output: str) -> list[str]:
     """Return the warnings that `resolve` printed for a user of `fusionrl train`."""
-    return [line.removeprefix("warning: ") for line in said.splitlines() if line.startswith("warning: ")]
+    return [line.removeprefix("warning: ") for line in output.splitlines() if line.startswith("warning: ")]

@@ -41,18 +41,18 @@ def cluster_findings(examined: Examined) -> list[Finding]:
     try:
         with ExitStack() as stack:
             every = stack.enter_context(NodeActors(NodeDoctor, examined.device, address, allow_open=allow_open))
-            shown, paths, unknown = _shared(examined, stack)
-            found = device_findings({node.name: node.num_devices for node in every.nodes}, examined.plan) + unknown
-            own = next(node.name for node in every.nodes if node.is_own)
+            displayed, paths, unknown = _shared(examined, stack)
+            findings = device_findings({node.name: node.num_devices for node in every.nodes}, examined.plan) + unknown
+            own_node = next(node.name for node in every.nodes if node.is_own)
             looks = every.ask("look", Order(examined.plan, examined.device, paths))
-            found += look_findings({name: _as_look(answer) for name, answer in looks.items()}, own, shown)
+            findings += look_findings({name: _as_look(answer) for name, answer in looks.items()}, own_node, displayed)
             every.nodes = [node for node in every.nodes if isinstance(looks[node.name], Look)]
             if len(every.nodes) > 1:
                 ways = reach_findings(_ways(every))
-                found += ways + clock_findings(_offsets(every))
+                findings += ways + clock_findings(_offsets(every))
                 if not has_fault(ways):
-                    found += _collective(every)
-            return found
+                    findings += _collective(every)
+            return findings
     except ValueError as error:  # the cluster cannot be joined
         return of_messages("ray", "fault", [str(error)])
 
@@ -65,20 +65,20 @@ def _shared(examined: Examined, stack: ExitStack) -> tuple[dict[str, str], dict[
     from fusionrl.checks.doctor.findings import warning
 
     assert examined.config is not None
-    given, model = examined.config.run.run_dir, examined.config.model.hf_checkpoint
-    shown, paths = dict[str, str](), dict[str, str]()
-    found: list[Finding] = []
-    if given is not None or examined.plan is not None:
-        run_dir = Path(given or "runs").absolute()
+    run_dir_flag, model = examined.config.run.run_dir, examined.config.model.hf_checkpoint
+    displayed, paths = dict[str, str](), dict[str, str]()
+    findings: list[Finding] = []
+    if run_dir_flag is not None or examined.plan is not None:
+        run_dir = Path(run_dir_flag or "runs").absolute()
         try:
             paths["--run-dir"] = stack.enter_context(_mark(run_dir))
-            shown["--run-dir"] = str(run_dir)
+            displayed["--run-dir"] = str(run_dir)
         except OSError as error:
             text = f"--run-dir {run_dir}: no file can be made there ({error.strerror}) to see if other nodes find it"
-            found = [warning("shared", text, "give a --run-dir in which you may write")]
+            findings = [warning("shared", text, "give a --run-dir in which you may write")]
     if model is not None and Path(model).exists():
-        shown["--hf-checkpoint"] = paths["--hf-checkpoint"] = str(Path(model).absolute())
-    return shown, paths, found
+        displayed["--hf-checkpoint"] = paths["--hf-checkpoint"] = str(Path(model).absolute())
+    return displayed, paths, findings
 
 
 @contextmanager

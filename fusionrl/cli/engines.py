@@ -43,10 +43,10 @@ def _act(action: str, addresses: Sequence[str], run_dir: Path) -> str:
 
 
 def _table(run_dir: Path) -> str:
-    wanted, errors = read_wanted(run_dir)
+    engines, errors = read_wanted(run_dir)
     states = {state["url"]: state for state in read_states(run_dir)}
     lines = list(errors)
-    for url in [*wanted, *(url for url in states if url not in wanted)]:
+    for url in [*engines, *(url for url in states if url not in engines)]:
         state = states.get(url)
         note = f"  {state['note'].splitlines()[0]}" if state is not None and state["note"] else ""
         lines.append(f"{url}  {'not seen yet' if state is None else state['state']}{note}")

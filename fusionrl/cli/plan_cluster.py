@@ -40,19 +40,19 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     shape, quantization = attempt(errors, partial(_shape, config.model.hf_checkpoint)) or (None, None)
     if config.run.mode == "eval":
         quantization = None  # as for a run here: engines alone load what the files have
-    given = config
+    original = config
     # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
     # A copy that sets a field counts as given by the user, so only what is there is taken out.
     if config.critic.critic_load is not None:
         config = config.model_copy(update={"critic": config.critic.model_copy(update={"critic_load": None})})
     if config.prm.prm_load is not None:
         config = config.model_copy(update={"prm": config.prm.model_copy(update={"prm_load": None})})
-    found = validate_flags(config, shape)
+    new_errors = validate_flags(config, shape)
     if config.run.num_epoch is not None and config.run.num_rollout is None:
         # The prompts are elsewhere: the number of steps is not known.
         config = config.model_copy(update={"run": config.run.model_copy(update={"num_epoch": None})})
-    found += plan_errors(config, 0, shape, "cuda") if cluster else []
-    errors += not_named_yet(found, errors)
+    new_errors += plan_errors(config, 0, shape, "cuda") if cluster else []
+    errors += not_named_yet(new_errors, errors)
     if errors or shape is None or cluster is None:
         raise CommandLineError(errors)
     config = _with_scorers(config)
@@ -78,7 +78,7 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     print(f"cluster    {cluster.describe()}")
     print(render_plan(plan, config, flag_warnings(config)), end="")
     unread = {scorer.role for scorer in plan.scorers if scorer.shape is None}
-    print(f"not checked: {', '.join(not_checked(given, unread))}")
+    print(f"not checked: {', '.join(not_checked(original, unread))}")
     return 0
 
 

@@ -109,12 +109,12 @@ class Watches:
     def after_rollout(self, step: int, facts: RolloutFacts) -> list[str]:
         """Warnings about the rollout of `step`, before it is trained on."""
         self._facts = (step, facts)
-        found = {
+        warnings = {
             "equal": equal_rewards(facts, self.settings, step) if facts.teaches_nothing else None,
             "turns": no_second_turn(facts, self.settings, step),
             "changed": changed_distribution(facts),
         }
-        texts = self._due(step, found)
+        texts = self._due(step, warnings)
         if "equal" in self._told_at and self._told_at["equal"] == step:  # which names lost rewards as the first cause
             self._told_at["lost"] = step
         texts += self._due(step, {"lost": lost_rewards(facts, self.settings)})
@@ -130,18 +130,20 @@ class Watches:
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Warnings about all that was measured in `step`."""
-        found: dict[str, str | None] = {f"eval {name}": text for name, text in truncated_evaluations(metrics).items()}
-        found["eval lost"] = lost_in_evaluation(metrics)
-        found["accepted"] = nothing_accepted(metrics, self.settings, step)
+        warnings: dict[str, str | None] = {
+            f"eval {name}": text for name, text in truncated_evaluations(metrics).items()
+        }
+        warnings["eval lost"] = lost_in_evaluation(metrics)
+        warnings["accepted"] = nothing_accepted(metrics, self.settings, step)
         # A user's own advantages or loss may make something of equal rewards; a gradient of exactly 0 says they do not.
         if self._facts is not None and self._facts[0] == step and metrics.get("train/grad_norm") == 0.0:
             facts = self._facts[1]
-            found["equal"] = equal_rewards(facts, self.settings, step) if facts.is_all_equal else None
-        return self._due(step, found)
+            warnings["equal"] = equal_rewards(facts, self.settings, step) if facts.is_all_equal else None
+        return self._due(step, warnings)
 
-    def _due(self, step: int, found: Mapping[str, str | None]) -> list[str]:
+    def _due(self, step: int, warnings: Mapping[str, str | None]) -> list[str]:
         texts = []
-        for kind, text in found.items():
+        for kind, text in warnings.items():
             told_at = self._told_at.get(kind)
             if text is None or (told_at is not None and step - told_at < self.QUIET_STEPS):
                 continue
@@ -153,15 +155,15 @@ class Watches:
 def equal_rewards(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str:
     """Explain a rollout whose advantages are all 0: likely causes, a sample, where to look."""
     if not facts.num_trained:
-        found = f"no token of its {facts.num_samples} samples is trained on"
+        reason = f"no token of its {facts.num_samples} samples is trained on"
     elif facts.is_all_equal:
         many = f"all {facts.num_groups} groups have" if facts.num_groups > 1 else "its only group has"
         same = f" ({facts.lowest:g} throughout)" if facts.lowest == facts.highest else ""
-        found = f"{many} equal rewards{same}, so every advantage is 0"
+        reason = f"{many} equal rewards{same}, so every advantage is 0"
     else:
-        found = "every advantage is 0"
+        reason = "every advantage is 0"
     also = f" beyond {' and '.join(settings.other_terms)}" if settings.other_terms else ""
-    lines = [f"this rollout teaches nothing{also}: {found}"]
+    lines = [f"this rollout teaches nothing{also}: {reason}"]
     lines += [f"  likely: {cause}" for cause in likely_causes(facts, settings)]
     if facts.example is not None:
         lines.append(f"  {describe(facts.example)}")
@@ -285,15 +287,15 @@ def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> 
 
 def truncated_evaluations(metrics: Mapping[str, float]) -> dict[str, str]:
     """Evaluation set → what to say where most of its answers were cut off."""
-    found = {}
+    warnings = {}
     for key, share in metrics.items():
         prefix, _, name = key.removesuffix("/truncated_ratio").partition("/")
         if prefix == "eval" and key.endswith("/truncated_ratio") and share > TRUNCATED_SHARE:
-            found[name] = (
+            warnings[name] = (
                 f"evaluation set {name}: {share:.0%} of the answers were cut off at --eval-max-response-len (by default"
                 " --rollout-max-response-len) before they ended; its accuracy says little"
             )
-    return found
+    return warnings
 
 
 def nothing_accepted(metrics: Mapping[str, float], settings: AdviceSettings, step: int) -> str | None:

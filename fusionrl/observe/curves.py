@@ -109,7 +109,7 @@ def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
 
     Raises ValueError if none of the runs has a finite value of `key`.
     """
-    drawn = {name: found for name, metrics in runs.items() if (found := series(metrics, key))[0]}
+    drawn = {name: curve for name, metrics in runs.items() if (curve := series(metrics, key))[0]}
     if not drawn:
         raise ValueError(f"none of the runs {', '.join(runs)} has a value of {key!r}")
     figure, (axis,) = _figure(1)

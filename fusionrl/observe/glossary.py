@@ -108,11 +108,11 @@ def describe(name: str) -> str:
     """
     name = _ON_THE_CONSOLE.get(name, name)
     exact = entry_of(name)
-    found = {name: exact} if exact else {key: entry for key, entry in GLOSSARY.items() if name in key}
-    if not found:
+    entries = {name: exact} if exact else {key: entry for key, entry in GLOSSARY.items() if name in key}
+    if not entries:
         raise ValueError(f"no metric is called {name!r}, and no name contains it; `fusionrl metrics` prints all")
     lines = []
-    for key, entry in found.items():
+    for key, entry in entries.items():
         facts = [f"unit: {entry.unit}"] if entry.unit else []
         facts += [f"reported with: {entry.when}"] if entry.when else []
         lines += [key, f"  {entry.meaning}", f"  {'; '.join([*facts, f'from: fusionrl/{entry.source}'])}"]

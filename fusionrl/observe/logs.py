@@ -74,8 +74,8 @@ def setup_logging(
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         to_file = _LogFile(file, mode="a", encoding="utf-8", delay=True)
         # A role is the user's text and may hold a '%'.
-        shown = role.replace("%", "%%")
-        to_file.setFormatter(logging.Formatter(f"%(asctime)s {shown} %(levelname)s %(name)s: %(message)s"))
+        escaped_role = role.replace("%", "%%")
+        to_file.setFormatter(logging.Formatter(f"%(asctime)s {escaped_role} %(levelname)s %(name)s: %(message)s"))
         handlers.append(to_file)
     for handler in handlers:
         setattr(handler, _OURS, True)

@@ -69,14 +69,14 @@ def duration(seconds: float) -> str:
     """7.3 → "7.3s", 42 → "42s", 200 → "3m20s", 7500 → "2h05m", 200000 → "2d07h"."""
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 def number(value: float) -> str:

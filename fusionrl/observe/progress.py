@@ -102,18 +102,18 @@ class Progress:
         unknown = sorted(set(values) - set(VALUE_KEYS))
         if unknown:
             raise ValueError(f"progress values {unknown} are unknown; known are {', '.join(VALUE_KEYS)}")
-        shown = {key: float(value) for key, value in values.items() if value is not None}
+        numbers = {key: float(value) for key, value in values.items() if value is not None}
         with self._lock:
-            self._measure(step, shown)
+            self._measure(step, numbers)
             self._state.step = step
-            self._state.values.update(shown)
-            if "reward" in shown:
-                self._state.rewards.append(shown["reward"])
-            if "loss" in shown:
-                self._state.losses.append(shown["loss"])
+            self._state.values.update(numbers)
+            if "reward" in numbers:
+                self._state.rewards.append(numbers["reward"])
+            if "loss" in numbers:
+                self._state.losses.append(numbers["loss"])
             self._refresh_times()
             if self._live is None:
-                self._output.write(compact(self._state, shown) + "\n")
+                self._output.write(compact(self._state, numbers) + "\n")
         if self._live is not None:
             self._live.refresh()
 
@@ -169,9 +169,9 @@ class Progress:
         if finished <= 0:
             return
         now = self._clock()
-        own = sum(values.get(key, 0.0) for key in ("time_generate_s", "time_train_s", "time_sync_s"))
+        phases_s = sum(values.get(key, 0.0) for key in ("time_generate_s", "time_train_s", "time_sync_s"))
         passed = (now - self._last_step_at) / finished
-        self._durations.append(min(own, passed) if not self._timed and own > 0 else passed)
+        self._durations.append(min(phases_s, passed) if not self._timed and phases_s > 0 else passed)
         self._timed = True
         self._last_step_at = now
 

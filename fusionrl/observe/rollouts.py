@@ -98,12 +98,12 @@ class RolloutFile:
         path = trained_file(self.path)
         if not path.exists():
             return {}
-        found: dict[int, tuple[int, dict[str, object]]] = {}
+        rows: dict[int, tuple[int, dict[str, object]]] = {}
         for offset, text in _lines(path):
             row = _parse(_without_arrays(text, _TRAINED_ARRAYS)) or _parse(text)
             if row is not None and isinstance(line := row.get("line"), int):
-                found[line] = offset, row
-        return found
+                rows[line] = offset, row
+        return rows
 
     def trained_at(self, offset: int) -> dict[str, object]:
         """The trainers' row that begins at `offset` of their file."""
@@ -202,27 +202,27 @@ def _parse(line: bytes) -> dict[str, object] | None:
 
 def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> list[RolloutFile]:
     """The rollout files of a run by step, at each step training first; of each the highest attempt, or all."""
-    found: list[RolloutFile] = []
+    listed: list[RolloutFile] = []
     folder = Path(run_dir) / "rollouts"
     for path in folder.iterdir() if folder.is_dir() else ():
         file = RolloutFile.named(path)
         if file is not None and kind in (None, file.kind):
-            found.append(file)
-    found.sort(key=lambda file: (file.step, file.kind.startswith(EVAL_KIND), file.kind, file.attempt))
+            listed.append(file)
+    listed.sort(key=lambda file: (file.step, file.kind.startswith(EVAL_KIND), file.kind, file.attempt))
     if all_attempts:
-        return found
+        return listed
     # Sorted by attempt last, so that the highest is the one that stays.
-    return list({(file.rollout_id, file.kind): file for file in found}.values())
+    return list({(file.rollout_id, file.kind): file for file in listed}.values())
 
 
 def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, object]]:
     """The samples of a run, lazily, with their file's "rollout_id"; "step", "kind", "attempt" where they lack one."""
     for file in list_rollouts(run_dir, kind, all_attempts):
         for row in file.rows():
-            found = {"step": file.step, "rollout_id": file.rollout_id, "kind": file.kind, "attempt": file.attempt}
+            origin = {"step": file.step, "rollout_id": file.rollout_id, "kind": file.kind, "attempt": file.attempt}
             # A sample's own rollout_id, which it shares with the others of its attempt, is a number of another kind.
-            own = {name: value for name, value in row.items() if value is not None and name != "rollout_id"}
-            yield row | found | own
+            row_values = {name: value for name, value in row.items() if value is not None and name != "rollout_id"}
+            yield row | origin | row_values
 
 
 def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train") -> RolloutFile:
@@ -234,10 +234,10 @@ def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train")
     files = {file.step: file for file in list_rollouts(run_dir, kind)}
     if not files:
         raise ValueError(f"{run_dir} has no samples of kind {kind!r}")
-    wanted = max(files) if step is None else step
-    if wanted not in files:
+    chosen_step = max(files) if step is None else step
+    if chosen_step not in files:
         raise ValueError(f"--step {step}: {run_dir} has samples of step{'s' * (len(files) > 1)} {as_ranges(files)}")
-    return files[wanted]
+    return files[chosen_step]
 
 
 def as_ranges(numbers: Iterable[int]) -> str:

@@ -34,15 +34,15 @@ def course(**facts: Fact) -> Iterator[dict[str, Fact]]:
         return
     parts: list[_Part] = []
     token, start = _parts.set(parts), time.monotonic_ns()
-    told = dict(facts)
+    course_facts = dict(facts)
     try:
-        yield told
+        yield course_facts
     except BaseException:
-        told.setdefault("status", "aborted")
+        course_facts.setdefault("status", "aborted")
         raise
     finally:
         _parts.reset(token)
-        active.note_course(start, time.monotonic_ns(), told, parts)
+        active.note_course(start, time.monotonic_ns(), course_facts, parts)
 
 
 def part(name: str, start_ns: int, **facts: Fact) -> None:

@@ -103,7 +103,7 @@ def _page(run: Path, samples: Samples, chosen: list[Entry], options: argparse.Na
         yield f"\n{len(chosen)} of {total}: -n 0 shows all; --sample I shows one in full, with its group\n"
 
 
-def find_run(given: str | None, root: Path = Path("runs")) -> Path:
+def find_run(name: str | None, root: Path = Path("runs")) -> Path:
     """The run folder that was named (also by its name under runs/ alone); None: the newest one under runs/.
 
     A folder of runs, as the quickstart makes one, stands for its newest run; stderr names the others.
@@ -111,16 +111,16 @@ def find_run(given: str | None, root: Path = Path("runs")) -> Path:
     Raises:
         ValueError: there is none; says what there is.
     """
-    if given is not None:
-        for path in (Path(given), root / given):
+    if name is not None:
+        for path in (Path(name), root / name):
             if path.is_dir():
                 runs = [] if _is_run(path) else _runs_in(path)
                 return _newest(runs) if runs else path
     runs = [run for path in _folders(root) for run in ([path] if _is_run(path) else _runs_in(path))]
     runs.sort(key=_last_change)
-    if given is not None:
+    if name is not None:
         there = f"; under {root}/ there are {', '.join(str(p.relative_to(root)) for p in runs[-10:])}" if runs else ""
-        raise ValueError(f"{given} is no run folder{there}")
+        raise ValueError(f"{name} is no run folder{there}")
     if not runs:
         raise ValueError(f"there is no run under {root}/; name a run folder: fusionrl show RUN")
     return runs[-1] if runs[-1].parent == root else _newest(_runs_in(runs[-1].parent))
@@ -240,9 +240,9 @@ class Samples:
         self.groups: dict[object, list[Entry]] = {}
         for entry in self.entries:
             self.groups.setdefault(entry.group, []).append(entry)
-        found = file.scan_trained()
-        self.trained = {line: row for line, (_, row) in found.items()}
-        self._trained_offsets = {line: offset for line, (offset, _) in found.items()}
+        trained = file.scan_trained()
+        self.trained = {line: row for line, (_, row) in trained.items()}
+        self._trained_offsets = {line: offset for line, (offset, _) in trained.items()}
 
     def _entry(self, line: int, offset: int, row: dict[str, object]) -> Entry:
         group, index, length = row.get("group_index"), row.get("index"), row.get("response_length")
@@ -274,12 +274,12 @@ class Samples:
         Raises:
             ValueError: there is none; says which there are.
         """
-        found = [entry for entry in self.entries if entry.index == index]
-        if not found:
+        entries = [entry for entry in self.entries if entry.index == index]
+        if not entries:
             known = [entry.index for entry in self.entries if entry.index is not None]
             there = f"they have the indices {min(known)} to {max(known)}" if known else "they have no indices"
             raise ValueError(f"--sample {index}: no sample of step {self.file.step} has this index; {there}")
-        return found
+        return entries
 
     def record(self, entry: Entry) -> Shown:
         """Collect what is shown of a sample."""
@@ -319,9 +319,9 @@ class Samples:
     def header(self, run: Path, all_equal: bool) -> str:
         """Describe the step's samples in two lines."""
         name = self.file.kind.removeprefix(EVAL_KIND) if self.file.kind.startswith(EVAL_KIND) else None
-        what = f"step {self.file.step}" if name is None else f"evaluation {name} at step {self.file.step}"
+        step_name = f"step {self.file.step}" if name is None else f"evaluation {name} at step {self.file.step}"
         attempt = f", attempt {self.file.attempt}" if self.file.attempt > 1 else ""
-        lines = [f"{run}: {what}{attempt} ({self.file.path.relative_to(run)})"]
+        lines = [f"{run}: {step_name}{attempt} ({self.file.path.relative_to(run)})"]
         rewards = [entry.reward for entry in self.entries if entry.reward is not None]
         parts = [f"{counted(len(self.entries), 'sample')} in {counted(len(self.groups), 'group')}"]
         if rewards:
@@ -345,10 +345,10 @@ class Samples:
         siblings = self.groups[entry.group]
         if len(siblings) < 2:
             return ""
-        shown = ", ".join(f"{sibling.index}: {_number(sibling.reward)}" for sibling in siblings[:64])
+        rewards = ", ".join(f"{sibling.index}: {_number(sibling.reward)}" for sibling in siblings[:64])
         more = f" and {len(siblings) - 64} more" if len(siblings) > 64 else ""
         equal = " (all equal)" if is_equal(siblings) else ""
-        return f"group {entry.group}, sample: reward{equal}\n  {shown}{more}"
+        return f"group {entry.group}, sample: reward{equal}\n  {rewards}{more}"
 
 
 def is_equal(group: Sequence[Entry]) -> bool:

@@ -151,9 +151,9 @@ class Recorder:
     def main_phases(self) -> MainPhases:
         """Return what the main thread is at, and how long it was at such before."""
         with self._lock:
-            found = [span for span in self._open.values() if span.is_phase and not span.lane]
+            phases = [span for span in self._open.values() if span.is_phase and not span.lane]
             lasted = {name: tuple(times) for name, times in self._lasted.items()}
-            return MainPhases(found[-1] if found else None, self._ended_ns, lasted)
+            return MainPhases(phases[-1] if phases else None, self._ended_ns, lasted)
 
     def flush(self) -> None:
         """Write what is still in memory."""

@@ -274,12 +274,12 @@ def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None
 
 def _fewest(needs: np.ndarray, limits: Limits) -> int:
     """Bins that are needed at least: by what all take together, and as at most j of over limit / (j + 1) fit in one."""
-    found = 1
+    num_batches = 1
     for need, limit in zip(needs.T, limits, strict=True):
-        found = max(found, -(-int(need.sum()) // limit))
+        num_batches = max(num_batches, -(-int(need.sum()) // limit))
         for j in range(1, MAX_IN_A_BIN + 1):
-            found = max(found, -(-int((need * (j + 1) > limit).sum()) // j))
-    return found
+            num_batches = max(num_batches, -(-int((need * (j + 1) > limit).sum()) // j))
+    return num_batches
 
 
 def _spread(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int) -> list[list[int]] | None:
@@ -331,21 +331,24 @@ def pack_ranks(
         multiple: their number is a multiple of this (interleaved stages want one of the pipeline's size).
         min_count: their number at least; fewer where no rank has that many items.
     """
-    own = [np.array(items, dtype=np.int64) for items in per_rank]
-    found = [pack(needs[items], costs[items], limits) for items in own]
-    most_items = max((items.size for items in own), default=0)
-    count = max(*(len(bins) for bins in found if bins is not None), min(max(min_count, enough_for(stages)), most_items))
+    rank_items = [np.array(items, dtype=np.int64) for items in per_rank]
+    batches = [pack(needs[items], costs[items], limits) for items in rank_items]
+    most_items = max((items.size for items in rank_items), default=0)
+    count = max(
+        *(len(bins) for bins in batches if bins is not None), min(max(min_count, enough_for(stages)), most_items)
+    )
     while True:
         count = -(-count // multiple) * multiple
-        for rank, items in enumerate(own):
-            bins = found[rank]
+        for rank, items in enumerate(rank_items):
+            bins = batches[rank]
             if bins is None or len(bins) != count:
-                found[rank] = pack(needs[items], costs[items], limits, count)
-        if all(bins is not None for bins in found):
+                batches[rank] = pack(needs[items], costs[items], limits, count)
+        if all(bins is not None for bins in batches):
             break
         count += 1
     members = [
-        [[int(items[i]) for i in members] for members in bins or []] for items, bins in zip(own, found, strict=True)
+        [[int(items[i]) for i in members] for members in bins or []]
+        for items, bins in zip(rank_items, batches, strict=True)
     ]
     loads = [[float(costs[m].sum()) if m else 0.0 for m in bins] for bins in members]
 
@@ -389,9 +392,9 @@ def _best_order(loads: Sequence[Sequence[float]], stages: int) -> list[int]:
             trials -= 1
             order = best.copy()
             order[i], order[j] = order[j], order[i]
-            found = idle(order, least)
-            if found < least:
-                best, least, improved = order, found, True
+            idle_time = idle(order, least)
+            if idle_time < least:
+                best, least, improved = order, idle_time, True
     return best
 
 

@@ -49,11 +49,11 @@ def plan_batches(
     product = (
         f"--rollout-batch-size {rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt} = {total} samples"
     )
-    given = (global_batch_size or 0) * (num_steps_per_rollout or 0)
-    if given and given != total:
+    num_samples_set = (global_batch_size or 0) * (num_steps_per_rollout or 0)
+    if num_samples_set and num_samples_set != total:
         raise ValueError(
             f"{product}, but --global-batch-size {global_batch_size} x --num-steps-per-rollout "
-            f"{num_steps_per_rollout} = {given}; leave one of the two out"
+            f"{num_steps_per_rollout} = {num_samples_set}; leave one of the two out"
         )
     if global_batch_size is None:
         steps = num_steps_per_rollout or 1

@@ -70,43 +70,43 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
     Raises:
         ValueError: flags that contradict the cluster, or that do not say how it is divided.
     """
-    own, given = config.cluster, set(config.cluster.model_fields_set)
+    flags, set_fields = config.cluster, set(config.cluster.model_fields_set)
     if serving_groups(config):  # they say how many
-        given.add("rollout_num_gpus")
+        set_fields.add("rollout_num_gpus")
     for field, size in (("num_gpus_per_node", cluster.num_gpus), ("device", "cuda")):
-        value = getattr(own, field)
-        if field in given and value not in (size, "auto"):
+        value = getattr(flags, field)
+        if field in set_fields and value not in (size, "auto"):
             raise ValueError(f"--{field.replace('_', '-')} {value} contradicts --cluster ({size}); leave it out")
     update: dict[str, Any] = {"num_gpus_per_node": cluster.num_gpus, "device": "cuda"}
-    has_trainers = {"actor_num_nodes", "actor_num_gpus_per_node"} & given
-    shares = own.colocate or config.run.mode == "sft" or config.run.debug_train_only
+    has_trainers = {"actor_num_nodes", "actor_num_gpus_per_node"} & set_fields
+    shares = flags.colocate or config.run.mode == "sft" or config.run.debug_train_only
     only_engines = not uses_trainers(config)
-    others = _others(config)
-    left = cluster.size - others
+    num_other_devices = _others(config)
+    left = cluster.size - num_other_devices
     if only_engines:
-        if "rollout_num_gpus" not in given:
+        if "rollout_num_gpus" not in set_fields:
             update["rollout_num_gpus"] = left
     elif not has_trainers:
-        if not shares and "rollout_num_gpus" not in given:
+        if not shares and "rollout_num_gpus" not in set_fields:
             raise ValueError(
                 f"--cluster: say how its {cluster.size} GPUs are divided: --colocate, or --rollout-num-gpus (the"
                 " trainers get the rest), or --actor-num-nodes and --actor-num-gpus-per-node"
             )
-        left -= 0 if shares else own.rollout_num_gpus or 0
+        left -= 0 if shares else flags.rollout_num_gpus or 0
         if left < 1:
-            raise ValueError(f"--rollout-num-gpus {own.rollout_num_gpus}: nothing of {cluster.size} GPUs is left")
+            raise ValueError(f"--rollout-num-gpus {flags.rollout_num_gpus}: nothing of {cluster.size} GPUs is left")
         whole_nodes = left % cluster.num_gpus == 0
         update["actor_num_nodes"] = left // cluster.num_gpus if whole_nodes else 1
         update["actor_num_gpus_per_node"] = cluster.num_gpus if whole_nodes else left
-    elif not shares and "rollout_num_gpus" not in given:
-        nodes = own.actor_num_nodes
-        each = own.actor_num_gpus_per_node if "actor_num_gpus_per_node" in given else cluster.num_gpus
+    elif not shares and "rollout_num_gpus" not in set_fields:
+        nodes = flags.actor_num_nodes
+        each = flags.actor_num_gpus_per_node if "actor_num_gpus_per_node" in set_fields else cluster.num_gpus
         left -= nodes * each
-        update["rollout_num_gpus"] = max(left - left % own.rollout_num_gpus_per_engine, 1)
+        update["rollout_num_gpus"] = max(left - left % flags.rollout_num_gpus_per_engine, 1)
         update["actor_num_gpus_per_node"] = each
-    elif "actor_num_gpus_per_node" not in given:
+    elif "actor_num_gpus_per_node" not in set_fields:
         update["actor_num_gpus_per_node"] = cluster.num_gpus
-    return config.model_copy(update={"cluster": own.model_copy(update=update)})
+    return config.model_copy(update={"cluster": flags.model_copy(update=update)})
 
 
 def _others(config: Config) -> int:
@@ -124,19 +124,19 @@ def _others(config: Config) -> int:
 
 def not_checked(config: Config, unread: Collection[str] = ()) -> list[str]:
     """List what a plan for a cluster elsewhere did not look at. `unread`: roles whose model has no config.json here."""
-    shown = ["tokenizer", "weights and their quantisation", "prompt data", "rewards", "functions (--…-path)"]
+    unchecked = ["tokenizer", "weights and their quantisation", "prompt data", "rewards", "functions (--…-path)"]
     if config.eval.has_sets:
-        shown.append("evaluation sets")
+        unchecked.append("evaluation sets")
     if config.reward.rm_model is not None:
-        shown.append("reward model" + (" (its own memory)" if "reward-model" in unread else ""))
+        unchecked.append("reward model" + (" (its own memory)" if "reward-model" in unread else ""))
     if config.algorithm.use_opd:
-        shown.append("teacher" + (" (its own memory)" if "teacher" in unread else ""))
+        unchecked.append("teacher" + (" (its own memory)" if "teacher" in unread else ""))
     if config.model.ref_load is not None:
-        shown.append("reference model")
+        unchecked.append("reference model")
     role = estimator_of(config.algorithm).role
     if role is not None and role_flag(config, role, "load") is not None:
-        shown.append(f"--{role}-load (taken for a model of --hf-checkpoint's shape)")
-    return [*shown, "host memory, driver, network and disks of the nodes"]
+        unchecked.append(f"--{role}-load (taken for a model of --hf-checkpoint's shape)")
+    return [*unchecked, "host memory, driver, network and disks of the nodes"]
 
 
 def cluster_errors(cluster: Cluster, num_bundles: int) -> list[str]:

@@ -50,16 +50,16 @@ def auxiliary_config(config: Config, role: Role) -> Config:
     changed = {name for name, size in sizes.items() if size != getattr(model, name)}
     if changed:  # interleaving belongs to the actor's sizes
         sizes |= {"virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None}
-    own = role_flag(config, role, "load")
+    own_load = role_flag(config, role, "load")
     start = {
-        "hf_checkpoint": own or model.hf_checkpoint,
-        "megatron_checkpoint": None if own else model.megatron_checkpoint,
+        "hf_checkpoint": own_load or model.hf_checkpoint,
+        "megatron_checkpoint": None if own_load else model.megatron_checkpoint,
         "custom_model_provider_path": None,  # builds the policy alone
         "custom_spec_path": None,
     }
-    given = {name: role_flag(config, role, name) for name in ("lr", "lr_warmup_iters")}
-    schedule = {name: getattr(train, name) if value is None else value for name, value in given.items()}
-    if given["lr_warmup_iters"] is not None:
+    overrides = {name: role_flag(config, role, name) for name in ("lr", "lr_warmup_iters")}
+    schedule = {name: getattr(train, name) if value is None else value for name, value in overrides.items()}
+    if overrides["lr_warmup_iters"] is not None:
         schedule["lr_warmup_fraction"] = None
     if schedule["lr"] < train.min_lr:
         schedule["min_lr"] = schedule["lr"]

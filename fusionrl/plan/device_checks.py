@@ -48,13 +48,13 @@ def check_device(
             f"--engine-group {parted.name}: role={parted.role} on a CPU: SGLang moves keys and values between engines"
             " from GPU to GPU alone; give groups with role=generate"
         )
-    own = config.passthrough.sglang
-    for name, args in [("", own), *((group.name, group.server_args) for group in groups)]:
-        shown = f"--engine-group {name}: " if name else "--sglang-"
+    engine_fields = config.passthrough.sglang
+    for name, args in [("", engine_fields), *((group.name, group.server_args) for group in groups)]:
+        prefix = f"--engine-group {name}: " if name else "--sglang-"
         if device == "cuda":
-            _check_attention(args, shown, rollout_dtype, config)
+            _check_attention(args, prefix, rollout_dtype, config)
         elif uses_engines(config):
-            _check_speculation(own | args, shown)
+            _check_speculation(engine_fields | args, prefix)
     if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
         raise ValueError(
             f"--hf-checkpoint {config.model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU"
@@ -63,35 +63,35 @@ def check_device(
         )
 
 
-def _check_attention(args: Mapping[str, object], shown: str, rollout_dtype: str, config: Config) -> None:
+def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str, config: Config) -> None:
     """Refuse attention that engines on a GPU cannot have; `args` are fields of SGLang's."""
     if BACKEND in map(args.get, _ATTENTION_FIELDS):
-        raise ValueError(f"{shown}attention-backend {BACKEND}: it is for engines on a CPU; leave it out")
+        raise ValueError(f"{prefix}attention-backend {BACKEND}: it is for engines on a CPU; leave it out")
     if rollout_dtype != "fp32" or not uses_engines(config):
         return
     for field in _ATTENTION_FIELDS:
         backend = args.get(field)
         if backend is not None and backend not in FP32_ATTENTION:
             raise ValueError(
-                f"{shown}{field.replace('_', '-')} {backend}: the engines are in fp32, which on a GPU only"
+                f"{prefix}{field.replace('_', '-')} {backend}: the engines are in fp32, which on a GPU only"
                 f" {', '.join(FP32_ATTENTION)} take; leave it out, or use --rollout-dtype bf16"
             )
 
 
-def _check_speculation(args: Mapping[str, object], shown: str) -> None:
+def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
     """Refuse drafts that engines on a CPU cannot have; `args` are all of an engine's fields of SGLang's."""
     drafter = args.get("speculative_algorithm")
     if drafter is None:
         return
     if drafter not in ALGORITHMS:
         raise ValueError(
-            f"{shown}speculative-algorithm {drafter}: SGLang's engines on a CPU lack the kernels of a draft model;"
+            f"{prefix}speculative-algorithm {drafter}: SGLang's engines on a CPU lack the kernels of a draft model;"
             f" use {' or '.join(ALGORITHMS)}, or leave it out"
         )
     backends = [str(name) for name in map(args.get, _ATTENTION_FIELDS) if name is not None]
     if set(backends) - {BACKEND}:
         raise ValueError(
-            f"{shown}speculative-algorithm {drafter} with --sglang-attention-backend {backends[0]}: on a CPU only"
+            f"{prefix}speculative-algorithm {drafter} with --sglang-attention-backend {backends[0]}: on a CPU only"
             f" {BACKEND} attends to drafts; leave the attention backend out"
         )
 

@@ -59,7 +59,7 @@ def peak_flops(name: str, memory_bytes: float | None = None) -> float | None:
     words = name.lower().replace("-", " ").replace("rtx ", "rtx").split()
     if {"pcie", "nvl"} & set(words):  # other figures than the boards that the table has
         return None
-    found = [kind for short, kind in ((kind.partition("-")[0], kind) for kind in KINDS) if short in words]
+    kinds = [kind for short, kind in ((kind.partition("-")[0], kind) for kind in KINDS) if short in words]
     if memory_bytes is not None:
-        found.sort(key=lambda kind: abs(KINDS[kind].memory - memory_bytes))
-    return KINDS[found[0]].peak if found else None
+        kinds.sort(key=lambda kind: abs(KINDS[kind].memory - memory_bytes))
+    return KINDS[kinds[0]].peak if kinds else None

@@ -135,10 +135,10 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
         fitting = dividing(math.gcd(*counts.values()), size)
         if len(counts) > 1:
             fitting = f"sizes that divide all that it splits: {fitting.partition(': ')[2]}"
-        for what, count in counts.items():
+        for name, count in counts.items():
             if size > 1 and count % size:
                 errors.append(
-                    f"{flag} {size} does not divide the model's {count} {what}: {count} = {_remainder(count, size)};"
+                    f"{flag} {size} does not divide the model's {count} {name}: {count} = {_remainder(count, size)};"
                     f" {fitting}"
                 )
 
@@ -178,9 +178,9 @@ def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[st
     sizes = [0] * layout.pp
     ends = {0: whole(transformer, "num_layers_in_first_pipeline_stage")}
     ends[layout.pp - 1] = whole(transformer, "num_layers_in_last_pipeline_stage")
-    given = {stage: size for stage, size in ends.items() if size is not None}
+    fixed = {stage: size for stage, size in ends.items() if size is not None}
     for stage in range(layout.pp):
-        sizes[stage] = given.get(stage, (num_layers - sum(given.values())) // max(layout.pp - len(given), 1))
+        sizes[stage] = fixed.get(stage, (num_layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1))
     stages: list[list[int]] = [[] for _ in range(layout.pp)]
     first = 0
     for _ in range(layout.vpp):
@@ -206,8 +206,8 @@ def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping
             return [f"{_flag(name)} is not supported; give --num-layers-in-first-pipeline-stage or the last's instead"]
     middle = layout.pp - len(ends)
     rest = shape.num_layers - sum(ends.values())
-    given = "".join(f" - {_flag(name)} {value}" for name, value in ends.items())
-    arithmetic = f"{shape.num_layers} layers{given} = {rest}"
+    terms = "".join(f" - {_flag(name)} {value}" for name, value in ends.items())
+    arithmetic = f"{shape.num_layers} layers{terms} = {rest}"
     pieces = max(middle, 1) * layout.vpp
     stages = f"{middle} further stages" if ends else f"--pipeline-model-parallel-size {layout.pp}"
     chunks = f" x {layout.vpp} virtual stages" if layout.vpp > 1 else ""

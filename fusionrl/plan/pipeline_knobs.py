@@ -48,18 +48,19 @@ def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs
     Raises:
         ValueError: flags that contradict each other, by their names.
     """
-    rollout, given = config.rollout, vars(config.pipelining)
+    rollout, knobs = config.rollout, vars(config.pipelining)
     assert rollout.rollout_batch_size is not None
     values: dict[str, object] = dict(PIPELINES[config.run.pipeline])
     values["max_samples_in_flight"] = rollout.sglang_server_concurrency * max(1, num_engines)
     most = values["max_samples_in_flight"]
-    if (wanted := given["max_samples_in_flight"]) is not None and wanted > most:
+    if (max_in_flight := knobs["max_samples_in_flight"]) is not None and max_in_flight > most:
         raise ValueError(
-            f"--max-samples-in-flight {wanted}: the engines take {most} requests; raise --sglang-server-concurrency"
+            f"--max-samples-in-flight {max_in_flight}: the engines take {most} requests;"
+            " raise --sglang-server-concurrency"
         )
-    values |= {knob: given[field] for knob, field in FLAGS.items() if given[field] is not None}
+    values |= {knob: knobs[field] for knob, field in FLAGS.items() if knobs[field] is not None}
     staleness, lead = values["max_staleness"], values["lead"]
-    if given["admission_lead"] is None and isinstance(staleness, int) and isinstance(lead, float):
+    if knobs["admission_lead"] is None and isinstance(staleness, int) and isinstance(lead, float):
         values["lead"] = min(lead, float(staleness))  # a preset's lead fits any bound
     spare = max(0, (rollout.over_sampling_batch_size or 0) - rollout.rollout_batch_size)
     if spare and values["max_staleness"]:
@@ -72,8 +73,8 @@ def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs
             groups_per_fetch=rollout.rollout_batch_size,
             spare_groups=spare,
             exclusive=config.cluster.colocate,
-            max_tries=given["max_group_tries"],
-            max_failures_in_row=given["max_failed_groups"],
+            max_tries=knobs["max_group_tries"],
+            max_failures_in_row=knobs["max_failed_groups"],
             num_fetches=num_rollout or None,
             samples_per_group=rollout.n_samples_per_prompt + estimator_of(config.algorithm).needs_greedy_answer,
             **values,  # type: ignore[arg-type]  # of the types that the flags have
@@ -120,10 +121,10 @@ def stream_errors(config: Config) -> list[str]:
     errors = _worker_errors(config) if keeps_groups_in_flight(config) else []
     if not is_streamed(config):
         return errors
-    rollout, shown = config.rollout, f"--pipeline {config.run.pipeline}"
+    rollout, flag = config.rollout, f"--pipeline {config.run.pipeline}"
     if config.cluster.colocate and (config.run.pipeline != "stream" or config.pipelining.max_staleness):
         errors.append(
-            f"{shown}: with --colocate engines and trainers share devices and work in turn, so nothing can run ahead;"
+            f"{flag}: with --colocate engines and trainers share devices and work in turn, so nothing can run ahead;"
             f" take --pipeline {IN_TURN} or stream, or leave out --colocate"
         )
     elif rollout.rollout_batch_size is not None:
@@ -133,35 +134,35 @@ def stream_errors(config: Config) -> list[str]:
             errors.append(str(error))
     if rollout.partial_rollout:
         errors.append(
-            f"{shown}: --partial-rollout belongs to --pipeline {IN_TURN}: it keeps what is unfinished when a rollout"
+            f"{flag}: --partial-rollout belongs to --pipeline {IN_TURN}: it keeps what is unfinished when a rollout"
             " ends, and here samples are under way over all rollouts; leave it out (--in-flight says what a push does"
             " to them)"
         )
     if "pause_generation_mode" in config.given():
         errors.append(
-            f"{shown}: --in-flight says what a push does to running samples; leave out --pause-generation-mode"
+            f"{flag}: --in-flight says what a push does to running samples; leave out --pause-generation-mode"
         )
     interval, pushes = config.eval.eval_interval, _interval(config)
     if interval is not None and interval % pushes:
         errors.append(
-            f"{shown}: --eval-interval {interval} is no multiple of the {pushes} rollouts between two pushes"
+            f"{flag}: --eval-interval {interval} is no multiple of the {pushes} rollouts between two pushes"
             " (--update-weights-interval): the engines would have older weights"
         )
     return errors
 
 
 def _interval(config: Config) -> int:
-    given = config.pipelining.update_weights_interval
-    return int(given if given is not None else PIPELINES[config.run.pipeline]["fetches_per_push"])
+    interval = config.pipelining.update_weights_interval
+    return int(interval if interval is not None else PIPELINES[config.run.pipeline]["fetches_per_push"])
 
 
 def _worker_errors(config: Config) -> list[str]:
     """List what does not go together with slime's fully asynchronous rollout function."""
-    shown, errors = f"--rollout-function-path {config.rollout.rollout_function_path}", []
+    flag, errors = f"--rollout-function-path {config.rollout.rollout_function_path}", []
     if config.cluster.colocate:
         errors.append(
-            f"{shown}: its groups are always in flight, so engines need devices of their own; leave out --colocate"
+            f"{flag}: its groups are always in flight, so engines need devices of their own; leave out --colocate"
         )
     if config.rollout.dynamic_sampling_filter_path is not None:
-        errors.append(f"{shown}: it asks no --dynamic-sampling-filter-path; leave that out")
+        errors.append(f"{flag}: it asks no --dynamic-sampling-filter-path; leave that out")
     return errors

@@ -158,10 +158,10 @@ def make_plan(
 
     def try_plan(changed: Config) -> MemoryReport | None:
         try:
-            other = _plan(changed, shape, device, num_prompts, num_cores, quantization)
+            changed_plan = _plan(changed, shape, device, num_prompts, num_cores, quantization)
         except ValueError:  # such a layout cannot be: it is no cure
             return None
-        return memory_report(other, changed, machine, imbalance, report.push)
+        return memory_report(changed_plan, changed, machine, imbalance, report.push)
 
     return replace(plan, memory=replace(report, change=least_change(config, shape, try_plan)))
 
@@ -205,8 +205,8 @@ def _plan(
     eval_bundles = place_evaluation(config, num_bundles) if layout and num_engines else ()
     transport = None
     if layout and num_engines:
-        wanted = config.weights.update_weight_transport
-        transport = ("ipc" if cluster.colocate else "broadcast") if wanted == "auto" else wanted
+        transport_flag = config.weights.update_weight_transport
+        transport = ("ipc" if cluster.colocate else "broadcast") if transport_flag == "auto" else transport_flag
     local_ranks = min(world_size, cluster.actor_num_gpus_per_node)
     plan = Plan(
         device=device,
@@ -265,9 +265,9 @@ def plan_errors(
     try:
         layout = _layout(config, shape)
         if layout and shape:
-            found = model_errors(layout, shape, config.passthrough.transformer)
-            errors += found
-            if not found:
+            layout_errors = model_errors(layout, shape, config.passthrough.transformer)
+            errors += layout_errors
+            if not layout_errors:
                 _check_saved(config, layout, shape)
     except ValueError as error:
         errors.append(str(error))
@@ -294,22 +294,22 @@ def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> Au
     role = auxiliary_role(config)
     if role is None:
         return None
-    own, load = auxiliary_config(config, role), role_flag(config, role, "load")
+    role_config, load = auxiliary_config(config, role), role_flag(config, role, "load")
     count = role_flag(config, role, "num_gpus")
     try:
         shape = read_model_shape(load, f"--{role}-load") if load else shape
-        layout = _layout(own, shape, count)
+        layout = _layout(role_config, shape, count)
         assert layout is not None
         errors = model_errors(layout, shape, config.passthrough.transformer)
         if errors:
             raise ValueError(errors[0])
-        _check_saved(own, layout, shape)
+        _check_saved(role_config, layout, shape)
     except ValueError as error:
         raise ValueError(f"{role} (--{role}-num-gpus, --{role}-…-parallel-size): {error}") from error
     places = range(layout.world_size) if count is None else range(first, first + count)
     trained = shape.with_value_head() if role == "critic" else shape
     return AuxiliaryPlan(
-        role, trained, layout, tuple(places), _batch(config, layout), _balance(own, layout, shape, device)
+        role, trained, layout, tuple(places), _batch(config, layout), _balance(role_config, layout, shape, device)
     )
 
 
@@ -368,9 +368,9 @@ def _virtual_size(config: Config, shape: ModelShape | None) -> int:
     return shape.num_layers // chunk
 
 
-def _chunks_that_do(num_layers: int, stages: int, wanted: int) -> str:
+def _chunks_that_do(num_layers: int, stages: int, num_chunks: int) -> str:
     """`; sizes that divide 4: …`, the layers of a stage; nothing where the stages do not divide the layers."""
-    return "" if num_layers % stages else f"; {dividing(num_layers // stages, wanted)}"
+    return "" if num_layers % stages else f"; {dividing(num_layers // stages, num_chunks)}"
 
 
 def _engine_sizes(config: Config) -> list[int]:

@@ -200,19 +200,19 @@ class PushPlan:
 
     def buffer_bytes(self, rank: int) -> tuple[int, int]:
         """(bytes of each of the source's buffers, bytes of its room for the other members' parts or for its own)."""
-        own = self.of_source(rank)
+        buckets = self.of_source(rank)
         held = [b.part_bytes(rank) for b in self.buckets if rank in b.members[1:]]
-        room = max([bucket.gathered_bytes for bucket in own] + held, default=0)
-        return max((max(bucket.nbytes, bucket.sent_bytes) for bucket in own), default=0), room
+        room = max([bucket.gathered_bytes for bucket in buckets] + held, default=0)
+        return max((max(bucket.nbytes, bucket.sent_bytes) for bucket in buckets), default=0), room
 
     def peak_bytes(self, rank: int) -> int:
         """Memory that a push takes on `rank` beside the weights, at most; without the fp32 values that `fp8.quantize`
         has at a time."""
         flat, room = self.buffer_bytes(rank)
-        own = self.of_source(rank)
+        buckets = self.of_source(rank)
         # What is quantised stands beside its bucket, and the values of one tensor twice, before it takes their place.
-        made = [b.sent_bytes + max(t.sent_bytes for t in b.tensors) for b in own if b.is_quantised]
-        return min(BUFFERS, len(own)) * flat + room + max(made, default=0)
+        quantised_bytes = [b.sent_bytes + max(t.sent_bytes for t in b.tensors) for b in buckets if b.is_quantised]
+        return min(BUFFERS, len(buckets)) * flat + room + max(quantised_bytes, default=0)
 
     def describe(self) -> tuple[str, str]:
         """Describe the push for `plan.txt`: its size, and who sends."""
@@ -311,12 +311,14 @@ def plan_push(
         joined[key] = (joined[key][0] if key in joined else ()) + engines, stream
     cut: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], list[PushTensor]]]] = {}
     for (members, _), (engines, stream) in joined.items():
-        own = cut.setdefault(members[0], [])
+        buckets = cut.setdefault(members[0], [])
         # A few buffers in another precision would otherwise end a bucket in every layer.
         stream = sorted(stream, key=lambda tensor: tensor.dtype)
-        own += [(members, engines, bucket) for bucket in _cut(stream, max_bytes)]
+        buckets += [(members, engines, bucket) for bucket in _cut(stream, max_bytes)]
     # Evenly mixed, so that all sources are at work from the beginning to the end.
-    mixed = sorted(((i + 0.5) / len(own), source, i) for source, own in cut.items() for i in range(len(own)))
+    mixed = sorted(
+        ((i + 0.5) / len(buckets), source, i) for source, buckets in cut.items() for i in range(len(buckets))
+    )
     return PushPlan(
         tuple(
             Bucket(number, members, tuple(sorted(engines)), tuple(bucket))

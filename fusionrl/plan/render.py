@@ -93,7 +93,7 @@ def _push(plan: Plan, config: Config) -> list[str]:
     stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)
     if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
         return [line]
-    what, who = plan_for_layout(
+    headline, who = plan_for_layout(
         plan.shape,
         plan.layout,
         plan.engine_bundles,
@@ -102,13 +102,15 @@ def _push(plan: Plan, config: Config) -> list[str]:
         stages,
         plan.quantization,
     ).describe()
-    return [f"{line}: {what}", f"           {who}"]
+    return [f"{line}: {headline}", f"           {who}"]
 
 
 def _group(group: EngineGroup) -> str:
     """One group of --engine-group: its size, its role, and what its engines have that others have not."""
-    own = " ".join(to_option(name, value) for name, value in group.server_args.items())
-    return f"{group.name}: {group.num_engines} x TP {group.per_engine}, {group.role}" + (f", {own}" if own else "")
+    fields = " ".join(to_option(name, value) for name, value in group.server_args.items())
+    return f"{group.name}: {group.num_engines} x TP {group.per_engine}, {group.role}" + (
+        f", {fields}" if fields else ""
+    )
 
 
 def to_option(name: str, value: object) -> str:

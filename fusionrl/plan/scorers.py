@@ -48,16 +48,16 @@ def plan_scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
     if not uses_engines(config):
         return ()
     reward, algorithm, per_node = config.reward, config.algorithm, config.cluster.num_gpus_per_node
-    wanted: list[tuple[ScorerRole, str, str, int, int, dict[str, object]]] = []
+    requests: list[tuple[ScorerRole, str, str, int, int, dict[str, object]]] = []
     if reward.rm_model is not None:
         sizes = (reward.rm_num_gpus, reward.rm_num_gpus_per_engine)
-        wanted.append(("reward-model", "--rm", reward.rm_model, *sizes, reward.rm_server_args))
+        requests.append(("reward-model", "--rm", reward.rm_model, *sizes, reward.rm_server_args))
     if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
         sizes = (algorithm.opd_teacher_num_gpus, algorithm.opd_teacher_num_gpus_per_engine)
         path = algorithm.opd_teacher_load
-        wanted.append(("teacher", "--opd-teacher", path, *sizes, algorithm.opd_teacher_server_args))
+        requests.append(("teacher", "--opd-teacher", path, *sizes, algorithm.opd_teacher_server_args))
     scorers = []
-    for role, prefix, path, count, size, server_args in wanted:
+    for role, prefix, path, count, size, server_args in requests:
         bundles = place_engines(f"{prefix}-num-gpus", f"{prefix}-num-gpus-per-engine", count, size, first, per_node)
         first = 1 + bundles[-1][-1]
         scorers.append(ScorerPlan(role, path, bundles, server_args, *_model_of(role, path)))

@@ -83,21 +83,21 @@ def machine_findings(examined: Examined, options: Options) -> list[Finding]:
     """Check packages and the machine."""
     config, plan = examined.config, examined.plan
     needs_engines = config is None or uses_engines(config)
-    found = [*package_findings(needs_engines), *torch_findings(examined.device)]
+    findings = [*package_findings(needs_engines), *torch_findings(examined.device)]
     if options.deep:
-        found += import_findings()
+        findings += import_findings()
     if examined.device == "cuda":
-        found += gpu_findings()
+        findings += gpu_findings()
     num_ranks = plan.layout.world_size if plan is not None and plan.layout is not None else 0
     num_processes = num_ranks + (plan.num_engines if plan is not None else 0)
-    found += [*shared_memory_findings(), *limit_findings(), *memory_findings(plan), *core_findings(num_processes)]
-    found += network_findings()
-    found += disk_findings_of_run(config, plan)
+    findings += [*shared_memory_findings(), *limit_findings(), *memory_findings(plan), *core_findings(num_processes)]
+    findings += network_findings()
+    findings += disk_findings_of_run(config, plan)
     if config is not None and config.cluster.ray_address and ":" in config.cluster.ray_address:
-        found += address_findings("ray", "--ray-address", config.cluster.ray_address)
+        findings += address_findings("ray", "--ray-address", config.cluster.ray_address)
     if config is not None and config.reward.rm_url:
-        found += address_findings("reward", "--rm-url", config.reward.rm_url)
-    return found
+        findings += address_findings("reward", "--rm-url", config.reward.rm_url)
+    return findings
 
 
 def flag_findings(examined: Examined) -> list[Finding]:
@@ -107,18 +107,18 @@ def flag_findings(examined: Examined) -> list[Finding]:
         return of_messages("flags", "fault", examined.errors)
     if config is None or (plan is None and not examined.errors):
         return [fact("flags", "no flags of a run were given: only machines were looked at")]
-    found = of_messages("flags", "fault", examined.errors) + of_messages("flags", "warning", examined.warnings)
+    findings = of_messages("flags", "fault", examined.errors) + of_messages("flags", "warning", examined.warnings)
     if not examined.errors:
         prompts = config.data.prompt_data or []
-        found.insert(0, fact("flags", f"they fit together; --prompt-data {' '.join(prompts) or 'none'}"))
+        findings.insert(0, fact("flags", f"they fit together; --prompt-data {' '.join(prompts) or 'none'}"))
     memory = plan.memory if plan is not None else None
     if memory is not None:
         verdict, _, cure = memory.verdict().partition("; ")
         if memory.fits is False:
-            found.append(fault("estimate", verdict, cure or "take more devices"))
+            findings.append(fault("estimate", verdict, cure or "take more devices"))
         else:
-            found.append(fact("estimate", memory.verdict()))
-    return found
+            findings.append(fact("estimate", memory.verdict()))
+    return findings
 
 
 def run_findings(examined: Examined, options: Options) -> list[Finding]:
@@ -127,9 +127,9 @@ def run_findings(examined: Examined, options: Options) -> list[Finding]:
     folder = config.model.hf_checkpoint if config is not None else None
     if config is None or folder is None or not Path(folder).is_dir():
         return []
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if options.deep:
-        found += weight_findings(Path(folder))
+        findings += weight_findings(Path(folder))
     try:
         from fusionrl.data.tokenizer import load_tokenizer
 
@@ -137,22 +137,22 @@ def run_findings(examined: Examined, options: Options) -> list[Finding]:
             tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
         cure = "copy the tokenizer's files into the folder again"
-        return [*found, fault("tokens", f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})", cure)]
+        return [*findings, fault("tokens", f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})", cure)]
     if plan is None:
-        return found  # shape and data are not known to be whole
+        return findings  # shape and data are not known to be whole
     with quiet():
-        return found + _probes(config, plan, tokenizer, options)
+        return findings + _probes(config, plan, tokenizer, options)
 
 
 def _probes(config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Finding]:
     kwargs = config.data.apply_chat_template_kwargs or {}
     uses_template = config.data.apply_chat_template or config.run.mode == "sft"
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    found = tokenizer_findings(tokenizer, plan.shape.vocab_size)
+    findings = tokenizer_findings(tokenizer, plan.shape.vocab_size)
     if uses_template and has_template:
-        found += template_findings(tokenizer, kwargs)
+        findings += template_findings(tokenizer, kwargs)
     if uses_engines(config) and not config.rollout.rollout_ignore_eos:
-        found += end_findings(
+        findings += end_findings(
             tokenizer,
             Path(str(config.model.hf_checkpoint)),
             plan.shape.vocab_size,
@@ -161,17 +161,17 @@ def _probes(config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase, opti
             kwargs=kwargs,
         )
     if not generates(config) or config.run.load_debug_rollout_data is not None:
-        return found
+        return findings
     rows = probe_rows(config, tokenizer)
     if not rows:
-        return found
+        return findings
     if isinstance(rows[0].prompt, str):
-        found += prompt_findings(tokenizer, rows[0].prompt)
+        findings += prompt_findings(tokenizer, rows[0].prompt)
     answers = written_answers(config, rows, options.gold)
-    found += label_findings(tokenizer, answers, config.rollout.rollout_max_response_len)
+    findings += label_findings(tokenizer, answers, config.rollout.rollout_max_response_len)
     args = config.to_args(**plan.answers)
     args.eval_datasets = eval_sets(args)
-    return [*found, *reward_findings(config, args, rows, options.gold)]
+    return [*findings, *reward_findings(config, args, rows, options.gold)]
 
 
 def probe_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

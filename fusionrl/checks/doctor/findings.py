@@ -54,11 +54,11 @@ def fault(check: str, text: str, cure: str) -> Finding:
 
 def of_messages(check: str, status: Literal["warning", "fault"], messages: Iterable[str]) -> list[Finding]:
     """Make findings of other checks' messages, which have the cure behind their last semicolon."""
-    found = []
+    findings = []
     for message in messages:
         text, _, cure = message.rpartition("; ")
-        found.append(Finding(check, status, text or message, cure if text else _NO_CURE))
-    return found
+        findings.append(Finding(check, status, text or message, cure if text else _NO_CURE))
+    return findings
 
 
 def has_fault(findings: Sequence[Finding]) -> bool:
@@ -70,8 +70,8 @@ def summary(findings: Sequence[Finding]) -> str:
     """Return the last line of the report."""
     num_faults = sum(finding.status == "fault" for finding in findings)
     num_warnings = sum(finding.status == "warning" for finding in findings)
-    told = [counted(len(findings), "check"), _or_no(num_faults, "fault"), _or_no(num_warnings, "warning")]
-    return ", ".join(told)
+    parts = [counted(len(findings), "check"), _or_no(num_faults, "fault"), _or_no(num_warnings, "warning")]
+    return ", ".join(parts)
 
 
 def _or_no(number: int, name: str) -> str:

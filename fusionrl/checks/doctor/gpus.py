@@ -48,45 +48,45 @@ def _all(nvml: ModuleType) -> list[Finding]:
     except ValueError as error:
         text, _, cure = str(error).rpartition("; ")
         return [fault(_CHECK, text, cure)]
-    found, kinds = [], []
+    findings, kinds = [], []
     for name in [str(index) for index in range(nvml.nvmlDeviceGetCount())] if visible is None else visible:
         find = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
         try:
             handle = find(int(name) if name.isdigit() else name)
         except nvml.NVMLError as error:
             cure = f"look at nvidia-smi, and at {VARIABLE}, where it is set"
-            found.append(fault(_CHECK, f"GPU {name}: NVML does not find it ({error})", cure))
+            findings.append(fault(_CHECK, f"GPU {name}: NVML does not find it ({error})", cure))
             continue
         kinds.append(_text(_asked(nvml, partial(nvml.nvmlDeviceGetName, handle))) or "a GPU without a name")
-        found += _one(nvml, handle, f"GPU {name} ({kinds[-1]})")
+        findings += _one(nvml, handle, f"GPU {name} ({kinds[-1]})")
     counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     driver = _text(_asked(nvml, nvml.nvmlSystemGetDriverVersion)) or "unknown"
     cuda = _asked(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     version = "" if cuda is None else f" for CUDA {cuda // 1000}.{cuda % 1000 // 10}"
-    return [fact(_CHECK, f"{counted or 'no GPU'}; driver {driver}{version}"), *found]
+    return [fact(_CHECK, f"{counted or 'no GPU'}; driver {driver}{version}"), *findings]
 
 
 def _one(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
-    found = []
+    findings = []
     memory = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     processes = _asked(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    others = [process.pid for process in processes if process.pid != os.getpid()]
-    if others or (memory is not None and memory.used > _BUSY):
-        who = f"processes {', '.join(map(str, others))}" if others else "a process that is not seen from here"
+    other_pids = [process.pid for process in processes if process.pid != os.getpid()]
+    if other_pids or (memory is not None and memory.used > _BUSY):
+        who = f"processes {', '.join(map(str, other_pids))}" if other_pids else "a process that is not seen from here"
         used = f"{memory.used / GIB:.1f} of {memory.total / GIB:.1f} GiB are" if memory is not None else "it is"
         text = f"{name}: {used} in use by {who}"
         cure = "end what is left of an earlier run (nvidia-smi shows it), or choose other GPUs: CUDA_VISIBLE_DEVICES"
-        found.append(warning(_CHECK, text, cure))
+        findings.append(warning(_CHECK, text, cure))
     kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter))
     if errors:
         cure = "reset the GPU (nvidia-smi -r, as root) or the machine; replace the card if they come back"
-        found.append(fault(_CHECK, f"{name}: {errors} uncorrected memory errors since the driver was loaded", cure))
+        findings.append(fault(_CHECK, f"{name}: {errors} uncorrected memory errors since the driver was loaded", cure))
     hot = _throttled(nvml, handle)
     if hot:
         cure = "look at cooling and power; one slow GPU makes all ranks wait"
-        found.append(warning(_CHECK, f"{name}: its clock is held down now ({', '.join(hot)})", cure))
-    return found
+        findings.append(warning(_CHECK, f"{name}: its clock is held down now ({', '.join(hot)})", cure))
+    return findings
 
 
 def _throttled(nvml: ModuleType, handle: object) -> list[str]:

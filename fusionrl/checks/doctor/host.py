@@ -46,19 +46,19 @@ def limit_findings(root: Path = ROOT) -> list[Finding]:
     limits = {"ulimit -u": _finite(resource.getrlimit(resource.RLIMIT_NPROC)[1])}
     for name in ("sys/fs/cgroup/pids.max", "sys/fs/cgroup/pids/pids.max"):
         limits[f"/{name}"] = _number(root / name)
-    found = []
+    findings = []
     if files < FEWEST_FILES:
         cure = (
             f"raise the hard limit: ulimit -Hn {1 << 16} before the shell starts, or docker run --ulimit nofile=65536"
         )
-        found.append(fault("files", f"a process may open {files} files; Ray and the router need thousands", cure))
+        findings.append(fault("files", f"a process may open {files} files; Ray and the router need thousands", cure))
     least, where = min(((value, name) for name, value in limits.items() if value is not None), default=(None, ""))
     if least is not None and least < FEWEST_PROCESSES:
         cure = "raise it: ulimit -u 65536, or docker run --pids-limit=-1"
         text = f"{least:.0f} processes and threads are allowed ({where}); Ray and the engines start hundreds"
-        found.append(fault("processes", text, cure))
+        findings.append(fault("processes", text, cure))
     processes = "any number of" if least is None else f"{least:.0f}"
-    return found or [fact("limits", f"{files} open files, {processes} processes")]
+    return findings or [fact("limits", f"{files} open files, {processes} processes")]
 
 
 def memory_findings(plan: Plan | None, root: Path = ROOT) -> list[Finding]:
@@ -116,32 +116,32 @@ def _quota(root: Path) -> float | None:
 
 def disk_findings(folders: dict[str, Path], needed: Mapping[str, tuple[str, float]]) -> list[Finding]:
     """Compare the room of the disks of `folders` (flag → folder) with `needed` (flag → what is written, bytes)."""
-    found, told = [], []
+    findings, warned = [], []
     for name, folder in folders.items():
         parent = folder if folder.is_dir() else existing_parent(folder)[0]
         if not os.access(parent, os.W_OK | os.X_OK):
             cure = f"make it writable, or name another folder ({name})"
-            found.append(fault("disk", f"{name} {folder}: this user may not write to {parent}", cure))
+            findings.append(fault("disk", f"{name} {folder}: this user may not write to {parent}", cure))
             continue
         try:
             free = float(shutil.disk_usage(parent).free)
         except OSError as error:
-            found.append(fault("disk", f"{name} {folder}: {error}", f"name another folder ({name})"))
+            findings.append(fault("disk", f"{name} {folder}: {error}", f"name another folder ({name})"))
             continue
-        what, num_bytes = needed.get(name, ("", 0.0))
-        takes = f"{what} take {num_bytes / GIB:.1f} GiB"
+        purpose, num_bytes = needed.get(name, ("", 0.0))
+        takes = f"{purpose} take {num_bytes / GIB:.1f} GiB"
         if free < max(num_bytes, _FEWEST_FREE):
             is_large = num_bytes > _FEWEST_FREE
             least = f"and {takes}" if is_large else f"less than {_FEWEST_FREE / GIB:.0f}"
             cure = f"free some, or name a folder on another disk ({name})"
             cure += "; --keep-checkpoints N keeps the newest N" if is_large and name == "--run-dir" else ""
-            found.append(fault("disk", f"{name} {folder}: {free / GIB:.1f} GiB free, {least}", cure))
+            findings.append(fault("disk", f"{name} {folder}: {free / GIB:.1f} GiB free, {least}", cure))
         else:
             more = f", {takes}" if num_bytes >= GIB / 20 else ""
-            told.append(f"{free / GIB:.0f} GiB free for {name} {folder}{more}")
-    if told:
-        found.append(fact("disk", "; ".join(told)))
-    return found
+            warned.append(f"{free / GIB:.0f} GiB free for {name} {folder}{more}")
+    if warned:
+        findings.append(fact("disk", "; ".join(warned)))
+    return findings
 
 
 def temporary_folder() -> Path:

@@ -40,7 +40,7 @@ def _interface_findings(environ: Mapping[str, str]) -> list[Finding]:
     import psutil
 
     there = sorted(psutil.net_if_addrs())
-    found = []
+    findings = []
     for variable in (GLOO, NCCL):
         value = environ.get(variable)
         if not value or value.startswith("^"):  # NCCL: all but these
@@ -51,33 +51,35 @@ def _interface_findings(environ: Mapping[str, str]) -> list[Finding]:
         if missing:
             cure = f"unset {variable}, as fusionrl chooses an interface itself, or name one of {', '.join(there)}"
             text = f"{variable}={value}: this machine has no interface {', '.join(missing)}"
-            found.append(fault("interface", text, cure))
-    return found
+            findings.append(fault("interface", text, cure))
+    return findings
 
 
 def _proxy_findings(environ: Mapping[str, str]) -> list[Finding]:
-    given = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environ.get(name)]
-    if not given:
+    variables = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environ.get(name)]
+    if not variables:
         return []
     proxies = {"no": environ.get("no_proxy") or environ.get("NO_PROXY") or ""}
     if urllib.request.proxy_bypass_environment(_LOCAL, proxies):  # type: ignore[attr-defined]  # typeshed lacks it
         return []
     cure = "export no_proxy=127.0.0.1,localhost, with the addresses of all nodes"
-    return [warning("proxy", f"{given[0]} is set and no_proxy does not name {_LOCAL}: engines are asked there", cure)]
+    return [
+        warning("proxy", f"{variables[0]} is set and no_proxy does not name {_LOCAL}: engines are asked there", cure)
+    ]
 
 
 def address_findings(check: str, flag: str, address: str) -> list[Finding]:
     """Connect to a server that a flag names, as host:port or as a URL."""
-    shown = f"{flag} {hide_passwords(address)}"
+    displayed = f"{flag} {hide_passwords(address)}"
     try:
         parts = urlsplit(address if "://" in address else f"tcp://{address}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
         cure = "write host:port or http://host:port/path, with a port of 1 to 65535"
-        return [fault(check, f"{shown}: no address ({error})", cure)]
+        return [fault(check, f"{displayed}: no address ({error})", cure)]
     try:
         socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
     except OSError as error:
         cure = "start the server, or correct the address; a firewall between the machines may drop it, too"
-        return [fault(check, f"{shown}: no connection ({error})", cure)]
-    return [fact(check, f"{shown} answers")]
+        return [fault(check, f"{displayed}: no connection ({error})", cure)]
+    return [fact(check, f"{displayed} answers")]

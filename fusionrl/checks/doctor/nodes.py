@@ -79,12 +79,12 @@ class NodeDoctor:
 
     def look(self, order: Order) -> Look:
         """Examine this node."""
-        found = [*shared_memory_findings(), *limit_findings(), *memory_findings(order.plan), *core_findings(0)]
-        found += [*network_findings(), *disk_findings({"TMPDIR": temporary_folder()}, {})]
+        findings = [*shared_memory_findings(), *limit_findings(), *memory_findings(order.plan), *core_findings(0)]
+        findings += [*network_findings(), *disk_findings({"TMPDIR": temporary_folder()}, {})]
         if order.device == "cuda":
-            found += gpu_findings()
+            findings += gpu_findings()
         missing = [flag for flag, folder in order.folders.items() if not Path(folder).exists()]
-        return Look(installed_versions(), missing, found)
+        return Look(installed_versions(), missing, findings)
 
     def listen(self, address: str) -> int:
         """Accept connections at this node's address from now on; return the port."""
@@ -162,40 +162,40 @@ def device_findings(devices: Mapping[str, int], plan: Plan | None) -> list[Findi
     return [fact("nodes", text)]
 
 
-def look_findings(looks: Mapping[str, Look | Exception], own: str, folders: Mapping[str, str]) -> list[Finding]:
+def look_findings(looks: Mapping[str, Look | Exception], own_node: str, folders: Mapping[str, str]) -> list[Finding]:
     """Compare what the nodes see. `own`: the node of this process, whose limits are examined already."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     seen: dict[str, Look] = {}
     for name, look in looks.items():
         if isinstance(look, Look):
             seen[name] = look
             continue
         cure = f"install the environment of this machine there, at the same place; `ray status` shows if {name} lives"
-        found.append(fault("nodes", f"node {name}: it cannot be examined ({look})", cure))
-    found += version_findings({name: look.versions for name, look in seen.items()}, own)
+        findings.append(fault("nodes", f"node {name}: it cannot be examined ({look})", cure))
+    findings += version_findings({name: look.versions for name, look in seen.items()}, own_node)
     for name, look in seen.items():
         for flag in look.missing:
             cure = f"put it on a disk that every node mounts at the same place, or copy it there ({flag})"
-            found.append(fault("shared", f"node {name} does not see {flag} {folders[flag]}", cure))
-        if name != own:
+            findings.append(fault("shared", f"node {name} does not see {flag} {folders[flag]}", cure))
+        if name != own_node:
             troubles = [finding for finding in look.findings if finding.status != "fact"]
-            found += [replace(finding, fact=f"node {name}: {finding.fact}") for finding in troubles]
-    if seen and folders and not any(finding.check == "shared" for finding in found):
-        found.append(fact("shared", f"all {len(seen)} nodes see {' and '.join(folders)}"))
-    return found
+            findings += [replace(finding, fact=f"node {name}: {finding.fact}") for finding in troubles]
+    if seen and folders and not any(finding.check == "shared" for finding in findings):
+        findings.append(fact("shared", f"all {len(seen)} nodes see {' and '.join(folders)}"))
+    return findings
 
 
 def reach_findings(failed: Mapping[str, Mapping[str, str] | Exception]) -> list[Finding]:
     """Report the ways between nodes that are closed: from → to → error."""
-    found = []
+    findings = []
     cure = "open all TCP ports between the nodes, or choose another interface (ray start --node-ip-address)"
     for start, errors in failed.items():
         if isinstance(errors, Exception):
-            found.append(fault("reach", f"node {start}: it could not try to reach the others ({errors})", cure))
+            findings.append(fault("reach", f"node {start}: it could not try to reach the others ({errors})", cure))
             continue
         for end, error in errors.items():
-            found.append(fault("reach", f"no connection from node {start} to node {end} ({error})", cure))
-    return found or [fact("reach", f"all {len(failed)} nodes reach each other by TCP")]
+            findings.append(fault("reach", f"no connection from node {start} to node {end} ({error})", cure))
+    return findings or [fact("reach", f"all {len(failed)} nodes reach each other by TCP")]
 
 
 def prepare_findings(answers: Mapping[str, object]) -> list[Finding]:

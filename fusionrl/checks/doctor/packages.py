@@ -39,7 +39,7 @@ def package_findings(needs_engines: bool = True, requirements: Iterable[str] | N
     except metadata.PackageNotFoundError:
         cure = "install fusionrl (pip install -e .) into the environment that runs it"
         return [warning("packages", "fusionrl is not an installed package, so its requirements are not known", cure)]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     versions: list[str] = [f"python {python}"]
     for text in named:
         requirement = Requirement(text)
@@ -53,15 +53,15 @@ def package_findings(needs_engines: bool = True, requirements: Iterable[str] | N
         except metadata.PackageNotFoundError:
             is_needed = name not in _OPTIONAL or (needs_engines and name.startswith("sglang"))
             if is_needed:
-                found.append(
+                findings.append(
                     fault("packages", f"{name} is not installed", f"pip install '{name}{requirement.specifier}'")
                 )
             continue
         versions.append(f"{name} {version}")
         if requirement.specifier and not requirement.specifier.contains(version, prereleases=True):
             cure = f"install a version that was tested: pip install '{name}{requirement.specifier}'"
-            found.append(fault("packages", f"{name} is {version}, outside of {requirement.specifier}", cure))
-    return found or [fact("packages", ", ".join(versions))]
+            findings.append(fault("packages", f"{name} is {version}, outside of {requirement.specifier}", cure))
+    return findings or [fact("packages", ", ".join(versions))]
 
 
 def torch_findings(device: str) -> list[Finding]:
@@ -83,13 +83,13 @@ def torch_findings(device: str) -> list[Finding]:
 
 def import_findings(modules: Iterable[str] = _MODULES) -> list[Finding]:
     """Import each module in a process of its own."""
-    found = []
+    findings = []
     for module in modules:
         ran = _python(_IMPORT, module)
         if ran.returncode:
             cure = f"install {module.split('.')[0]} again, with the versions of requirements/"
-            found.append(fault("imports", f"{module} cannot be imported: {_last_line(ran.stderr)}", cure))
-    return found or [fact("imports", f"{', '.join(modules)} can be imported")]
+            findings.append(fault("imports", f"{module} cannot be imported: {_last_line(ran.stderr)}", cure))
+    return findings or [fact("imports", f"{', '.join(modules)} can be imported")]
 
 
 def _python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:

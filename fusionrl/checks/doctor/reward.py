@@ -88,22 +88,22 @@ def reward_findings(config: Config, args: Namespace, rows: Sequence[Sample], gol
         return [fact(_CHECK, f"not probed: {reason}")]
     settings = RewardSettings.of_args(args)
     settings = replace(settings, timeout_s=min(settings.timeout_s, _LIMIT_S), num_processes=1)
-    told: list[str] = []
+    problems: list[str] = []
     for row in rows:
         answers = gold_answers(row.label, gold)
         if not answers:
             continue
         samples = [_answered(row, answer) for answer in (*answers, "")]
-        problem = _problem(config, settings, samples, told, gold)
+        problem = _problem(config, settings, samples, problems, gold)
         if problem is not None:
             return [problem]
-    if not told:
+    if not problems:
         return [fact(_CHECK, "not probed: no label is a text or a number")]
-    return [fact(_CHECK, f"the gold label scores above an empty answer in {len(told)} rows ({told[0]})")]
+    return [fact(_CHECK, f"the gold label scores above an empty answer in {len(problems)} rows ({problems[0]})")]
 
 
 def _problem(
-    config: Config, settings: RewardSettings, samples: list[Sample], told: list[str], gold: str | None
+    config: Config, settings: RewardSettings, samples: list[Sample], problems: list[str], gold: str | None
 ) -> Finding | None:
     """Score the answers to one row, the last of which is empty; None and a text more in `told` where all is well."""
     name = f"--custom-rm-path {config.reward.custom_rm_path}"
@@ -124,7 +124,7 @@ def _problem(
     best, empty = max(scores[:-1]), scores[-1]
     if best > empty:
         answer = samples[scores.index(best)].response
-        told.append(f"label {label!r:.40}: {best:g} for {answer!r:.60}, {empty:g} for an empty one")
+        problems.append(f"label {label!r:.40}: {best:g} for {answer!r:.60}, {empty:g} for an empty one")
         return None
     forms = "in each form that was tried" if gold is None else f"as --gold {gold}"
     text = f"{name}: the gold label {label!r:.60} scores {best:g} {forms}, an empty answer {empty:g}"

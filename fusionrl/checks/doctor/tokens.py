@@ -63,8 +63,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object
         text = call_template(tokenizer.apply_chat_template, turns, tokenize=False, **kwargs)
     except TemplateError:
         return None
-    _, found, after = text.rpartition(_ANSWER)
-    if not found:
+    _, marker, after = text.rpartition(_ANSWER)
+    if not marker:
         return None
     ids = tokenizer.encode(after.lstrip(), add_special_tokens=False)
     return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder) else None
@@ -74,15 +74,17 @@ def tokenizer_findings(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> l
     """Check that text comes back from tokens, and that the model has an embedding for each token."""
     ids = tokenizer.encode(_TEXT, add_special_tokens=False)
     back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    found = []
+    findings = []
     if back.strip() != _TEXT:  # some write a space before the first word
         cure = "rewards see decoded text: use the tokenizer that the model was trained with, and its settings"
-        found.append(warning(_CHECK, f"the tokenizer does not give back {_TEXT!r}: {back!r}", cure))
+        findings.append(warning(_CHECK, f"the tokenizer does not give back {_TEXT!r}: {back!r}", cure))
     highest = max([*tokenizer.added_tokens_decoder, len(tokenizer) - 1])
     if highest >= vocab_size:
         cure = "use the tokenizer of this model, or resize its embeddings to the tokenizer"
-        found.append(fault(_CHECK, f"the tokenizer has token {highest}, the model has {vocab_size} embeddings", cure))
-    return found or [fact(_CHECK, f"{len(tokenizer)} tokens for {vocab_size} embeddings; text comes back unchanged")]
+        findings.append(
+            fault(_CHECK, f"the tokenizer has token {highest}, the model has {vocab_size} embeddings", cure)
+        )
+    return findings or [fact(_CHECK, f"{len(tokenizer)} tokens for {vocab_size} embeddings; text comes back unchanged")]
 
 
 def template_findings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> list[Finding]:
@@ -105,17 +107,17 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, o
         tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     split = sorted({mark for mark in _MARK.findall(text) if len(tokenizer.encode(mark, add_special_tokens=False)) > 1})
-    found = []
+    findings = []
     if split:
         cure = "take the model's own template, unless it was trained with marks that are plain text"
         text = f"the chat template writes {', '.join(split)}, not as one token but as letters: of another model?"
-        found.append(warning(_TEMPLATE, text, cure))
+        findings.append(warning(_TEMPLATE, text, cure))
     if back.strip() != text.strip() and not split:
         cure = "use tokenizer and template of the same model; prompts reach it spoilt"
-        found.append(
+        findings.append(
             warning(_TEMPLATE, f"a rendered conversation does not come back from its tokens: {back!r:.200}", cure)
         )
-    return found or [fact(_TEMPLATE, "a conversation keeps its words and comes back from its tokens unchanged")]
+    return findings or [fact(_TEMPLATE, "a conversation keeps its words and comes back from its tokens unchanged")]
 
 
 def prompt_findings(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[Finding]:

@@ -31,14 +31,14 @@ def installed_versions(sources: Path = _SOURCES) -> dict[str, str]:
 
     That of fusionrl has a hash of its Python files, found below `sources`: two checkouts may have the same version.
     """
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found["fusionrl"] = f"{found.get('fusionrl', 'not installed')} (sources {_hash_of(sources)})"
-    return found
+    versions["fusionrl"] = f"{versions.get('fusionrl', 'not installed')} (sources {_hash_of(sources)})"
+    return versions
 
 
 def _hash_of(folder: Path) -> str:
@@ -50,14 +50,14 @@ def _hash_of(folder: Path) -> str:
     return digest.hexdigest()[:_SHOWN]
 
 
-def version_findings(versions: Mapping[str, Mapping[str, str]], own: str) -> list[Finding]:
+def version_findings(versions: Mapping[str, Mapping[str, str]], own_node: str) -> list[Finding]:
     """Compare the versions of all nodes, by name, with those of the node `own`, where this process is."""
-    if own not in versions:
+    if own_node not in versions:
         return []
-    found, here = [], versions[own]
+    findings, here = [], versions[own_node]
     for name, there in versions.items():
         for package in sorted({*here, *there}):
             ours, theirs = (which.get(package, "not installed") for which in (here, there))
             if ours != theirs:
-                found.append(fault("versions", f"{package} is {ours} here and {theirs} on node {name}", CURE))
-    return found or [fact("versions", f"Python and {len(here) - 1} packages are the same on all nodes")]
+                findings.append(fault("versions", f"{package} is {ours} here and {theirs} on node {name}", CURE))
+    return findings or [fact("versions", f"Python and {len(here) - 1} packages are the same on all nodes")]

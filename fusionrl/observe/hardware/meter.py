@@ -38,10 +38,10 @@ class Meter:
 
     def look(self) -> None:
         """Look at each GPU now."""
-        found = [device.reading() for device in self._devices]
+        readings = [device.reading() for device in self._devices]
         with self._lock:
-            self._readings += found
-        now = summary(found)
+            self._readings += readings
+        now = summary(readings)
         if "memory_used_bytes" in now:
             count("GPU memory", gib=now["memory_used_bytes"] / 2**30)
         if "utilisation" in now:
@@ -64,22 +64,22 @@ class Meter:
 
 def summary(readings: Sequence[Reading]) -> dict[str, float]:
     """Return the numbers of some readings; what no card supports is left out."""
-    found: dict[str, float] = {}
-    busy = [one.utilisation for one in readings if one.utilisation is not None]
-    power = [one.power_w for one in readings if one.power_w is not None]
-    used = [one.memory_used_bytes for one in readings if one.memory_used_bytes is not None]
-    degrees = [one.temperature_c for one in readings if one.temperature_c is not None]
-    errors = [one.ecc_errors for one in readings if one.ecc_errors is not None]
+    values: dict[str, float] = {}
+    busy = [reading.utilisation for reading in readings if reading.utilisation is not None]
+    power = [reading.power_w for reading in readings if reading.power_w is not None]
+    used = [reading.memory_used_bytes for reading in readings if reading.memory_used_bytes is not None]
+    degrees = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
+    errors = [reading.ecc_errors for reading in readings if reading.ecc_errors is not None]
     if busy:
-        found["utilisation"] = fmean(busy)
+        values["utilisation"] = fmean(busy)
     if power:
-        found["power_w"] = fmean(power)
+        values["power_w"] = fmean(power)
     if used:
-        found["memory_used_bytes"] = float(max(used))
+        values["memory_used_bytes"] = float(max(used))
     if degrees:
-        found["temperature_c"] = max(degrees)
+        values["temperature_c"] = max(degrees)
     if errors:
-        found["ecc_errors"] = float(max(errors))
+        values["ecc_errors"] = float(max(errors))
     if readings:
-        found["slowed"] = fmean(bool(one.slowed_by) for one in readings)
-    return found
+        values["slowed"] = fmean(bool(reading.slowed_by) for reading in readings)
+    return values

@@ -53,8 +53,8 @@ def sentence(
     sizes       of the groups in `waited_for`: "trainer rank" → 8
     file        the file with the stacks
     """
-    usual = "the first of its kind" if late.usual_s is None else f"median {seconds(late.usual_s)}"
-    parts = [f'"{late.phase}" has taken {seconds(late.seconds)} ({usual})']
+    usual_time = "the first of its kind" if late.usual_s is None else f"median {seconds(late.usual_s)}"
+    parts = [f'"{late.phase}" has taken {seconds(late.seconds)} ({usual_time})']
     if waited_for:
         parts.append("waits for " + named(waited_for, sizes or {}))
     elif driver:
@@ -77,38 +77,38 @@ def seconds(value: float) -> str:
 def named(names: Iterable[str], sizes: Mapping[str, int]) -> str:
     """Names with their numbers taken together: "trainer ranks 3, 7 of 8, engine 1: pause"."""
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    others: list[str] = []
+    other_calls: list[str] = []
     for name in names:
         head, _, rest = name.partition(":")
         if match := _NUMBERED.match(head):
             groups[match["group"], rest].append(int(match["number"]))
-        elif name not in others:
-            others.append(name)
+        elif name not in other_calls:
+            other_calls.append(name)
     texts = []
     for (group, rest), numbers in groups.items():
         size = f" of {sizes[group]}" if group in sizes else ""
         plural = "s" * (len(set(numbers)) > 1)
         texts.append(f"{group}{plural} {spans(numbers)}{size}" + (f":{rest}" if rest else ""))
-    return ", ".join(texts + others)
+    return ", ".join(texts + other_calls)
 
 
 def spans(numbers: Iterable[int]) -> str:
     """Numbers, with those that follow one another as a span: "0-2, 5"."""
-    found: list[list[int]] = []
+    bounds: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if bounds and number == bounds[-1][1] + 1:
+            bounds[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            bounds.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in bounds)
 
 
 def troubles(seen: Sequence[Seen]) -> list[str]:
     """One text for each process that is stopped, dead or blocked in the kernel."""
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for one in seen:
-        if one.trouble:
-            groups[one.role, one.trouble].append(one.pid)
+    for process in seen:
+        if process.trouble:
+            groups[process.role, process.trouble].append(process.pid)
     return [
         f"{role} is {trouble} (pid {', '.join(map(str, pids))})"
         if not trouble.startswith("waits")
@@ -121,16 +121,16 @@ def ranks(seen: Sequence[Seen], group: str = "trainer") -> str:
     """Who of the ranks waits in a collective, and who did not arrive there; "" where no rank waits in one."""
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     away: defaultdict[str, list[int]] = defaultdict(list)
-    for one in seen:
-        match = _NUMBERED.match(one.role)
+    for process in seen:
+        match = _NUMBERED.match(process.role)
         if match is None or match["group"] != group:
             continue
-        rank, thread = int(match["number"]), one.thread
+        rank, thread = int(match["number"]), process.thread
         collective = thread.collective if thread is not None else None
         if thread is not None and collective:
             waiting[f"{collective} of {thread.place}"].append(rank)
-        elif one.trouble:
-            away[one.trouble].append(rank)
+        elif process.trouble:
+            away[process.trouble].append(rank)
         else:
             away[f"in {thread.place}" if thread is not None and thread.place else "silent"].append(rank)
     if not waiting:
@@ -139,9 +139,9 @@ def ranks(seen: Sequence[Seen], group: str = "trainer") -> str:
         f"{_ranks(numbers)} wait{'s' * (len(numbers) == 1)} in {place}" for place, numbers in waiting.items()
     )
     if away:
-        shown = [f"{_ranks(numbers)} ({place})" for place, numbers in list(away.items())[:_MOST_PLACES]]
+        places = [f"{_ranks(numbers)} ({place})" for place, numbers in list(away.items())[:_MOST_PLACES]]
         more = ", …" * (len(away) > _MOST_PLACES)
-        return f"{here}, where {', '.join(shown)}{more} did not arrive"
+        return f"{here}, where {', '.join(places)}{more} did not arrive"
     return here if len(waiting) == 1 else f"the ranks wait in different collectives: {here}"
 
 

@@ -67,20 +67,20 @@ def look(logs: Path, answer_s: float = ANSWER_S) -> list[Seen]:
     Processes with logs of their own are asked at once; those that share one, one after the other, so that their stacks
     do not mix. Each has `answer_s` seconds.
     """
-    found = sorted(_processes(logs))
+    processes = sorted(_processes(logs))
     stacks: dict[int, str] = {}
     rounds: list[dict[Path, int]] = []
-    for log, pid in found:
-        free = next((one for one in rounds if log not in one), None)
+    for log, pid in processes:
+        free = next((batch for batch in rounds if log not in batch), None)
         if free is None:
             rounds.append(free := {})
         free[log] = pid
-    for one in rounds:
-        stacks |= _ask(one, answer_s)
+    for batch in rounds:
+        stacks |= _ask(batch, answer_s)
     host = socket.gethostname()
     return [
         Seen(_role(log), pid, host, _title(pid), _STATES.get(_state(pid), ""), stacks.get(pid, ""))
-        for log, pid in found
+        for log, pid in processes
     ]
 
 
@@ -88,7 +88,7 @@ def _processes(logs: Path) -> Iterable[tuple[Path, int]]:
     """(log, pid) of every process that writes into a log of the folder, itself or by its parents; not of this one."""
     folder = logs.resolve()
     parents: dict[int, int] = {}
-    found: dict[int, Path] = {}
+    logs_by_pid: dict[int, Path] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -98,26 +98,26 @@ def _processes(logs: Path) -> Iterable[tuple[Path, int]]:
         except (OSError, IndexError):  # it has ended, or is another user's
             continue
         if log.parent == folder and log.suffix == ".log":
-            found[int(entry.name)] = log
+            logs_by_pid[int(entry.name)] = log
     for pid in parents:
         above: int | None = pid
-        while above is not None and above not in found:
+        while above is not None and above not in logs_by_pid:
             above = parents.get(above)
         if above is not None:
-            yield found[above], pid
+            yield logs_by_pid[above], pid
 
 
-def _ask(asked: dict[Path, int], answer_s: float) -> dict[int, str]:
+def _ask(processes: dict[Path, int], answer_s: float) -> dict[int, str]:
     """Ask one process of each log for its stacks; return what those wrote that answered."""
-    before = {log: _size(log) for log in asked}
-    pending = {log for log, pid in asked.items() if _state(pid) not in "TtZ" and ask_for_stacks(pid)}
-    sizes, grown = dict(before), dict.fromkeys(asked, 0.0)
+    before = {log: _size(log) for log in processes}
+    pending = {log for log, pid in processes.items() if _state(pid) not in "TtZ" and ask_for_stacks(pid)}
+    sizes, grown = dict(before), dict.fromkeys(processes, 0.0)
     deadline = time.monotonic() + answer_s
     forced_at = time.monotonic() + _PATIENCE_S
     while pending and (now := time.monotonic()) < deadline:
         if now > forced_at:
             for log in (log for log in pending if not grown[log]):
-                ask_for_stacks(asked[log], is_forced=True)
+                ask_for_stacks(processes[log], is_forced=True)
             forced_at = deadline
         for log in list(pending):
             if (size := _size(log)) > sizes[log]:
@@ -125,7 +125,7 @@ def _ask(asked: dict[Path, int], answer_s: float) -> dict[int, str]:
             elif grown[log] and now - grown[log] > _QUIET_S:
                 pending.remove(log)
         time.sleep(_POLL_S)
-    return {pid: _read(log, before[log]) for log, pid in asked.items() if sizes[log] > before[log]}
+    return {pid: _read(log, before[log]) for log, pid in processes.items() if sizes[log] > before[log]}
 
 
 def _read(log: Path, start: int) -> str:

@@ -89,8 +89,8 @@ def read_stacks(text: str) -> list[Thread]:
     for line in text.splitlines():
         if _HEAD.match(line):
             threads.append([])
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
     return [Thread(tuple(frames)) for frames in threads if not any(_answers(frame) for frame in frames)]
 
 

@@ -22,41 +22,43 @@ def faults(document: object, limit: int = 20) -> list[str]:
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         return ["no list traceEvents"]
-    found = [f"event {number}: {fault}" for number, event in enumerate(events) for fault in _of_event(event)]
-    if not found:
-        found = [*_of_nesting(events), *_of_flows(events)]
-    return found[:limit]
+    messages = [f"event {number}: {fault}" for number, event in enumerate(events) for fault in _of_event(event)]
+    if not messages:
+        messages = [*_of_nesting(events), *_of_flows(events)]
+    return messages[:limit]
 
 
 def _of_event(event: object) -> list[str]:
     if not isinstance(event, dict):
         return ["no object"]
-    phase, found = event.get("ph"), []
+    phase, messages = event.get("ph"), []
     if not isinstance(phase, str) or len(phase) != 1 or phase not in _PHASES:
         return [f"ph {phase!r}"]
     if not isinstance(event.get("name"), str):
-        found.append(f"name {event.get('name')!r}")
-    found += [f"{key} {event.get(key)!r} is no whole number" for key in ("pid", "tid") if not _is_int(event.get(key))]
+        messages.append(f"name {event.get('name')!r}")
+    messages += [
+        f"{key} {event.get(key)!r} is no whole number" for key in ("pid", "tid") if not _is_int(event.get(key))
+    ]
     if not _is_number(event.get("ts")):
-        found.append(f"ts {event.get('ts')!r}")
+        messages.append(f"ts {event.get('ts')!r}")
     args = event.get("args", {})
     if not isinstance(args, dict):
-        return [*found, "args is no object"]
+        return [*messages, "args is no object"]
     if phase == "X" and (not _is_number(event.get("dur")) or event["dur"] < 0):
-        found.append(f"dur {event.get('dur')!r}")
+        messages.append(f"dur {event.get('dur')!r}")
     if phase == "C" and (not args or not all(_is_number(value) for value in args.values())):
-        found.append(f"a counter's args {args!r}")
+        messages.append(f"a counter's args {args!r}")
     if phase == "M":
         kind = _META.get(str(event["name"]))
         if kind is None or not isinstance(args.get(_ARGUMENT[str(event["name"])]), kind):
-            found.append(f"metadata {event['name']!r} with {args!r}")
+            messages.append(f"metadata {event['name']!r} with {args!r}")
     if phase in "stf" and not isinstance(event.get("id"), int | str):
-        found.append(f"a flow's id {event.get('id')!r}")
-    return found
+        messages.append(f"a flow's id {event.get('id')!r}")
+    return messages
 
 
 def _of_nesting(events: Sequence[Event]) -> list[str]:
-    found = []
+    messages = []
     for (pid, tid), spans in _by_track(events).items():
         open_spans: list[tuple[float, object]] = []
         for start, negative_end, name in sorted(spans):
@@ -64,14 +66,14 @@ def _of_nesting(events: Sequence[Event]) -> list[str]:
             while open_spans and open_spans[-1][0] <= start:
                 open_spans.pop()
             if open_spans and end > open_spans[-1][0]:
-                found.append(f"pid {pid}, tid {tid}: {name} ends after {open_spans[-1][1]}, in which it began")
+                messages.append(f"pid {pid}, tid {tid}: {name} ends after {open_spans[-1][1]}, in which it began")
             open_spans.append((end, name))
-    return found
+    return messages
 
 
 def _of_flows(events: Sequence[Event]) -> list[str]:
     """Each arrow has one start, then steps, then one end; each within a span of its track."""
-    found, tracks = [], {track: _Cover(spans) for track, spans in _by_track(events).items()}
+    messages, tracks = [], {track: _Cover(spans) for track, spans in _by_track(events).items()}
     flows: dict[object, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in ("s", "t", "f"):
@@ -79,15 +81,15 @@ def _of_flows(events: Sequence[Event]) -> list[str]:
             time = _number(event["ts"])
             track = tracks.get((event["pid"], event["tid"]))
             if track is None or not track.has(time):
-                found.append(f"flow {event['id']}: no span at {event['ts']} on tid {event['tid']}")
+                messages.append(f"flow {event['id']}: no span at {event['ts']} on tid {event['tid']}")
     for number, stops in flows.items():
         kinds = "".join(str(stop["ph"]) for stop in stops)
         if len(kinds) < 2 or kinds != "s" + "t" * (len(kinds) - 2) + "f":
-            found.append(f"flow {number} is {kinds}, not s, t…, f")
+            messages.append(f"flow {number} is {kinds}, not s, t…, f")
         times = [_number(stop["ts"]) for stop in stops]
         if times != sorted(times):
-            found.append(f"flow {number} goes back in time: {times}")
-    return found
+            messages.append(f"flow {number} goes back in time: {times}")
+    return messages
 
 
 class _Cover:
@@ -106,12 +108,12 @@ class _Cover:
 
 def _by_track(events: Sequence[Event]) -> dict[tuple[object, object], list[tuple[float, float, str]]]:
     """(pid, tid) → (start, -end, name) of its spans."""
-    found: dict[tuple[object, object], list[tuple[float, float, str]]] = defaultdict(list)
+    spans: dict[tuple[object, object], list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             start = _number(event["ts"])
-            found[event["pid"], event["tid"]].append((start, -start - _number(event["dur"]), str(event["name"])))
-    return found
+            spans[event["pid"], event["tid"]].append((start, -start - _number(event["dur"]), str(event["name"])))
+    return spans
 
 
 def _number(value: object) -> float:

@@ -78,15 +78,15 @@ def _run(options: argparse.Namespace) -> int:
         print(line)
     if measured is None:
         return 0
-    found = [*faults(orjson.loads(path.read_bytes())), *record_faults(recorded, measured)]
-    if not found:
+    messages = [*faults(orjson.loads(path.read_bytes())), *record_faults(recorded, measured)]
+    if not messages:
         with_metrics = "times agree with metrics.jsonl" if measured.seconds else "metrics.jsonl has no times to compare"
         print(
             f"checked: {len(trace.events):,} events keep the format, spans nest, measured clocks agree, {with_metrics}"
         )
-    for fault in found:
+    for fault in messages:
         print(f"fault: {fault}", file=sys.stderr)
-    return EXIT_FAILED if found else 0
+    return EXIT_FAILED if messages else 0
 
 
 def _range(text: str | None) -> range | None:

@@ -35,9 +35,11 @@ def read_load(path: Path, utc_offset_s: int) -> Iterator[tuple[str, int, dict[st
         at = datetime.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
         micros = int(at.timestamp() - utc_offset_s) * 1_000_000 + int(match[2] or 0) * 1000
         name, speed = _SPEED[match["kind"]]
-        values = {field: found for field, pattern in _FIELDS.items() if (found := _value(pattern, match["rest"])) >= 0}
-        if (found := _value(speed, match["rest"])) >= 0:
-            values[name] = found
+        values = {
+            field: number for field, pattern in _FIELDS.items() if (number := _value(pattern, match["rest"])) >= 0
+        }
+        if (number := _value(speed, match["rest"])) >= 0:
+            values[name] = number
         yield match["rank"].decode().strip(), micros, values
 
 

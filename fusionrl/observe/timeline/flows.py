@@ -21,34 +21,34 @@ class Stop:
 Flow = list[Stop]
 
 
-def flows(recorded: Recorded, shown: Mapping[int, Sequence[Course]]) -> list[Flow]:
+def flows(recorded: Recorded, courses_by_step: Mapping[int, Sequence[Course]]) -> list[Flow]:
     """Return the arrows of all steps; `shown`: step → the samples that are in the file."""
-    found: list[Flow] = []
-    cuts = {one.facts.get("step"): one for one in recorded.of(BUFFER, "cut")}
+    arrows: list[Flow] = []
+    cuts = {span.facts.get("step"): span for span in recorded.of(BUFFER, "cut")}
     trainers = list(recorded.processes("trainer-"))
-    trains = {(name, one.facts.get("step")): one for name in trainers for one in recorded.of(name, "train")}
+    trains = {(name, span.facts.get("step")): span for name in trainers for span in recorded.of(name, "train")}
     pushes = {name: recorded.of(name, "push") for name in trainers}
-    firsts = _first_turns(shown)
+    firsts = _first_turns(courses_by_step)
     for step, cut in cuts.items():
         if not isinstance(step, int):
             continue
-        for course in shown.get(step, ()):
+        for course in courses_by_step.get(step, ()):
             if course.parts and course.parts[-1].end <= cut.end:
                 last = course.parts[-1]
-                found.append([Stop(last, last.end), Stop(cut, max(cut.start, last.end))])
+                arrows.append([Stop(last, last.end), Stop(cut, max(cut.start, last.end))])
         for name in trainers:
             train = trains.get((name, step))
             if train is None:
                 continue
             flow = [Stop(cut, cut.end), Stop(train, train.start)]
-            push = next((one for one in pushes[name] if _version(one) >= step and one.start >= train.end), None)
+            push = next((span for span in pushes[name] if _version(span) >= step and span.start >= train.end), None)
             if push is not None:
                 flow.append(Stop(push, push.start))
                 turn = firsts.get(_version(push))
                 if turn is not None and turn.end > push.end:
                     flow.append(Stop(turn, max(turn.start, min(first_token(turn), turn.end))))
-            found.append(flow)
-    return found
+            arrows.append(flow)
+    return arrows
 
 
 def first_users(courses: Sequence[Course]) -> list[Course]:
@@ -62,12 +62,18 @@ def first_users(courses: Sequence[Course]) -> list[Course]:
     return [course for _, course in first.values()]
 
 
-def _first_turns(shown: Mapping[int, Sequence[Course]]) -> dict[int, Span]:
-    turns = [turn for courses in shown.values() for course in courses for turn in course.parts if turn.name == "turn"]
-    found: dict[int, Span] = {}
+def _first_turns(courses_by_step: Mapping[int, Sequence[Course]]) -> dict[int, Span]:
+    turns = [
+        turn
+        for courses in courses_by_step.values()
+        for course in courses
+        for turn in course.parts
+        if turn.name == "turn"
+    ]
+    firsts: dict[int, Span] = {}
     for turn in sorted(turns, key=first_token):
-        found.setdefault(_version(turn), turn)
-    return found
+        firsts.setdefault(_version(turn), turn)
+    return firsts
 
 
 def _version(span: Span) -> int:

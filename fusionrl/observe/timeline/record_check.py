@@ -59,22 +59,22 @@ def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
     """Read the times of an attempt. Of a run that goes on, before its record is read: that has all of them then."""
     if not (run / METRICS_FILE).is_file():
         return MeasuredTimes({}, {})
-    found: dict[str, dict[int, float]] = {}
-    for one in _COMPARED:
-        rows = [row for row in read_metrics(run, of_rows_with=one.metric) if row.get("attempt") == attempt]
-        key = "sync/version" if one.fact == "version" else "step"
+    times: dict[str, dict[int, float]] = {}
+    for compared in _COMPARED:
+        rows = [row for row in read_metrics(run, of_rows_with=compared.metric) if row.get("attempt") == attempt]
+        key = "sync/version" if compared.fact == "version" else "step"
         if rows:
-            found[one.metric] = {int(row.get(key, row["step"])): float(row[one.metric]) for row in rows}
+            times[compared.metric] = {int(row.get(key, row["step"])): float(row[compared.metric]) for row in rows}
     rows = [row for row in read_metrics(run, of_rows_with=STEP_TIME) if row.get("attempt") == attempt]
-    return MeasuredTimes(found, {int(row["step"]): float(row["time"]) for row in rows if "time" in row})
+    return MeasuredTimes(times, {int(row["step"]): float(row["time"]) for row in rows if "time" in row})
 
 
 def record_faults(recorded: Recorded, measured: MeasuredTimes) -> list[str]:
     """Return what cannot be believed, one line each."""
-    found = [*_of_clocks(recorded), *_of_rows(recorded, measured)]
-    for one in _COMPARED:
-        found += _of_phases(recorded, one, measured.seconds.get(one.metric, {}))
-    return found
+    messages = [*_of_clocks(recorded), *_of_rows(recorded, measured)]
+    for compared in _COMPARED:
+        messages += _of_phases(recorded, compared, measured.seconds.get(compared.metric, {}))
+    return messages
 
 
 def _of_clocks(recorded: Recorded) -> list[str]:
@@ -92,7 +92,7 @@ def _of_rows(recorded: Recorded, measured: MeasuredTimes) -> Iterator[str]:
     rows = {step: round(time * 1e6 - recorded.wall_ns / 1e3) for step, time in measured.written.items()}
     for step, at in rows.items():
         slack = _WALL_US + _SHARE * at
-        if step in spans and not any(one.start - slack <= at <= one.end + slack for one in spans[step]):
+        if step in spans and not any(span.start - slack <= at <= span.end + slack for span in spans[step]):
             yield (
                 f"the row of step {step} was written {at / 1e6:.2f} s after the run began, and the record has that step"
                 f" from {spans[step][0].start / 1e6:.2f} s to {spans[step][-1].end / 1e6:.2f} s"
@@ -117,8 +117,8 @@ def _of_phases(recorded: Recorded, compared: Comparison, seconds: Mapping[int, f
         yield (
             f"`{name}` of {compared.fact} {numbers} is not in the record, and {METRICS_FILE} has its {compared.metric}"
         )
-    ended = [number for number in seconds if number in spans and not any(one.is_open for one in spans[number])]
-    here = sum(one.duration for number in ended for one in spans[number])
+    ended = [number for number in seconds if number in spans and not any(span.is_open for span in spans[number])]
+    here = sum(span.duration for number in ended for span in spans[number])
     there = 1e6 * sum(seconds[number] for number in ended)
     slack = _SHARE * there + _SLACK_US * len(ended)
     if here < there - slack or (here > there + slack and not compared.is_within):
@@ -127,9 +127,9 @@ def _of_phases(recorded: Recorded, compared: Comparison, seconds: Mapping[int, f
 
 def _by_fact(recorded: Recorded, names: tuple[str, ...], fact: str) -> dict[int, list[Span]]:
     """Return the number in a fact → the driver's spans of it."""
-    found = defaultdict[int, list[Span]](list)
-    for one in recorded.of(DRIVER, *names):
-        number = one.facts.get(fact)
+    spans = defaultdict[int, list[Span]](list)
+    for span in recorded.of(DRIVER, *names):
+        number = span.facts.get(fact)
         if isinstance(number, int):
-            found[number].append(one)
-    return dict(found)
+            spans[number].append(span)
+    return dict(spans)

@@ -95,7 +95,7 @@ class Recorded:
     @property
     def end(self) -> int:
         """The last time in the record."""
-        return max([0, *(one.end for one in self.spans), *(one.end for one in self.courses)])
+        return max([0, *(item.end for item in self.spans), *(item.end for item in self.courses)])
 
     def of(self, process: str, *names: str) -> list[Span]:
         """Return the spans of a process with these names, in order."""
@@ -126,13 +126,13 @@ def attempts(run: Path) -> list[int]:
     Raises:
         ValueError: none has.
     """
-    found = {int(match["attempt"]) for path in _files(run) if (match := _NAME.fullmatch(path.name))}
-    if not found:
+    numbers = {int(match["attempt"]) for path in _files(run) if (match := _NAME.fullmatch(path.name))}
+    if not numbers:
         raise ValueError(
             f"{run} has no {FOLDER}/ with records: it is no run's folder, its run has not begun, or an earlier version"
             " of fusionrl made it"
         )
-    return sorted(found)
+    return sorted(numbers)
 
 
 def read_attempt(run: Path, attempt: int) -> Recorded:
@@ -197,7 +197,7 @@ class Clock:
     def place(self, micros: int) -> int:
         """Return the µs on the driver's clock, since the run began, of a time in the process's record."""
         at = self.start_ns + micros * 1000
-        after = bisect.bisect(self.measured, at, key=lambda one: one.at)
+        after = bisect.bisect(self.measured, at, key=lambda reading: reading.at)
         left, right = self.measured[max(0, after - 1)], self.measured[min(after, len(self.measured) - 1)]
         share = (at - left.at) / (right.at - left.at) if left.at < at < right.at else 0.0
         return (at - left.offset - round(share * (right.offset - left.offset))) // 1000
@@ -222,8 +222,8 @@ class _DriverClock:
         boot, mono_ns = str(header["boot"]), _int(header["mono_ns"])
         if boot == self._boot:
             return Clock(mono_ns, [Measured(mono_ns, self._mono_ns, 0)]), 0.0
-        if known := sorted(self._measured.get(boot, ()), key=lambda one: one.at):
-            return Clock(mono_ns, known), max(one.error for one in known) / 1000
+        if known := sorted(self._measured.get(boot, ()), key=lambda reading: reading.at):
+            return Clock(mono_ns, known), max(reading.error for reading in known) / 1000
         begun = _int(header["wall_ns"]) - self.wall_ns
         return Clock(mono_ns, [Measured(mono_ns, mono_ns - begun, 0)]), None
 
@@ -239,8 +239,8 @@ def _read_process(
         else:
             owner = process
         if isinstance(line, dict):
-            own, error = clock.of(line)
-            place = own.place
+            process_clock, error = clock.of(line)
+            place = process_clock.place
             into.machines[process] = Machine(str(line["host"]), error)
             into.wall_starts_ns[process] = _int(line["wall_ns"]) - place(0) * 1000
             into.utc_offset_s[process] = _int(line.get("utc_offset_s", 0))
@@ -279,11 +279,11 @@ _LANES |= dict.fromkeys(("rollouts", "stages", "evaluations", "rewards"), BUFFER
 
 
 def _course(process: str, line: list[object], place: Callable[[int], int]) -> Course:
-    start, duration, facts, given = _int(line[1]), _int(line[2]), _facts(line[3]), line[4]
+    start, duration, facts, raw_parts = _int(line[1]), _int(line[2]), _facts(line[3]), line[4]
     parts = []
-    for one in given if isinstance(given, list) else ():
-        at, end = place(_int(one[1])), place(_int(one[1]) + _int(one[2]))
-        parts.append(Span(process, "", str(one[0]), at, end, _facts(one[3])))
+    for part in raw_parts if isinstance(raw_parts, list) else ():
+        at, end = place(_int(part[1])), place(_int(part[1]) + _int(part[2]))
+        parts.append(Span(process, "", str(part[0]), at, end, _facts(part[3])))
     return Course(process, place(start), place(start + duration), facts, parts)
 
 

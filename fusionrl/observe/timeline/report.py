@@ -37,16 +37,18 @@ class Step:
 
 def summarize_steps(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> list[Step]:
     """Return the steps that have ended."""
-    found = []
+    steps = []
     for span in recorded.of(DRIVER, "step"):
         number = span.facts.get("step")
         if isinstance(number, int) and not span.is_open:
             shares = driver_shares(recorded, span.start, span.end)
-            waiting = next((one for one in recorded.of(DRIVER, "generate") if _inside(one, span)), None)
+            waiting = next(
+                (generation for generation in recorded.of(DRIVER, "generate") if _inside(generation, span)), None
+            )
             waited, tail = _waited_for(by_step.get(number, ()), waiting)
             bound = _bound(recorded, span, shares, waited, tail)
-            found.append(Step(number, span.duration, shares, tail, waited, bound))
-    return found
+            steps.append(Step(number, span.duration, shares, tail, waited, bound))
+    return steps
 
 
 def _waited_for(courses: Sequence[Course], waiting: Span | None) -> tuple[Course | None, int]:
@@ -59,7 +61,7 @@ def _waited_for(courses: Sequence[Course], waiting: Span | None) -> tuple[Course
 
 
 def _bound(recorded: Recorded, step: Span, shares: Mapping[str, int], waited: Course | None, tail: int) -> str:
-    name = max(shares, key=lambda one: shares[one])
+    name = max(shares, key=lambda phase: shares[phase])
     percent = f"{100 * shares[name] / max(1, step.duration):.0f} %"
     if name == "generate":
         if waited is not None and tail > _LONG_TAIL * shares[name]:
@@ -112,7 +114,7 @@ def report(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> Itera
     for name, micros in sorted(shares.items(), key=lambda item: -item[1]):
         yield f"  {name:<20}{micros / 1e6:>9.2f}  {100 * micros / max(1, end):>5.1f} %"
     yield f"  {'sum':<20}{sum(shares.values()) / 1e6:>9.2f}  {100 * sum(shares.values()) / max(1, end):>5.1f} %"
-    spans = [one for one in recorded.of(DRIVER, "step") if not one.is_open]
+    spans = [step for step in recorded.of(DRIVER, "step") if not step.is_open]
     if spans:
         yield ""
         yield from _pools(recorded, spans[0].start, spans[-1].end)
@@ -133,7 +135,7 @@ def _clocks(recorded: Recorded) -> Iterator[str]:
 def _pools(recorded: Recorded, start: int, end: int) -> Iterator[str]:
     yield "from the first step to the last   busy    push    idle     sum"
     for pool in pools(recorded, start, end):
-        parts = [100 * one / max(1, pool.total) for one in (pool.busy, pool.push, pool.idle)]
+        parts = [100 * micros / max(1, pool.total) for micros in (pool.busy, pool.push, pool.idle)]
         yield f"  {pool.name:<28}" + "".join(f"{part:>6.1f} %" for part in [*parts, sum(parts)])
     mean, most = in_flight(recorded.courses, start, end)
     if most:
@@ -144,18 +146,18 @@ def _pools(recorded: Recorded, start: int, end: int) -> Iterator[str]:
 
 
 def _steps(steps: Sequence[Step]) -> Iterator[str]:
-    shown = sorted(sorted(steps, key=lambda one: -one.wall)[:_MOST_ROWS], key=lambda one: one.number)
-    if len(shown) < len(steps):
-        yield f"the {len(shown)} longest of {counted(len(steps), 'step')}"
+    longest = sorted(sorted(steps, key=lambda step: -step.wall)[:_MOST_ROWS], key=lambda step: step.number)
+    if len(longest) < len(steps):
+        yield f"the {len(longest)} longest of {counted(len(steps), 'step')}"
     yield "step        s   gen %  train %  push %   bound by"
-    for one in shown:
+    for step in longest:
         parts = dict.fromkeys(("gen", "train", "push"), 0.0)
-        for name, micros in one.shares.items():
+        for name, micros in step.shares.items():
             if name in _SHORT:
-                parts[_SHORT[name]] += 100 * micros / max(1, one.wall)
+                parts[_SHORT[name]] += 100 * micros / max(1, step.wall)
         numbers = f"{parts['gen']:>7.1f}{parts['train']:>9.1f}{parts['push']:>8.1f}"
-        yield f"{one.number:>4}{one.wall / 1e6:>9.2f}{numbers}   {one.bound}"
-    waited = max((one for one in steps if one.waited is not None), key=lambda one: one.tail, default=None)
+        yield f"{step.number:>4}{step.wall / 1e6:>9.2f}{numbers}   {step.bound}"
+    waited = max((step for step in steps if step.waited is not None), key=lambda step: step.tail, default=None)
     if waited is not None and waited.waited is not None:
         yield (
             f"longest wait for one sample: step {waited.number}, sample {waited.waited.facts.get('index')},"

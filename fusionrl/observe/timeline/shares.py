@@ -36,12 +36,12 @@ def driver_shares(recorded: Recorded, start: int, end: int) -> dict[str, int]:
     Of phases within each other the innermost one counts, but for the parts of a push. `OTHER` is in no phase.
     """
     spans = [
-        (max(one.start, start), min(one.end, end), one.name)
-        for one in recorded.of(DRIVER, *_DRIVER_PHASES)
-        if not one.lane
+        (max(phase.start, start), min(phase.end, end), phase.name)
+        for phase in recorded.of(DRIVER, *_DRIVER_PHASES)
+        if not phase.lane
     ]
     edges = sorted({start, end, *(edge for span in spans for edge in span[:2] if start < edge < end)})
-    found: dict[str, int] = {}
+    shares: dict[str, int] = {}
     spans.sort()
     active: list[tuple[int, int, str]] = []
     at = 0
@@ -49,10 +49,10 @@ def driver_shares(recorded: Recorded, start: int, end: int) -> dict[str, int]:
         while at < len(spans) and spans[at][0] <= begin:
             active.append(spans[at])
             at += 1
-        active = [one for one in active if one[1] > begin]
-        name = max(active, key=lambda one: (one[0], -one[1]))[2] if active else OTHER
-        found[name] = found.get(name, 0) + stop - begin
-    return found
+        active = [phase for phase in active if phase[1] > begin]
+        name = max(active, key=lambda phase: (phase[0], -phase[1]))[2] if active else OTHER
+        shares[name] = shares.get(name, 0) + stop - begin
+    return shares
 
 
 _DRIVER_PHASES = frozenset(
@@ -80,7 +80,7 @@ _DRIVER_PHASES = frozenset(
 
 def pools(recorded: Recorded, start: int, end: int) -> list[Pool]:
     """Return the pools' shares between two times: engines, trainers (and those of a critic or prm), rewards."""
-    window, found = [(start, end)], []
+    window, rows = [(start, end)], []
     if engines := recorded.processes("engine-actor-"):
         paused = [_within(_pauses(recorded, name), window) for name in engines]
         push = sum(map(_total, paused)) / len(engines)
@@ -88,50 +88,50 @@ def pools(recorded: Recorded, start: int, end: int) -> list[Pool]:
         busy = [_total(_without(_within(_union(turns), window), pause)) for pause in paused]
         # A turn does not say which engine had it: of several, this is when at least one had a request.
         name = "engines" if len(engines) == 1 else "engines (at least one busy)"
-        found.append(Pool(name, sum(busy) / len(engines), push, end - start))
+        rows.append(Pool(name, sum(busy) / len(engines), push, end - start))
     for role in ("trainer-", "critic-", "prm-"):
         if ranks := recorded.processes(role):
             pushes = [_within(_union(_intervals(recorded.of(rank, *_PUSH))), window) for rank in ranks]
             works = [_within(_union(_intervals(recorded.of(rank, *_WORK))), window) for rank in ranks]
-            work = sum(_total(_without(one, push)) for one, push in zip(works, pushes, strict=True))
-            found.append(Pool(f"{role[:-1]}s", work / len(ranks), sum(map(_total, pushes)) / len(ranks), end - start))
+            work = sum(_total(_without(compute, push)) for compute, push in zip(works, pushes, strict=True))
+            rows.append(Pool(f"{role[:-1]}s", work / len(ranks), sum(map(_total, pushes)) / len(ranks), end - start))
     rewards = [*_parts(recorded.courses, "reward"), *_intervals(recorded.of(BUFFER, "reward"))]
     if rewards:
-        found.append(Pool("rewards", _total(_within(_union(rewards), window)), 0, end - start))
-    return found
+        rows.append(Pool("rewards", _total(_within(_union(rewards), window)), 0, end - start))
+    return rows
 
 
 def in_flight(courses: Iterable[Course], start: int, end: int) -> tuple[float, int]:
     """Return how many requests were at the engines between two times: in the mean of the busy time, and at most."""
-    turns = [one for one in _parts(courses, "turn") if one[1] > start and one[0] < end]
-    inside = [(max(one[0], start), min(one[1], end)) for one in turns]
+    turns = [turn for turn in _parts(courses, "turn") if turn[1] > start and turn[0] < end]
+    inside = [(max(turn[0], start), min(turn[1], end)) for turn in turns]
     busy = _total(_union(inside))
-    changes = sorted([(one[0], 1) for one in inside] + [(one[1], -1) for one in inside])
+    changes = sorted([(turn[0], 1) for turn in inside] + [(turn[1], -1) for turn in inside])
     most = level = 0
     for _, change in changes:
         level += change
         most = max(most, level)
-    return (sum(one[1] - one[0] for one in inside) / busy if busy else 0.0), most
+    return (sum(turn[1] - turn[0] for turn in inside) / busy if busy else 0.0), most
 
 
 def compute_time(recorded: Recorded, rank: str, start: int, end: int) -> int:
     """Return a rank's microseconds in forward and backward passes between two times: not in waits for other ranks."""
     spans = recorded.of(rank, "forward", "backward")
-    first = bisect.bisect_left(spans, start, key=lambda one: one.start)
-    last = bisect.bisect_right(spans, end, key=lambda one: one.start)
-    return sum(one.duration for one in spans[first:last] if one.end <= end)
+    first = bisect.bisect_left(spans, start, key=lambda span: span.start)
+    last = bisect.bisect_right(spans, end, key=lambda span: span.start)
+    return sum(span.duration for span in spans[first:last] if span.end <= end)
 
 
 def _pauses(recorded: Recorded, engine: str) -> Intervals:
     """From the beginning of a pause to the end of the resume that follows."""
-    found, paused = [], None
-    for one in recorded.of(engine, "pause", "resume"):
-        if one.name == "pause" and paused is None:
-            paused = one.start
-        elif one.name == "resume" and paused is not None:
-            found.append((paused, one.end))
+    intervals, paused = [], None
+    for span in recorded.of(engine, "pause", "resume"):
+        if span.name == "pause" and paused is None:
+            paused = span.start
+        elif span.name == "resume" and paused is not None:
+            intervals.append((paused, span.end))
             paused = None
-    return found
+    return intervals
 
 
 def _parts(courses: Iterable[Course], name: str) -> Intervals:
@@ -139,17 +139,17 @@ def _parts(courses: Iterable[Course], name: str) -> Intervals:
 
 
 def _intervals(spans: Iterable[Span]) -> Intervals:
-    return [(one.start, one.end) for one in spans]
+    return [(span.start, span.end) for span in spans]
 
 
 def _union(intervals: Sequence[tuple[int, int]]) -> Intervals:
-    found: Intervals = []
+    merged: Intervals = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def _within(intervals: Intervals, window: Intervals) -> Intervals:
@@ -157,8 +157,8 @@ def _within(intervals: Intervals, window: Intervals) -> Intervals:
     return [(start, end) for start, end in cut if end > start]
 
 
-def _without(intervals: Intervals, others: Intervals) -> Intervals:
-    for low, high in others:
+def _without(intervals: Intervals, removed: Intervals) -> Intervals:
+    for low, high in removed:
         cut = [piece for start, end in intervals for piece in ((start, min(end, low)), (max(start, high), end))]
         intervals = [(start, end) for start, end in cut if end > start]
     return intervals

@@ -20,21 +20,21 @@ def steps_of(run: Path, recorded: Recorded) -> dict[int, list[Course]]:
     """
     step_of_index = _indices(run / "rollouts", recorded.attempt)
     rollouts = recorded.of("buffer", "rollout")
-    found: dict[int, list[Course]] = defaultdict(list)
+    courses_by_step: dict[int, list[Course]] = defaultdict(list)
     for course in recorded.courses:
         if course.facts.get("evaluation"):
-            found[0].append(course)
+            courses_by_step[0].append(course)
             continue
         index = course.facts.get("index")
         step = step_of_index.get(index) if isinstance(index, int) else None
         if step is None and not step_of_index:
-            step = next((_step(one) for one in rollouts if one.start <= course.end <= one.end), None)
-        found[step or 0].append(course)
-    return dict(found)
+            step = next((_step(rollout) for rollout in rollouts if rollout.start <= course.end <= rollout.end), None)
+        courses_by_step[step or 0].append(course)
+    return dict(courses_by_step)
 
 
 def _indices(folder: Path, attempt: int) -> dict[int, int]:
-    found: dict[int, int] = {}
+    steps: dict[int, int] = {}
     for path in sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match is None or int(match[2]) != attempt:
@@ -42,8 +42,8 @@ def _indices(folder: Path, attempt: int) -> dict[int, int]:
         with path.open("rb") as file:
             for line in file:
                 if index := _INDEX.search(line[:_HEAD_BYTES]):
-                    found[int(index[1])] = int(match[1])
-    return found
+                    steps[int(index[1])] = int(match[1])
+    return steps
 
 
 def _step(rollout: Span) -> int:
@@ -65,12 +65,12 @@ def detailed(part: Span) -> list[Span]:
     bounds = [("queue", start, start + queue), ("prefill", start + queue, start + first)]
     bounds.append(("decode", start + first, part.end))
     inner = [Span(part.process, part.lane, name, begin, min(end, part.end)) for name, begin, end in bounds]
-    return [part, *(one for one in inner if one.end > one.start)]
+    return [part, *(span for span in inner if span.end > span.start)]
 
 
 def first_token(part: Span) -> int:
     """Return when a turn's first token came, as well as it is known: not before this."""
-    return next((one.start for one in detailed(part) if one.name == "decode"), part.start)
+    return next((span.start for span in detailed(part) if span.name == "decode"), part.start)
 
 
 def tokens_of(course: Course) -> int:

@@ -50,7 +50,7 @@ def read_trace(path: Path, process: str, recorded: Recorded) -> dict[str, list[S
         for event in events
         if event.get("ph") == "M" and event.get("name") == "thread_name"
     }
-    found: dict[str, list[Span]] = defaultdict(list)
+    spans: dict[str, list[Span]] = defaultdict(list)
     for event in events:
         if event.get("ph") != "X" or event.get("cat") in _NO_WORK:
             continue
@@ -58,8 +58,8 @@ def read_trace(path: Path, process: str, recorded: Recorded) -> dict[str, list[S
         start, end = start_ns // 1000, (start_ns + ns) // 1000
         facts: Facts = {name: value for name, value in event.get("args", {}).items() if name in _FACTS}
         thread = names.get((event.get("pid"), event.get("tid")), f"thread {event.get('tid')}")
-        found[thread].append(Span(process, "", str(event["name"]), start, end, facts))
-    return dict(found)
+        spans[thread].append(Span(process, "", str(event["name"]), start, end, facts))
+    return dict(spans)
 
 
 _NO_WORK = ("Trace", "overhead")  # spans over the whole file

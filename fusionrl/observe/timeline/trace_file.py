@@ -97,14 +97,14 @@ def build(run: Path, recorded: Recorded, by_step: Mapping[int, Sequence[Course]]
         _add_process(trace, process, [s for s in recorded.spans if s.process == process and _overlaps(s, window)])
     for process, rank, path in trace_files(run, recorded.attempt, choice.steps):
         _add_torch_trace(trace, process, rank, read_trace(path, process, recorded))
-    shown = chosen_samples(by_step, choice)
-    _add_samples(trace, shown)
+    courses_by_step = chosen_samples(by_step, choice)
+    _add_samples(trace, courses_by_step)
     for counter in recorded.counters:
         if window[0] <= counter.time <= window[1]:
             trace.counter(counter.process, counter.name, counter.time, counter.values)
     _add_loads(trace, run, recorded, window)
     _add_in_flight(trace, recorded, window)
-    for number, flow in enumerate(flows(recorded, shown), start=1):
+    for number, flow in enumerate(flows(recorded, courses_by_step), start=1):
         trace.flow(number, flow)
     return trace
 
@@ -124,22 +124,22 @@ def chosen_samples(by_step: Mapping[int, Sequence[Course]], choice: Choice) -> d
     """Return step → its longest samples, all that were not finished, and the first ones of new weights."""
     everyone = [course for courses in by_step.values() for course in courses]
     first = {id(course) for course in first_users(everyone)} if choice.samples else set()
-    found: dict[int, list[Course]] = {}
+    chosen: dict[int, list[Course]] = {}
     for step, courses in by_step.items():
         if choice.steps is not None and step not in choice.steps:
             continue
         longest = sorted(courses, key=lambda course: course.start - course.end)
         rest = longest[choice.samples :]
-        kept = [one for one in rest if one.facts.get("status") in _UNFINISHED or id(one) in first]
-        found[step] = sorted([*longest[: choice.samples], *kept], key=lambda course: course.start)
-    return found
+        remaining = [sample for sample in rest if sample.facts.get("status") in _UNFINISHED or id(sample) in first]
+        chosen[step] = sorted([*longest[: choice.samples], *remaining], key=lambda course: course.start)
+    return chosen
 
 
 def _window(recorded: Recorded, steps: range | None) -> tuple[int, int]:
     """The time of the chosen steps."""
     if steps is None:
         return -(1 << 60), 1 << 60
-    spans = [one for one in recorded.of(DRIVER, "step") if one.facts.get("step") in steps]
+    spans = [span for span in recorded.of(DRIVER, "step") if span.facts.get("step") in steps]
     if not spans:
         raise ValueError(f"--steps {steps.start}-{steps.stop - 1}: the record of attempt {recorded.attempt} has none")
     return spans[0].start, spans[-1].end
@@ -171,13 +171,13 @@ def _add_torch_trace(trace: Trace, process: str, rank: str, threads: Mapping[str
                 trace.span(span, pid, tid)
 
 
-def _add_samples(trace: Trace, shown: Mapping[int, Sequence[Course]]) -> None:
+def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[Course]]) -> None:
     """Samples on as few tracks as it takes; each with its parts in it."""
-    if not any(shown.values()):
+    if not any(courses_by_step.values()):
         return
     pid = trace.pid(SAMPLES)
-    step_of = {id(course): step for step, courses in shown.items() for course in courses}
-    everyone = [course for courses in shown.values() for course in courses]
+    step_of = {id(course): step for step, courses in courses_by_step.items() for course in courses}
+    everyone = [course for courses in courses_by_step.values() for course in courses]
     beside: list[Span] = []  # what a sample does at the same time as something else
     for number, placed in enumerate(_in_a_row(everyone)):
         tid = trace.tid(pid, f"samples {number + 1}")
@@ -187,9 +187,9 @@ def _add_samples(trace: Trace, shown: Mapping[int, Sequence[Course]]) -> None:
                 name = f"evaluation, {name}"
             facts = {"step": step_of[id(course)]} | course.facts
             trace.span(Span(SAMPLES, "", name, course.start, course.end, facts), pid, tid)
-            own, *others = nested(course.parts) or [[]]
-            beside += itertools.chain.from_iterable(others)
-            for part in own:
+            main_lane, *further_lanes = nested(course.parts) or [[]]
+            beside += itertools.chain.from_iterable(further_lanes)
+            for part in main_lane:
                 for span in detailed(part):
                     trace.span(span, pid, tid)
     for number, parts in enumerate(nested(beside)):
@@ -201,7 +201,7 @@ def _add_samples(trace: Trace, shown: Mapping[int, Sequence[Course]]) -> None:
 def _in_a_row(courses: Sequence[Course]) -> list[list[Course]]:
     """Divide courses over tracks on which they follow each other."""
     tracks: list[list[Course]] = []
-    for course in sorted(courses, key=lambda one: one.start):
+    for course in sorted(courses, key=lambda course: course.start):
         free = next((track for track in tracks if track[-1].end <= course.start), None)
         if free is None:
             tracks.append([course])

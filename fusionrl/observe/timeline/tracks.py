@@ -23,7 +23,7 @@ T = TypeVar("T", bound=_Timed)
 def nested(spans: Iterable[T]) -> list[list[T]]:
     """Divide spans over as few tracks as it takes one after the other; in each, in order of their starts."""
     tracks: list[tuple[list[T], list[int]]] = []  # spans, and the ends of those that are open
-    for span in sorted(spans, key=lambda one: (one.start, -one.end)):
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for placed, open_ends in tracks:
             while open_ends and open_ends[-1] <= span.start:
                 open_ends.pop()

@@ -136,8 +136,10 @@ class MLflow:
         self._client = MlflowClient((target.folder / "mlruns").resolve().as_uri() if local else target.address or None)
         self.run_id = target.run_id
         if target.is_new:
-            found = self._client.get_experiment_by_name(target.project)
-            number = found.experiment_id if found is not None else self._client.create_experiment(target.project)
+            experiment = self._client.get_experiment_by_name(target.project)
+            number = (
+                experiment.experiment_id if experiment is not None else self._client.create_experiment(target.project)
+            )
             self.run_id = self._client.create_run(number, run_name=target.name).info.run_id
             params = [Param(name, str(value)[:500]) for name, value in target.config.items()]
             for start in range(0, len(params), 100):
@@ -251,7 +253,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, object]:
     """A run's flags by name, without their groups and without those that are not set."""
     flags: dict[str, object] = {}
     for group, value in config.items():
-        for name, one in value.items() if isinstance(value, dict) else ((group, value),):
-            if one is not None:
-                flags[str(name)] = one
+        for name, setting in value.items() if isinstance(value, dict) else ((group, value),):
+            if setting is not None:
+                flags[str(name)] = setting
     return flags

@@ -39,9 +39,9 @@ def read_lines(run: Path, start: int = 0) -> Iterator[Line]:
     path = run / METRICS_FILE
     if not path.is_file():
         return
-    found = list(_parsed(path, start))
-    makers = made_by((line.step, line.attempt, line.values) for line in found)
-    yield from (line for line in found if line.attempt >= makers.get(line.step, 0))
+    parsed = list(_parsed(path, start))
+    makers = made_by((line.step, line.attempt, line.values) for line in parsed)
+    yield from (line for line in parsed if line.attempt >= makers.get(line.step, 0))
 
 
 def _parsed(path: Path, start: int) -> Iterator[Line]:

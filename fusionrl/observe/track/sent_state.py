@@ -67,9 +67,13 @@ class Memory:
 
     def read(self) -> Sent:
         """Return what has arrived; of a tracker that has nothing yet, a new name for the run there."""
-        one = _read(self._path).get(self._key)
-        if isinstance(one, dict) and isinstance(one.get("bytes"), int) and _RUN_ID.fullmatch(str(one.get("run_id"))):
-            return Sent(one["run_id"], max(one["bytes"], 0), is_new=False)
+        record = _read(self._path).get(self._key)
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("bytes"), int)
+            and _RUN_ID.fullmatch(str(record.get("run_id")))
+        ):
+            return Sent(record["run_id"], max(record["bytes"], 0), is_new=False)
         return new_sent()
 
     def write(self, sent: Sent) -> None:

@@ -82,18 +82,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_mode(options: argparse.Namespace) -> bool:
     """Return whether one sample is asked for; raise ValueError for a flag that its mode does not have."""
-    given = {
+    is_set = {
         name
         for name in ("html", "steps", "mb", "serve", "step", "sample", "eval", "by")
         if getattr(options, name) is not None
     }
-    terminal = given & {"step", "sample", "eval"}
+    terminal = is_set & {"step", "sample", "eval"}
     if terminal:
-        unused, mode = given & {"html", "steps", "mb", "serve"}, f"--{min(terminal)}, which prints one sample"
-    elif "serve" in given:
-        unused, mode = given & {"html", "steps", "mb", "by"}, "--serve, which shows all of the run"
+        unused, mode = is_set & {"html", "steps", "mb", "serve"}, f"--{min(terminal)}, which prints one sample"
+    elif "serve" in is_set:
+        unused, mode = is_set & {"html", "steps", "mb", "by"}, "--serve, which shows all of the run"
     else:
-        unused, mode = given & {"by"}, "a page; give --step, --sample or --eval for one sample in the terminal"
+        unused, mode = is_set & {"by"}, "a page; give --step, --sample or --eval for one sample in the terminal"
     if unused:
         raise ValueError(f"--{' and --'.join(sorted(unused))} cannot be used with {mode}")
     return bool(terminal)
@@ -126,7 +126,7 @@ def _write_html(options: argparse.Namespace) -> str:
     lines = [f"{path}: {size / _MEGABYTE:.1f} MB, opens in any browser without a network"]
     for run, block in zip(runs, blocks, strict=True):
         lines.append(f"{run}: {block.num_kept:,} of {block.num_samples:,} samples with texts and tokens")
-        lines += [f"  left out: {one}" for one in block.left_out]
+        lines += [f"  left out: {reason}" for reason in block.left_out]
     return "\n".join(lines)
 
 

@@ -91,8 +91,8 @@ def short_all(values: list[Number], digits: int = 4) -> list[Number]:
         known = [math.nan if value is None else value for value in values] if None in values else values
         text = ",".join([f"%.{digits}g"] * len(known)) % tuple(known)
         if "inf" not in text:
-            found: list[Number] = orjson.loads(f"[{text.replace('nan', 'null')}]")
-            return found
+            numbers: list[Number] = orjson.loads(f"[{text.replace('nan', 'null')}]")
+            return numbers
     return [short(value, digits) for value in values]
 
 

@@ -67,11 +67,11 @@ class _Prompts:
 
         def number(prompt: object, line: int) -> int:
             key = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-            found = self.numbers.setdefault(key, len(self.numbers))
-            places = self.places.setdefault(found, [])
+            number_of_prompt = self.numbers.setdefault(key, len(self.numbers))
+            places = self.places.setdefault(number_of_prompt, [])
             if (place, line) not in places[-1:]:
                 places.append((place, line))
-            return found
+            return number_of_prompt
 
         return number
 
@@ -128,12 +128,12 @@ def _build(
     # The list of files and the texts of tokens are made last: so much is kept for them.
     room -= len(pack(facts)) + _PER_FILE * len(files)
     room -= min(_MOST_VOCABULARY, room // 6)
-    wanted = [file for file in files if steps is None or file.step in steps]
-    if steps is not None and not wanted:
+    selected = [file for file in files if steps is None or file.step in steps]
+    if steps is not None and not selected:
         raise ValueError(
             f"--steps {steps.start}-{steps.stop - 1}: {run} has samples of steps {as_ranges({f.step for f in files})}"
         )
-    chosen = choose_files(wanted, series, max(room // _LEAST_ROOM, 1))
+    chosen = choose_files(selected, series, max(room // _LEAST_ROOM, 1))
     prompts, token_ids = _Prompts(), set[int]()
     listed: list[dict[str, object]] = []
     blocks: dict[str, str] = {}
@@ -175,9 +175,9 @@ def choose_files(files: Sequence[RolloutFile], series: Series, most: int) -> set
         if len(chosen) >= max(most // 2, 2):
             break
         chosen[file] = None
-    others = [file for file in files if file not in chosen]
+    remaining = [file for file in files if file not in chosen]
     missing = most - len(chosen)
-    return set(chosen) | {others[i * len(others) // missing] for i in range(max(missing, 0))}
+    return set(chosen) | {remaining[i * len(remaining) // missing] for i in range(max(missing, 0))}
 
 
 def metrics_of(run: Path) -> tuple[dict[str, object], list[str]]:

@@ -45,20 +45,20 @@ def read_series(run: Path, most_steps: int = MOST_STEPS) -> Series:
 def series_of(rows: Sequence[dict[str, Any]], most_steps: int = MOST_STEPS) -> Series:
     """Put lines of `metrics.jsonl` into columns, at most so many of them."""
     stride = math.ceil(len(rows) / most_steps) or 1
-    kept = rows[::-1][::stride][::-1]  # the last step is always there
-    names = sorted({name for row in kept for name in row} - RESERVED_KEYS)
+    thinned = rows[::-1][::stride][::-1]  # the last step is always there
+    names = sorted({name for row in thinned for name in row} - RESERVED_KEYS)
     values: dict[str, list[Number]] = {}
     for name in names:
-        numbers = [short(row.get(name), _DIGITS) for row in kept]
-        if any(number is not None for number in numbers) or any(name in _nonfinite(row) for row in kept):
+        numbers = [short(row.get(name), _DIGITS) for row in thinned]
+        if any(number is not None for number in numbers) or any(name in _nonfinite(row) for row in thinned):
             values[name] = numbers
-    nonfinite = {name: [i for i, row in enumerate(kept) if name in _nonfinite(row)] for name in values}
+    nonfinite = {name: [i for i, row in enumerate(thinned) if name in _nonfinite(row)] for name in values}
     return Series(
-        steps=[int(row["step"]) for row in kept],
+        steps=[int(row["step"]) for row in thinned],
         values=values,
         nonfinite={name: places for name, places in nonfinite.items() if places},
         spikes={name: places for name, numbers in values.items() if (places := find_spikes(numbers))},
-        num_left_out=len(rows) - len(kept),
+        num_left_out=len(rows) - len(thinned),
     )
 
 
@@ -84,9 +84,9 @@ def find_spikes(values: Sequence[Number]) -> list[int]:
     away = np.abs(known - middle)
     range_of_all = float(known.max() - known.min())
     out = (away > 6 * spread) & (away > 0.1 * range_of_all) & (range_of_all > 1e-9 * np.abs(known).max())
-    found = np.flatnonzero(out)
-    found = found[np.argsort(-away[found], kind="stable")][:_MOST_SPIKES]
-    return [int(place) for place in places[found]]
+    spikes = np.flatnonzero(out)
+    spikes = spikes[np.argsort(-away[spikes], kind="stable")][:_MOST_SPIKES]
+    return [int(place) for place in places[spikes]]
 
 
 def notable_steps(series: Series) -> list[int]:

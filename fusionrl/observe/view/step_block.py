@@ -50,7 +50,7 @@ def build_block(samples: Samples, room: int, prompt_number: PromptNumber) -> Ste
     facts = facts_of(samples)
     if packer.size() > room:
         return StepBlock(None, len(entries), 0, facts, set())
-    kept, misses, token_ids = 0, 0, set[int]()
+    num_kept, misses, token_ids = 0, 0, set[int]()
     for group in by_interest(samples):
         for entry in group if misses < _MOST_MISSES else ():
             row = page_row(samples.file.row_at(entry.offset), samples.trained_row(entry), entry.length)
@@ -60,11 +60,11 @@ def build_block(samples: Samples, room: int, prompt_number: PromptNumber) -> Ste
             if _most_packed(text, left) > left:
                 misses += 1
                 continue
-            packer.add((b"," if kept else b"") + b'"%d":' % entry.line + text)
-            kept += 1
+            packer.add((b"," if num_kept else b"") + b'"%d":' % entry.line + text)
+            num_kept += 1
             token_ids.update(_token_ids(row.get("tokens")), _token_ids(row.get("prompt_tokens")))
     packer.add(b"}}")
-    return StepBlock(packer.text(), len(entries), kept, facts, token_ids)
+    return StepBlock(packer.text(), len(entries), num_kept, facts, token_ids)
 
 
 def _most_packed(text: bytes, left: int) -> int:
@@ -131,7 +131,7 @@ def _columns(samples: Samples, statuses: Sequence[str]) -> dict[str, object]:
     entries = samples.entries
     groups = {key: number for number, key in enumerate(samples.groups)}
     codes = {status: code for code, status in enumerate(statuses)}
-    found: dict[str, list[Number]] = {
+    columns: dict[str, list[Number]] = {
         "line": [entry.line for entry in entries],
         "index": [entry.index for entry in entries],
         "group": [groups[entry.group] for entry in entries],
@@ -142,8 +142,8 @@ def _columns(samples: Samples, statuses: Sequence[str]) -> dict[str, object]:
     for name in ("trained_reward", "advantage", "mismatch", "num_trained"):
         values = [short(samples.trained.get(entry.line, {}).get(name)) for entry in entries]
         if any(value is not None for value in values):
-            found[name] = values
-    return {**found, "group_names": [str(key)[:100] for key in samples.groups]}
+            columns[name] = values
+    return {**columns, "group_names": [str(key)[:100] for key in samples.groups]}
 
 
 def page_row(row: dict[str, object], trained: dict[str, object], length: int) -> dict[str, object]:
@@ -153,7 +153,7 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     tokens, mask, version, engine (log-prob), gap (log-prob of the trainer less that of the engine), entropy, advantage.
     """
     tokens = _token_ids(row.get("tokens"))
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "prompt": _cut(row.get("prompt")),
         "response": _cut(row.get("response")),
         "label": _cut(row.get("label")),
@@ -162,11 +162,13 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     }
     for name in ("messages", "metadata", "reward"):
         if isinstance(value := row.get(name), dict | list) and value:
-            found[name] = value if len(to_json(value)) <= _MOST_JSON else "(too large for this page)"
+            fields[name] = value if len(to_json(value)) <= _MOST_JSON else "(too large for this page)"
     if 0 < length <= len(tokens):
-        found["prompt_tokens"] = tokens[: len(tokens) - length][-MOST_TOKENS:]
-        found["tokens"] = tokens[len(tokens) - length :][:MOST_TOKENS]
-    engine, trainer = (_numbers(one, length) for one in (row.get("rollout_log_probs"), trained.get("log_probs")))
+        fields["prompt_tokens"] = tokens[: len(tokens) - length][-MOST_TOKENS:]
+        fields["tokens"] = tokens[len(tokens) - length :][:MOST_TOKENS]
+    engine, trainer = (
+        _numbers(log_probs, length) for log_probs in (row.get("rollout_log_probs"), trained.get("log_probs"))
+    )
     columns = {
         "mask": _numbers(row.get("loss_mask"), length),
         "version": _numbers(row.get("weight_versions"), length),
@@ -177,8 +179,8 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     }
     for name, values in columns.items():
         if values is not None and any(value is not None for value in values):
-            found[name] = column(short_all(values[:MOST_TOKENS]))
-    return found
+            fields[name] = column(short_all(values[:MOST_TOKENS]))
+    return fields
 
 
 def _difference(trainer: list[Number], engine: list[Number]) -> list[Number]:

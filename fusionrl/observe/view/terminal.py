@@ -73,7 +73,7 @@ def render_tokens(row: Mapping[str, object], by: str, vocabulary: Vocabulary | N
         codes = ";".join(code for code in (style, "" if trained else _GREY) if code)
         parts.append(f"\x1b[{codes}m{text}\x1b[0m" if has_color and codes else text)
     if by == "mask" and not has_color:
-        runs = itertools.groupby(zip(texts, mask, strict=True), key=lambda one: bool(one[1]))
+        runs = itertools.groupby(zip(texts, mask, strict=True), key=lambda pair: bool(pair[1]))
         joined = ((trained, "".join(text for text, _ in run)) for trained, run in runs)
         parts = [text if trained else f"[-{text}-]" for trained, text in joined]
     yield "".join(parts)
@@ -116,10 +116,10 @@ def _table(row: Mapping[str, object], texts: Sequence[str], values: Sequence[Num
         return
     names = ("engine", "gap", "entropy", "advantage", "version", "mask")
     columns = {name: column_of(row, name) for name in names}
-    shown = [name for name in names if any(columns[name][i] is not None for i in places)]
-    lines = [["token", *shown, "text"]]
-    lines += [[str(i), *(_number(columns[name][i]) for name in shown), repr(texts[i])] for i in places]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(shown) + 1)]
+    columns_shown = [name for name in names if any(columns[name][i] is not None for i in places)]
+    lines = [["token", *columns_shown, "text"]]
+    lines += [[str(i), *(_number(columns[name][i]) for name in columns_shown), repr(texts[i])] for i in places]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns_shown) + 1)]
     for line in lines:
         yield "  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=False)) + f"  {line[-1]}"
 

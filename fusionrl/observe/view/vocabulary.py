@@ -28,9 +28,9 @@ class Vocabulary:
             content = orjson.loads(path.read_bytes())
             model = content["model"]
             vocab = model["vocab"]
-            pairs = vocab.items() if isinstance(vocab, dict) else ((one[0], i) for i, one in enumerate(vocab))
+            pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
             entries = {int(number): str(text) for text, number in pairs}
-            special = {int(one["id"]): str(one["content"]) for one in content.get("added_tokens") or ()}
+            special = {int(entry["id"]): str(entry["content"]) for entry in content.get("added_tokens") or ()}
         except (OSError, ValueError, TypeError, LookupError, AttributeError):
             return None  # a page with ids in place of text is better than none
         return cls(entries, special, "ByteLevel" in set(_types(content.get("decoder"))))
@@ -50,8 +50,8 @@ class Vocabulary:
 
     def pieces(self, tokens: Iterable[int]) -> dict[int, str]:
         """The bytes of each of these tokens that the vocabulary has, a character a byte (latin-1)."""
-        found = ((token, self.bytes_of(token)) for token in sorted(set(tokens)))
-        return {token: piece.decode("latin-1") for token, piece in found if piece is not None}
+        pairs = ((token, self.bytes_of(token)) for token in sorted(set(tokens)))
+        return {token: piece.decode("latin-1") for token, piece in pairs if piece is not None}
 
 
 def _types(decoder: object) -> Iterator[str]:
@@ -65,9 +65,9 @@ def _types(decoder: object) -> Iterator[str]:
 def _byte_characters() -> dict[str, int]:
     """Character of a byte-level vocabulary → byte: printable ones stand for themselves, others for 256, 257, …."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
     characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return characters | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 BYTES = _byte_characters()

@@ -173,29 +173,29 @@ class _LocalLayer(_Layer):
         kernel = 4 if options.on_cpu else width  # bytes of a value in the attention kernel
         # Cosines and sines for q and k; on a CPU all layers have the same (`cpu/rotary.py`).
         shares_tables = options.on_cpu and self.layout.cp == 1 and not shape.rotary_interleaved
-        kept = 0.0 if shares_tables else 4 * d * shape.rotary_percent * width
+        saved = 0.0 if shares_tables else 4 * d * shape.rotary_percent * width
         keeps_qkv = False
         if shape.qk_layernorm:
             if casts or not options.on_cpu:
-                kept += (8 if casts else 4) * (n + g) * d  # in fp32, and the normalised copy
-            kept += 4 * (n + g)
+                saved += (8 if casts else 4) * (n + g) * d  # in fp32, and the normalised copy
+            saved += 4 * (n + g)
             if not casts:
                 keeps_qkv = True  # the norm of k reads it in place
-                kept += width * n * d if g > 1 and n > g else 0.0  # that of q a copy
+                saved += width * n * d if g > 1 and n > g else 0.0  # that of q a copy
         output = n * d * width
         if "core_attn" in self.modules:
-            kept += width * (n * d + g * d) + output
+            saved += width * (n * d + g * d) + output
             keeps_qkv = True  # v, in place
         elif self._has_rows:
-            kept += width * (n * d + g * d) + output + 4 * n
+            saved += width * (n * d + g * d) + output + 4 * n
             keeps_qkv = True  # v, in place
         else:
-            kept += self._kernel(n * d, n * d if n > g else g * d, kernel)
+            saved += self._kernel(n * d, n * d if n > g else g * d, kernel)
             if n == g and kernel == width and self.layout.cp == 1:
                 keeps_qkv = True
-                kept -= g * d * kernel  # v is read in place
-            kept += output if kernel != width else 0.0  # beside the kernel's own in fp32
-        return kept + ((n + 2 * g) * d * width if keeps_qkv else 0.0)
+                saved -= g * d * kernel  # v is read in place
+            saved += output if kernel != width else 0.0  # beside the kernel's own in fp32
+        return saved + ((n + 2 * g) * d * width if keeps_qkv else 0.0)
 
     def _kernel(self, query: float, key: float, width: int) -> float:
         """Attention's inputs, its output and the log-sum-exp of each query."""
@@ -221,22 +221,22 @@ class _LocalLayer(_Layer):
         if mla.q_lora_rank is not None:
             compressed += self._normed(mla.q_lora_rank) + width * mla.q_lora_rank
         num_tables = 1 if "mla_up_proj" in self.modules else 4
-        kept = compressed / split + num_tables * mla.qk_pos_emb_head_dim * width + value * width
+        saved = compressed / split + num_tables * mla.qk_pos_emb_head_dim * width + value * width
         inputs = (2 * query + value) * width
         if "core_attn" in self.modules:
-            return kept + (0.0 if "mla_up_proj" in self.modules else inputs)
+            return saved + (0.0 if "mla_up_proj" in self.modules else inputs)
         cp = self.layout.cp
         kernel = 4 if options.on_cpu else width
         if self._has_rows:
-            return kept + (0.0 if "mla_up_proj" in self.modules else inputs) + 4 * n
+            return saved + (0.0 if "mla_up_proj" in self.modules else inputs) + 4 * n
         if not options.on_cpu:
-            return kept + (query + cp * (query + value)) * kernel + 4 * n
+            return saved + (query + cp * (query + value)) * kernel + 4 * n
         # Heads of different sizes: torch's CPU kernel computes and keeps the probabilities.
         # Recomputed up-projections free the value's tensor but not the kernel's copies of query and key.
         held = value if "mla_up_proj" not in self.modules or cp > 1 or packing.is_padded else 0.0
         sizes = query + cp * (query + held) + n * packing.longest
         copies = inputs if packing.is_padded else 0.0
-        return kept + sizes * kernel * packing.cells + copies + (8 * cp if cp > 1 else 0)
+        return saved + sizes * kernel * packing.cells + copies + (8 * cp if cp > 1 else 0)
 
     @property
     def _has_rows(self) -> bool:
@@ -259,13 +259,13 @@ class _LocalLayer(_Layer):
             if moe.num_groups > 1:
                 router += moe.num_experts + 8 * moe.group_topk
                 router += 8 * moe.num_groups * (moe.topk // moe.group_topk)
-        kept = router / self.split
+        saved = router / self.split
         width_ffn = moe.ffn_hidden_size / self.layout.etp
-        kept += self.routed * (width * (self.shape.hidden_size + 6 * width_ffn) + 4)
+        saved += self.routed * (width * (self.shape.hidden_size + 6 * width_ffn) + 4)
         if moe.shared_ffn_hidden_size and "shared_experts" not in self.modules:
-            kept += 5 * moe.shared_ffn_hidden_size / self.layout.tp * width
-            kept += (4 + self.shape.hidden_size * width) / self.split if moe.shared_gate else 0.0
-        return kept
+            saved += 5 * moe.shared_ffn_hidden_size / self.layout.tp * width
+            saved += (4 + self.shape.hidden_size * width) / self.split if moe.shared_gate else 0.0
+        return saved
 
 
 class _FusedLayer(_Layer):
@@ -292,14 +292,14 @@ class _FusedLayer(_Layer):
     def experts(self) -> float:
         moe, width = self.shape.moe, self.width
         assert moe is not None
-        kept = (1 if "layernorm" in self.modules else 2) * self.hidden
+        saved = (1 if "layernorm" in self.modules else 2) * self.hidden
         if "moe" in self.modules:
             return width * 2 * self.hidden
         if "shared_experts" not in self.modules:
-            kept += 3 * moe.shared_ffn_hidden_size / self.layout.tp
+            saved += 3 * moe.shared_ffn_hidden_size / self.layout.tp
         num_ffn = 2 if "moe_act" in self.modules else 3
-        kept += self.routed * (2 * self.shape.hidden_size + num_ffn * moe.ffn_hidden_size / self.layout.etp)
-        return width * kept
+        saved += self.routed * (2 * self.shape.hidden_size + num_ffn * moe.ffn_hidden_size / self.layout.etp)
+        return width * saved
 
 
 def chunk_bytes(
@@ -316,8 +316,10 @@ def chunk_bytes(
     recompute = options.recompute
     if not recompute.is_full:
         plain = replace(options, recompute=Recompute())
-        whole = [layer_bytes(shape, layout, plain, has_experts=layer in experts) for layer in layers]
-        return sum(sizes), max((all_ - kept for all_, kept in zip(whole, sizes, strict=True)), default=0.0)
+        without_recompute = [layer_bytes(shape, layout, plain, has_experts=layer in experts) for layer in layers]
+        return sum(sizes), max(
+            (all_ - saved for all_, saved in zip(without_recompute, sizes, strict=True)), default=0.0
+        )
     checkpoint, run = checkpoint_bytes(shape, layout, options), max(recompute.num_layers or 1, 1)
     if recompute.method == "block":
         again = sizes[:run]

@@ -47,11 +47,11 @@ class Bar:
     def describe(self) -> str:
         """Its total and its parts, those of at least 1 % of it."""
         large = [(part, size) for part, size in self.parts if size >= max(self.total / 100, 1)]
-        shown = [f"{part} {gib(size)}" for part, size in large]
+        parts_shown = [f"{part} {gib(size)}" for part, size in large]
         rest = self.total - sum(size for _, size in large)
         if rest >= 0.005 * 2**30:  # what would show as 0.00 is left out
-            shown.append(f"other {gib(rest)}")
-        return f"{gib(self.total)} GiB = {' + '.join(shown)}"
+            parts_shown.append(f"other {gib(rest)}")
+        return f"{gib(self.total)} GiB = {' + '.join(parts_shown)}"
 
 
 def gib(size: float) -> str:
@@ -72,8 +72,8 @@ class Group:
     def stage_of(self, rank: int) -> StageMemory:
         return self.stages[rank * len(self.stages) // len(self.bundles)]
 
-    def most(self, what: Literal["training", "scoring"]) -> StageMemory:
-        if what == "training":
+    def most(self, phase: Literal["training", "scoring"]) -> StageMemory:
+        if phase == "training":
             return max(self.stages, key=lambda stage: stage.training)
         return max(self.stages, key=lambda stage: stage.states.on_device + stage.states.weights + stage.scoring)
 
@@ -94,8 +94,8 @@ def longest_sample(config: Config, shape: ModelShape) -> int:
         return min(rollout.rollout_max_context_len, shape.max_position_embeddings)
     if config.run.mode == "sft" or rollout.rollout_max_response_len is None:
         return min(cap, shape.max_position_embeddings)
-    asked = (data.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    return min(asked, shape.max_position_embeddings)
+    num_tokens = (data.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
+    return min(num_tokens, shape.max_position_embeddings)
 
 
 def _states(stage: StageMemory) -> tuple[tuple[str, float], ...]:
@@ -118,7 +118,7 @@ def gpu_bars(
     groups: list[Group],
     engine: EngineMemory | None,
     push: float,
-    kept: list[tuple[str, float]],
+    engine_parts: list[tuple[str, float]],
     scorers: Sequence[ScorerMemory],
 ) -> tuple[Bar, ...]:
     """Bars of GPUs. `kept`: of trainers beside engines that generate."""
@@ -131,10 +131,12 @@ def gpu_bars(
         resident.append(("engine", engine.total))
     contexts = ("contexts" if shares_engine else "context", CONTEXT_BYTES * (2 if shares_engine else 1))
     for group in groups:
-        others = [other for other in groups if other is not group and set(other.bundles) & set(group.bundles)]
+        neighbours = [
+            neighbour for neighbour in groups if neighbour is not group and set(neighbour.bundles) & set(group.bundles)
+        ]
         beside = [*resident, contexts]
         if cluster.offload_train == "never":
-            beside += [(other.name, other.most("training").states.on_device) for other in others]
+            beside += [(neighbour.name, neighbour.most("training").states.on_device) for neighbour in neighbours]
         stage = group.most("training")
         bars.append(_with_margin(f"{group.name}, stage {stage.stage}, backward", _training(stage), beside))
         stage = group.most("scoring")
@@ -149,7 +151,7 @@ def gpu_bars(
     if engine is not None:
         # Beside its fraction an engine keeps a reserve for activations and graphs; it is given out, not measured.
         parts = (("weights", engine.weights), ("KV cache", engine.pool))
-        bars.append(Bar("generation", (*parts, *kept, contexts), fills=True))
+        bars.append(Bar("generation", (*parts, *engine_parts, contexts), fills=True))
     for scorer in scorers:
         if scorer.engine is not None:
             parts = (("weights", scorer.engine.weights), ("KV cache", scorer.engine.pool))
@@ -184,7 +186,7 @@ def cpu_bars(
 ) -> tuple[Bar, ...]:
     """Bars of the node that needs most, where all processes share its memory. Nothing is given back between phases but
     what --offload-train writes to files."""
-    per_node, found = _nodes(plan, config), []
+    per_node, bars = _nodes(plan, config), []
     away = config.cluster.offload_train == "always" and bool(plan.num_engines)
     for node in range(-(-plan.num_bundles // per_node)):
         ranks = [
@@ -206,14 +208,14 @@ def cpu_bars(
         states = _sum([_states(stage) for _, stage in ranks])
         where = f"node {node}, " if plan.num_bundles > per_node else ""
         if ranks:
-            found.append(Bar(f"{where}training", (*training, *fixed)))
+            bars.append(Bar(f"{where}training", (*training, *fixed)))
         if plan.transport and ranks:
-            found.append(Bar(f"{where}weight push", (*states, ("push", push), *fixed)))
+            bars.append(Bar(f"{where}weight push", (*states, ("push", push), *fixed)))
         if num_engines:
             rollout = ("rollout", _rollout_bytes(plan, config))
-            found.append(Bar(f"{where}generation", (*(() if away else states), rollout, *fixed)))
-    names = dict.fromkeys(bar.name.split(", ")[-1] for bar in found)
-    return tuple(max((bar for bar in found if bar.name.endswith(name)), key=lambda bar: bar.total) for name in names)
+            bars.append(Bar(f"{where}generation", (*(() if away else states), rollout, *fixed)))
+    names = dict.fromkeys(bar.name.split(", ")[-1] for bar in bars)
+    return tuple(max((bar for bar in bars if bar.name.endswith(name)), key=lambda bar: bar.total) for name in names)
 
 
 def _training_plain(stage: StageMemory) -> tuple[tuple[str, float], ...]:

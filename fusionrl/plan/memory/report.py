@@ -129,9 +129,9 @@ class MemoryReport:
         cure = f"; it would with {self.change}" if self.change else "; no change that was tried fits: take more devices"
         if self.starved is not None:
             return f"DOES NOT FIT: {self.starved.text}{cure}"
-        told = f"{gib(worst.total)} of {gib(limit)} GiB ({machine.kind}; worst: {worst.name})"
+        usage = f"{gib(worst.total)} of {gib(limit)} GiB ({machine.kind}; worst: {worst.name})"
         if worst.total > limit:
-            return f"DOES NOT FIT: {told}{cure}"
+            return f"DOES NOT FIT: {usage}{cure}"
         over = next((bar for bar in self.host_bars if self._is_over((bar,), self._host_limit)), None)
         if over is not None:
             assert self._host_limit is not None
@@ -140,15 +140,18 @@ class MemoryReport:
                 f" ({over.name}){cure}"
             )
         near = ", close enough that it may not" if self.is_near else ""
-        return f"fits: {told}{near}"
+        return f"fits: {usage}{near}"
 
     def lines(self) -> list[str]:
         """The bars, for plan.txt."""
         lines = [f"a device, {bar.name}: {bar.describe()}" for bar in self.device_bars]
         lines += [f"a node, {bar.name}: {bar.describe()}" for bar in self.host_bars]
-        named = [("an engine", self.engine), *((f"an engine of the {one.name}", one.engine) for one in self.scorers)]
+        named = [
+            ("an engine", self.engine),
+            *((f"an engine of the {scorer.name}", scorer.engine) for scorer in self.scorers),
+        ]
         lines += [f"a device of {name}: {_described(engine)}" for name, engine in named if engine is not None]
-        lines += [f"the {one.name}: not estimated ({one.unknown})" for one in self.scorers if one.unknown]
+        lines += [f"the {scorer.name}: not estimated ({scorer.unknown})" for scorer in self.scorers if scorer.unknown]
         return lines
 
 
@@ -172,8 +175,8 @@ def memory_report(
         push: bytes of a weight push, where they are known; to work them out takes seconds for a large model.
     """
     groups = _groups(plan, config, machine is None or machine.has_fused_layers, imbalance)
-    kept = _beside_engines(plan, config, groups)
-    engine = _engine(plan, config, machine, kept)
+    engine_parts = _beside_engines(plan, config, groups)
+    engine = _engine(plan, config, machine, engine_parts)
     if push is None:
         push = _push_bytes(plan, config) if plan.transport else 0.0
     longest = longest_sample(config, plan.shape)
@@ -182,7 +185,7 @@ def memory_report(
     if plan.device == "cpu":
         bars = cpu_bars(plan, config, groups, engine, push, scorers)
         return MemoryReport((), bars, engine, machine, longest, push, scorers)
-    of_devices = gpu_bars(plan, config, groups, engine, push, kept, scorers)
+    of_devices = gpu_bars(plan, config, groups, engine, push, engine_parts, scorers)
     of_hosts = gpu_host_bars(plan, config, groups, scorers)
     return MemoryReport(of_devices, of_hosts, engine, machine, longest, push, scorers)
 
@@ -195,11 +198,13 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
     stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
     groups = [Group("trainers", stages, plan.trainer_bundles, num_sets)]
-    other = plan.auxiliary
-    if other is not None:
-        own = auxiliary_config(config, other.role)
-        found = _stages(plan, own, other.shape, other.layout, other.batch, has_fused_layers, imbalance)
-        groups.append(Group(other.role, found, other.bundles, int(other.role == "prm")))
+    auxiliary = plan.auxiliary
+    if auxiliary is not None:
+        role_config = auxiliary_config(config, auxiliary.role)
+        memories = _stages(
+            plan, role_config, auxiliary.shape, auxiliary.layout, auxiliary.batch, has_fused_layers, imbalance
+        )
+        groups.append(Group(auxiliary.role, memories, auxiliary.bundles, int(auxiliary.role == "prm")))
     return groups
 
 
@@ -247,9 +252,9 @@ def _stages(
 def weight_bytes(plan: Plan) -> float:
     """Bytes of all weights as engines hold them."""
     width = 2 if plan.rollout_dtype == "bf16" else 4
-    whole = float(plan.shape.num_parameters * width)
+    num_bytes = float(plan.shape.num_parameters * width)
     if plan.quantization is None:
-        return whole
+        return num_bytes
     return float(plan.push_bytes)
 
 
@@ -265,7 +270,9 @@ def _beside_engines(plan: Plan, config: Config, groups: list[Group]) -> list[tup
     ]
 
 
-def _engine(plan: Plan, config: Config, machine: Machine | None, kept: list[tuple[str, float]]) -> EngineMemory | None:
+def _engine(
+    plan: Plan, config: Config, machine: Machine | None, engine_parts: list[tuple[str, float]]
+) -> EngineMemory | None:
     if not plan.num_engines:
         return None
     return engine_memory(
@@ -276,7 +283,7 @@ def _engine(plan: Plan, config: Config, machine: Machine | None, kept: list[tupl
         _server_args_of_smallest(plan, config),
         device_memory=machine.device_memory if machine is not None else None,
         on_cpu=plan.device == "cpu",
-        resident=sum(size for _, size in kept),
+        resident=sum(size for _, size in engine_parts),
     )
 
 

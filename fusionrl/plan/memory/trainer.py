@@ -112,7 +112,7 @@ def _stage(
     flying = in_flight(layout, stage, batch.num_micro_batches)
     # What enters a stage beside its layers: token ids, or hidden states of the stage before, and the rotary table.
     entry = 8.0 if stage == 0 else 0.0
-    kept = tokens * (sum(each for each, _ in sizes) + entry) * flying
+    saved = tokens * (sum(each for each, _ in sizes) + entry) * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
     rows = -(-shape.vocab_size // layout.tp)
     head = head_now = 0.0
@@ -131,7 +131,7 @@ def _stage(
     return StageMemory(
         stage=stage,
         states=state_bytes(parameters, layout, states),
-        activations=kept + head,
+        activations=saved + head,
         in_flight=flying,
         head=head,
         transient=max(head_now, layer_now) + placeholders,
