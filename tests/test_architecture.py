@@ -41,9 +41,8 @@ WINGS = {
         *("trainer/rank_imports.py", "trainer/settings.py"),
     },
     "compat": {
-        "checks/warnings.py",
-        *("cli/from_slime.py", "cli/resolve.py"),
-        *("config/file_flags.py", "config/hooks.py", "config/parser.py", "config/passed_flags.py"),
+        "cli/from_slime.py",
+        *("config/hook_files.py", "config/slime_flags.py"),
     },
 }
 # Which rooms, or files, may import these packages at all; the others start without them.

@@ -6,11 +6,11 @@ from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.chat import chat_warnings
 from fusionrl.checks.disk_space import disk_warnings
 from fusionrl.checks.effects import effect_warnings
-from fusionrl.compat.slime.flags.translate import accepted_notes
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import needs_correction
 from fusionrl.config.run_parts import has_policy_loss
+from fusionrl.config.slime_flags import slime_notes
 from fusionrl.plan.open_files import open_file_warnings
 from fusionrl.plan.pipeline_knobs import is_streamed, knobs_of
 from fusionrl.plan.plan import Plan
@@ -30,7 +30,7 @@ def flag_warnings(config: Config) -> list[str]:
         *context_warnings(config),
         *agent_warnings(config),
         *chat_warnings(config),
-        *accepted_notes(config.passthrough.slime),
+        *slime_notes(config.passthrough.slime),
     ]
 
 

@@ -15,11 +15,11 @@ from fusionrl.checks.outputs import first_start_warning, resume_folder_errors
 from fusionrl.checks.profile import profile_errors, profile_plan_errors
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
-from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
 from fusionrl.config.plan_flags import imbalance_of
 from fusionrl.config.resume_differences import difference_lines
+from fusionrl.config.slime_flags import translate_slime_flags
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.devices import this_machine
@@ -48,7 +48,7 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         raise CommandLineError([*errors, short])  # all flags of a run are missing
     if config.run.resume and (file := former_flags(argv)):
         print(f"--resume: flags that are not given are those of {file}", file=sys.stderr)
-    for note in translate(argv).notes:
+    for note in translate_slime_flags(argv).notes:
         print(f"slime's flags: {note}", file=sys.stderr)
     config, unavailable = resolve_names(config)
     errors += unavailable

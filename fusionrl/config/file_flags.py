@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from fusionrl.compat.slime.flags.table import TABLE
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
 from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type, own_name_error
@@ -24,6 +23,7 @@ from fusionrl.config.off_policy import READS
 from fusionrl.config.passed_flags import empty_passthrough, parse_extra
 from fusionrl.config.plan_flags import PLAN_FLAGS
 from fusionrl.config.presets import with_preset
+from fusionrl.config.slime_flags import slime_entry
 
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
 _OF_ONE_START = ("resume", "dry_run", "in_process", "pdb")  # how a former run was started, not what it was
@@ -212,7 +212,7 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
             if "custom_config_path" not in flags.overridden:
                 _take_custom(kind.entries, flags.custom, errors)
         elif kind.key == "slime" and isinstance(kind.typed, dict):
-            flags.passthrough["slime"] |= {entry.key: entry.typed for entry in kind.entries if entry.key in TABLE}
+            flags.passthrough["slime"] |= {entry.key: entry.typed for entry in kind.entries if slime_entry(entry.key)}
         elif kind.key in flags.passthrough and isinstance(kind.typed, dict):
             for entry in kind.entries:
                 name = f"{kind.key}.{entry.key}"

@@ -37,6 +37,7 @@ from types import ModuleType
 
 _PREFIX = "fusionrl_hooks_"
 STAND_INS = ("slime", "miles")  # installed, or `fusionrl.compat.slime.names`; never a folder next to a hook
+_STAND_IN_ROOTS = (*STAND_INS, "slime_plugins", "miles_plugins")
 _folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
 _files: dict[str, Path] = {}  # full module name of a hook's file → the file
 _elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported from outside of the hook's folder
@@ -135,6 +136,25 @@ def _spec(name: str) -> ModuleSpec | None:
         return None
 
 
+def install_stand_ins() -> None:
+    """Let this process import slime's and miles' names where they are not installed; a second call changes nothing."""
+    if _STAND_IN_FINDER not in sys.meta_path:
+        sys.meta_path.append(_STAND_IN_FINDER)
+
+
+class _StandInFinder:
+    """Finds slime's modules after all other finders, and imports the wing `compat` for them alone."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] not in _STAND_IN_ROOTS:
+            return None
+        from fusionrl.compat.slime.names.finder import find_spec
+
+        return find_spec(name)
+
+
 class _Finder:
     """Finds the packages that stand for hooks' folders, and the modules in them."""
 
@@ -155,6 +175,7 @@ class _Finder:
 
 
 _FINDER = _Finder()
+_STAND_IN_FINDER = _StandInFinder()
 
 
 class _Loader(SourceFileLoader):

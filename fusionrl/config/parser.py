@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.engine_groups import devices_of_groups
 from fusionrl.config.fields import FIELDS, describe_error, inner_type, own_name_error, switches
@@ -23,6 +22,7 @@ from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.passed_flags import parse_extras
 from fusionrl.config.presets import with_preset
+from fusionrl.config.slime_flags import translate_slime_flags
 from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
 from fusionrl.observe.run_dir import own_config_file
 
@@ -103,10 +103,10 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
         CommandLineError: the file of --config cannot be read. Most flags are in it, so no other check makes sense.
     """
     errors: list[str] = []
-    of_slime = translate(argv)
-    errors += of_slime.errors
-    parsed, extras = build_parser(prog).parse_known_args(normalise_switches(of_slime.argv, switches(), errors))
-    passthrough = parse_extras(extras, errors, of_slime.accepted)
+    translated = translate_slime_flags(argv)
+    errors += translated.errors
+    parsed, extras = build_parser(prog).parse_known_args(normalise_switches(translated.argv, switches(), errors))
+    passthrough = parse_extras(extras, errors, translated.accepted)
     values = vars(parsed)
     former = _former_file(values)
     paths = values.pop("config", [former] if former else [])
@@ -155,7 +155,7 @@ def former_flags(argv: Sequence[str]) -> str | None:
     A command line that names the model (or a file, with --config) is complete, and taken as it stands: a flag that it
     leaves out has its default. Without --hf-checkpoint it could start nothing, so all that it lacks is the run's.
     """
-    values = vars(build_parser().parse_known_args(normalise_switches(translate(argv).argv, switches(), []))[0])
+    values = _flag_values(argv)
     return None if "config" in values else _former_file(values)
 
 
@@ -163,13 +163,19 @@ def short_resume_error(argv: Sequence[str], config: Config) -> str | None:
     """Return why --resume does not take the run's flags though it names no model: a config file is read."""
     if not config.run.resume or not config.run.run_dir or config.model.hf_checkpoint is not None:
         return None
-    given = vars(build_parser().parse_known_args(normalise_switches(translate(argv).argv, switches(), []))[0])
-    if not given.get("config") or "hf_checkpoint" in given:
+    values = _flag_values(argv)
+    if not values.get("config") or "hf_checkpoint" in values:
         return None
     return (
-        f"--config {given['config'][-1]}: --resume takes the flags of the run itself only without --config; "
+        f"--config {values['config'][-1]}: --resume takes the flags of the run itself only without --config; "
         f"write `fusionrl train --run-dir {config.run.run_dir} --resume`, or give all flags, as --hf-checkpoint"
     )
+
+
+def _flag_values(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the text of each flag on a command line, by field."""
+    tokens = normalise_switches(translate_slime_flags(argv).argv, switches(), [])
+    return vars(build_parser().parse_known_args(tokens)[0])
 
 
 def _former_file(values: Mapping[str, object]) -> str | None:

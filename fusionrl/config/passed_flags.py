@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from fusionrl.base.spelling import closest
-from fusionrl.compat.slime.flags.table import TABLE
-from fusionrl.compat.slime.flags.translate import take_flag
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.aliases import cure_for, setting_of
 from fusionrl.config.config import PassThrough
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.slime_flags import slime_entry
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
@@ -45,8 +44,8 @@ def parse_extra(flag: str, values: list[str], found: dict[str, dict[str, object]
     field = flag[2:].replace("-", "_")
     shown = " ".join([flag, *values])
     try:
-        if flag.startswith("--") and (entry := TABLE.get(field)) is not None:
-            return take_flag(field, entry, values, found["slime"])
+        if flag.startswith("--") and (entry := slime_entry(field)) is not None:
+            return entry.accept(field, values, found["slime"])
         if (cure := _cure(flag)) is not None:
             return f"{shown}: {cure}"
         if not flag.startswith("--"):

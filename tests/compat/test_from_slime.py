@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.cli import main
-from fusionrl.cli.from_slime import make_shim, run_launch
+from fusionrl.compat.slime.command import make_shim, run_launch
 from fusionrl.config.parser import read_args
 
 SCRIPT = """\

@@ -20,6 +20,7 @@ from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-slime-names.md"
+INSTALL = "from fusionrl.config.hook_files import install_stand_ins; install_stand_ins()\n"
 TABLE = MODULES | MILES
 NAMES = [(module, name, entry) for module, names in TABLE.items() for name, entry in names.items()]
 
@@ -152,9 +153,7 @@ def test_a_program_beside_a_run_gets_the_names(tmp_path: Path) -> None:
 
 
 def test_importing_names_loads_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    code = (
-        "import fusionrl.compat.slime.names.finder as f; f.install(); import slime.utils.types, slime.rollout.rm_hub\n"
-    )
+    code = f"{INSTALL}import slime.utils.types, slime.rollout.rm_hub\n"
     assert python(code + "print([m for m in ('torch', 'megatron') if m in sys.modules])", tmp_path) == "[]"
 
 
@@ -200,7 +199,9 @@ try:
 except ImportError as error:
     print(error)
 """
-    lines = python(f"from fusionrl.compat.slime.names.finder import install; install()\n{code}", tmp_path).splitlines()
+    lines = python(
+        f"from fusionrl.config.hook_files import install_stand_ins; install_stand_ins()\n{code}", tmp_path
+    ).splitlines()
     assert lines[0] == "True async_rm"
     assert lines[1].startswith("miles.ray.rollout") and "processes are started by fusionrl" in lines[1]
     assert "miles.utils.types.no_such_name is not among the names of miles" in lines[2]

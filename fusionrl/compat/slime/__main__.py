@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from fusionrl.compat.slime.names.finder import install
+from fusionrl.config.hook_files import install_stand_ins
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     """
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         raise SystemExit("python -m fusionrl.compat.slime PROGRAM.py [ARGUMENT …]: name a program that exists")
-    install()
+    install_stand_ins()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

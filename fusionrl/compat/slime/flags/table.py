@@ -15,6 +15,9 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from fusionrl.config.aliases import cure_for
+from fusionrl.config.hooks import flag_of
+
 
 class Kind(enum.Enum):
     """What becomes of a flag."""
@@ -38,6 +41,28 @@ class Entry(NamedTuple):
     arity: int
     text: str
     neutral: tuple[str, ...] = ()
+
+    def accept(self, name: str, values: list[str], accepted: dict[str, object]) -> str | None:
+        """Put the flag `name` into `accepted` if it is compared or has no effect; otherwise return the error."""
+        flag = flag_of(name)
+        if len(values) < (1 if self.arity < 0 else self.arity):
+            cure = cure_for(flag)
+            return f"{flag}: it needs a value" + (f"; {cure}" if cure else "")
+        shown = " ".join([flag, *([] if name in SECRETS else values)])
+        if self.kind is Kind.RENAMED:
+            return f"{shown}: slime's name; use {self.text}"
+        if self.kind is Kind.REFUSED and not (self.neutral and values and values[0] in self.neutral):
+            return f"{shown}: {self.text}"
+        if self.arity == 0 and values:
+            if values[0].lower() == "true":
+                values = []
+            elif values[0].lower() == "false":
+                return None
+            else:
+                return f"{shown}: it takes no value"
+        if name not in SECRETS:
+            accepted[name] = values if self.arity < 0 else (values[0] if values else True)
+        return None
 
 
 def _shape(arity: int, text: str) -> Entry:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fusionrl.compat.slime.flags.table import RENAMED, SECRETS, TABLE, Entry, Kind
-from fusionrl.config.aliases import cure_for
+from fusionrl.compat.slime.flags.table import RENAMED, SECRETS, TABLE, Kind
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.slime_flags import DP_ATTENTION, DP_SIZE, ENGINE_SIZE, Translated, is_torch_dist
 
 Form = Literal["torch_dist", "hf"]
-TRACKER = "latest_checkpointed_iteration.txt"
 # The name that it has now, that of before September 2025, and miles'.
 _SFT = tuple(
     f"{module}.generate_rollout"
     for module in ("slime.rollout.sft_rollout", "slime.rollout.sft_example", "miles.rollout.sft_rollout")
 )
-# Of engines with data-parallel attention; without it they mean nothing, or SGLang refuses them.
-_DP_ATTENTION = ("sglang_enable_dp_attention", "sglang_dp_size", "sglang_data_parallel_size")
-_DP_PARTS = ("sglang_enable_dp_lm_head", "sglang_moe_dense_tp_size")
 _DIRECT = {
     "decoder_first_pipeline_num_layers": "--num-layers-in-first-pipeline-stage",
     "decoder_last_pipeline_num_layers": "--num-layers-in-last-pipeline-stage",
@@ -30,8 +26,6 @@ _DIRECT = {
     "sglang_router_port": "--router-port",
     "sglang_router_request_timeout_secs": "--router-request-timeout-secs",
 }
-_ENGINE_SIZE = ("sglang_tp_size", "sglang_tp", "sglang_tensor_parallel_size")
-_DP_SIZE = ("sglang_dp_size", "sglang_data_parallel_size")
 _RENAMED_OPTIONS = {"sglang_disable_piecewise_cuda_graph": "--sglang-disable-prefill-cuda-graph"}  # SGLang's own
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 _OF_FSDP = ("train_backend", "attn_implementation", "gradient_checkpointing", "dp_replicate_size")
@@ -43,22 +37,6 @@ _SWITCHES = {
     "check_weight_update_equal": ["--verify-weights", "always"],
     "offload": ["--offload-train", "always", "--offload-rollout"],
 }
-
-
-@dataclass
-class Translated:
-    """A command line of slime's in ours.
-
-    argv      flags of ours and of the parts
-    accepted  flags that are none of ours, with their values: shapes to compare, and those without an effect
-    notes     a line for each flag that became something else
-    errors    a line for each that cannot be honoured
-    """
-
-    argv: list[str] = field(default_factory=list)
-    accepted: dict[str, object] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,7 +55,7 @@ class _Given:
 def form_of(path: str) -> Form | None:
     """Return what a folder of weights is; None: no such folder, or an empty one."""
     folder = Path(path)
-    if (folder / TRACKER).is_file() or (folder / ".metadata").is_file():
+    if is_torch_dist(folder):
         return "torch_dist"
     return "hf" if (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir() else None
 
@@ -102,7 +80,7 @@ def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of)
             )
         elif entry.kind is Kind.RENAMED and len(one.values) >= abs(entry.arity):
             _rename(one, names, result)
-        elif error := take_flag(one.name, entry, one.values, result.accepted):
+        elif error := entry.accept(one.name, one.values, result.accepted):
             result.errors.append(error)
     _folders(names, result, form)
     return result
@@ -110,29 +88,6 @@ def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of)
 
 def _values(names: dict[str, _Given], name: str) -> list[str] | None:
     return names[name].values if name in names else None
-
-
-def take_flag(name: str, entry: Entry, values: list[str], accepted: dict[str, object]) -> str | None:
-    """Put a flag of the table that is compared or without effect into `accepted`; return the message for any other."""
-    flag = flag_of(name)
-    if len(values) < (1 if entry.arity < 0 else entry.arity):
-        other = cure_for(flag)
-        return f"{flag}: it needs a value" + (f"; {other}" if other else "")
-    shown = " ".join([flag, *([] if name in SECRETS else values)])
-    if entry.kind is Kind.RENAMED:
-        return f"{shown}: slime's name; use {entry.text}"
-    if entry.kind is Kind.REFUSED and not (entry.neutral and values and values[0] in entry.neutral):
-        return f"{shown}: {entry.text}"
-    if entry.arity == 0 and values:
-        if values[0].lower() == "true":
-            values = []
-        elif values[0].lower() == "false":
-            return None
-        else:
-            return f"{shown}: it takes no value"
-    if name not in SECRETS:
-        accepted[name] = values if entry.arity < 0 else (values[0] if values else True)
-    return None
 
 
 def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
@@ -182,8 +137,8 @@ def _own(one: _Given, names: dict[str, _Given], result: Translated) -> list[str]
     if one.name == "prompt_data" and "disable_rollout_global_dataset" in names:
         result.notes.append(f"{one.shown}: left out: with --disable-rollout-global-dataset nothing reads it")
         return []
-    is_engine_size = one.name in _ENGINE_SIZE and one.values == _values(names, "rollout_num_gpus_per_engine")
-    if is_engine_size or (one.name in _DP_SIZE and one.values == ["1"]):
+    is_engine_size = one.name in ENGINE_SIZE and one.values == _values(names, "rollout_num_gpus_per_engine")
+    if is_engine_size or (one.name in DP_SIZE and one.values == ["1"]):
         result.notes.append(f"{one.shown}: left out: it is so")
         return []
     if one.name == "sglang_enable_ep_moe":  # of older SGLang: as many parts of the experts as the engine has devices
@@ -254,13 +209,12 @@ def _without_dp_attention(given: list[_Given], names: dict[str, _Given], result:
     """Return the flags less those of data-parallel attention; without a size, SGLang itself does nothing."""
     if "sglang_enable_dp_attention" not in names:
         return given
-    left_out = {*_DP_ATTENTION, *_DP_PARTS}
-    gone = [one.shown for one in given if one.name in left_out]
+    gone = [one.shown for one in given if one.name in DP_ATTENTION]
     result.notes.append(
         f"{', '.join(gone)}: left out: an engine is divided by tensor parallelism alone, which gives the same tokens at"
         " another speed"
     )
-    return [one for one in given if one.name not in left_out]
+    return [one for one in given if one.name not in DP_ATTENTION]
 
 
 def _folders(names: dict[str, _Given], result: Translated, form: Callable[[str], Form | None]) -> None:

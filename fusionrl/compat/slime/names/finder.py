@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -44,31 +43,20 @@ def _is_package(module: str) -> bool:
     return module in _PACKAGES or known in _PACKAGES or (known not in MODULES and _absent(known) is not None)
 
 
-def install() -> None:
-    """Let this process import slime's names; doing it again changes nothing."""
-    if not any(isinstance(one, SlimeFinder) for one in sys.meta_path):
-        sys.meta_path.append(SlimeFinder())
-
-
-def is_ours(name: str) -> bool:
-    """Return whether `import name` gives the stand-in: slime itself, as a package with files, is not there."""
+def _is_stand_in(name: str) -> bool:
+    """Return whether `import name` gives the stand-in: slime itself is not installed."""
     root = sys.modules.get(name.partition(".")[0])
     # A folder named slime beside the program, without an __init__.py, is found as an empty package and hides nothing.
     return root is None or isinstance(root, SlimeModule) or getattr(root, "__file__", None) is None
 
 
-class SlimeFinder:
-    """Finds the modules of the table, after all other finders."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of a module of slime's, also of one that is absent here: its names say why."""
-        if name.partition(".")[0] not in (*ROOTS, *FORKS) or not is_ours(name):
-            return None
-        is_package = _is_package(name)
-        is_known = is_package or _names_of(name) is not None
-        return ModuleSpec(name, _Loader(), is_package=is_package) if is_known else None
+def find_spec(name: str) -> ModuleSpec | None:
+    """Return the spec of a slime or miles module, also of one that is absent here: its names say why."""
+    if not _is_stand_in(name):
+        return None
+    is_package = _is_package(name)
+    is_known = is_package or _names_of(name) is not None
+    return ModuleSpec(name, _Loader(), is_package=is_package) if is_known else None
 
 
 class _Loader(Loader):

@@ -1,0 +1,306 @@
+"""`fusionrl from-slime SCRIPT`: the command that does what a launch script for slime does, in bash or in Python.
+
+The script is read, never run. What it takes from commands (`$(nvidia-smi …)`) or from the environment stays in the
+printed command as the script has it, and is named.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fusionrl.checks.validate import validate_flags
+from fusionrl.cli.exit_codes import EXIT_USER, refuse
+from fusionrl.cli.resolve import not_named_yet
+from fusionrl.compat.slime.flags.custom_flags import custom_file, set_apart, written_file
+from fusionrl.compat.slime.flags.defaults import TRAIN_ASYNC, slime_defaults
+from fusionrl.compat.slime.flags.laptop_size import smaller
+from fusionrl.compat.slime.flags.page import render_page
+from fusionrl.compat.slime.flags.table import SECRETS, TABLE, Kind
+from fusionrl.compat.slime.flags.translate import accepted_notes, translate
+from fusionrl.compat.slime.scripts.script import Launch, Script, read_script
+from fusionrl.compat.slime.scripts.shell import left_parts, plain, quoted
+from fusionrl.config.hooks import SIGNATURES, flag_of
+from fusionrl.config.parser import read_args
+from fusionrl.plan.pipeline_knobs import FULLY_ASYNC
+
+USAGE = """usage: fusionrl from-slime SCRIPT [--set NAME=VALUE]… [--small] [--shim FOLDER]
+
+Print the command that does what the launch script does, with a comment for each flag that differs.
+
+  --set NAME=VALUE  a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a
+                    launcher in Python
+  --small           the command of a first try: two steps of a few samples, for a machine without a GPU
+  --flags           print the table of slime's flags as Markdown (docs/from-slime-flags.md), and nothing else
+  --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
+
+SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
+
+import sys
+
+from fusionrl.cli.from_slime import run_launch
+
+if __name__ == "__main__":
+    raise SystemExit(run_launch(sys.argv[1:], "{name}"))
+'''
+_WIDTH = 116
+_TO_REPLACE = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load", "--critic-load", "--prompt-data", "--run-dir")
+_NOT_SMALL = ("--save ", "--load ")  # notes on checkpoints, which a small command has none of
+_HOOK_FLAGS = [[flag_of(field)] for field in SIGNATURES]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the command; returns the exit code."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0 if argv else EXIT_USER
+    if list(argv) == ["--flags"]:
+        print(render_page(), end="")
+        return 0
+    try:
+        is_small = "--small" in argv
+        path, values, shim = _arguments([token for token in argv if token != "--small"])
+        if shim is not None:
+            for file in make_shim(shim):
+                print(f"# made {file}")
+        if path is not None:
+            script = read_script(path, values)
+            print("\n".join(render(script, path, is_small)))
+    except ValueError as error:
+        return refuse([str(error)])
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str], str | None]:
+    path: str | None = None
+    shim: str | None = None
+    values: dict[str, str] = {}
+    tokens = iter(argv)
+    for token in tokens:
+        if token == "--set":
+            name, equals, value = next(tokens, "").partition("=")
+            if not equals or not (name.isidentifier() or name.isdecimal()):
+                raise ValueError(f"--set {name}: NAME=VALUE is wanted")
+            values[name] = value
+        elif token == "--shim":
+            shim = next(tokens, "")
+            if not shim:
+                raise ValueError("--shim: it needs a value, the folder to make")
+        elif token.startswith("-"):
+            raise ValueError(f"{token}: unknown; `fusionrl from-slime --help` lists the flags")
+        elif path is not None:
+            raise ValueError(f"{token}: one script at a time")
+        else:
+            path = token
+    if path is None and shim is None:
+        raise ValueError("give a launch script")
+    return path, values, shim
+
+
+def run_launch(argv: Sequence[str], program: str = "train") -> int:
+    """Run `fusionrl train` with the arguments of slime's `program`.py, and its defaults; returns the exit code."""
+    from fusionrl.cli.train import run as train
+
+    added = _added(argv)
+    if _is_ahead(program, argv) and (ahead := _one_ahead([*translate(argv).argv, *added])[0]):
+        added = [*_added(argv, is_ahead=True), *ahead]
+    if added:
+        print(f"slime's defaults: {' '.join(added)}", file=sys.stderr)
+    return train([*argv, *added])
+
+
+def _added(argv: Sequence[str], is_ahead: bool = False) -> list[str]:
+    """Return flags that give a command line slime's defaults. `is_ahead`: it generates one rollout ahead."""
+    given = {token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv if token.startswith("--")}
+    return slime_defaults(translate(argv).argv, given | {TRAIN_ASYNC} if is_ahead else given)
+
+
+def make_shim(folder: str) -> list[Path]:
+    """Make train.py and train_async.py in `folder`, which take slime's arguments; returns the files.
+
+    Raises:
+        ValueError: another file of that name is there.
+    """
+    made = []
+    for name in ("train", "train_async"):
+        file, text = Path(folder) / f"{name}.py", SHIM.format(name=name)
+        if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
+            raise ValueError(f"--shim {folder}: {file} is there already; give another folder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        made.append(file)
+    return made
+
+
+def render(script: Script, path: str, is_small: bool = False) -> list[str]:
+    """Return the commands of a script as lines for a shell, each with comments on what differs.
+
+    is_small  as small as a first try is
+    """
+    lines = [f"# {path}, for fusionrl"]
+    for note in script.notes:
+        lines += _comment(plain(note))
+    for file, text in script.files.items():
+        lines += written_file(quoted(file), text)
+    for number, launch in enumerate(script.launches, 1):
+        custom = f"{Path(path).stem}{f'-{number}' if len(script.launches) > 1 else ''}.args.yaml"
+        lines += ["", *_command(launch, Path(path).parent, is_small, custom, list(map(plain, script.files)))]
+    return lines
+
+
+def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written: Sequence[str]) -> list[str]:
+    """Return the command of one launch with its comments.
+
+    folder   the script's
+    custom   the file for flags that are none of slime's
+    written  files that the script writes before
+    """
+    apart = set_apart(launch.argv)
+    launch = replace(launch, argv=tuple(apart.argv))
+    translated = translate(launch.argv)
+    lines = []
+    for place, word in enumerate(translated.argv):
+        if file := _beside(word, folder) if translated.argv[place - 1 : place] in _HOOK_FLAGS else None:
+            translated.argv[place] = file
+            lines += _comment(f"{word} is beside the script: it is named by its file")
+    if is_small:
+        translated.argv[:] = smaller(translated.argv)
+        translated.notes[:] = [note for note in translated.notes if not note.startswith(_NOT_SMALL)]
+        lines += _comment(
+            "small: flags that need a GPU, evaluation, checkpoints and --resume are left out; two steps of 4 samples."
+            f" Give {', '.join(flag for flag in _TO_REPLACE if flag in translated.argv)} a small model of the same"
+            " family (tools/make_small_model.py), a few rows of the data, and a new folder"
+        )
+    ahead: list[str] = []
+    if _is_ahead(launch.program, translated.argv):
+        ahead, reasons = _one_ahead(translated.argv)
+        translated.argv += ahead
+        if reasons:
+            lines += _comment(
+                "train_async.py generates one rollout ahead (--pipeline one-step-off); this one generates and trains in"
+                f" turn: {'; '.join(reasons)}"
+            )
+    for note in translated.notes:
+        lines += _comment(plain(note))
+    for error in [*apart.errors, *translated.errors]:
+        lines += _comment(f"NOT HERE {plain(error)}")
+    added = _added(launch.argv, is_ahead=bool(ahead))
+    for error in _to_change([*translated.argv, *added], written):
+        lines += _comment(f"TO CHANGE {error}")
+    compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
+    if compared:
+        lines += _comment(
+            f"{len(compared)} flags of the model's shape are left out: config.json of --hf-checkpoint says the same"
+            " (`fusionrl train` compares them where they are given)"
+        )
+    for note in accepted_notes(translated.accepted):
+        lines += _comment(plain(note))
+    for flag in _secrets(launch.argv):
+        lines += _comment(f"{flag}: left out, with its value")
+    if apart.custom:
+        names = [flag_of(name) + (f" ({apart.hints[name]}?)" if name in apart.hints else "") for name in apart.custom]
+        lines += _comment(
+            f"{', '.join(names)}: no flags of slime's or fusionrl's. They are in {custom}, which --custom-config-path"
+            " reads: your functions find them in args. What else a fork does by them is not done"
+        )
+    words = [*translated.argv, *apart.loose, *map(str, apart.custom.values())]
+    unknown = dict.fromkeys(part for word in words for part in left_parts(word))
+    for part in unknown:
+        lines += _comment(f"{part} is left as the script has it: it is known only where the script runs")
+    lines += _environment(launch.env)
+    if added:
+        lines += _comment(f"slime's defaults, which are others here: {' '.join(added)}")
+    lines += [f"export {name}={quoted(value)}" for name, value in apart.env.items()]
+    if apart.custom:
+        lines += custom_file(apart.custom, quoted(custom), _give_custom(translated.argv, custom))
+    groups: list[list[str]] = []
+    for word in [*translated.argv, *added]:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(quoted(word))
+    loose = [quoted(word) if "@" in word else plain(word) for word in apart.loose]
+    return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups), *loose])]
+
+
+def _give_custom(argv: list[str], path: str) -> str | None:
+    """Make `path` the file of --custom-config-path; return the one that it was."""
+    flag = flag_of("custom_config_path")
+    if flag in argv[:-1]:
+        place = argv.index(flag) + 1
+        former, argv[place] = quoted(argv[place]), path
+        return former
+    argv += [flag, path]
+    return None
+
+
+def _beside(path: str, folder: Path) -> str | None:
+    """Return a function's path by its file where `module.function` names a file in `folder`; None: it does not.
+
+    slime's scripts put their folder on PYTHONPATH; `fusionrl` searches no folder for modules.
+    """
+    module, _, name = path.rpartition(".")
+    file = folder / f"{module.replace('.', '/')}.py"
+    return f"{file}:{name}" if module and ":" not in path and file.is_file() else None
+
+
+def _to_change(argv: Sequence[str], written: Sequence[str] = ()) -> list[str]:
+    """Return what keeps the command from running as it stands, as far as its flags alone show it.
+
+    A flag whose value only the machine of the run knows is not looked at, nor one that names a file of `written`.
+    """
+    known = [plain(word) for word in argv]
+    config, errors = read_args(known)
+    unknown = [*written, *(part for word in argv for part in left_parts(word))]
+    bad = [error for error in errors if not any(part in error for part in unknown)]
+    return [*bad, *not_named_yet(validate_flags(config, None), errors)]
+
+
+def _is_ahead(program: str, argv: Sequence[str]) -> bool:
+    """Return whether the launch itself generates ahead; slime's fully asynchronous worker does that without it."""
+    return program == "train_async" and not {"sft", "sft_loss", *FULLY_ASYNC} & set(argv)
+
+
+def _one_ahead(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags by which a run generates one rollout ahead; none, and the reasons, where it cannot."""
+    flags = ["--pipeline", "one-step-off"]
+    before = _to_change(argv)
+    reasons = [error for error in _to_change([*argv, *flags]) if error not in before]
+    return ([], reasons) if reasons else (flags, [])
+
+
+def _secrets(argv: Sequence[str]) -> list[str]:
+    names = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    return [name for name in dict.fromkeys(names) if name[2:].replace("-", "_") in SECRETS]
+
+
+def _environment(env: str | None) -> list[str]:
+    """Return comments on the variables that the Ray job sets."""
+    if env is None:
+        return []
+    try:
+        variables = json.loads(plain(env)).get("env_vars", {})
+    except (ValueError, AttributeError):
+        return _comment("the job's environment (--runtime-env-json) is not known; export what your functions need")
+    if not isinstance(variables, Mapping):
+        return []
+    own = [name for name in variables if name not in ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")]
+    if not own:
+        return []
+    return _comment(
+        f"the job sets {', '.join(own)}: export what your functions need before the command (secrets: --hook-env)"
+    )
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        _WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
