@@ -1,7 +1,6 @@
-"""The process of an actor: its settings, and its log.
+"""The process of an actor: its settings, log, clock and hardware.
 
-Everything a process prints, and what C++ libraries write to its descriptors, lands in the actor's file in the run's
-folder.
+Everything a process prints, C++ libraries included, lands in the actor's log file in the run's folder.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ProcessSettings:
 
 
 class ClockMixin:
-    """A process that tells its clock (see `clocks`)."""
+    """A process that reports its clock (see `clock_offsets`)."""
 
     def clock(self) -> tuple[str, int]:
         """Return the machine's boot and its monotonic clock, ns."""
@@ -111,7 +110,7 @@ class ProcessHardware:
 
 
 def record_host_memory(numbers: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a process as they are; its host memory is a curve of the timeline from now on."""
+    """Return the numbers unchanged, and add the host memory to the timeline."""
     count("host memory", gib=numbers[HOST] / 2**30)
     return numbers
 
@@ -123,17 +122,17 @@ def devices_of(ordinals: Sequence[int]) -> list[Device]:
         return []
     names = visible_names(os.environ.get(VARIABLE))
     if names is None:
-        return nvml.devices([str(one) for one in ordinals])
-    return nvml.devices([names[one] for one in ordinals if one < len(names)])
+        return nvml.devices([str(ordinal) for ordinal in ordinals])
+    return nvml.devices([names[ordinal] for ordinal in ordinals if ordinal < len(names)])
 
 
 def memory_of_torch(ordinal: int) -> dict[str, float]:
     """The most memory that torch had allocated, and had reserved, on a GPU since the last call."""
     import torch
 
-    found = {
+    peaks = {
         "memory_peak_bytes": float(torch.cuda.max_memory_allocated(ordinal)),
         "memory_reserved_bytes": float(torch.cuda.max_memory_reserved(ordinal)),
     }
     torch.cuda.reset_peak_memory_stats(ordinal)
-    return found
+    return peaks

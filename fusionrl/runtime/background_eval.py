@@ -1,8 +1,7 @@
-"""`BackgroundEval`: evaluations on engines of their own (--eval-num-gpus), while training and generation go on.
+"""Evaluations on separate engines (--eval-num-gpus) that run during training, and what a resume finds of them.
 
-With --use-fault-tolerance an evaluation whose engines died has failed: `eval/failed` stands in the place of its result.
-Its weights are gone, as the trainers have learned meanwhile; after the last step alone they are still there, and the
-evaluation is made again.
+With --use-fault-tolerance an evaluation whose engines died fails: `eval/failed` replaces its result. The trainers no
+longer have its weights, except after the last step: then the evaluation is repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _WAS_DUE = "perf/time_wait_eval_s"  # in the row of a step that engines of an ev
 
 
 class Evaluator(Protocol):
-    """The part of `BufferHandle` that is used here."""
+    """The part of `BufferHandle` that `BackgroundEval` uses."""
 
     def start_evaluation(self, step: int, version: int | None) -> PendingRound:
         """Begin an evaluation."""
@@ -38,17 +37,17 @@ class Evaluator(Protocol):
 
 
 class BackgroundEval:
-    """One evaluation at a time. Its numbers are recorded under the step at which it was begun."""
+    """One evaluation at a time; its metrics are recorded under the step at which it started."""
 
     def __init__(
         self, buffer: Evaluator, reporter: Reporter, push_again: Callable[[int], int | None] = lambda step: None
     ) -> None:
-        """`push_again(step)` brings the weights after a step to the engines once more, where they are still there, and
-        returns their version; None where they are not."""
+        """`push_again(step)` pushes the weights after a step again and returns their version; None if the trainers no
+        longer have them."""
         self._buffer, self._reporter, self._push_again = buffer, reporter, push_again
         self._started: PendingRound | None = None
         self.step: int | None = None
-        """The step of the evaluation that is under way; None: none is."""
+        """Step of the running evaluation; None if there is none."""
 
     def begin(self, step: int, version: int) -> None:
         """Begin the evaluation of weights of `version`, which its engines have, and return."""
@@ -71,7 +70,7 @@ class BackgroundEval:
         return time.perf_counter() - start
 
     def _wait(self, num_tries: int) -> None:
-        """Wait for the evaluation under way; afterwards it is recorded, or begun anew."""
+        """Wait for the running evaluation, then record or restart it."""
         assert self._started is not None and self.step is not None
         step = self.step
         try:
@@ -80,20 +79,20 @@ class BackgroundEval:
             self._started = self.step = None
             version = self._push_again(step) if num_tries < _MOST_TRIES else None
             if version is not None:
-                logger.warning("the evaluation after step %d is made again: %s", step, error)
+                logger.warning("the evaluation after step %d is repeated: %s", step, error)
                 self.begin(step, version)
                 return
-            logger.warning("the evaluation after step %d has failed, and the run goes on: %s", step, error)
+            logger.warning("the evaluation after step %d failed; the run continues: %s", step, error)
             values = {"eval/failed": 1.0, "eval/engines_died": float(error.num_died)}
         self._reporter.record_evaluation(step, values)
         self._started = self.step = None
 
 
 class PastEvaluations:
-    """What metrics.jsonl and eval/ of a run's earlier attempts say.
+    """The evaluations that earlier attempts of a run started and finished, from metrics.jsonl and eval/.
 
-    An attempt that was resumed from an earlier checkpoint trains its steps again: other weights, and a result of the
-    attempt before is not theirs. The last attempt that trained a step has made the weights that count.
+    An attempt that resumed from an earlier checkpoint trained its steps again, to other weights: only results of the
+    last attempt that trained a step count.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -110,10 +109,10 @@ class PastEvaluations:
         return max((step for step in self._steps if step < before and self.was_due(step)), default=None)
 
     def has_result(self, step: int) -> bool:
-        """Return whether eval/<step>.json is of the weights that the last attempt at `step` has trained, or later."""
+        """Return whether eval/<step>.json evaluates the weights of the last attempt that trained `step`."""
         try:
-            found = json.loads((self._folder / f"{step}.json").read_text(encoding="utf-8"))
+            result = json.loads((self._folder / f"{step}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        attempt = found.get("attempt") if isinstance(found, dict) else None
+        attempt = result.get("attempt") if isinstance(result, dict) else None
         return isinstance(attempt, int) and attempt >= int(self._steps.get(step, {}).get("attempt", 0))

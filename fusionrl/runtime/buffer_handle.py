@@ -33,10 +33,12 @@ class PendingRound:
 
 
 class EvaluationLost(RuntimeError):
-    """An evaluation failed as its engines died."""
+    """An evaluation failed because its engines died."""
 
     def __init__(self, num_died: int, cause: BaseException) -> None:
-        first_line = (str(cause).splitlines() or [type(cause).__name__])[0]  # the others are of a user's function
+        first_line = (str(cause).splitlines() or [type(cause).__name__])[
+            0
+        ]  # the rest is the traceback of a user's function
         super().__init__(f"{num_died} of its engines died: {first_line:.300}")
         self.num_died = num_died
 
@@ -73,12 +75,12 @@ class BufferHandle:
         return self._actor
 
     def start(self, actor: ActorHandle) -> ray.ObjectRef:
-        """Take over the actor, and let it do what it can without engines: a reference of that."""
+        """Take over the actor, and start the preparation that needs no engines. Return its reference."""
         self._actor = actor
         return actor.prepare.remote()
 
     def setup(self, endpoints: EngineEndpoints) -> ray.ObjectRef:
-        """Begin its set-up: a reference of what it found in the data."""
+        """Start its set-up. Return a reference to facts about the data."""
         return self.actor.setup.remote(endpoints)
 
     def set_engines(self, urls: Sequence[str], eval_urls: Sequence[str]) -> None:
@@ -91,7 +93,7 @@ class BufferHandle:
         return self.begin(self.actor.generate.remote, rollout_id, version)
 
     def wait_rollout(self, started: PendingRound) -> Rollout:
-        """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
+        """Wait for a rollout. If an engine dies meanwhile, its death is raised and not the consequences."""
         try:
             rollout: Rollout = self._supervisor.wait(started.ref, LongWait(self.actor.waits_for.remote).look)
         finally:  # a function that was refused may well have failed
@@ -140,7 +142,7 @@ class BufferHandle:
         return metrics
 
     def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> PendingRound:
-        """Begin what a method of the actor does with the engines. Does not wait."""
+        """Start a method of the actor that uses the engines. Does not wait."""
         faults = self._engines.count_faults()
         ref = method(*numbers)
         self._engines.begin_round()
@@ -175,7 +177,7 @@ class BufferHandle:
         return get(self.actor.state_hash.remote(rollout_id))
 
     def close(self) -> None:
-        """Give the Buffer some seconds to write the last of what it was told."""
+        """Give the Buffer some seconds to write the last samples that it received."""
         if self._adding is not None:
             wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
         self._actor = self._adding = None
@@ -192,7 +194,7 @@ class StreamHandle:
         get(self._buffer.actor.begin_stream.remote(num_trained))
 
     def next_rollout(self, rollout_id: int) -> PendingRound:
-        """Begin to wait for a rollout of the stream: `BufferHandle.wait_rollout` goes on with it."""
+        """Begin to wait for a rollout of the stream: `BufferHandle.wait_rollout` waits for it."""
         return self._buffer.begin(self._buffer.actor.next_rollout.remote, rollout_id)
 
     def trained(self) -> bool:
@@ -211,7 +213,7 @@ class StreamHandle:
 
 
 def _add_faults(metrics: dict[str, float], prefix: str, before: dict[str, float], now: dict[str, float]) -> None:
-    """Add what went wrong since `before`; the rollout has counted the retries of its own client."""
+    """Add the faults since `before`; the rollout has counted the retries of its own client."""
     for name, count in now.items():
         key = f"{prefix}/{name}"
         metrics[key] = metrics.get(key, 0.0) + count - before.get(name, count)

@@ -1,4 +1,4 @@
-"""Checkpoints in a run's folder: written under a temporary name, published by one rename, found again by a resume."""
+"""Checkpoints in a run's folder: written under a temporary name and published by one rename."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _read(path: Path) -> Checkpoint:
             f"{where}: {_MANIFEST} has rollout_id {str(saved)[:40]!r}, which does not belong to {path.name}"
         )
     if not isinstance(manifest.get("metrics", {}), dict):
-        raise ValueError(f"{where}: the metrics in {_MANIFEST} are no JSON object")
+        raise ValueError(f"{where}: the metrics in {_MANIFEST} are not a JSON object")
     return Checkpoint(path, saved, manifest)
 
 
@@ -127,7 +127,7 @@ class Checkpoints:
 
     @staticmethod
     def check(checkpoint: Checkpoint) -> None:
-        """Compare a checkpoint with what its manifest says of it, but for the trainers' files, which they check.
+        """Compare a checkpoint with its manifest, except the trainers' files, which the trainers check.
 
         One of an earlier version, which kept no hashes, is let through with a warning.
 
@@ -158,7 +158,7 @@ class Checkpoints:
         counts. Returns what was deleted. A checkpoint loses its manifest first, so that a kill on the way leaves none
         that looks complete. One whose manifest is damaged or of another checkpoint is not counted and not deleted.
         """
-        found: list[tuple[int, float | None, Path]] = []
+        candidates: list[tuple[int, float | None, Path]] = []
         for path in reversed(self._finished()):
             try:
                 checkpoint = _read(path)
@@ -167,14 +167,14 @@ class Checkpoints:
                 continue
             metrics = checkpoint.manifest.get("metrics")
             metric = metrics.get(best_by) if best_by and isinstance(metrics, dict) else None
-            found.append((checkpoint.rollout_id, metric if isinstance(metric, int | float) else None, path))
-        scored = [one for one in found if one[1] is not None]
-        best = max(scored, key=lambda one: (one[1], one[0]), default=None)
-        gone = [one[2] for one in found[:-keep] if one is not best]
-        for path in gone:
+            candidates.append((checkpoint.rollout_id, metric if isinstance(metric, int | float) else None, path))
+        scored = [entry for entry in candidates if entry[1] is not None]
+        best = max(scored, key=lambda entry: (entry[1], entry[0]), default=None)
+        deleted = [entry[2] for entry in candidates[:-keep] if entry is not best]
+        for path in deleted:
             (path / _MANIFEST).unlink()
             shutil.rmtree(path)
-        return gone
+        return deleted
 
     def begin(self, rollout_id: int) -> Path:
         """An empty folder that is to become the checkpoint of `rollout_id`; unfinished ones of earlier attempts go."""

@@ -1,7 +1,8 @@
 """The clocks of a run's machines: measured by the driver, for the timeline.
 
-Processes of one machine share a clock. Of each other machine one process is asked, by round trips, after every step:
-clocks drift. Who is dead or does not answer is passed over: a run does not end for its timeline.
+Processes of one machine share a clock. After every step the driver asks one process of
+each other machine, as clocks drift. A process that is dead or does not answer is skipped: a run never fails for its
+timeline.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class ClockOffsets:
     def measure(self) -> None:
         """Record the clock of each other machine whose process answers."""
         recorder = spans.recorder()
-        for one in self._elsewhere.values() if recorder is not None else ():
+        for ask in self._elsewhere.values() if recorder is not None else ():
             assert recorder is not None
             try:
-                recorder.note_clock(*spans.measure_offset(one))
+                recorder.note_clock(*spans.measure_offset(ask))
             except FAILURES as error:
                 logger.warning("a machine's clock was not measured: %s", error)
 
 
 def _ask(registry: ActorRegistry, name: str) -> tuple[str, int]:
-    """Ask the actor that has a name now: a new engine has taken the name of one that died."""
+    """Ask the actor that has this name now: a restarted engine keeps the name."""
     handle = next((member.handle for member in registry if member.name == name), None)
     if handle is None:
         raise RuntimeError(f"{name} is gone")
@@ -66,7 +67,7 @@ def _ask(registry: ActorRegistry, name: str) -> tuple[str, int]:
 
 
 def _ask_one(registry: ActorRegistry, names: list[str]) -> tuple[str, int]:
-    """Ask the first of a machine's actors; where that fails, it is another one's turn the next time."""
+    """Ask the first of a machine's actors; if it fails, the next call asks another."""
     try:
         return _ask(registry, names[0])
     except FAILURES:

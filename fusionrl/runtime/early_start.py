@@ -47,7 +47,7 @@ _MAX_TMPDIR_BYTES = 24  # of the 107 of a socket's path
 
 
 class EarlyStart:
-    """A context manager: leaving it ends what has begun, and removes the folder."""
+    """A context manager: leaving it ends the guard and the nursery and removes the folder."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -62,7 +62,7 @@ class EarlyStart:
         self.close()
 
     def prepare(self, argv: Sequence[str]) -> None:
-        """Begin before the flags are read, where they look like those of a run on a CPU; `begin` corrects it.
+        """Start before the flags are parsed if they look like a CPU run; `begin` corrects a wrong guess.
 
         Raises:
             OSError: as `begin`.
@@ -75,10 +75,10 @@ class EarlyStart:
                 self._start_nursery()
 
     def begin(self, config: Config, device: str) -> None:
-        """Begin; nothing is done the second time. A nursery needs a CPU, and a cluster of the run's own.
+        """Start whatever `prepare` did not; idempotent. A nursery needs a CPU run with its own cluster.
 
         Raises:
-            OSError: the system gives no folder or no process; nothing has begun.
+            OSError: no folder or process can be made; nothing is started.
         """
         if self._has_begun:
             return
@@ -104,7 +104,7 @@ class EarlyStart:
         assert self.folder is not None
         try:
             self._nursery = start_nursery(self.folder, json.dumps(_EARLY).encode() + b"\n")
-        except OSError as error:  # it cannot be started or is dead: every process is started in the usual way
+        except OSError as error:  # without a nursery each process starts by itself
             logger.debug("the nursery does not start: %s", error)
 
     def _order(self, config: Config) -> None:
@@ -137,11 +137,11 @@ class EarlyStart:
             self._nursery.stdin.flush()
 
     def environment(self) -> dict[str, str]:
-        """Variables by which the run's processes find the nursery."""
+        """Return the variables by which the run's processes find the nursery."""
         return {} if self._nursery is None else {FOLDER_VARIABLE: str(self.folder)}
 
     def close(self) -> None:
-        """End all of it: the nursery, and what is left of a run. Idempotent."""
+        """End the nursery and all remaining processes of the run. Idempotent."""
         self._end_nursery()
         if self._guard is not None:
             self._guard.close()  # it removes the folder

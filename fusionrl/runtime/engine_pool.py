@@ -22,12 +22,12 @@ from fusionrl.weights.in_process import get, wait
 
 logger = logging.getLogger(__name__)
 
-CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names of what an engine has beside its weights
+CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names for an engine's memory other than weights
 _STOP_TIMEOUT_S = 20.0
 
 
 class EnginePool:
-    """Engines of the policy behind one router, and beside them those of a reward model or teacher."""
+    """The policy's engines behind one router, plus the engines of a reward model or teacher."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class EnginePool:
         check_stop: Callable[[], None] = lambda: None,
         on_addresses: Callable[[Sequence[str], Sequence[str]], None] = lambda urls, eval_urls: None,
     ) -> None:
-        """`say` is told what is going on; `check_stop` is called while waiting, and may raise to end the wait;
-        `on_addresses` is told the addresses of the engines, and of those that only evaluate, when they change."""
+        """`say` shows progress; `check_stop` is called while waiting and may raise to end the wait; `on_addresses` gets
+        the addresses of the engines, and of those that only evaluate, when they change."""
         self._config, self._plan, self._launcher = config, plan, launcher
         self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
         self.engines: list[ActorHandle] = []
@@ -95,7 +95,9 @@ class EnginePool:
         )
 
     def _recoveries(self, with_evaluation: bool = True) -> list[Recovery]:
-        return [one for one in (self._recovery, self.evaluation.recovery if with_evaluation else None) if one]
+        return [
+            recovery for recovery in (self._recovery, self.evaluation.recovery if with_evaluation else None) if recovery
+        ]
 
     @property
     def everyone(self) -> list[ActorHandle]:
@@ -110,7 +112,7 @@ class EnginePool:
         return [engine for engines in self._scorers.values() for engine in engines]
 
     def shutdown(self) -> None:
-        """End every server, and the router; gives up after some seconds. The actors go on. Idempotent."""
+        """End every server, and the router; gives up after some seconds. The actors live on. Idempotent."""
         stops = [engine.shutdown.remote() for engine in self.everyone]
         if self.router is not None:
             self.router.shutdown()
@@ -141,8 +143,8 @@ class EnginePool:
         get([engine.check_alive.remote() for engine in self._lasting()])
 
     def find_dead(self) -> RuntimeError | None:
-        """After a failure: the error of a server or the router that is dead. Replaces none."""
-        if not self.urls:  # the failure is one of the start
+        """After a failure: return the error of a dead server or router. Replaces none."""
+        if not self.urls:  # the start failed
             return None
         try:
             if self.router is not None:
@@ -188,7 +190,7 @@ class EnginePool:
         return self._recovery.num_out if self._recovery is not None else 0
 
     def finish_starts(self, with_evaluation: bool = False) -> bool:
-        """Wait for the engines that start in the place of dead ones. Returns whether there were any."""
+        """Wait for the engines that replace dead ones. Returns whether there were any."""
         out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
         if out:
             self._say("waiting for engines that start again")
@@ -199,7 +201,7 @@ class EnginePool:
         return bool(out)
 
     def join(self, with_evaluation: bool = False) -> int:
-        """Let engines that are started and have the current weights get requests. Returns their number."""
+        """Send requests to restarted engines, which have the current weights. Returns their number."""
         out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
         num_back = sum(recovery.num_out for recovery in out)
         for recovery in out:
@@ -244,7 +246,12 @@ class EnginePool:
 
 
 class EvalEngines:
-    """The actors and the router; none of both without the flag. `EnginePool` starts, watches and ends the servers."""
+    """Engines that only evaluate (--eval-num-gpus) and their router; neither exists without the flag.
+
+    They are numbered after the policy's engines. A push reaches them at the start and when an evaluation follows it;
+    in between they keep their version. With --use-fault-tolerance a dead one is replaced, and the new one gets the
+    weights of the next evaluation: no answer mixes versions, so a part that no other engine takes over fails.
+    `EnginePool` starts, watches and ends the servers."""
 
     def __init__(self, plan: Plan, launcher: Launcher) -> None:
         self._plan, self._launcher = plan, launcher
@@ -261,7 +268,7 @@ class EvalEngines:
         return self.engines
 
     def start_router(self) -> str:
-        """Start the router, still empty; returns its address, "" where there are no engines."""
+        """Start the router, still empty; return its address, or "" without engines."""
         if not self.engines:
             return ""
         self.router = self._launcher.make_router("eval-router")
@@ -275,7 +282,7 @@ class EvalEngines:
             self.router.add_worker(url, self._launcher.api_key)
 
     def replace_dead(self, make_recovery: Callable[..., Recovery]) -> None:
-        """From now on, replace engines that die; the run goes on also where all do."""
+        """From now on, replace engines that die; the run continues even if all of them do."""
         if self.router is not None:
             first = self._plan.num_engines
             self.recovery = make_recovery(self.router, self.engines, self.urls, first=first, may_lose_all=True)

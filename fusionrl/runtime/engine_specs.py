@@ -102,7 +102,7 @@ def _model_path(config: Config, plan: Plan, role: EngineRole) -> str:
 
 
 def _server_args(config: Config, plan: Plan, role: EngineRole, index: int) -> dict[str, object]:
-    """Fields of SGLang's ServerArgs of an engine of this role."""
+    """Return the ServerArgs fields of an engine of this role."""
     if role == "reward-model":
         return dict(config.reward.rm_server_args)
     if role == "teacher":
@@ -118,7 +118,7 @@ _NOT_OFF = {
 
 
 def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, object]:
-    """Fields of SGLang's ServerArgs of an engine of the policy: the user's own, and what the run's other flags need."""
+    """Return the ServerArgs fields of a policy engine: the user's, and those that the run's other flags need."""
     group = plan.group_of(index)
     server_args = config.passthrough.sglang | (group.server_args if group is not None else {})
     if group is not None and group.role in ("prefill", "decode"):
@@ -134,6 +134,6 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
     }
     for name in [name for name, is_needed in needed.items() if is_needed]:
         if not server_args.setdefault(name, True):
-            shown = f"--engine-group {group.name}: " if group is not None else "--sglang-"
-            raise ValueError(f"{shown}{name.replace('_', '-')}=false: {_NOT_OFF[name]}; leave it out")
+            prefix = f"--engine-group {group.name}: " if group is not None else "--sglang-"
+            raise ValueError(f"{prefix}{name.replace('_', '-')}=false: {_NOT_OFF[name]}; leave it out")
     return server_args

@@ -45,6 +45,8 @@ class EngineWorker(ClockMixin, EngineActor):
         """Return the numbers of its devices since the last call, and the host memory of its server."""
         if self._hardware is None or self._server is None:
             return {}
-        found = self._hardware.take()
-        found.pop(HOST_PEAK)  # of this process; the server's is its own
-        return record_host_memory(found | {HOST: found[HOST] + resident_bytes(self._server.pid, with_children=True)})
+        numbers = self._hardware.take()
+        numbers.pop(HOST_PEAK)  # of this process; the server's is its own
+        return record_host_memory(
+            numbers | {HOST: numbers[HOST] + resident_bytes(self._server.pid, with_children=True)}
+        )

@@ -1,17 +1,16 @@
-"""`ExternalEngines`: engines that others start and end, and that work for the run meanwhile.
+"""`ExternalEngines`: engines that are started and ended outside the run, and serve it meanwhile.
 
-They are named by --rollout-external-engine-addrs and by `engines.txt` in the run's folder, which may change at any time
+--rollout-external-engine-addrs and `engines.txt` in the run's folder, which may change at any time, name them
 (`fusionrl.observe.engine_list`). The states of one:
 
-joining   its address is new; it is asked what it is
-ready     it fits, and waits for the next weight push; no request goes to it before
+joining   its address is new; its facts are being checked
+ready     it fits and waits for the next weight push; it gets no request before
 serving   in the router, with the current weights
-leaving   out of the router; it answers what it has, and is pushed to as long as it works
-gone      it has been let go, as the engine that it was
+leaving   out of the router; it finishes its requests and still gets pushes
+gone      released, in a state that others can use
 
-One that dies is lost, and the others get its requests; where one that has just joined breaks its first push, it is lost
-and the push is made again. The run does not end for a engine, as it has engines of its own, but where memory is shared:
-there a push cannot be made again.
+When one dies, the other engines get its requests. When a new one breaks its first push, it is dropped and the push is
+repeated; where trainers and engines share memory a push cannot be repeated, and the run ends.
 """
 
 from __future__ import annotations
@@ -43,38 +42,38 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
 _PROBE_INTERVAL_S = 5.0
-_MISSING_S = 0.5  # a list that somebody writes in place is read empty, or in part, for a moment
+_MISSING_S = 0.5  # a list that is being written in place reads as empty or partial for a moment
 _PENDING = object()
 _NEEDED = ("disable_radix_cache", "enable_return_routed_experts", "incremental_streaming_output")
-"""Fields of SGLang's that the run sets on its own engines, and without which it gets wrong answers."""
+"""ServerArgs fields without which the run would get wrong answers; it sets them on its own engines."""
 _ALIKE = ("quantization", "context_length", "allow_auto_truncate")
-"""Of `fusionrl.config.engine_groups.ALIKE`, those that concern engines of others as well."""
+"""Of `fusionrl.config.engine_groups.ALIKE`, those that also apply to external engines."""
 
 
 @dataclass
 class ExternalEngine:
-    """One engine of somebody else's."""
+    """One external engine."""
 
     index: int
     url: str
     actor: ActorHandle
     joined: ray.ObjectRef
     state: str = "joining"
-    found: ExternalEngineFacts | None = None
-    asked: ray.ObjectRef | None = None  # whether it lives, or how many requests it has
-    asked_at: float = field(default=0.0)
+    facts: ExternalEngineFacts | None = None
+    pending_call: ray.ObjectRef | None = None  # whether it lives, or how many requests it has
+    probed_at: float = field(default=0.0)
     missing_since: float | None = None  # when the list was first read without it
 
     def target(self) -> EngineTarget:
         """The engine as a weight push addresses it; its devices have no number here."""
-        assert self.found is not None
-        ranks = (-1,) * self.found.tp_size
+        assert self.facts is not None
+        ranks = (-1,) * self.facts.tp_size
         host = host_of(self.url)
-        return EngineTarget(self.index, self.actor, f"external {host}", ranks, 0, self.found.ep_size, host)
+        return EngineTarget(self.index, self.actor, f"external {host}", ranks, 0, self.facts.ep_size, host)
 
 
 class ExternalEngines:
-    """The list of wanted engines, made true; called from the driver's thread alone."""
+    """Follows the list of wanted engines; called from the driver's thread alone."""
 
     def __init__(
         self,
@@ -93,31 +92,31 @@ class ExternalEngines:
         Args:
             run_dir: the folder with the list
             first: number of the first engine; the run's own engines come before
-            make: makes the actor of a engine, of a number and an address
-            join: begins to ask a engine what it is
+            make: makes the actor of an engine, of a number and an address
+            join: begins to ask an engine what it is
             api_key: of the engines
-            pushes: whether weights are pushed in this run; without, `join` refuses a engine with others than the run's
-            say: is told what becomes of engines
+            pushes: whether weights are pushed in this run; without, `join` refuses an engine with others than the run's
+            say: shows what happens to the engines
             on_change: is called when other engines are serving than before
         """
         self._run_dir, self._make, self._join = run_dir, make, join
         self._api_key, self._pushes, self._say, self._on_change = api_key, pushes, say, on_change
         self._next = first
         self._engines: list[ExternalEngine] = []
-        self._past: dict[str, EngineState] = {}  # address → what became of one that is no engine any more
+        self._past: dict[str, EngineState] = {}  # address → how a former engine ended
         self._refused: set[str] = set()  # still in the list
-        self._told_errors: set[str] = set()
-        self._told_faults: set[str] = set()  # of the files
+        self._reported_errors: set[str] = set()
+        self._reported_faults: set[str] = set()  # of the files
         self._router: Router | None = None
         self._written: list[EngineState] = []
 
     # ------------------------------------------------------------------------------------ start and end
     def start(self, router: Router | None, urls: list[str]) -> None:
-        """Put the engines of the flag into the list, and wait until each has said what it is.
+        """Add the engines of the flag to the list, and wait until each has joined.
 
         Raises:
-            ValueError: one of the flag's is of no use to the run.
-            RuntimeError: one of the flag's does not answer.
+            ValueError: the run cannot use an engine of the flag.
+            RuntimeError: an engine of the flag does not answer.
         """
         self._router = router
         if router is None:
@@ -127,7 +126,7 @@ class ExternalEngines:
         self._follow_list()
         for engine in [engine for engine in self._engines if engine.url in urls]:
             try:
-                engine.found, engine.state = ray.get(engine.joined), "ready"
+                engine.facts, engine.state = ray.get(engine.joined), "ready"
             except ray.exceptions.RayError as error:
                 cause = root_cause(error)
                 kind = ValueError if isinstance(cause, ValueError) else RuntimeError
@@ -135,7 +134,7 @@ class ExternalEngines:
         self.look()
 
     def release(self) -> None:
-        """At the end of the run: let every engine go, with the weights of the last push. Idempotent."""
+        """At the end of the run: release every engine, with the weights of the last push. Idempotent."""
         try:
             calls = [engine.actor.release.remote() for engine in self._engines]
             if calls:
@@ -155,91 +154,91 @@ class ExternalEngines:
         return [engine.url for engine in self._engines if engine.state == "serving"]
 
     def look(self) -> None:
-        """Follow the list, and look how the engines are. Takes little time; no engine is waited for."""
+        """Follow the list and check every engine. Never waits for an engine."""
         if self._router is None:
             return
         self._follow_list()
         for engine in list(self._engines):
             if engine.state == "joining":
-                self._look_whether_it_fits(engine)
+                self._check_joining(engine)
             elif engine.state == "leaving":
-                self._look_whether_it_is_idle(engine)
+                self._check_leaving(engine)
             elif engine.state == "serving":
-                self._look_whether_it_lives(engine)
+                self._check_serving(engine)
         if not self._pushes:
             self.admit()
         self._write()
 
     def _follow_list(self) -> None:
         try:
-            wanted, errors = read_wanted(self._run_dir)
+            wanted_urls, errors = read_wanted(self._run_dir)
         except OSError as fault:  # the list counts as unchanged
-            _warn_once(self._told_faults, fault)
+            _warn_once(self._reported_faults, fault)
             return
-        for text in set(errors) - self._told_errors:
+        for text in set(errors) - self._reported_errors:
             logger.warning("%s", text)
-        self._told_errors = set(errors)
-        self._refused &= set(wanted)
+        self._reported_errors = set(errors)
+        self._refused &= set(wanted_urls)
         known = {engine.url for engine in self._engines} | self._refused
-        for url in (url for url in wanted if url not in known):
+        for url in (url for url in wanted_urls if url not in known):
             actor = self._make(self._next, url)
             self._engines.append(ExternalEngine(self._next, url, actor, self._join(actor)))
             self._next += 1
         now = time.monotonic()
         for engine in list(self._engines):
-            if engine.url in wanted:
+            if engine.url in wanted_urls:
                 engine.missing_since = None
                 if engine.state == "leaving":
-                    engine.state, engine.asked = "ready", None  # it has changed its mind, and gets the next push
+                    engine.state, engine.pending_call = "ready", None  # it has changed its mind, and gets the next push
             elif engine.missing_since is None:
                 engine.missing_since = now
             elif engine.state != "leaving" and now - engine.missing_since >= _MISSING_S:
                 self._begin_to_leave(engine)
 
-    def _look_whether_it_fits(self, engine: ExternalEngine) -> None:
+    def _check_joining(self, engine: ExternalEngine) -> None:
         if not ray.wait([engine.joined], timeout=0)[0]:
             return
         try:
-            engine.found, engine.state = ray.get(engine.joined), "ready"
+            engine.facts, engine.state = ray.get(engine.joined), "ready"
             self._say(f"engine {engine.index} at {engine.url} joins with the next weight push")
         except ray.exceptions.RayError as error:
             self._refused.add(engine.url)
             self._drop(engine, "refused", str(root_cause(error)))
 
-    def _look_whether_it_lives(self, engine: ExternalEngine) -> None:
-        if engine.asked is None:
-            if time.monotonic() - engine.asked_at > _PROBE_INTERVAL_S:
-                engine.asked, engine.asked_at = engine.actor.fault.remote(), time.monotonic()
-        elif (fault := _answer(engine.asked)) is not _PENDING:
-            engine.asked = None
+    def _check_serving(self, engine: ExternalEngine) -> None:
+        if engine.pending_call is None:
+            if time.monotonic() - engine.probed_at > _PROBE_INTERVAL_S:
+                engine.pending_call, engine.probed_at = engine.actor.fault.remote(), time.monotonic()
+        elif (fault := _answer(engine.pending_call)) is not _PENDING:
+            engine.pending_call = None
             if fault is not None:
                 self._lose(engine, str(fault))
 
-    def _look_whether_it_is_idle(self, engine: ExternalEngine) -> None:
-        if engine.asked is None:
-            engine.asked = engine.actor.num_running.remote()
-        elif (count := _answer(engine.asked)) is not _PENDING:
-            engine.asked = None
+    def _check_leaving(self, engine: ExternalEngine) -> None:
+        if engine.pending_call is None:
+            engine.pending_call = engine.actor.num_running.remote()
+        elif (count := _answer(engine.pending_call)) is not _PENDING:
+            engine.pending_call = None
             if count == 0 or not isinstance(count, int):
                 self._let_go(engine)
 
     # ------------------------------------------------------------------------------------ around a push
     def targets(self) -> list[EngineTarget]:
-        """Engines that get the next push, those included that leave and still work."""
-        return [engine.target() for engine in self._engines if engine.found is not None]
+        """Return the engines that get the next push, including those that leave and still work."""
+        return [engine.target() for engine in self._engines if engine.facts is not None]
 
     @property
     def has_new(self) -> bool:
-        """Whether the next push is the first of one of them."""
+        """Return whether the next push is the first for one of them."""
         return any(engine.state == "ready" for engine in self._engines)
 
     @property
     def pushed_urls(self) -> list[str]:
         """Addresses of `targets`."""
-        return [engine.url for engine in self._engines if engine.found is not None]
+        return [engine.url for engine in self._engines if engine.facts is not None]
 
     def admit(self) -> None:
-        """Send requests to those that are ready: they have the current weights."""
+        """Send requests to the ready engines, which now have the current weights."""
         ready = [engine for engine in self._engines if engine.state == "ready"]
         for engine in ready:
             assert self._router is not None
@@ -248,7 +247,7 @@ class ExternalEngines:
             except RuntimeError as error:
                 self._lose(engine, str(error))
                 continue
-            engine.state, engine.asked_at = "serving", time.monotonic()
+            engine.state, engine.probed_at = "serving", time.monotonic()
             self._say(f"engine {engine.index} at {engine.url} serves")
         if ready:
             self._on_change()
@@ -260,14 +259,14 @@ class ExternalEngines:
 
         Returns whether there were any; then the push can be made again.
         """
-        pushed = [engine for engine in self._engines if engine.found is not None]
+        pushed = [engine for engine in self._engines if engine.facts is not None]
         refs = {engine.actor.fault.remote(): engine for engine in pushed}
         done = set(ray.wait(list(refs), num_returns=len(refs), timeout=_ANSWER_TIMEOUT_S)[0]) if refs else set()
         lost = [(engine, "it does not answer") for ref, engine in refs.items() if ref not in done]
         lost += [(engine, str(fault)) for ref, engine in refs.items() if ref in done and (fault := _answer(ref))]
         if not lost:
             named = {int(number) for number in re.findall(r"\bengine (\d+)\b", str(error))}
-            culprits = [one for one in pushed if one.state == "ready" or one.index in named or one.url in str(error)]
+            culprits = [e for e in pushed if e.state == "ready" or e.index in named or e.url in str(error)]
             lost = [(engine, f"a push failed: {error}") for engine in culprits]
         for engine, reason in lost:
             self._refused.add(engine.url)
@@ -281,7 +280,7 @@ class ExternalEngines:
             return
         if not _take_out(self._router, engine):
             return  # the next look tries again
-        engine.state, engine.asked = "leaving", None
+        engine.state, engine.pending_call = "leaving", None
         self._say(f"engine {engine.index} at {engine.url} leaves when it has answered its requests")
         self._on_change()
 
@@ -311,13 +310,13 @@ class ExternalEngines:
         self._past[engine.url] = EngineState(url=engine.url, state=state, note=note[:500])
 
     def _write(self) -> None:
-        present = {one.url: EngineState(url=one.url, state=one.state, note="") for one in self._engines}
+        present = {e.url: EngineState(url=e.url, state=e.state, note="") for e in self._engines}
         states = [*(self._past | present).values()]
         if states != self._written:
             try:
                 write_states(self._run_dir, states)
             except OSError as error:  # a full disk does not end the run; the next look tries again
-                _warn_once(self._told_faults, error)
+                _warn_once(self._reported_faults, error)
                 return
             self._written = states
 
@@ -333,7 +332,7 @@ def _answer(ref: ray.ObjectRef) -> object:
 
 
 def _take_out(router: Router | None, engine: ExternalEngine) -> bool:
-    """Let the router send it nothing more. Returns whether it obeys; a router that is gone is found elsewhere."""
+    """Take an engine out of the router. Returns whether that worked; the supervision reports a dead router."""
     try:
         if router is not None:
             router.remove_worker(engine.url)
@@ -343,14 +342,14 @@ def _take_out(router: Router | None, engine: ExternalEngine) -> bool:
     return True
 
 
-def _warn_once(told: set[str], error: OSError) -> None:
-    if str(error) not in told:
-        told.add(str(error))
+def _warn_once(reported: set[str], error: OSError) -> None:
+    if str(error) not in reported:
+        reported.add(str(error))
         logger.warning("engines of others: %s", error)
 
 
 class ExternalEngineWorker(AttachedEngine):
-    """An actor that talks to one such engine."""
+    """The actor process that controls one external engine."""
 
     def __init__(self, index: int, url: str, api_key: str | None, log: str, settings: ProcessSettings) -> None:
         settings.apply()
@@ -366,8 +365,8 @@ def make_external_engines(
     say: Callable[[str], None],
     on_change: Callable[[], None],
 ) -> ExternalEngines:
-    """Return the guests of a run, none of which has been asked yet."""
-    expected: list[EngineRequirements] = []  # read once there is a guest
+    """Return the external engines of a run, none of which has joined yet."""
+    expected: list[EngineRequirements] = []  # read once there is an engine
 
     def make(index: int, url: str) -> ActorHandle:
         return launcher.make_local(ExternalEngineWorker, f"engine-actor-{index}", index, url)
@@ -392,7 +391,7 @@ def make_external_engines(
 
 
 def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineRequirements:
-    """Return what an engine has to be, to work beside the run's own; `is_alone`: all of the run is on one machine."""
+    """Return what an external engine must match; `is_alone`: the whole run is on one machine."""
     folder = str(config.model.hf_checkpoint)
     hf_config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     server_args = policy_server_args(config, plan, 0)

@@ -1,7 +1,7 @@
 """`HardwareMetrics`: a step's numbers of the machines: memory, GPUs, throughput by device, and the share of their peak.
 
-Trainers, engines and the Buffer are asked when the training of a step has ended, and their answers are taken at its
-end. Whoever does not answer within seconds is left out, so that the numbers never hold a run up.
+Trainers, engines and the Buffer are asked when the training of a step ends, and the answers are read at the end of the
+step. A process that does not answer within seconds is left out: the numbers never delay a run.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class HardwareMetrics:
         self._plan, self._trainers, self._engines, self._buffer, self._file = plan, trainers, engines, buffer, file
         self._peak = None if peak_tflops is None else peak_tflops * 1e12
         self._asks, self._is_listed, self._is_warned = asks, False, False
-        self._asked: dict[str, list[ray.ObjectRef]] = {}
-        self._of_ray: list[psutil.Process] | None = None
+        self._pending: dict[str, list[ray.ObjectRef]] = {}
+        self._ray_processes: list[psutil.Process] | None = None
 
     def begin(self) -> None:
         """Ask, and do not wait: when the training of a step has ended, so that the push hides the answers."""
@@ -66,28 +66,30 @@ class HardwareMetrics:
         groups = self._groups()
         if not self._is_listed:
             self._list(groups)
-        self._asked = {name: [actor.hardware.remote() for actor in group] for name, group in groups.items()}
+        self._pending = {name: [actor.hardware.remote() for actor in group] for name, group in groups.items()}
 
     def measure(self, values: Mapping[str, float], work: Work) -> dict[str, float]:
         """Return the metrics of a step, whose times and counts are `values`, and which trained on `work`."""
         if not self._asks:
             return self._speeds(values, work)
-        if not self._asked:
+        if not self._pending:
             self.begin()
-        asked, self._asked = self._asked, {}
-        found: dict[str, float] = {}
-        for name, references in asked.items():
-            found |= {f"hardware/{key}/{name}": value for key, value in pooled(_answers(references)).items()}
-        return found | self._own() | self._speeds(values, work)
+        pending, self._pending = self._pending, {}
+        metrics: dict[str, float] = {}
+        for name, references in pending.items():
+            metrics |= {f"hardware/{key}/{name}": value for key, value in pooled(_answers(references)).items()}
+        return metrics | self._driver_memory() | self._speeds(values, work)
 
-    def _own(self) -> dict[str, float]:
-        """Host memory of this process, and of Ray's on this node."""
-        if self._of_ray is None:  # a look at all processes of the machine
-            self._of_ray = [child for child in psutil.Process().children(recursive=True) if _name(child) in _RAY]
-        found = {"hardware/host_bytes/driver": float(resident_bytes(os.getpid()))}
-        if self._of_ray:
-            found["hardware/host_bytes/ray"] = float(sum(resident_bytes(process.pid) for process in self._of_ray))
-        return found
+    def _driver_memory(self) -> dict[str, float]:
+        """Host memory of this process, and of the Ray processes on this node."""
+        if self._ray_processes is None:  # a look at all processes of the machine
+            self._ray_processes = [child for child in psutil.Process().children(recursive=True) if _name(child) in _RAY]
+        metrics = {"hardware/host_bytes/driver": float(resident_bytes(os.getpid()))}
+        if self._ray_processes:
+            metrics["hardware/host_bytes/ray"] = float(
+                sum(resident_bytes(process.pid) for process in self._ray_processes)
+            )
+        return metrics
 
     def _groups(self) -> dict[str, list[ActorHandle]]:
         groups = {
@@ -100,34 +102,34 @@ class HardwareMetrics:
     def _list(self, groups: Mapping[str, Sequence[ActorHandle]]) -> None:
         """Write the inventory, and take the peak of the trainers' GPUs from it; again the next time if any is late."""
         with_gpus = {name: group for name, group in groups.items() if name != "buffer"}
-        asked = {name: [actor.hardware_facts.remote() for actor in group] for name, group in with_gpus.items()}
-        found = {name: _answers(references) for name, references in asked.items()}
-        late = [name for name, group in with_gpus.items() if len(found[name]) < len(group)]
+        pending = {name: [actor.hardware_facts.remote() for actor in group] for name, group in with_gpus.items()}
+        inventory = {name: _answers(references) for name, references in pending.items()}
+        late = [name for name, group in with_gpus.items() if len(inventory[name]) < len(group)]
         self._is_listed = not late
         if late and not self._is_warned:
             self._is_warned = True
             logger.warning(
                 "%s lacks some %s, which did not answer in time; asked again", self._file, " and ".join(late)
             )
-        write_atomically(self._file, json.dumps(found, indent=2) + "\n")
-        gpus = [gpu for facts in found.get("trainers", []) for gpu in facts["gpus"]]
+        write_atomically(self._file, json.dumps(inventory, indent=2) + "\n")
+        gpus = [gpu for facts in inventory.get("trainers", []) for gpu in facts["gpus"]]
         if self._peak is None and gpus:
             self._peak = peak_flops(str(gpus[0]["name"]), gpus[0]["memory_bytes"])
 
     def _speeds(self, values: Mapping[str, float], work: Work) -> dict[str, float]:
         """Tokens a second and device, and the share of the devices' peak."""
-        plan, found = self._plan, {}
+        plan, metrics = self._plan, {}
         train_s, generate_s = values.get("perf/time_train_s"), values.get("perf/time_generate_s")
         if plan.layout is not None and train_s and work.tokens:
             devices = plan.layout.world_size
-            found["perf/train_tokens_per_s_per_device"] = work.tokens / train_s / devices
+            metrics["perf/train_tokens_per_s_per_device"] = work.tokens / train_s / devices
             if self._peak is not None:
-                found["perf/mfu"] = train_flops(plan.shape, work) / (train_s * devices * self._peak)
+                metrics["perf/mfu"] = train_flops(plan.shape, work) / (train_s * devices * self._peak)
         num_tokens = values.get("rollout/num_tokens")
         if plan.num_engines and generate_s and num_tokens:
             devices = sum(map(len, plan.engine_bundles))  # engines of groups differ in size
-            found["perf/generate_tokens_per_s_per_device"] = num_tokens / generate_s / devices
-        return found
+            metrics["perf/generate_tokens_per_s_per_device"] = num_tokens / generate_s / devices
+        return metrics
 
 
 def pooled(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -146,15 +148,15 @@ def _pool(name: str, column: Sequence[float]) -> float:
 
 
 def _answers(references: Sequence[ray.ObjectRef]) -> list[dict]:
-    """Return the answers that come in time; who is dead is found elsewhere."""
+    """Return the answers that arrive in time; the supervision reports dead actors."""
     done, _ = ray.wait(list(references), num_returns=len(references), timeout=_ANSWER_S)
-    found = []
+    answers = []
     for reference in done:
         try:
-            found.append(ray.get(reference))
+            answers.append(ray.get(reference))
         except ray.exceptions.RayError:
             continue
-    return found
+    return answers
 
 
 def _name(process: psutil.Process) -> str:

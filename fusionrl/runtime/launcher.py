@@ -63,8 +63,8 @@ def check_open_router(asks_for_key: bool, is_alone: bool) -> None:
     """
     if not asks_for_key and not is_alone:
         raise ValueError(
-            "--router-api-key none: on several nodes the router listens on the network, where whoever reaches it"
-            " would use the engines; leave the flag out"
+            "--router-api-key none: on several nodes the router listens on the network, where every client"
+            " could use the engines; leave the flag out"
         )
 
 
@@ -74,7 +74,7 @@ class Launcher:
     def __init__(
         self, config: Config, plan: Plan, run_dir: Path, attempt: int, early_start: EarlyStart | None = None
     ) -> None:
-        """`early_start`: what has begun already; it ends with the run."""
+        """`early_start`: the folder, guard and nursery that were started already; they end with the run."""
         self._config, self._plan, self._early_start = config, plan, early_start or EarlyStart()
         self.run_dir, self._attempt = run_dir.resolve(), attempt
         self.registry = ActorRegistry()
@@ -128,7 +128,7 @@ class Launcher:
             self._group, self.bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
             num_trainers = plan.layout.world_size if plan.layout else 0
             largest = max((len(bundles) for bundles in plan.all_engine_bundles), default=0)
-            refuse_slices([one.gpu for one in self.bundles], num_trainers, largest, plan.transport)
+            refuse_slices([bundle.gpu for bundle in self.bundles], num_trainers, largest, plan.transport)
 
     def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
         """The actor of an engine, not yet started; one that takes a dead engine's place has the same name.
@@ -161,20 +161,20 @@ class Launcher:
     def _engine_actor(self, cls: type, spec: EngineSpec, place: Bundle, *more: object) -> ActorHandle:
         log = self._log(f"{spec.role}-actor-{spec.index}" + (f"-part-{spec.node_rank}" if spec.node_rank else ""))
         settings = ProcessSettings(self._umask, host=spec.host, numa_affinity=self._config.cluster.numa_affinity)
-        made = actor_on(cls, place, self._group, env=self._own_env(), max_concurrency=8)
-        actor = made.remote(spec, str(log), settings, *more)
+        actor_class = actor_on(cls, place, self._group, env=self._own_env(), max_concurrency=8)
+        actor = actor_class.remote(spec, str(log), settings, *more)
         self.registry.add(spec.name, actor, log)
         return actor
 
     def make_local(self, cls: type, log_name: str, *arguments: object) -> ActorHandle:
         """An actor on this node, whose class takes `arguments`, the engines' key, its log and its settings.
 
-        It is not in the registry: its end is no failure of the run.
+        It is not in the registry: the run survives its end.
         """
         log = self._log(log_name)
         host = LOOPBACK if self.is_alone else ray.util.get_node_ip_address()
-        made = actor_on(cls, None, None, env=self._own_env(), max_concurrency=8)
-        return made.remote(*arguments, self.api_key, str(log), ProcessSettings(self._umask, host=host))
+        actor_class = actor_on(cls, None, None, env=self._own_env(), max_concurrency=8)
+        return actor_class.remote(*arguments, self.api_key, str(log), ProcessSettings(self._umask, host=host))
 
     def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle]]:
         """The policy's trainers, and those of a critic or prm, not yet set up; none without a layout."""
@@ -188,9 +188,9 @@ class Launcher:
 
     @staticmethod
     def setup_trainers(groups: Sequence[Sequence[ActorHandle]]) -> list[ray.ObjectRef]:
-        """Begin to set up the trainers of each group, which meet at its rank 0: references of what each has built.
+        """Start to set up the trainers of each group, which meet at its rank 0. Return references to their facts.
 
-        It waits until the processes of the ranks 0 are there, which import torch: seconds.
+        Waits for the processes of ranks 0, which import torch: seconds.
         """
         refs = []
         for group in filter(None, groups):
@@ -199,15 +199,15 @@ class Launcher:
         return refs
 
     def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
-        made, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
+        actors, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
         # MKL promises the same bits from run to run in a stated mode alone; it costs nothing that can be measured.
         threads["MKL_CBWR"] = os.environ.get("MKL_CBWR", "AUTO")
         for rank, bundle in enumerate(self.bundles[number] for number in bundles):
             env = self._own_env()
             log = self._log(f"{role or 'trainer'}-{rank}")
             nsys = _nsys(self._config, self.run_dir, rank, self._attempt) if role is None else None
-            made_on = actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, nsys=nsys, max_concurrency=1)
-            actor = made_on.remote(
+            actor_class = actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, nsys=nsys, max_concurrency=1)
+            actor = actor_class.remote(
                 config,
                 self._plan,
                 rank,
@@ -220,8 +220,8 @@ class Launcher:
                 ),
             )
             self.registry.add(f"{role or 'trainer'} rank {rank}", actor, log)
-            made.append(actor)
-        return made
+            actors.append(actor)
+        return actors
 
     def make_buffer(self) -> ActorHandle:
         """The Buffer's actor, not yet set up."""
@@ -266,7 +266,7 @@ class Launcher:
         return LEAVE_DEVICES | self._early_start.environment() | self._env() if self._inherits else {}
 
     def _own_env(self) -> dict[str, str] | None:
-        """Environment that an actor is to be given; None: it inherits it."""
+        """Return the environment to pass to an actor; None: it inherits ours."""
         return None if self._inherits else self._env()
 
     def _env(self) -> dict[str, str]:
@@ -280,20 +280,19 @@ class Launcher:
 
     # ------------------------------------------------------------------------------------ end
     def keep_ray_logs(self) -> None:
-        """After a failure: Ray's own logs, which are removed with its other files, in the run's folder."""
-        if self._private is None or not (found := list(self._private.glob("ray/session_2*/logs"))):
+        """After a failure: copy Ray's logs into the run's folder, as its own files are removed."""
+        if self._private is None or not (log_folders := list(self._private.glob("ray/session_2*/logs"))):
             return
         target = self.run_dir / "logs" / f"ray.a{self._attempt}"
         try:
-            shutil.copytree(found[0], target, ignore=shutil.ignore_patterns("export_events", "old"))
+            shutil.copytree(log_folders[0], target, ignore=shutil.ignore_patterns("export_events", "old"))
         except (shutil.Error, OSError) as error:  # files that are still written; must not hide the failure
             logger.debug("Ray's logs could not all be kept: %s", error)
 
     def close(self) -> None:
-        """End every process of the run. Idempotent; never raises what would hide the error that led here."""
+        """End every process of the run. Idempotent; never raises an error that would hide an earlier one."""
         try:
-            # Were garbage collected meanwhile, by a thread that draws curves, a reference in it would be told to a
-            # cluster that is gone, and Ray ends the process then.
+            # Collecting an ObjectRef after the shutdown makes Ray abort the process.
             with without_collections():
                 self._end_ray()
         finally:
@@ -311,7 +310,7 @@ class Launcher:
 
 
 def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, str] | None:
-    """Options of the profiler that a trainer runs under, where --profile-… ask for it."""
+    """Return the options of the profiler that a trainer runs under, if --profile-… select it."""
     order = ProfileOrder.of(config)
     if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
         return None
@@ -326,13 +325,13 @@ def actor_environment(
     stores: Path | None,
     peers: Sequence[str],
 ) -> dict[str, str]:
-    """Return the variables of every actor, on whatever node: imports from the folder the command ran in, and NCCL's.
+    """Return the environment that every actor needs on any node: import paths and NCCL settings.
 
-    An engine's server inherits those of its actor, so that trainers and engines have the same.
+    An engine's server inherits its actor's, so trainers and engines have the same settings.
 
     Args:
         plan: the run's.
-        server_args: the engines' fields of SGLang's ServerArgs.
+        server_args: the engines' ServerArgs fields.
         environ: the environment of the command.
         stores: the folder of the run's stores where it is alone on its node, else None.
         peers: the addresses of the nodes.

@@ -26,7 +26,7 @@ _ENGINE_THREADS = 8  # as the Ray actor of an engine answers so many calls at on
 
 
 class LocalLauncher(Launcher):
-    """Makes local actors in the place of Ray's. They write to the driver's log."""
+    """Makes local actors instead of Ray actors. They write to the driver's log."""
 
     _is_running = False
 

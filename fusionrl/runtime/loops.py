@@ -1,6 +1,6 @@
 """The loops: one function a pipeline or mode, each readable at a glance.
 
-`Step` times, records and saves; see there. A loop says the order of things.
+`Step` times, records and saves. A loop states the order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Loop = Callable[[Run], None]
 
 
 def on_policy(run: Run) -> None:
-    """generate → train → push, one after the other: every sample is of the newest weights."""
+    """generate → train → push, one after the other: every sample comes from the newest weights."""
     _push_first(run)
     for step in run.steps():
         with step:
@@ -34,7 +34,7 @@ def on_policy(run: Run) -> None:
 
 
 def streamed(run: Run) -> None:
-    """Generation goes on while trainers train; the Buffer's controller says what is trained, and when to push."""
+    """Generate while trainers train; the Buffer's controller decides what is trained and when to push."""
     _push_first(run)
     run.begin_stream()
     for step in run.steps():
@@ -54,7 +54,7 @@ def streamed(run: Run) -> None:
 
 
 def _push_first(run: Run) -> None:
-    """Bring the weights that the run begins with to the engines, and evaluate them if that is asked for."""
+    """Push the initial weights to the engines, and evaluate them if the flags say so."""
     values = run.push(run.first_rollout)
     if run.is_eval_first:
         values |= run.evaluate(0)

@@ -34,7 +34,7 @@ _PREFIXES = {"sglang": "sglang-", "router": "router-", "transformer": "", "optim
 
 
 def write_model_card(folder: Path, config: Config, plan: Plan, rows: Sequence[Row], curves: Path | None) -> None:
-    """Write the card, and a copy of the picture `curves`, into `folder`; the base model's own card is kept beside."""
+    """Write the card and a copy of the picture `curves` into `folder`; keep the base model's card as `BASE_CARD`."""
     card = folder / CARD
     if card.exists():
         card.replace(folder / BASE_CARD)
@@ -89,7 +89,9 @@ def _data(config: Config) -> str:
         flag = "--custom-rm-path" if reward.custom_rm_path else "--rm-type"
         lines.append(f"* reward: `{flag} {reward.custom_rm_path or reward.rm_type}`")
     if config.eval.has_sets:
-        lines += [f"* evaluation set {one.name}: `{_shown(one.path)}`" for one in eval_sets(config.to_args())]
+        lines += [
+            f"* evaluation set {eval_set.name}: `{_shown(eval_set.path)}`" for eval_set in eval_sets(config.to_args())
+        ]
     return "\n".join(lines or ["No prompt data was given."]) + "\n"
 
 
@@ -114,8 +116,8 @@ def _evaluations(rows: Sequence[Row]) -> str:
     lines = [f"| step | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in scored:
         values = [row.get(name) for name in names]
-        shown = [f"{value:.4g}" if isinstance(value, int | float) else "" for value in values]
-        lines.append(f"| {row['step']} | {' | '.join(shown)} |")
+        cells = [f"{value:.4g}" if isinstance(value, int | float) else "" for value in values]
+        lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -139,13 +141,13 @@ def _flag(flag: str, value: object, *, may_be_secret: bool = False) -> list[str]
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     values = value if isinstance(value, list | tuple) else [value]
-    texts = [json.dumps(one) if isinstance(one, dict) else _shown(one) for one in values]
+    texts = [json.dumps(item) if isinstance(item, dict) else _shown(item) for item in values]
     hidden = may_be_secret and is_secret(flag[2:].replace("-", "_"), "")
     return [f"{flag} {'***' if hidden else ' '.join(map(shlex.quote, texts))}"]
 
 
 def _shown(value: object) -> str:
-    """Return a value as the user gave it: a hub's name in the place of its folder in the cache, no passwords."""
+    """Return a value as the user gave it: a hub name instead of its cache folder, no passwords."""
     return hide_passwords(_CACHED.sub(r"\1/\2", str(value)))
 
 

@@ -1,7 +1,7 @@
-"""An engine over several nodes: an actor on each, of which the first one serves and speaks for all.
+"""An engine over several nodes: an actor on each, of which the first serves.
 
-For the pool, the push and the recovery it is one engine like any other: they hold the first actor alone. It starts the
-other parts, watches them, and ends as soon as one of them does: an engine dies as a whole, and is replaced as a whole.
+The pool, the push and the recovery hold only the first actor. It starts and watches the other parts and ends as soon as
+one of them does: an engine dies and is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class MultiNodeEngineWorker(EngineWorker):
         return url
 
     def _spawn(self, ports: list[int]) -> ChildProcess:
-        port, meeting_port, *others = ports
+        port, meeting_port, *bootstrap_ports = ports
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        meeting = f"{host}:{meeting_port}"
-        server = self._spawn_server(port, meeting_port, meeting, *others)
-        self._joins = [part.join.remote(meeting, *others) for part in self._parts]
+        rendezvous = f"{host}:{meeting_port}"
+        server = self._spawn_server(port, meeting_port, rendezvous, *bootstrap_ports)
+        self._joins = [part.join.remote(rendezvous, *bootstrap_ports) for part in self._parts]
         return server
 
     def _answers(self, path: str) -> bool:
@@ -84,8 +84,8 @@ class MultiNodeEngineWorker(EngineWorker):
     # ---- faults
 
     def _watch(self, server: ChildProcess) -> None:
-        """End the server as soon as a part is dead: whoever waits for an answer is told at once, not by a time limit
-        of the collectives that the others are in."""
+        """End the server as soon as a part dies: clients fail at once, and not at the time limit of the collectives
+        that the other ranks wait in."""
         while server.alive():
             if (fault := self._part_fault()) is not None:
                 self._fault = f"{self.spec.name} is one over {self.spec.num_nodes} nodes, and ended: {fault}"
@@ -106,17 +106,17 @@ class MultiNodeEngineWorker(EngineWorker):
                 return fault
         return None
 
-    def _living(self, what: str) -> ChildProcess:
+    def _living(self, purpose: str) -> ChildProcess:
         if self._fault is not None:
-            raise RuntimeError(f"{what}: {self._fault}")
-        return super()._living(what)
+            raise RuntimeError(f"{purpose}: {self._fault}")
+        return super()._living(purpose)
 
     # ---- the hosts' copies of the weights
 
     def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
         """Bring the copy of every host of this engine to the version; None: one of them needs a full version."""
-        others = [part.pull_weights.remote(folder, local_folder) for part in self._parts]
-        paths = [super().pull_weights(folder, local_folder), *ray.get(others)]
+        pulls = [part.pull_weights.remote(folder, local_folder) for part in self._parts]
+        paths = [super().pull_weights(folder, local_folder), *ray.get(pulls)]
         return None if None in paths else paths[0]
 
     def drop_local_copy(self, local_folder: str) -> None:
@@ -127,6 +127,6 @@ class MultiNodeEngineWorker(EngineWorker):
 
 
 def _wait(refs: Sequence[ray.ObjectRef]) -> None:
-    """Wait for calls whose failure nobody needs to know, such as those of an actor that is dead."""
+    """Wait for calls and ignore their failures, such as those of dead actors."""
     if refs:
         ray.wait(list(refs), num_returns=len(refs), timeout=_END_TIMEOUT_S)

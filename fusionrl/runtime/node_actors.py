@@ -1,4 +1,4 @@
-"""`NodeActors`: an object on each node of a cluster that runs already, to look at the nodes before a run."""
+"""`NodeActors`: an object on each node of a running cluster, to examine the nodes before a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER_S = 120.0  # a node's first worker starts Python and imports packages, m
 class Node:
     """A node of a cluster.
 
-    name         its address, and where several nodes share one, the begin of Ray's id
+    name         its address, and with the start of its Ray id where several nodes share an address
     is_own       this process is on it
     num_devices  that Ray counts
     """
@@ -41,7 +41,7 @@ class NodeActors:
         """
         self._kind, self._device, self._address, self._allow_open = kind, device, address, allow_open
         self.nodes: list[Node] = []
-        """The nodes that are asked: who asks may take out those that do not answer."""
+        """The nodes that `ask` calls; callers may remove those that do not answer."""
         self._handles: dict[str, ActorHandle] = {}
 
     def __enter__(self) -> Self:
@@ -57,12 +57,12 @@ class NodeActors:
     def _spread(self) -> None:
         living = [node for node in ray.nodes() if node["Alive"]]
         shared = Counter(node["NodeManagerAddress"] for node in living)
-        own = ray.get_runtime_context().get_node_id()
+        own_node = ray.get_runtime_context().get_node_id()
         resource = "GPU" if self._device == "cuda" else CPU_DEVICE_RESOURCE
         for node in sorted(living, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
             identity, address = node["NodeID"], node["NodeManagerAddress"]
             name = address if shared[address] == 1 else f"{address} ({identity[:6]})"
-            self.nodes.append(Node(name, address, identity == own, int(node["Resources"].get(resource, 0))))
+            self.nodes.append(Node(name, address, identity == own_node, int(node["Resources"].get(resource, 0))))
             place = NodeAffinitySchedulingStrategy(identity, soft=False)
             options = {"num_cpus": 0, "num_gpus": 0, "max_restarts": 0, "scheduling_strategy": place}
             self._handles[name] = ray.remote(self._kind).options(**options).remote()
@@ -76,9 +76,9 @@ class NodeActors:
 
     def ask_each(self, method: str, arguments: Mapping[str, Sequence[object]]) -> Mapping[str, object]:
         """Call a method on some nodes at once: name → its arguments; name → answer, or the error in its place."""
-        asked = {name: getattr(self._handles[name], method).remote(*given) for name, given in arguments.items()}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
-        return {name: _answer(reference) for name, reference in asked.items()}
+        calls = {name: getattr(self._handles[name], method).remote(*values) for name, values in arguments.items()}
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
+        return {name: _answer(reference) for name, reference in calls.items()}
 
 
 def _answer(reference: ray.ObjectRef) -> object:

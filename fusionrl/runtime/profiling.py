@@ -1,4 +1,4 @@
-"""`Profiling`: profiles of the processes and steps that --profile-… name, begun and ended by the driver."""
+"""`Profiling`: profiles of the processes and steps that --profile-… select, controlled by the driver."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CLOSE_TIMEOUT_S = 60.0  # a run that is stopped may have little time left
 
 
 Handles = Callable[[], Sequence[ActorHandle]]
-"""Gives the actors of a pool as they are now: an engine may be another one after a fault."""
+"""Returns the current actors of a pool: recovery may replace an engine."""
 
 
 class Profiling:
-    """Begins a profile before a step and ends it after it, or after the last of a stretch. A profile that cannot be
-    made is a warning: the run goes on."""
+    """Begins a profile before a step and ends it after it, or after the last of a stretch. A profile that fails
+    only logs a warning."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Profiling:
         attempt: int,
         last_step: int | None = None,
     ) -> None:
-        """`order`: None: there are no profiles. `trainers` and `engines`: the policy's, in order. `last_step`: the
+        """`order`: None without profiles. `trainers` and `engines`: the policy's, in order. `last_step`: the
         run's."""
         self._last_step = last_step
         self._order, self._all_trainers, self._all_engines = order, trainers, engines
@@ -84,16 +84,16 @@ class Profiling:
         return f"step_{self._first_step:06d}.{process}.a{self._attempt}"
 
     def _trainers(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
-        return [(rank, one) for rank, one in enumerate(self._all_trainers()) if order.wants_trainer(rank)]
+        return [(rank, trainer) for rank, trainer in enumerate(self._all_trainers()) if order.wants_trainer(rank)]
 
     def _engines(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
-        return [(index, one) for index, one in enumerate(self._all_engines()) if order.wants_engine(index)]
+        return [(index, engine) for index, engine in enumerate(self._all_engines()) if order.wants_engine(index)]
 
-    def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, what: str) -> None:
+    def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, action: str) -> None:
         for call in calls:
             try:
                 if not wait([call], timeout=timeout_s)[0]:
                     raise RuntimeError(f"no answer within {timeout_s:g} s")
                 get(call)
             except FAILURES as error:
-                logger.warning("step %d: a profile could not be %s: %s", self._first_step, what, error)
+                logger.warning("step %d: a profile could not be %s: %s", self._first_step, action, error)

@@ -1,6 +1,6 @@
-"""Who can say how far a run is, when it stands still: its engines, its Buffer, its other nodes.
+"""The progress of a stalled run, as its engines, its Buffer and its other nodes report it.
 
-Called from the watchdog's thread. Each question has a limit of seconds, as whom it asks may hang.
+Called from the watchdog's thread. Each probe has a time limit, as the process that it asks may hang.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusionrl.runtime.watchdog import ProgressProbes
 
 _ANSWER_S = 3.0
 _BETWEEN_S = 1.0  # two looks at an engine
-_NODE_S = 20.0  # a process of Ray's may have to start there
+_NODE_S = 20.0  # a Ray worker may have to start there
 _MOST_ENGINES = 8  # that one line names
 
 
@@ -42,7 +42,7 @@ def make_progress_probes(launcher: Launcher, engines: EnginePool, buffer: Buffer
 
 
 def _name_of(launcher: Launcher, reference: object) -> str:
-    """The name of the actor whose answer a reference is; "" for one that has come, or is of no actor."""
+    """Return the name of the actor that a reference waits for; "" if it is done or belongs to no actor."""
     if not isinstance(reference, ray.ObjectRef) or ray.wait([reference], timeout=0, fetch_local=False)[0]:
         return ""
     actor = reference.task_id().actor_id().hex()
@@ -59,7 +59,7 @@ def _engines(pool: EnginePool, api_key: str) -> Sequence[EngineLoad]:
         return []
     with ThreadPoolExecutor(min(16, len(urls))) as threads:
         loads = list(threads.map(lambda item: _load(f"engine {item[0]}", item[1], api_key), urls.items()))
-    # The busiest that do nothing first: they are the ones that a person wants to see.
+    # First faults, then engines without progress, the busiest first.
     loads.sort(key=lambda load: (not load.fault, load.tokens_per_s > 0, -load.running))
     return loads[:_MOST_ENGINES]
 
@@ -72,7 +72,7 @@ def _load(name: str, url: str, api_key: str) -> EngineLoad:
     except RuntimeError:
         return EngineLoad(name, fault=f"does not answer within {_ANSWER_S:g} s")
     running, waiting, speed, tokens = second
-    # A scheduler that stands still leaves its last numbers behind.
+    # A stalled scheduler keeps reporting its last numbers.
     return EngineLoad(name, int(running), int(waiting), 0.0 if tokens == first[3] else speed)
 
 
@@ -96,10 +96,10 @@ def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
 def _progress(buffer: BufferHandle) -> Sequence[str]:
     if not buffer.is_started:
         return []
-    asked = buffer.actor.progress.remote()
-    if not ray.wait([asked], timeout=_ANSWER_S)[0]:
+    answer = buffer.actor.progress.remote()
+    if not ray.wait([answer], timeout=_ANSWER_S)[0]:
         return [f"the Buffer has not started yet, or does not answer within {_ANSWER_S:g} s"]
-    text = ray.get(asked)
+    text = ray.get(answer)
     return [text] if text else []
 
 
@@ -107,8 +107,8 @@ def _elsewhere(launcher: Launcher) -> Sequence[Seen]:
     """Processes on the other nodes of the run. A node that does not answer is left out."""
     if not is_running():
         return []
-    own = ray.get_runtime_context().get_node_id()
-    nodes = sorted({bundle.node_id for bundle in launcher.bundles} - {own})
+    own_node = ray.get_runtime_context().get_node_id()
+    nodes = sorted({bundle.node_id for bundle in launcher.bundles} - {own_node})
     return look_on(nodes, launcher.run_dir / "logs") if nodes else []
 
 
@@ -116,8 +116,8 @@ def look_on(nodes: Sequence[str], logs: Path) -> list[Seen]:
     """Look at the run's processes on nodes of the cluster."""
     task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(_look_at)
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    asked = [task.options(scheduling_strategy=place).remote(str(logs)) for place in places]
-    done, late = ray.wait(asked, num_returns=len(asked), timeout=_NODE_S)
+    looks = [task.options(scheduling_strategy=place).remote(str(logs)) for place in places]
+    done, late = ray.wait(looks, num_returns=len(looks), timeout=_NODE_S)
     for reference in late:
         ray.cancel(reference, force=True)
     seen: list[Seen] = []

@@ -1,8 +1,8 @@
-"""Sleep in place of one of Ray's agents: `python -I -S ray_agent_stub.py [PORT_NAME AGENT...]`, started by a raylet.
+"""Sleep in place of a Ray agent: `python -I -S ray_agent_stub.py [PORT_NAME AGENT...]`, started by a raylet.
 
-Without a command it sleeps until the raylet ends. With the command of Ray's agent for runtime environments, it listens
-on the agent's port, says the port where the raylet looks for it, and becomes the agent when somebody connects. The
-connection is lost then, and the raylet tries again. Standard library alone: it starts in 20 ms, the agent in a second.
+Without a command it sleeps until the raylet ends. With the command of the runtime environment agent it listens on the
+agent's port, writes the port where the raylet looks for it, and becomes the agent on the first connection. That
+connection is lost, and the raylet tries again. Standard library alone: it starts in 20 ms, the agent in a second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def listen(name: str, command: Sequence[str]) -> socket.socket:
 
 
 def main(name: str = "", *command: str) -> None:
-    """Sleep until the raylet ends, or until somebody wants the agent of `command`, whose port has the `name`."""
+    """Sleep until the raylet ends, or a client wants the agent of `command`, whose port file has the `name`."""
     raylet = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     sleeping = select.poll()

@@ -41,7 +41,7 @@ LEAVE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Environment of every actor: devices are chosen by the plan."""
 _FIRST_WITH_TOKENS = (2, 52)  # the first version of Ray that can ask for a token
 _OPEN, _CLOSED = "this cluster is open", "this cluster asks for a token"
-# Whether Ray answers somebody without a token; a process of its own, as Ray reads its mode once.
+# Does the cluster answer a client without a token? A separate process, as Ray reads its mode once.
 _PROBE = f"""
 import sys
 from ray._raylet import GcsClient
@@ -78,7 +78,7 @@ def start_ray(
     """Join the cluster at `address`, or start a local one with `num_devices` devices. True if it was started here.
 
     A local one asks for a token made here, listens on loopback alone, and keeps its files in `folder`, which its user
-    has made private. With `allow_open` a cluster may be joined that asks nobody for a token.
+    has made private. With `allow_open` it also joins a cluster that requires no token.
 
     Raises:
         ValueError: no cluster answers at `address`, or one that is open or cannot be asked; or this Ray cannot ask for
@@ -100,12 +100,12 @@ def start_ray(
         return False
     # Ray's workers, and the engines that are their children, would run at niceness 15: starved by anything else.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Whoever reaches a cluster without a token can run code in it.
+    # Any client of a cluster without a token can run code in it.
     _ask_for_token()
-    # Ray takes a loopback address for a mistake, and listens on all addresses, unless there can be no other node.
+    # Ray takes a loopback address for a mistake, and listens on all addresses, unless clusters are disabled.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-    # It would also start a worker a core that nobody uses: actors have environments, and so processes, of their own.
+    # It would also start an unused worker for each core: actors have their own environments, and so processes.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     resources: dict[str, object] = {}
     if device == "cpu":
@@ -152,7 +152,7 @@ def _closed_cluster(address: str) -> str:
     """The `host:port` of the cluster at `address`, which has refused a client without a token.
 
     Raises:
-        ValueError: it lets anybody in, it is no single cluster that runs already, or nobody can tell.
+        ValueError: it accepts any client, is not a single running cluster, or cannot be probed.
     """
     resolved = _resolve_address(address)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
@@ -173,9 +173,9 @@ def _closed_cluster(address: str) -> str:
         ) from None
     if _OPEN in probe.stdout:
         raise ValueError(
-            f"--ray-address {address}: this cluster asks nobody for a token, so whoever reaches it can run code as its"
-            " user; start its nodes with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN, or pass --allow-open-ray where"
-            " nobody else reaches it"
+            f"--ray-address {address}: this cluster requires no token, so every client can run code as its"
+            " user; start its nodes with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN, or pass --allow-open-ray if"
+            " no one else can reach it"
         )
     if _CLOSED not in probe.stdout:
         cause = (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
@@ -286,7 +286,7 @@ def is_running() -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error an actor's method raised, out of Ray's wrapping."""
+    """Return the error that an actor's method raised, without its Ray wrapper."""
     cause = getattr(error, "cause", None)
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
         return cause

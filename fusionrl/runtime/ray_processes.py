@@ -37,13 +37,13 @@ def only_what_is_used(dashboard: bool) -> Iterator[None]:
     statistics. Ray has no options for it. They cost 2 s of a core, and `ray.init` waits for the server.
     """
     names = [] if dashboard else [name for name in _UNUSED if hasattr(Node, name)]
-    usual = {name: getattr(Node, name) for name in names}
+    starters = {name: getattr(Node, name) for name in names}
     for name in names:
         setattr(Node, name, _start_nothing)
     try:
         yield
     finally:
-        for name, starter in usual.items():
+        for name, starter in starters.items():
             setattr(Node, name, starter)
 
 
@@ -53,21 +53,21 @@ def _start_nothing(node: Node, **options: object) -> None:
 
 @contextmanager
 def in_own_groups(dashboard: bool = True) -> Iterator[None]:
-    """Start Ray's processes in process groups of their own, and a raylet without agents that nobody asks.
+    """Start Ray's processes in process groups of their own, and a raylet without unused agents.
 
-    `timeout`, a shell or a scheduler sends SIGTERM to the command's whole group. The command hears it and ends Ray; a
-    Ray that is dead by then lets each of the command's calls wait for a minute.
+    `timeout`, a shell or a scheduler sends SIGTERM to the command's whole group. The command then ends Ray; if
+    Ray were dead by then, each of the command's calls would wait for a minute.
 
     A raylet has two agents, which are Python programs that import Ray: a second of a core each, and the raylet waits
     until both have told their ports. The dashboard's agent has nothing to do without a dashboard. The other one makes
-    the environments that are asked for by `runtime_env`; the run's own actors have none, and a user's function that
-    asks for one gets it later: a sleeper listens in its place, and becomes the agent.
+    the environments of `runtime_env`; the run's actors have none, and a user's function that requests one gets it
+    later: a sleeper listens for the agent and becomes it.
     """
-    usual, starter = services.ConsolePopen, Node.start_raylet
+    popen, starter = services.ConsolePopen, Node.start_raylet
 
     def start(command: Sequence[str], *args: object, **options: object) -> subprocess.Popen[bytes]:
         command = [_sleeper(word, dashboard) for word in command]
-        return usual(command, *args, process_group=0, **options)
+        return popen(command, *args, process_group=0, **options)
 
     def start_raylet(node: Node, *args: object, **options: object) -> None:
         for name in _AGENT_PORTS if not dashboard else ():
@@ -78,11 +78,11 @@ def in_own_groups(dashboard: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        services.ConsolePopen, Node.start_raylet = usual, starter
+        services.ConsolePopen, Node.start_raylet = popen, starter
 
 
 def _sleeper(word: str, dashboard: bool) -> str:
-    """A word of a raylet's command, with a sleeper in the place of an agent, and workers that may be forks."""
+    """Return a word of a raylet's command, with a sleeper for an agent, and workers that may be forks."""
     flag, _, program = word.partition("=")
     if flag == _WORKER:  # with an environment of its own, a worker is started by the second program
         word = word.replace(str(Path(_WORKER_PROGRAM).with_name(_SETUP_PROGRAM)), _SETUP)

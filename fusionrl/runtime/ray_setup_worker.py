@@ -1,9 +1,9 @@
-"""Start a worker of Ray's with an environment of its own: `python ray_setup_worker.py STARTER... WORKER.py ...`.
+"""Start a Ray worker with its own environment: `python ray_setup_worker.py STARTER... WORKER.py ...`.
 
-A raylet starts this in the place of Ray's program of that name, for whoever asks for a `runtime_env`. Such a worker may
-be of another interpreter or container, or import from other folders, so it is never a fork of the run's nursery: the
-starter's words (`worker_starter.py`) are left out, and Ray's own program does the rest. The name ends as Ray's does, by
-which a raylet knows it: it leaves this program out where no environment is asked for.
+It replaces Ray's `setup_worker.py` for workers with a `runtime_env`. Such a worker may need another interpreter,
+container or import path, so it is never a fork of the run's nursery: this drops the arguments of `worker_starter.py`
+and runs Ray's own program. A raylet recognises the program by the end of its name and skips it for workers without an
+environment.
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ def without_starter(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are no top-level ones
+    sys.path.pop(0)  # this folder, whose modules are not top-level
     sys.argv[1:] = without_starter(sys.argv[1:])
     runpy.run_module("ray._private.workers.setup_worker", run_name="__main__")

@@ -55,7 +55,7 @@ class Recovery:
         """`make(index)` makes the actor of an engine, not yet started. The seconds are those of the flags.
 
         first         number of the engine at index 0, as messages call it
-        may_lose_all  the run goes on without any of these engines until new ones have started
+        may_lose_all  the run continues without any of these engines until new ones have started
         """
         self._engines, self._urls, self._router, self._make = engines, urls, router, make
         self._api_key, self._say = api_key, say
@@ -115,9 +115,8 @@ class Recovery:
     def _take_all_out(self, dead: dict[int, Exception], serving: list[int]) -> int:
         if not serving:  # of those that may all be lost
             return 0
-        if (
-            len(dead) == len(serving) and not self._may_lose_all
-        ):  # also from a rollout's error, where the last ones died at the same time
+        # Also after a rollout's error, if the last engines died at the same time.
+        if len(dead) == len(serving) and not self._may_lose_all:
             raise next(iter(dead.values()))
         for index, error in dead.items():
             self._take_out(index, error)
@@ -128,12 +127,12 @@ class Recovery:
         self.begin_round()
         self._next_probe = 0.0
         deadline = time.monotonic() + self._timeout_s + 2 * _ANSWER_TIMEOUT_S
-        found = self.check()
+        num_dead = self.check()
         while self._probes and time.monotonic() < deadline:
             self._next_probe = float("inf")
             time.sleep(0.1)
-            found += self.check()
-        return found
+            num_dead += self.check()
+        return num_dead
 
     def finish_starts(self, check_stop: Callable[[], None]) -> list[int]:
         """Wait until every engine that is out has started, but is not in the router yet. Returns those that were new.
@@ -200,11 +199,11 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------ out and in again
     def _take_out(self, index: int, error: Exception) -> None:
-        """Out of the router first, so that nothing that is tried again comes back to it; then end its process, which
-        breaks the connections of all that still waits for it."""
+        """Take an engine out of the router, so that no retry reaches it, then end its process, which breaks the
+        connections of all requests that still wait for it."""
         self.num_died += 1
-        others = ", if there are any" if self._may_lose_all else ""
-        self._say(f"{self._name(index)} is dead; its requests go to the others{others}, and a new one starts")
+        if_any = ", if there are any" if self._may_lose_all else ""
+        self._say(f"{self._name(index)} is dead; its requests go to the others{if_any}, and a new one starts")
         logger.warning("%s is taken out: %s", self._name(index), error)
         self._router.remove_worker(self._urls[index])
         self._probes.pop(index, None)
@@ -254,7 +253,7 @@ def _done(refs: Collection[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectR
 
 
 def _error_of(ref: ray.ObjectRef) -> Exception | None:
-    """The fault that a finished call of `EngineActor.fault` found; an actor that is dead is a dead engine."""
+    """Return the fault that a finished call of `EngineActor.fault` reported; a dead actor is a dead engine."""
     try:
         fault = get(ref)
     except ray.exceptions.RayError as error:

@@ -69,8 +69,8 @@ class Reporter:
             self._warn(step, [warning])
         self._warn(step, self._watches.after_step(step, values))
         self._last_step, self._last_values = step, {name: float(value) for name, value in values.items()}
-        shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
-        self._progress.update(step, shown | _eval_accuracy(values))
+        display_values = {name: values[key] for name, key in _SHOWN.items() if key in values}
+        self._progress.update(step, display_values | _eval_accuracy(values))
 
     def recorded(self, step: int) -> dict[str, float]:
         """The values of `step`, for the manifest of a checkpoint, if they were the last to be recorded."""
@@ -85,7 +85,7 @@ class Reporter:
             self._warn(step, self._watches.after_rollout(step, rollout.facts))
 
     def record_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Another line of metrics.jsonl for `step`, of an evaluation that ended when later steps had begun."""
+        """Write another line of metrics.jsonl for `step`, for an evaluation that ended during a later step."""
         self._metrics.log(step, values)
         self._warn(step, self._watches.after_step(step, values))
         self._progress.update(max(step, self._last_step), _eval_accuracy(values))
@@ -116,12 +116,12 @@ def _eval_accuracy(values: dict[str, float]) -> dict[str, float]:
 
 
 class MismatchWatch:
-    """Says when engine and trainers disagree about log-probs; the same again only after some steps."""
+    """Warns when engine and trainers disagree about log-probs; repeats itself only after some steps."""
 
     QUIET_STEPS = 20
 
     def __init__(self, is_fp32: bool = False) -> None:
-        """`is_fp32`: engines and trainers both compute in fp32, where 1e-6 is usual."""
+        """`is_fp32`: engines and trainers both compute in fp32, where differences of 1e-6 are normal."""
         self._limits = MismatchLimits(mean=1e-3) if is_fp32 else MismatchLimits()
         self._earlier: list[float] = []
         self._told_at: int | None = None
@@ -143,8 +143,8 @@ class MismatchWatch:
 
 def mask_functions(config: Config) -> list[str]:
     """The user's functions that may write masks and log-probs of samples, each with its flag."""
-    defaults, given = vars(Config().to_args()), vars(config.to_args())
-    paths = [(name, path) for name, path in hook_paths(given) if name in _MASK_HOOKS and path != defaults[name]]
+    defaults, values = vars(Config().to_args()), vars(config.to_args())
+    paths = [(name, path) for name, path in hook_paths(values) if name in _MASK_HOOKS and path != defaults[name]]
     return [f"{flag_of(name)} {path}" for name, path in paths]
 
 

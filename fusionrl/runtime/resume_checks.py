@@ -1,4 +1,4 @@
-"""--resume: the checkpoint that a run goes on from, and the checks of it that need no process of the run.
+"""--resume: the checkpoint that a run continues from, and the checks that need no process of the run.
 
 `fusionrl plan` and `train` make them before Ray starts. The trainers and the Buffer check the same when they load.
 """
@@ -31,7 +31,7 @@ def find_checkpoint(config: Config, checkpoints: Checkpoints) -> Checkpoint | No
 
 
 def resume_errors(config: Config, plan: Plan) -> list[str]:
-    """List what keeps the run from going on from its newest checkpoint: damage, another model, other data."""
+    """List the errors that keep the run from resuming from its newest checkpoint: damage, another model, other data."""
     if not config.run.resume or config.run.run_dir is None:
         return []
     try:
@@ -42,7 +42,7 @@ def resume_errors(config: Config, plan: Plan) -> list[str]:
 
 
 def nothing_left(config: Config, plan: Plan) -> str | None:
-    """Return what is wrong with a --resume of a run that is at its end; None where there are steps left."""
+    """Return the error of a --resume of a finished run; None if steps are left."""
     if not config.run.resume or config.run.run_dir is None:
         return None
     latest = Checkpoints(Path(config.run.run_dir) / "checkpoints").latest()
@@ -50,7 +50,7 @@ def nothing_left(config: Config, plan: Plan) -> str | None:
         return None
     return (
         f"nothing is left to do: {latest.path.name} is after step {latest.rollout_id + 1}, and the run ends after step"
-        f" {plan.num_rollout}; raise --num-rollout (or --num-epoch) to go on"
+        f" {plan.num_rollout}; raise --num-rollout (or --num-epoch) to continue"
     )
 
 
@@ -81,7 +81,7 @@ def _data_errors(path: Path, config: Config) -> list[str]:
         return []
     try:
         state = json.loads((path / "buffer.json").read_text(encoding="utf-8"))["source"]
-        num_prompts = sum(one["num_prompts"] for one in state["sets"])
+        num_prompts = sum(data_set["num_prompts"] for data_set in state["sets"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # the Buffer says what is wrong with it
     return [] if num_prompts > MAX_CHECKED_PROMPTS else _state_errors(state, config)

@@ -1,4 +1,4 @@
-"""A run from its start to its end: actors, checkpoint, loop, and what remains."""
+"""A run from start to end: actors, checkpoint, loop, and the rescue of trained steps after an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_training(
     config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, early_start: EarlyStart | None = None
 ) -> None:
     """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint, as does an error that leaves
-    the trainers consistent. `early_start` was started before.
+    the trainers consistent. `early_start` holds what was started before.
 
     Raises:
         Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
@@ -52,7 +52,7 @@ def run_training(
             progress.print(f"--resume: {checkpoints.folder} has no finished checkpoint; the run starts at step 0")
         if latest is not None:
             last = latest.rollout_id
-            progress.print(f"going on from {latest.path}, after step {last + 1} of {max(1, plan.num_rollout)}")
+            progress.print(f"resuming from {latest.path}, after step {last + 1} of {max(1, plan.num_rollout)}")
             with phase("restore", step=last + 1):
                 load_checkpoint(config, actors, latest)
         is_fp32 = plan.precision == plan.rollout_dtype == "fp32"

@@ -48,7 +48,7 @@ class Actors:
         stop: StopSignal | None = None,
         early_start: EarlyStart | None = None,
     ) -> None:
-        """`say` is told what is going on; `stop` may end a wait; `early_start` has begun already."""
+        """`say` shows progress; `stop` may end a wait; `early_start` holds what was started before."""
         self._plan, self._say, self._in_process = plan, say, config.run.in_process
         self._stop = stop or StopSignal()
         self._on_ray = stop.install if stop is not None else lambda: None
@@ -67,7 +67,7 @@ class Actors:
         self.external_engines = make_external_engines(
             config, plan, self._launcher, self.engines, say, self._tell_addresses
         )
-        self._external_addresses = [engine_url(one) for one in config.cluster.rollout_external_engine_addrs]
+        self._external_addresses = [engine_url(address) for address in config.cluster.rollout_external_engine_addrs]
         self.clocks = ClockOffsets()
         supervisor = Supervisor(self.check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, supervisor.finish)
@@ -107,7 +107,7 @@ class Actors:
         )
 
     def __enter__(self) -> Self:
-        if not self._in_process:  # where a person may stand at a breakpoint for as long as they like
+        if not self._in_process:  # there a person may stay at a breakpoint for any time
             self._watchdog.__enter__()
         try:
             with phase("start"):

@@ -34,7 +34,7 @@ class Run:
     reporter: Reporter
     saver: Saver
     stop: StopSignal
-    first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
+    first_rollout: int  # 0, or the first after the checkpoint that the run resumes from
     last_trained: int  # the last rollout whose training is finished; -1: none yet
     unrecorded: tuple[int, dict[str, float]] | None = None  # a trained step whose row is not written yet
     background_eval: BackgroundEval = field(init=False)
@@ -75,7 +75,7 @@ class Run:
         return rollout
 
     def train(self, rollout: Rollout) -> dict[str, float]:
-        """The optimizer steps of a rollout, as a whole. Meanwhile the engines are looked after, and a stop is heard."""
+        """The optimizer steps of a rollout, as a whole. Meanwhile engines are watched and stop requests noticed."""
         step = rollout.rollout_id + 1
         with phase("train", step=step):
             start = time.perf_counter()
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def has_eval_engines(self) -> bool:
-        """Return whether evaluations run beside training, on engines of their own."""
+        """Return whether evaluations run during training, on separate engines."""
         return bool(self.plan.eval_bundles)
 
     def free_eval_engines(self, step: int) -> dict[str, float]:
@@ -144,9 +144,9 @@ class Run:
             return {"perf/time_wait_eval_s": self.background_eval.finish()}
 
     def is_eval_owed(self) -> bool:
-        """Return whether the run goes on from a step whose evaluation, beside training, has no result.
+        """Return whether the run resumes from a step whose background evaluation has no result.
 
-        Warns of one that had begun at an earlier step, whose weights are gone.
+        Warns of one that started at an earlier step, whose weights are gone.
         """
         if not (self.has_eval_engines and self.first_rollout and self.config.eval.eval_interval):
             return False
@@ -163,7 +163,7 @@ class Run:
         return interval is not None and (step % interval == 0 or step == self.plan.num_rollout)
 
     def end_early(self) -> None:
-        """After a stop: publish a checkpoint, and record the evaluation beside training if it has ended."""
+        """After a stop: publish a checkpoint, and record the background evaluation if it has ended."""
         self.save()
         self.background_eval.collect()
         if self.background_eval.step is not None:

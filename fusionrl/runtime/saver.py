@@ -1,4 +1,4 @@
-"""`Saver`: when a checkpoint is due, and how it comes about."""
+"""`Saver`: when a checkpoint is due, how it is written, and how --resume loads it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Saver:
         last_saved: int,
         say: Callable[[str], None],
     ) -> None:
-        """`last_saved`: rollout of the checkpoint that the run goes on from; -1: none."""
+        """`last_saved`: rollout of the checkpoint that the run resumes from; -1: none."""
         self._config, self._plan, self._actors = config, plan, actors
         self._checkpoints, self._newest, self._say = checkpoints, last_saved, say  # one that failed is not tried again
         self._pending: _Pending | None = None
@@ -75,7 +75,7 @@ class Saver:
             start = time.perf_counter()
             folder = self._checkpoints.begin(rollout_id)
             with self._checkpoints.discarding(folder):
-                # When this returns, training may go on; the files are complete after `finish_save`.
+                # When this returns, training may continue; the files are complete after `finish_save`.
                 gather([self._actors.buffer.save(folder, rollout_id), *trainers.begin_save(folder, rollout_id)])
         self._pending = _Pending(rollout_id, folder, facts | {"seconds_stopped": time.perf_counter() - start})
         if not options.async_save:
@@ -131,7 +131,7 @@ def compare_hashes(checkpoint: Checkpoint, loaded: StateHashes, *, same_layout: 
     if saved is None:
         return
     if not isinstance(saved, dict):
-        raise ValueError(f"--verify-checkpoints: the hashes in the manifest of {checkpoint.path} are no JSON object")
+        raise ValueError(f"--verify-checkpoints: the hashes in the manifest of {checkpoint.path} are not a JSON object")
     wrong = ["the data cursor"] if saved["buffer"] != loaded["buffer"] else []
     if same_layout:
         for rank, (before, after) in enumerate(zip(saved["trainers"], loaded["trainers"], strict=True)):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """A context manager. At its end the step is recorded, a checkpoint is saved if one is due, and a stop is heard.
+    """A context manager. Its end records the step, saves a checkpoint if one is due, and obeys a stop request.
 
     A stop request that comes between the training and the end skips what is left, but not the record and the
     checkpoint: a resume continues after this step. After an error `rescue` writes both.
@@ -97,7 +97,7 @@ class Step:
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
-        self.values |= self._run.free_eval_engines(self.number)  # meanwhile samples go on
+        self.values |= self._run.free_eval_engines(self.number)  # generation continues meanwhile
         stream, start = self._run.actors.buffer.stream, time.perf_counter()
         with phase("drain"):
             is_due = stream.trained()
@@ -114,21 +114,21 @@ class Step:
         self.values |= self._run.push(self.number)
 
     def measure(self, tokens: str) -> None:
-        """Note the time since the step began; throughput is of the metric `tokens`."""
+        """Note the time since the step began; throughput counts the metric `tokens`."""
         self.values["perf/step_time_s"] = time.perf_counter() - self._start
         self.values["perf/tokens_per_s"] = self.values[tokens] / self.values["perf/step_time_s"]
         self.values |= idle_shares(self.values, uses_engines(self._run.config))
 
 
 def idle_shares(values: Mapping[str, float], has_engines: bool) -> dict[str, float]:
-    """Return the shares of a step in which trainers, or engines, had nothing to do; of the times of the step's row.
+    """Return the shares of a step in which trainers, or engines, had nothing to do; from the times of the step's row.
 
-    A stream has told the engines' own.
+    A stream reports the engines' share itself.
     """
-    step, found = values["perf/step_time_s"], {}
+    step, shares = values["perf/step_time_s"], {}
     if "perf/time_train_s" in values:
         busy = values["perf/time_train_s"] + values.get("perf/time_sync_s", 0.0)
-        found["perf/trainers_idle"] = max(0.0, 1.0 - busy / step)
+        shares["perf/trainers_idle"] = max(0.0, 1.0 - busy / step)
     if has_engines and "perf/engines_idle" not in values and "perf/time_generate_s" in values:
-        found["perf/engines_idle"] = max(0.0, 1.0 - values["perf/time_generate_s"] / step)
-    return found
+        shares["perf/engines_idle"] = max(0.0, 1.0 - values["perf/time_generate_s"] / step)
+    return shares

@@ -1,4 +1,4 @@
-"""Waiting for actors: meanwhile the engines are looked after, and a stop request is heard."""
+"""Wait for actors while watching engines and stop requests; a long wait logs what it waits for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusionrl.weights.remote_calls import Reference
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-FIRST_S = 300.0
+FIRST_WAIT_S = 300.0
 _ANSWER_S = 60.0
 
 
@@ -31,8 +31,8 @@ class StopSignal:
     """Turns the first SIGTERM into a request that the loop finds; a second one acts as Ctrl-C."""
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._is_heard = False
+        self._requested = threading.Event()
+        self._is_announced = False
 
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGTERM)
@@ -49,28 +49,28 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
+        if self._requested.is_set():
             raise KeyboardInterrupt
-        self._asked.set()
+        self._requested.set()
 
     def check(self) -> None:
         """Raise Terminated once SIGTERM has arrived."""
-        if self._asked.is_set():
+        if self._requested.is_set():
             raise Terminated("SIGTERM")
 
-    def hear(self) -> bool:
-        """Return whether SIGTERM has arrived. The first time that it has, say what happens next."""
-        if self._asked.is_set() and not self._is_heard:
-            self._is_heard = True
+    def is_requested(self) -> bool:
+        """Return whether SIGTERM has arrived. The first time, log what happens next."""
+        if self._requested.is_set() and not self._is_announced:
+            self._is_announced = True
             logger.warning("SIGTERM: this rollout is trained to its end, then the run stops; a second one ends it now")
-        return self._asked.is_set()
+        return self._requested.is_set()
 
 
 class Supervisor:
     """Waits for calls of actors. About once a second it checks the engines, which may raise, and looks for a stop."""
 
     def __init__(self, check_engines: Callable[[bool], object], stop: StopSignal, interval_s: float = 1.0) -> None:
-        """`check_engines` is told whether the engines generate; only then they can be asked for a token."""
+        """`check_engines` gets whether the engines generate: only then can they be asked for a token."""
         self._check_engines, self._stop, self._interval_s = check_engines, stop, interval_s
         self._next_look = 0.0
         self._has_dead = False  # an engine, or the router, died while trainers worked
@@ -98,7 +98,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Log a stop request, or a dead engine. After a stop request the engines may have received the signal too."""
-        if self._stop.hear() or self._has_dead:
+        if self._stop.is_requested() or self._has_dead:
             return
         try:
             self._check_engines(False)
@@ -118,7 +118,7 @@ class Supervisor:
                     self._check_engines(is_generating)
                     raise
                 if time.monotonic() >= self._next_look:
-                    # All waits may be shorter than the interval. What is done outlives a stop request.
+                    # All waits may be shorter than the interval. A stop request must not discard a finished call.
                     (look if pending else self._look)()
                     self._next_look = time.monotonic() + self._interval_s
         return get(list(refs))
@@ -130,38 +130,38 @@ class LongWait:
     def __init__(
         self,
         ask: Callable[[], Reference[str]],
-        first_s: float = FIRST_S,
+        first_s: float = FIRST_WAIT_S,
         answer_s: float = _ANSWER_S,
     ) -> None:
-        """`ask` begins a call that returns whom trainers wait for, "" where nobody knows."""
+        """`ask` begins a call that returns what trainers wait for, or ""."""
         self._ask, self._answer_s = ask, answer_s
         self._since, self._next_s = time.monotonic(), first_s
-        self._asked: Reference[str] | None = None
-        self._asked_since = 0.0
+        self._call: Reference[str] | None = None
+        self._call_since = 0.0
 
     def look(self) -> None:
-        """Ask, or tell what was answered. Called again and again during the wait; never blocks."""
+        """Ask, or log the answer. Called repeatedly during the wait; never blocks."""
         now = time.monotonic()
-        if self._asked is not None:
-            self._hear(now)
+        if self._call is not None:
+            self._log_answer(now)
         elif now - self._since >= self._next_s:
             self._next_s *= 2
-            self._asked, self._asked_since = self._ask(), now
+            self._call, self._call_since = self._ask(), now
 
-    def _hear(self, now: float) -> None:
-        assert self._asked is not None
+    def _log_answer(self, now: float) -> None:
+        assert self._call is not None
         minutes = (now - self._since) / 60
-        if wait([self._asked], timeout=0)[0]:
+        if wait([self._call], timeout=0)[0]:
             try:
-                if text := get(self._asked):
+                if text := get(self._call):
                     logger.warning("trainers have waited %.1f minutes: %s", minutes, text)
             except (ray.exceptions.RayError, RuntimeError) as error:  # the wait itself ends with it
                 logger.debug("the Buffer does not say whom trainers wait for: %s", error)
-            self._asked = None
-        elif now - self._asked_since >= self._answer_s:
-            self._asked_since = now + self._next_s
+            self._call = None
+        elif now - self._call_since >= self._answer_s:
+            self._call_since = now + self._next_s
             logger.warning(
-                "trainers have waited %.1f minutes, and the Buffer does not answer: a function of yours may hold its"
+                "trainers have waited %.1f minutes, and the Buffer does not answer: a user function may block its"
                 " event loop (a call that blocks, in an async function)",
                 minutes,
             )

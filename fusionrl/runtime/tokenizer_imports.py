@@ -1,4 +1,4 @@
-"""What the Buffer imports to read a tokenizer, and whoever else does; the run's nursery imports it for them."""
+"""Imports of every process that reads a tokenizer; the run's nursery makes them once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainers of a run at work: the policy's, and beside them those of a critic or a process reward model."""
+"""The trainers of a run: the policy's, and those of a critic or a process reward model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainerGroups:
     """
 
     def __init__(self, config: Config, plan: Plan, gather: Gather) -> None:
-        """`gather` waits while the ranks train; the driver's checks the engines meanwhile, and hears stop requests."""
+        """`gather` waits while the ranks train; the driver's also checks engines and stop requests."""
         self.config, self.plan, self._gather = config, plan, gather
         self.actors: list[ActorHandle] = []
         self.auxiliaries: list[ActorHandle] = []
@@ -46,13 +46,15 @@ class TrainerGroups:
         """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
         assert self.plan.layout is not None
         layout, auxiliary = self.plan.layout, self.plan.auxiliary
-        own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
+        policy_shards = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
         if auxiliary is None:
-            return self._gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+            return self._gather(
+                [t.train.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]
+            )[0]
         ranks = range(auxiliary.layout.world_size)
         theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
         train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
-        return train(rollout_id, own, theirs, auxiliary.layout)
+        return train(rollout_id, policy_shards, theirs, auxiliary.layout)
 
     def sample_columns(self, rollout_id: int) -> list[ray.ObjectRef]:
         """References to what training found out about single samples, a part for each data-parallel rank."""
@@ -64,46 +66,46 @@ class TrainerGroups:
     # Between the two groups columns go by reference, of one rank of each replica. On devices of their own both groups
     # work at once, wherever one does not need what the other makes; else one waits for the other.
     def _train_with_prm(
-        self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
+        self, rollout_id: int, policy_shards: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
     ) -> dict[str, float]:
         """The process reward model learns the outcomes first, and rewards the same rollout then."""
         self.make_room(self.actors)
         calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
         pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
-        rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, own))
+        rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, policy_shards))
         self.make_room(self.auxiliaries)
-        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, own, strict=True)]
-        found: list[dict[str, float]] = self._gather([pairs[0][0], *refs])
-        return found[0] | found[1]
+        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, policy_shards, strict=True)]
+        metrics: list[dict[str, float]] = self._gather([pairs[0][0], *refs])
+        return metrics[0] | metrics[1]
 
     def _train_with_critic(
-        self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], critic: TrainerLayout
+        self, rollout_id: int, policy_shards: Sequence[Refs], theirs: Sequence[Refs], critic: TrainerLayout
     ) -> dict[str, float]:
         """The critic's values give the advantages and its targets; both learn then."""
         assert self.plan.layout is not None
         self.make_room(self.actors)
         pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, own))
+        values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, policy_shards))
         self.make_room(self.auxiliaries)
         prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
-        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
+        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, policy_shards, strict=True)]
         targets = self._of_replicas(pairs, self.plan.layout)
         refs: list[ray.ObjectRef] = []
         if rollout_id >= self.config.critic.num_critic_only_steps:
-            refs = [t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
+            refs = [t.train.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]
             if self.plan.shares_with_auxiliary:
                 self._gather(refs)
         self.make_room(self.actors)
         critics = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        found: list[dict[str, float]] = self._gather([*refs, *critics])
+        metrics: list[dict[str, float]] = self._gather([*refs, *critics])
         self.make_room(self.auxiliaries)
-        return (found[0] if refs else {}) | found[len(refs)]
+        return (metrics[0] if refs else {}) | metrics[len(refs)]
 
-    def _score_ahead(self, rollout_id: int, own: Sequence[Refs]) -> Refs:
+    def _score_ahead(self, rollout_id: int, policy_shards: Sequence[Refs]) -> Refs:
         """Begin the policy's log-probs, while the other group works on devices of its own: references to wait for."""
         if self.plan.shares_with_auxiliary:
             return []
-        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
+        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]
 
     def make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
@@ -123,9 +125,9 @@ class TrainerGroups:
                 trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
                 for rank, trainer in enumerate(self.actors)
             ]
-            found = self._gather(refs)[0]
-            values[f"eval/{name}/loss"] = found["eval/loss"]
-            values[f"eval/{name}/num_tokens"] = found["eval/num_tokens"]
+            losses = self._gather(refs)[0]
+            values[f"eval/{name}/loss"] = losses["eval/loss"]
+            values[f"eval/{name}/num_tokens"] = losses["eval/num_tokens"]
         return values
 
     def offload(self, keep_weights: bool = False) -> None:
@@ -177,11 +179,11 @@ class TrainerGroups:
         auxiliary = self.plan.auxiliary
         return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
-    def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, beside: Refs = ()) -> list[object]:
-        """Wait for what each rank answers, (metrics, columns), and for what goes on `beside` it.
+    def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, concurrent: Refs = ()) -> list[object]:
+        """Wait for each rank's answer, (metrics, columns), and for `concurrent` calls.
 
         Returns:
             References to the columns, one of each replica.
         """
-        self._gather([*beside, *(done for done, _ in pairs)])
+        self._gather([*concurrent, *(done for done, _ in pairs)])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

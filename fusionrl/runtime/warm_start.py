@@ -41,8 +41,8 @@ def nursery_environment() -> dict[str, str]:
     paths = [str(ROOT), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     env = child_environment("guard") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env.setdefault("MKL_CBWR", "AUTO")  # see `Launcher`: MKL may read it before a fork is a trainer
-    env["CUDA_VISIBLE_DEVICES"] = ""  # whoever looks for a GPU before a fork breaks it for the fork
-    # Libraries that ask for a thread a core, and for no other number later; torch is told a fork's own number.
+    env["CUDA_VISIBLE_DEVICES"] = ""  # looking for a GPU before a fork breaks it in the fork
+    # Libraries that start a thread a core and never change that; torch gets each fork's own number.
     return env | {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if not env.get(name)}
 
 
@@ -58,7 +58,7 @@ class WarmBranches:
         """Get all of an order's branches, or none.
 
         Raises:
-            OSError: there is no such nursery, or it does not give them.
+            OSError: the nursery is missing, or gives no process.
         """
         folder, key = os.environ[WARM_VARIABLE], os.environ[WARM_KEY]
         _check_owner(folder)
@@ -103,10 +103,10 @@ class WarmBranches:
 
 
 def _check_owner(folder: str) -> None:
-    """Raise OSError unless the folder is this user's alone: whoever listens there gets the run's key."""
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{WARM_VARIABLE} {folder}: it is no folder of this user's alone")
+    """Raise OSError unless the folder is private to this user: its listener gets the run's key."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{WARM_VARIABLE} {folder}: the folder is not private to this user")
 
 
 def _check_age(folder: str, order: Order) -> None:
@@ -125,5 +125,5 @@ def _get(branch: Branch, key: str, env: Mapping[str, str], files: tuple[int, int
         listener.listen(64)
         arguments = [Order(key, [], [branch]).to_line().decode(), *sorted(environment)]
         path = str(Path(warm[0], Path(branch.path).name))
-        given = (files[0], files[1], files[1], listener.fileno())
-        return ask(path, warm[1], arguments, environment, given, sys.executable)
+        descriptors = (files[0], files[1], files[1], listener.fileno())
+        return ask(path, warm[1], arguments, environment, descriptors, sys.executable)

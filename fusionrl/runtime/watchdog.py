@@ -1,7 +1,7 @@
-"""The watchdog: a thread of the driver that speaks when a phase takes much longer than it usually does.
+"""The watchdog: a thread of the driver that warns when a phase takes much longer than usual.
 
-It says in one line for whom the driver waits, since when, and how far the others are, and writes the stacks of the
-run's processes into `logs/`. Nobody has to answer for that: who is stopped or blocked is named as such. The rules are
+It logs in one line what the driver waits for, since when, and how far the other processes are, and writes the stacks of
+the run's processes into `logs/`, also those of stopped or blocked ones. The rules are
 in `observe/stalls/thresholds.py`, the line in `observe/stalls/message.py`.
 """
 
@@ -29,7 +29,7 @@ from fusionrl.observe.stalls.thresholds import FLOOR_S, Late, Over, Phase, Stall
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_WAKE_SIGNAL = signal.SIGRTMIN + 5  # to the driver's main thread; nobody else sends it
+_WAKE_SIGNAL = signal.SIGRTMIN + 5  # to the driver's main thread; no other code sends it
 _HIDDEN = ("base/pending_calls.py", "runtime/watchdog.py", "observe/spans.py")
 
 
@@ -39,7 +39,7 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True)
 class ProgressProbes:
-    """Who can say how far a run is. Each answers within seconds, or not at all.
+    """Functions that report how far a run is; each answers within seconds or not at all.
 
     name_of    a Ray reference → the actor that it waits for; "" where that is not known
     sizes      of the groups of actors: "trainer rank" → 8
@@ -101,11 +101,11 @@ class Watchdog:
         while not self._is_over.wait(min(1.0, self.floor_s / 10)):
             phases = spans.main_phases()
             phase = _phase(phases)
-            found = clock.look(time.monotonic(), phase, phases.lasted)
-            if isinstance(found, Over):
-                logger.warning('"%s" has ended after %s', found.phase, seconds(found.seconds))
-            elif found is not None:
-                self._speak(found, phase)
+            event = clock.look(time.monotonic(), phase, phases.lasted)
+            if isinstance(event, Over):
+                logger.warning('"%s" has ended after %s', event.phase, seconds(event.seconds))
+            elif event is not None:
+                self._speak(event, phase)
                 if self.verdict is not None:
                     return
 
@@ -113,9 +113,9 @@ class Watchdog:
         """Say the line; end the run where it is time, and the phase has not ended while the line was made."""
         try:
             line = self.report(late)
-        except Exception as error:  # whatever is broken in a run that stands still, the watchdog goes on
+        except Exception as error:  # the watchdog survives anything that is broken in a stalled run
             logger.debug("the watchdog's line could not be made", exc_info=True)
-            line = f'"{late.phase}" has taken {seconds(late.seconds)}; nobody can say why ({error!r})'
+            line = f'"{late.phase}" has taken {seconds(late.seconds)}; the cause is unknown ({error!r})'
         if self._is_over.is_set():
             return
         logger.warning("%s", line)
@@ -126,16 +126,16 @@ class Watchdog:
             signal.pthread_kill(main, _WAKE_SIGNAL)
 
     def report(self, late: Late) -> str:
-        """Look at everybody, write the stacks, and return the line."""
+        """Examine all processes, write the stacks, and return the line."""
         self._num_reports += 1
-        waits = [one if isinstance(one, str) else self.probes.name_of(one) for one in waited_for()]
+        waits = [item if isinstance(item, str) else self.probes.name_of(item) for item in waited_for()]
         stacks = _stacks()
-        seen = [*self._asked(lambda: look(self.logs)), *self._asked(self.probes.elsewhere)]
-        progress, engines = self._asked(self.probes.progress), self._asked(self.probes.engines)
+        seen = [*self._probe(lambda: look(self.logs)), *self._probe(self.probes.elsewhere)]
+        progress, engines = self._probe(self.probes.progress), self._probe(self.probes.engines)
         place = _place(sys._current_frames().get(threading.main_thread().ident or 0))
         path = self.logs / f"stall-{self._num_reports}.a{self.attempt}.txt"
 
-        def told(file: str) -> str:
+        def line_of(file: str) -> str:
             return sentence(
                 late,
                 [name for name in waits if name],
@@ -147,18 +147,18 @@ class Watchdog:
                 file=file,
             )
 
-        text = "\n".join([told(""), "", f"=== driver\n{stacks}", *(one.render() for one in seen)])
+        text = "\n".join([line_of(""), "", f"=== driver\n{stacks}", *(item.render() for item in seen)])
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:  # a full disk may be the cause: the line comes all the same
-            return told(f"no file ({error.strerror})")
-        return told(str(path))
+            return line_of(f"no file ({error.strerror})")
+        return line_of(str(path))
 
     @staticmethod
-    def _asked(ask: Callable[[], Sequence[T]]) -> Sequence[T]:
+    def _probe(ask: Callable[[], Sequence[T]]) -> Sequence[T]:
         try:
             return ask()
-        except Exception as error:  # whatever is broken in a run that stands still, the others are asked
+        except Exception as error:  # in a stalled run anything may be broken; ask the others
             logger.debug("the watchdog got no answer: %r", error)
             return []
 

@@ -64,12 +64,12 @@ class WeightSync:
                 metrics = self._push_recovering(version, to_evaluation)
                 break
             except (ray.exceptions.RayError, RuntimeError) as error:
-                # Where memory is shared, nobody knows who has given back what in the middle of a push.
+                # Where memory is shared, it is unknown who has given back what in the middle of a push.
                 if self._external_engines is None or self._plan.engines_give_memory:
                     raise
                 if not self._external_engines.drop_culprits(root_cause(error)):
                     raise
-                logger.warning("the push of version %d is made again: %s", version, root_cause(error))
+                logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
         if self._external_engines is not None:
             self._external_engines.admit()
         return metrics
@@ -90,11 +90,11 @@ class WeightSync:
             except WeightMismatch:
                 raise
             except (ray.exceptions.RayError, RuntimeError) as error:
-                # Where memory is shared, nobody knows who has given back what in the middle of a push.
+                # Where memory is shared, it is unknown who has given back what in the middle of a push.
                 is_last = self._plan.engines_give_memory or attempt + 1 == _MAX_PUSHES
                 if is_last or not self._engines.find_hung(reaches_all):
                     raise
-                logger.warning("the push of version %d is made again: %s", version, root_cause(error))
+                logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
         metrics["sync/engines_restarted"] = float(self._engines.join(reaches_all))
         return metrics
 
@@ -194,10 +194,10 @@ class WeightSync:
         )
 
     def _probe_urls(self) -> list[str]:
-        """Addresses at which each engine answers; of those that answer in pairs, which the router makes, the router."""
+        """Return the address that answers for each engine; engines that work in pairs are reached by the router."""
         engines = self._engines
-        own = [engines.router_url] * len(engines.urls) if self._plan.has_pairs else engines.urls
-        return [*own, *engines.evaluation.urls]
+        policy_urls = [engines.router_url] * len(engines.urls) if self._plan.has_pairs else engines.urls
+        return [*policy_urls, *engines.evaluation.urls]
 
     def drop_files(self) -> None:
         """At the end of a run: remove the files of a disk push, if there are any that are not to be kept."""

@@ -92,10 +92,10 @@ class _TrainerProcess(ClockMixin, Profiled, ModelRank):
         """Return the numbers of this process and its device since the last call."""
         if self._hardware is None:
             return {}
-        found = self._hardware.take()
+        numbers = self._hardware.take()
         for ordinal in self._ordinals:
-            found |= memory_of_torch(ordinal)
-        return record_host_memory(found)
+            numbers |= memory_of_torch(ordinal)
+        return record_host_memory(numbers)
 
     def node_address(self) -> tuple[str, int]:
         """Rendezvous of the ranks, asked of rank 0: this node's address, and the port of a store made here."""

@@ -1,7 +1,7 @@
 """Ray's worker in a fork of the run's nursery, which has imported Ray and what actors are made of.
 
-This module is imported when the first worker is asked for: when it is loaded, Ray reads the number of its raylet's
-process from the environment, and the number of the job.
+This module is imported for the first worker: Ray reads the raylet's process id and the job id from the environment when
+it is loaded.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def main(arguments: list[str]) -> None:
 
 def _limit_threads(number: str) -> None:
     """Let torch, which is imported already, have the threads of OMP_NUM_THREADS: a number, or several, one a level."""
-    torch, found = sys.modules.get("torch"), re.match(r"\s*\+?0*([1-9]\d{0,4})\s*(,|$)", number)
-    if torch is not None and found is not None:
-        torch.set_num_threads(int(found[1]))
+    torch, leading_number = sys.modules.get("torch"), re.match(r"\s*\+?0*([1-9]\d{0,4})\s*(,|$)", number)
+    if torch is not None and leading_number is not None:
+        torch.set_num_threads(int(leading_number[1]))
 
 
 def _follow_ray_s_limit() -> None:
     """Ray sets the variable to the CPUs of a task or actor before its code is called, which would import torch."""
     ray_utils = importlib.import_module("ray._private.utils")
-    usual = getattr(ray_utils, _RAY_S_LIMIT)
+    set_limit = getattr(ray_utils, _RAY_S_LIMIT)
 
     def set_and_follow() -> bool:
-        is_set = bool(usual())
+        is_set = bool(set_limit())
         if is_set:
             _limit_threads(os.environ["OMP_NUM_THREADS"])
         return is_set

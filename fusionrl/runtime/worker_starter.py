@@ -1,8 +1,7 @@
-"""Start a worker of Ray's as a fork of the run's nursery: `python -I -S worker_starter.py WORKER.py ARGUMENTS...`.
+"""Start a Ray worker as a fork of the run's nursery: `python -I -S worker_starter.py WORKER.py ARGUMENTS...`.
 
-A raylet starts this in the place of Ray's worker, which takes a second of a core to import Ray, and whose actor then
-imports the rest. Where the nursery gives no process, this one becomes the worker. The raylet knows a worker by the pid
-that it tells when it connects. Standard library alone.
+It replaces Ray's worker, which takes a second of a core to import Ray before its actor imports the rest. If the nursery
+gives no process, this one becomes the worker. A raylet knows a worker by the pid that it sends. Standard library alone.
 """
 
 from __future__ import annotations

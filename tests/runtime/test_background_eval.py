@@ -116,9 +116,7 @@ def test_one_whose_engines_died_has_failed_and_the_run_goes_on(pipeline: str, ca
     (on_policy if pipeline == "on-policy" else streamed)(run)
     assert diary.rows[2]["eval/failed"] == diary.rows[2]["eval/engines_died"] == 1
     assert "eval/x/accuracy" not in diary.rows[2]
-    assert (
-        "the evaluation after step 2 has failed, and the run goes on: 1 of its engines died: no engine" in caplog.text
-    )
+    assert "the evaluation after step 2 failed; the run continues: 1 of its engines died: no engine" in caplog.text
     assert diary.log.count("begin evaluation 2") == 1 and diary.log.count("push 2 to all") == 1
     assert all("eval/x/accuracy" in diary.rows[step] for step in (4, 5))
 
@@ -131,7 +129,7 @@ def test_the_last_one_is_made_again_as_its_weights_are_still_there(caplog: pytes
     again = ["evaluate 5", "push 5 to all", "begin evaluation 5", "evaluate 5", "record evaluation 5"]
     assert diary.log[-5:] == again
     assert diary.rows[5]["eval/x/accuracy"] == 1.0 and "eval/failed" not in diary.rows[5]
-    assert "the evaluation after step 5 is made again" in caplog.text
+    assert "the evaluation after step 5 is repeated" in caplog.text
 
 
 def test_it_is_not_made_again_for_ever() -> None:

@@ -167,7 +167,7 @@ def test_ctrl_c_ends_a_training_at_once(supervisor: Supervisor, stop: StopSignal
         start = time.monotonic()
         if number == signal.SIGTERM:
             os.kill(os.getpid(), number)  # the first one; the system makes one of two that nobody has taken yet
-            while not stop.hear():
+            while not stop.is_requested():
                 time.sleep(0.01)
         later(os.kill, os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):

@@ -74,5 +74,5 @@ def test_nobody_waits_or_the_buffer_is_dead(wait_of: Any, caplog: pytest.LogCapt
 def test_a_function_that_blocks_the_event_loop(wait_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock = wait_of(900, (None, ""))
     assert clock.asked_at == [300.0]
-    assert "trainers have waited 6.0 minutes, and the Buffer does not answer: a function of yours" in caplog.text
+    assert "trainers have waited 6.0 minutes, and the Buffer does not answer: a user function" in caplog.text
     assert len(caplog.records) == 1
