@@ -42,7 +42,7 @@ def file_fact(path: str | Path, facts: os.stat_result) -> str:
 
 
 def open_kept(path: Path) -> BinaryIO:
-    """Open a file of this user's that nobody else may write.
+    """Open a file that only this user may write.
 
     Raises:
         OSError: there is none.
@@ -56,7 +56,7 @@ def open_kept(path: Path) -> BinaryIO:
 
 
 def read_kept(path: Path) -> Json:
-    """Return the answer in a file of this user's that nobody else may write; None: there is none."""
+    """Return the answer in a file that only this user may write; None without one."""
     try:
         with open_kept(path) as file:
             content: Json = json.load(file)
@@ -69,7 +69,7 @@ def write_kept(path: Path, answer: object) -> None:
     """Keep an answer.
 
     Raises:
-        OSError, TypeError, ValueError: the file cannot be written, or the answer is no JSON.
+        OSError, TypeError, ValueError: the file cannot be written, or the answer is not JSON.
     """
     write_bytes(path, json.dumps(answer).encode())
 

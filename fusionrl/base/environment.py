@@ -1,7 +1,7 @@
 """The secrets that a process of a run inherits.
 
 The shell that starts a run often holds keys: HF_TOKEN, WANDB_API_KEY, those of a cloud. A process gets the secrets in
-its row of `NEEDS` and no others; what is no secret is inherited as usual.
+its row of `NEEDS` and no others; other variables are inherited as usual.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NEEDS: dict[str, frozenset[str]] = {
     "answer-parser": frozenset(),
     "guard": frozenset(),
     "doctor": frozenset(),  # what `fusionrl doctor` imports, to see that it can
-    "nursery": frozenset({RAY}),  # by standard input; its forks have the environment of whoever asked for them
+    "nursery": frozenset({RAY}),  # by standard input; its forks have the environment of their requester
     "sandbox": frozenset(),  # starts with an empty environment
 }
 """Kind of process → secrets that it needs. ray: RAY_AUTH_TOKEN. hooks: what --hook-env names. engines: the run's key.
@@ -122,7 +122,7 @@ def hook_secrets(names: Sequence[str], source: Mapping[str, str] | None = None) 
 def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> None:
     """Settle in a process that runs the user's functions: these secrets, and no others that it may have inherited.
 
-    Of a Ray cluster that somebody else started, the raylet's environment reaches its actors.
+    In a Ray cluster that the user started, the raylet's environment reaches its actors.
     """
     environ = os.environ if environ is None else environ
     environment = child_environment("ray", environ)

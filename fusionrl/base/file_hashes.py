@@ -1,6 +1,6 @@
 """Names, sizes and hashes of the files of a checkpoint: written with it, compared before it is read.
 
-They find what was damaged, cut off, exchanged or left out. They are no signature: who can write the files can write
+They find what was damaged, cut off, exchanged or left out. They are not a signature: who can write the files can write
 their hashes too, so what reads the files trusts none of them (`fusionrl.trainer.safe_load`).
 """
 
@@ -46,7 +46,7 @@ def plain_name(name: object, where: str) -> str:
     """`name` if it is the name of a file in the folder itself.
 
     Raises:
-        ValueError: it is no text, or leads elsewhere; begins with `where`.
+        ValueError: it is not a string, or leads elsewhere; begins with `where`.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or len(name) > 255 or set(name) & {"/", "\\", "\0"}:
         raise ValueError(f"{where}: {str(name)[:80]!r} is not the name of a file in this folder")
@@ -103,7 +103,7 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
         where: beginning of the message.
 
     Raises:
-        ValueError: a file is missing, is no regular file, or has another size or hash; or `facts` are none.
+        ValueError: a file is missing, not regular, or has another size or hash; or `facts` are malformed.
     """
     if not isinstance(facts, Mapping) or not facts:
         raise ValueError(f"{where}: it lists no files with hashes (it was changed, or is incomplete)")
@@ -117,7 +117,7 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
             and isinstance(fact[1], str)
             and ":" in fact[1]
         ):
-            raise ValueError(f"{where}: what it says of {name} is no size and hash")
+            raise ValueError(f"{where}: its entry for {name} is not a size and hash")
         saved.append((name, *fact))
 
     def check(file: tuple[str, int, str]) -> str | None:

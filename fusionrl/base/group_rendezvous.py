@@ -1,10 +1,10 @@
-"""Members of a group for a weight push meet before they make it, so that one that never comes holds up nobody.
+"""Members of a group for a weight push meet before they make it, so that a missing one blocks no other.
 
 A process group's constructor (gloo) or its first collective (NCCL) blocks until all members are there, up to limits of
 half an hour, and an SGLang scheduler that is blocked answers nothing. So the members first meet in the group's store:
 each says that it is there and waits for the others, which can be called off.
 
-NCCL's communicator is then made at once (`connect`), and not inside the first broadcast, when engines stand still.
+NCCL's communicator is then made at once (`connect`), and not inside the first broadcast, when engines are paused.
 
 Engines that others have started know nothing of meetings: the trainer says of them that they are there. One that then
 dies would keep the others inside gloo's constructor. So the run's own members look there, too, whether the group is
@@ -47,7 +47,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Non
     Rank 0's limit holds for all, as an engine's own is half an hour.
 
     Raises:
-        CalledOff: somebody has called the meeting off.
+        CalledOff: another member has called off the meeting.
         RuntimeError: not all came in time; names those that did not.
     """
     members = [f"meeting-{member}" for member in range(world_size)]
@@ -107,7 +107,7 @@ def connecting(make_group: Callable[..., tuple[dist.ProcessGroup, R]]) -> Callab
         try:
             group, store = make_group(*args, **kwargs)
         except BaseException:
-            _kept.pop(name, None)  # a store that nobody holds ends, and with it the waits of those who hear of nothing
+            _kept.pop(name, None)  # dropping the last reference ends the store and the waits of unreachable members
             raise
         if name.startswith(PUSH_GROUP):
             connect(group)
@@ -117,7 +117,7 @@ def connecting(make_group: Callable[..., tuple[dist.ProcessGroup, R]]) -> Callab
     return make_and_connect
 
 
-# Arguments of torch's constructor, which both sides give by place.
+# Positional arguments of torch's constructor.
 _BACKEND, _STORE = 3, 4
 _kept: dict[str, RevocableStore] = {}  # of groups that live, by name: torch holds only the C++ half of such a store
 

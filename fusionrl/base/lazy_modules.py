@@ -2,7 +2,7 @@
 
 The stand-in has functions that import the real module when they are called, errors that only the real module raises,
 and constants that are read from its source. It imports the real module for any other name. Whoever imports the module
-afterwards gets the real one, and so does then whoever has taken a name of the stand-in.
+afterwards gets the real one, and so do modules that have imported a name from the stand-in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def imported_later(
     """Import what imports module `name` within it. Nothing is done where the module is imported already.
 
     called     functions and classes of it that the importing modules only call
-    caught     errors of it that they only catch, and that nobody else raises
+    caught     its errors that they only catch, and that no other module raises
     constants  texts and numbers that it assigns
     """
     if name in sys.modules:
@@ -93,7 +93,7 @@ def _constants(module: str) -> dict[str, object]:
                 name = line.targets[0].id
                 constants.pop(name, None)
                 if all(isinstance(node, _PLAIN) for node in ast.walk(line.value)):
-                    with contextlib.suppress(NameError):  # of what is no constant
+                    with contextlib.suppress(NameError):  # refers to a non-constant
                         constants[name] = eval(
                             compile(ast.Expression(line.value), str(file), "eval"), {"__builtins__": {}}, constants
                         )

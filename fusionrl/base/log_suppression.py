@@ -1,4 +1,4 @@
-"""Silence for other packages while a command line is checked: what they say there is no news for a user."""
+"""Suppress third-party logs while flags are checked."""
 
 from __future__ import annotations
 

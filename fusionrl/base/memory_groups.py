@@ -92,14 +92,14 @@ class MemoryKills:
         self._times_full = {folder: _times_full(folder) for folder in _folders(root)}
 
     def sentence(self) -> str:
-        """Return the kills, the limit and the cure; "" where there were none, or nobody counts them."""
+        """Return the kills, the limit and the cure; "" without kills or without a counter."""
         number = num_memory_kills(self._root) - self._before
         if number < 1:
             return ""
         killed = "a process" if number == 1 else f"{number} processes"
         full, cure = self._cause()
         return (
-            f"Since {self._since} the kernel of {socket.gethostname()} has killed {killed} of this run, or beside it in"
+            f"Since {self._since} the kernel of {socket.gethostname()} has killed {killed} of this run or of"
             f" its control group, because {full}: {cure}; `fusionrl plan` estimates what a run takes, and"
             " hardware/host_bytes/… in metrics.jsonl is what it took"
         )

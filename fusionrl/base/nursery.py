@@ -7,14 +7,14 @@ calls the branch's function. So a library is imported once a run, and while the 
 
 * A fork has one thread, the one that forked. A branch that has threads after its imports ends, and its processes are
   started in the usual way.
-* A fork has the environment, folder, umask and files of whoever asked. Libraries keep the values of some variables from
+* A fork has the environment, folder, umask and files of its requester. Libraries keep the values of some variables from
   their import: if such a variable has another value, the branch gives no process. Some are known only when the first
-  process is asked for: a branch imports the modules that read those then, with the environment of that request.
+  request arrives: a branch imports the modules that read those then, with the environment of that request.
 * A fork of a branch may be a branch of another order (`serve_branch`): so several runs share one nursery's imports.
-* The nursery ends with whoever started it: when its standard input is closed, and when its parent dies. Its forks do
+* The nursery ends with its starter: when its standard input is closed, and when its parent dies. Its forks do
   not; they end as processes do that were started in the usual way.
 
-Standard library alone, apart from what it is told to import.
+Uses the standard library alone, apart from the modules of its order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Branch:
 
     path         of its socket
     modules      that it imports
-    function     "module:name", called with the list of arguments in each fork; imported when the first is asked for
+    function     "module:name", called with the list of arguments in each fork; imported at the first request
     environment  added to the nursery's before the imports
     kept         beginnings of the names of variables whose values the libraries keep from their import
     late         beginnings of the names of those that the first request brings
@@ -72,7 +72,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Order:
-    """Everything that a nursery is told; `common`: modules that all branches share."""
+    """The input of a nursery; `common`: modules that all branches share."""
 
     key: str
     common: list[str]
@@ -99,7 +99,7 @@ def main() -> None:
         common += json.loads(line)
         _import(common)
     if not line:
-        return  # whoever started this has ended, or needs nothing more
+        return  # the starter has ended, or needs nothing more
     order = Order.from_line(line)
     listeners = [_listen(branch.path) for branch in order.branches]
     with contextlib.suppress(OSError):  # started by hand
@@ -121,7 +121,7 @@ def serve_branch(arguments: list[str]) -> None:
     """Be the branch of an order (`Order.to_line`) that has no other, in a fork of one that has its modules, or more.
 
     It ends when its standard input is closed, and gets the socket that listens after its output's files. `arguments`:
-    the order, and the names of the variables that were asked for.
+    the order, and the names of the requested variables.
     """
     raise_open_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -189,7 +189,7 @@ class _Imported:
         return f"its imports have read another value of {', '.join(changed)}" if changed else None
 
     def environment(self, request: Request) -> dict[str, str]:
-        """Return that of a fork: what was asked for, and what the imports have added."""
+        """Return a fork's environment: the requested one and the variables that imports added."""
         return {name: value for name, value in os.environ.items() if name not in self._before} | request.environment
 
 
@@ -232,7 +232,7 @@ def _serve(
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether whoever asked has given up: it has started the process itself by now, or has died."""
+    """Return whether the requester has given up: it started the process itself, or died."""
     peer = select.poll()
     peer.register(connection, select.POLLRDHUP)  # and the ends of a connection that are always told
     return bool(peer.poll(0))
@@ -242,11 +242,11 @@ def _say(connection: socket.socket, answer: bytes) -> None:
     try:
         connection.sendall(answer)
     except OSError:
-        pass  # whoever asked is gone; a fork waits for its word in vain, and ends
+        pass  # the requester is gone; a fork waits for its answer in vain, and ends
 
 
 def _wait_until_taken(connection: socket.socket) -> None:
-    """End this fork unless whoever asked has its number: it may have started the process itself meanwhile."""
+    """End this fork unless the requester has its pid: it may have started the process itself meanwhile."""
     try:
         connection.settimeout(_TAKEN_S)
         is_taken = connection.recv(1) == TAKEN
@@ -271,7 +271,7 @@ def _end_with_threads(modules: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A process that is asked for, see `nursery_client.ask`."""
+    """A requested process, see `nursery_client.ask`."""
 
     key: str
     arguments: list[str]
@@ -311,7 +311,7 @@ def _receive(connection: socket.socket, key: str) -> tuple[Request, list[int]]:
 
 
 def _live(imported: _Imported, request: Request, descriptors: list[int]) -> NoReturn:
-    """Become the process that was asked for."""
+    """Become the requested process."""
     environment = imported.environment(request)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -347,7 +347,7 @@ def finish(function: Callable[[list[str]], object], arguments: list[str]) -> NoR
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # as the interpreter does with what nobody catches
+    except BaseException:  # as the interpreter does with uncaught exceptions
         traceback.print_exc()
         code = 1
     try:

@@ -38,7 +38,7 @@ def ask(
     the kernel ends processes for their memory. Waits until the nursery has imported everything.
 
     Raises:
-        OSError: nobody is there, or it does not give such a process, also not later: start it in the usual way.
+        OSError: no nursery answers, or it refuses such a process for good: start it in the usual way.
     """
     request = {
         "key": key,

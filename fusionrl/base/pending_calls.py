@@ -1,4 +1,4 @@
-"""Calls that this process waits for, by name: for whoever looks at a run that stands still, from another thread.
+"""Calls that this process waits for, by name: the watchdog of a stalled run reads them from another thread.
 
 with waiting(lambda: pending):  # strings, or Ray references whose actor is known
     ...
@@ -23,7 +23,7 @@ def waiting(pending: Callable[[], Iterable[object]]) -> Iterator[None]:
 
 
 def waited_for() -> list[object]:
-    """Return what the innermost wait of this process waits for; nothing where it waits for nobody that it can name."""
+    """Return the calls that the innermost wait of this process waits for; [] if it can name none."""
     for pending in reversed(_waits.copy()):
         if calls := list(pending()):
             return calls

@@ -57,7 +57,7 @@ def show_environment() -> None:
 
 
 def _arguments() -> tuple[int, int, bytes] | None:
-    """(address and bytes of the arguments, the first of them); None where there is no room for a title."""
+    """(address and bytes of the arguments, the first of them); None without room for a title."""
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end: fields 48 and 49, counted from 1

@@ -2,7 +2,7 @@
 
 A member of a gloo group waits inside the constructor for the addresses of all others, as long as the group's own limit,
 and an SGLang scheduler that waits there answers nothing. torch asks a store that is written in Python by its methods;
-so this one looks, while it waits, whether somebody has called the meeting off.
+so this one looks, while it waits, whether another member has called the meeting off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RevocableStore(dist.Store):
 
         Args:
             store: has the keys.
-            check: raises if the wait is of no use any more.
+            check: raises once the wait is pointless.
             limit_s: seconds of one wait.
         """
         super().__init__()

@@ -1,12 +1,12 @@
 """torch's stores, by which the members of a process group find each other, closed to strangers.
 
-A TCPStore asks nobody for a key, and by itself it listens on every address of the machine: whoever reaches it can write
+A TCPStore requires no key, and by itself it listens on every address of the machine: any host that reaches it can write
 what a group reads. So
 
 * where all processes of a run are on one machine, a store is a file in a folder that this user alone can read
   (`FOLDER_VARIABLE`), and nothing listens;
 * on several nodes a TCPStore is bound to its node's address in the cluster, and the kernel drops connections from
-  addresses that are no node of the cluster (`PEERS_VARIABLE`). Who can run programs on a node can still connect.
+  addresses outside the cluster (`PEERS_VARIABLE`). Who can run programs on a node can still connect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileStore(dist.FileStore):
-    """A store in a file; `port` is its number, which takes the place of a port wherever a group's address is told."""
+    """A store in a file; `port` is its number, which replaces a port in a group's address."""
 
     port: int
 

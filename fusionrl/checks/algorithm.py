@@ -9,7 +9,7 @@ from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import estimator_of
 from fusionrl.models.shape import ModelShape
 
-# Estimators that measure a sample against its siblings and have nothing besides: alone, it is worth 0.
+# Estimators that measure a sample against its siblings alone: a single sample gets 0.
 OF_GROUPS = names_where(lambda estimator: estimator.compares_siblings and estimator.role is None)
 PRICED = readers_of("kl_coef")  # estimators whose rewards are token by token, with --kl-coef as a price
 
@@ -77,7 +77,7 @@ def algorithm_warnings(config: Config) -> list[str]:
             "--use-kl-loss without --kl-loss-coef: the distance to the start is measured (train/kl_loss) and weighs"
             " nothing in the loss; give --kl-loss-coef to keep the policy near its start"
         )
-    may_be_otherwise = (  # whoever set one of these may make groups, rewards or advantages of their own
+    may_be_otherwise = (  # a function in one of these may make groups, rewards or advantages itself
         a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",
         rollout.rollout_function_path != RolloutGroup().rollout_function_path,
         rollout.custom_generate_function_path,
@@ -102,7 +102,7 @@ def _flag(names: tuple[str, ...]) -> str:
 
 
 def _without_effect(config: Config) -> list[str]:
-    """Flags that were set and do nothing beside the others."""
+    """Return warnings about flags that have no effect with the others."""
     a, plain = config.algorithm, AlgorithmGroup()
     critics = names_where(lambda estimator: estimator.role == "critic")
     of_estimators = ((name, readers_of(name)) for name in ("lambd", "bootstrap_truncated", "gamma", "kl_coef_type"))
@@ -143,7 +143,7 @@ def _correction_errors(config: Config) -> list[str]:
             " --tis-veto correct for them; leave one out"
         )
     if a.custom_tis_function_path is not None and (a.rejection_level is not None or a.tis_veto is not None):
-        errors.append("--custom-tis-function-path takes the place of --rejection-level and --tis-veto; leave one out")
+        errors.append("--custom-tis-function-path replaces --rejection-level and --tis-veto; leave one out")
     return errors
 
 

@@ -52,7 +52,7 @@ def prompt_columns(config: Config) -> PromptColumns:
 
 
 def tokenizer_files(config: Config) -> TokenizerFiles | None:
-    """Return what the files of the tokenizer say; None: there is no such folder."""
+    """Return the settings in the tokenizer's files; None without such a folder."""
     folder = config.model.hf_checkpoint
     return read_tokenizer_files(folder) if folder is not None and Path(folder).is_dir() else None
 

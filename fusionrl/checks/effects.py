@@ -1,4 +1,4 @@
-"""Flags that were given and do nothing in this run: in another mode they act, or beside other flags.
+"""Flags that were given and do nothing in this run: they act in another mode, or with other flags.
 
 `EFFECTS` says of each field in which runs it is read. It was made by reading what reads the field; a user's own
 function may read any flag, so where one takes the place of what reads it, nothing is claimed.
@@ -89,7 +89,7 @@ STREAMED = Scope(
 )
 
 
-# ------------------------------------------------------------------------------------------------ beside other flags
+# ------------------------------------------------------------------------------------------------ with other flags
 def _filters(config: Config) -> bool:
     return "dynamic_sampling_filter_path" in PRESETS.get(str(config.algorithm.algorithm), {})
 

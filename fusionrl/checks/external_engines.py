@@ -39,5 +39,5 @@ def guest_errors(config: Config) -> list[str]:
 def _has_pairs(config: Config) -> bool:
     try:
         return has_pairs(config.cluster.engine_group)
-    except ValueError:  # a group that cannot be read is told of elsewhere
+    except ValueError:  # another check reports a group that cannot be read
         return False

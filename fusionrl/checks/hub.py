@@ -1,7 +1,7 @@
 """Names of the Hugging Face Hub in place of folders: resolved once, before anything starts, so that every process reads
 the same folder.
 
-A name is looked up in the local cache first. What is not there is downloaded, if the Hub answers within seconds; if
+A name is looked up in the local cache first. A missing file is downloaded, if the Hub answers within seconds; if
 not, the error says how to get it.
 """
 
@@ -82,12 +82,12 @@ def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config,
 
 
 def is_model_name(value: str) -> bool:
-    """Return whether `value` is no existing path and may be OWNER/NAME of the Hub."""
+    """Return whether `value` is not an existing path and may be OWNER/NAME of the Hub."""
     return _MODEL.fullmatch(value) is not None and not Path(value).exists()
 
 
 def is_data_name(spec: str) -> bool:
-    """Return whether a set of prompts is no existing path and may be OWNER/NAME[/CONFIGURATION] of the Hub."""
+    """Return whether a set of prompts is not an existing path and may be OWNER/NAME[/CONFIGURATION] of the Hub."""
     match = _DATA.fullmatch(spec)
     if match is None or Path(spec).exists():
         return False

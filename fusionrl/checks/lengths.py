@@ -90,7 +90,7 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _positions(config: Config, shape: ModelShape) -> int:
-    """Tokens that the model takes: its own positions, or more where SGLang is told to go beyond them."""
+    """Tokens that the model takes: its own positions, or more if SGLang is configured to exceed them."""
     positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
     return max(positions, config.passthrough.sglang.get("context_length") or 0) if _may_be_longer() else positions
 

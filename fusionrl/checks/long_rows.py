@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 NUM_CANDIDATES = 256  # rows that are tokenized, those with the most bytes first …
 BUDGET_S = 5.0  # … for at most so long
-# Tokens that a chat template may add besides the text: its own words, and the marks of each message.
+# Tokens that a chat template may add to the text: its own words, and the marks of each message.
 TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 16
 
 
 class LongRow(NamedTuple):
-    """A row, where it stands in its file, and its number of tokens."""
+    """A row: its place in the file and its number of tokens."""
 
     place: str
     num_tokens: int
@@ -48,7 +48,7 @@ def most_bytes(
 ) -> list[tuple[int, str, Row]]:
     """Return the rows with the most text in the columns `keys`, longest first: (tokens at most, place, row).
 
-    A tokenizer makes at most one token of a byte, beside the marks that a template adds.
+    A tokenizer makes at most one token of a byte, apart from the marks that a template adds.
 
     metadata_key  column of metadata, which may hold tools
     """

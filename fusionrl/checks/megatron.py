@@ -1,6 +1,6 @@
 """Megatron's own checks of the values that it will get, made before anything starts.
 
-Megatron checks its configurations when they are built, which is in the trainers, after Ray and beside the engines'
+Megatron checks its configurations when they are built, which is in the trainers, after Ray and during the engines'
 start. Here they are built once for the plan. Importing Megatron takes seconds, so this is asked for where a flag of
 Megatron's is passed through; the command line has imported Megatron then, to know the flag's type. What fusionrl's own
 flags may say is checked by the plan, and `tests/checks/test_megatron.py` holds that Megatron agrees.
@@ -19,7 +19,7 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 
-# Flags that mean something beside --use-precision-aware-optimizer alone.
+# Flags that act only with --use-precision-aware-optimizer.
 _PRECISION_AWARE = frozenset(
     ("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 )

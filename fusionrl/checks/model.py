@@ -71,7 +71,7 @@ def checked_shape(config: Config) -> ModelShape:
 
 
 def checked_quantization(config: Config) -> BlockFp8 | None:
-    """Return the quantisation of --hf-checkpoint; None: it has none, or there are no trainers to read and push it.
+    """Return the quantisation of --hf-checkpoint; None if it has none, or no trainer reads and pushes it.
 
     Raises:
         ValueError: a quantisation that the trainers cannot push in, or --sglang-quantization.

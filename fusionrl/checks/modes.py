@@ -26,7 +26,7 @@ def missing_flags(config: Config) -> list[str]:
     custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
     algorithm = config.algorithm
     may_lack = algorithm.use_opd and estimator_of(algorithm).role != "prm"
-    rollout = config.rollout  # a function or an agent may give the reward; one that does not is told so
+    rollout = config.rollout  # a function or an agent may give the reward; one that does not gets an error
     has_own = custom_rollout or rollout.custom_generate_function_path is not None or rollout.agent_path is not None
     needs_reward = needs_reward and not has_own and not may_lack
     if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:

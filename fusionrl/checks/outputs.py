@@ -39,7 +39,7 @@ def template_errors(config: Config) -> list[str]:
 
 
 def output_errors(config: Config) -> list[str]:
-    """List what else keeps a run from writing what it is asked for."""
+    """List other reasons why a run cannot write its files."""
     errors = []
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append(f"--use-tensorboard: the package tensorboard is not installed; {install_hint('tensorboard')}")

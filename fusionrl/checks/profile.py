@@ -33,7 +33,7 @@ def profile_errors(config: Config, device: str) -> list[str]:
     if over and uses_trainers(config):
         errors.append(f"--profile-ranks {over[0]}: trainers have the ranks 0 to {num_trainers - 1}")
     if order.trainers == frozenset() and not (order.engines and uses_engines(config)):
-        errors.append("--profile-ranks: nobody is left to be profiled; give a trainer's rank (0)")
+        errors.append("--profile-ranks: no rank is left to profile; give a trainer's rank (0)")
     return errors
 
 

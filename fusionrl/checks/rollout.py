@@ -77,7 +77,7 @@ def _fraction_errors(config: Config) -> list[str]:
 
 
 def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:
-    """Filters of ours that would drop every group, and bounds that do nothing."""
+    """Our filters that would drop every group, and bounds that do nothing."""
     path, samples, plain = rollout.dynamic_sampling_filter_path, rollout.n_samples_per_prompt, RolloutGroup()
     low, high = rollout.accuracy_lower_bound, rollout.accuracy_upper_bound
     if path != ACCURACY:

@@ -1,6 +1,6 @@
 """Sampling parameters that SGLang would refuse, or follow otherwise than meant: found before anything starts.
 
-The rules are those of SGLang's `SamplingParams.verify` and `normalize`; a test tries all flags against them.
+The rules follow `SamplingParams.verify` and `normalize` in SGLang; a test tries all flags against them.
 """
 
 from __future__ import annotations

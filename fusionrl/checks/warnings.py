@@ -35,7 +35,7 @@ def flag_warnings(config: Config) -> list[str]:
 
 
 def context_warnings(config: Config) -> list[str]:
-    """A text where a function of slime's kind meets context parallelism, which it may have been written for."""
+    """Warn of a function in slime's form under context parallelism, which it may or may not support."""
     size = config.model.context_parallel_size
     fields = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
     custom_fields = [name for name in fields if getattr(config.algorithm, name) is not None]

@@ -21,7 +21,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl view [RUN …] [--html FILE] …                 a run as one HTML file; one sample with coloured tokens
   fusionrl timeline [RUN] [--out FILE] …                what each process did, and when, for Perfetto; where time went
-  fusionrl track [RUN] --to wandb …                     metrics of a run in a tracker, also while it goes on
+  fusionrl track [RUN] --to wandb …                     metrics of a run in a tracker, also of a live run
   fusionrl engines add|remove|list --run-dir RUN …      engines of others join a run and leave it
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         exit_code = _run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # of `fusionrl flags | head`: whoever read the output has enough
+    except BrokenPipeError:  # of `fusionrl flags | head`: the reader has enough
         is_run = args[:1] == ["train"] and "--help" not in args
         if is_run or not _has_lost_its_reader(sys.stdout.fileno()):  # the pipe of another process
             raise

@@ -1,4 +1,4 @@
-"""The message of a run that ended before its last step: the steps that are kept, and the command that goes on."""
+"""The message of a run that ended before its last step: the saved steps, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def saves_at_the_end_only(config: Config) -> bool:
 
 
 def ending(config: Config, path: Path, attempt: int, *, has_failed: bool = False) -> str:
-    """Say after which step the run in `path` ended, what of it is lost, and how it goes on; "" where nothing is saved.
+    """Say after which step the run in `path` ended, what is lost, and how to resume it; "" if nothing is saved.
 
     Everything is read from the run's folder, so it holds however the run ended. For a run that `has_failed` before
     the end of its first step: "".
@@ -55,7 +55,7 @@ def _saved(path: Path) -> tuple[int, str]:
 
 
 def _finished(path: Path, attempt: int, saved: int) -> int:
-    """The number of steps that this attempt had finished, with those of the checkpoint that it went on from."""
+    """Return the number of finished steps, with those of the checkpoint that this attempt resumed."""
     try:
         rows = read_metrics(path)
     except (ValueError, OSError):

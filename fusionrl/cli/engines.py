@@ -1,4 +1,4 @@
-"""`fusionrl engines add|remove|list`: engines that others start join a run, and leave it, while it goes on."""
+"""`fusionrl engines add|remove|list`: engines that you start yourself join and leave a live run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _act(action: str, addresses: Sequence[str], run_dir: Path) -> str:
     if not (run_dir / "config.json").is_file():
-        raise ValueError(f"--run-dir {run_dir}: it is no folder of a run")
+        raise ValueError(f"--run-dir {run_dir}: it is not a run folder")
     if action == "list":
         return _table(run_dir)
     if not addresses:

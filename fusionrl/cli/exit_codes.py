@@ -1,4 +1,4 @@
-"""Exit codes of the command, and how a user's mistakes are told."""
+"""Exit codes of the command, and how it reports a user's mistakes."""
 
 from __future__ import annotations
 

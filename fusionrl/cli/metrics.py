@@ -9,7 +9,7 @@ from fusionrl.observe.glossary import describe, render_glossary
 
 
 def run(names: Sequence[str]) -> int:
-    """Print what was asked for; returns the exit code."""
+    """Print the requested table; return the exit code."""
     try:
         print("\n".join(map(describe, names)) if names else render_glossary(), end="")
     except ValueError as error:

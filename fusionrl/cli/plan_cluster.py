@@ -41,7 +41,7 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     if config.run.mode == "eval":
         quantization = None  # as for a run here: engines alone load what the files have
     original = config
-    # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
+    # These flags name folders of the cluster; other trainers than the actor's are taken for models of its shape.
     # A copy that sets a field counts as given by the user, so only what is there is taken out.
     if config.critic.critic_load is not None:
         config = config.model_copy(update={"critic": config.critic.model_copy(update={"critic_load": None})})

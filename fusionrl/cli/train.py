@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
             return 0
         code = run_command(config, plan, early_start)
     if config.run.in_process and code == EXIT_INTERRUPTED:
-        # A thread that stands at a debugger's prompt would hold up the end of this process; children have ended.
+        # A thread at a debugger's prompt would hold up the end of this process; children have ended.
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -74,7 +74,7 @@ def _begin(early_start: EarlyStart, argv: Sequence[str]) -> None:
 def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
     """Run a resolved configuration in its folder; whatever goes wrong is said last, in one message.
 
-    `early_start` has begun already.
+    `early_start` started already.
     """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
     from fusionrl.cli.end_message import ending
@@ -155,7 +155,7 @@ def debug(error: BaseException) -> None:
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
+    """Return exit code and message of the error that ended a run: the cause that Ray has wrapped."""
     from fusionrl.runtime.ray_cluster import root_cause
     from fusionrl.runtime.supervisor import Terminated
 

@@ -119,7 +119,7 @@ class Watches:
             self._told_at["lost"] = step
         texts += self._due(step, {"lost": lost_rewards(facts, self.settings)})
         is_said = bool(texts) and facts.num_truncated / max(facts.num_samples, 1) > TRUNCATED_SHARE
-        if is_said:  # a cause that these warnings name is no second warning
+        if is_said:  # these warnings already name the cause
             self._told_at["truncated"] = step
         return texts + self._due(step, {"truncated": truncated(facts, self.settings, step)})
 

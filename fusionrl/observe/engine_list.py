@@ -37,7 +37,7 @@ def engine_url(address: str) -> str:
     """Return `http://host:port` of an address, with or without the beginning.
 
     Raises:
-        ValueError: it is no such address.
+        ValueError: it is not such an address.
     """
     text = address.strip().rstrip("/")
     parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -87,7 +87,7 @@ def remove_wanted(run_dir: Path, urls: Sequence[str]) -> list[str]:
     def is_kept(line: str) -> bool:
         try:
             return engine_url(line.partition("#")[0]) not in urls
-        except ValueError:  # a comment, or a line that somebody has to mend
+        except ValueError:  # a comment, or a line with a mistake
             return True
 
     _change(run_dir, lambda text: "".join(line for line in text.splitlines(keepends=True) if is_kept(line)))

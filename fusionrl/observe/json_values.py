@@ -80,13 +80,13 @@ def json_line(row: Mapping[str, object]) -> bytes:
     try:
         # Arrays are written as they stand: as lists, a long sample's numbers take thirty times as long.
         return orjson.dumps(row, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # a key that is no string, an integer of more than 64 bits, half a surrogate pair
+    except TypeError:  # a key that is not a string, an integer of more than 64 bits, half a surrogate pair
         text = json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under a temporary name beside `path`, then rename: a reader never sees half a file."""
+    """Write `text` under a temporary name next to `path`, then rename: a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,7 +1,7 @@
 """Logging of a run's processes: short lines that name the process's role, and libraries kept to what matters.
 
-To the file goes everything of ours at the level asked for, and the libraries' warnings; to the terminal the
-same without the libraries' warnings: of them only errors are worth a person's eye.
+The file gets all our messages at the chosen level, and the libraries' warnings. The terminal gets the same without
+the libraries' warnings, of which it shows only errors.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def write_whole_lines() -> None:
 
     Into a file, Python would keep it back until there are some KiB, and lose it where the process is killed; or, with
     PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write. In
-    Ray's processes a stream of Ray's own does the latter, so it is replaced.
+    Ray's processes Ray's own stream does the latter, so it is replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -2,7 +2,7 @@
 top.
 
 Names are slime's: `rollout/…`, `train/…`, `eval/…`, `perf/…`, `sync/…`. Each line carries its attempt, so a
-resumed run goes on in the same file: `read_metrics` merges what two attempts wrote of one step.
+resumed run appends to the same file: `read_metrics` merges what two attempts wrote of one step.
 
     {"step": 3, "attempt": 1, "time": 1760000000.123, "train/loss": 0.02, "rollout/raw_reward": 0.4}
     {"step": 4, "attempt": 1, "time": 1760000009.456, "train/loss": null, "nonfinite": ["train/loss"]}
@@ -54,7 +54,7 @@ class MetricsSink:
         """Append the metrics of `step`; may be called several times for one step (training, then evaluation).
 
         numpy and torch scalars are accepted. NaN and infinities are written as null and named under
-        "nonfinite". Raises ValueError for a value that is no scalar and for a reserved name (step, attempt,
+        "nonfinite". Raises ValueError for a value that is not a scalar and for a reserved name (step, attempt,
         time, nonfinite).
         """
         taken = RESERVED_KEYS.intersection(values)
@@ -106,7 +106,7 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
-                f"TensorBoard was asked for but cannot be imported ({error}): "
+                f"TensorBoard is enabled but cannot be imported ({error}): "
                 f"{install_hint('tensorboard')}, or leave it off; metrics.jsonl is written either way"
             ) from error
         self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard" / f"a{attempt}"))
@@ -148,7 +148,7 @@ def read_metrics(path: Path, of_rows_with: str | None = None) -> list[dict[str, 
 def made_by(lines: Iterable[tuple[int, int, Container[str]]]) -> dict[int, int]:
     """Return the last attempt that did each step, from (step, attempt, names) of lines.
 
-    Lines of attempts before it are of other weights.
+    Earlier attempts wrote their lines with other weights.
     """
     makers: dict[int, int] = {}
     for step, attempt, names in lines:

@@ -217,7 +217,7 @@ def _step(state: State, look: _Look) -> list[Piece]:
 
 
 def _headline(state: State, look: _Look) -> list[Piece]:
-    """The reward and its course; where there is no reward (sft), the loss and its."""
+    """Return the reward and its curve or, without a reward (sft), the loss and its curve."""
     label, history = ("reward", state.rewards) if "reward" in state.values else ("loss", state.losses)
     if label not in state.values:
         return []

@@ -162,8 +162,7 @@ class Progress:
     def _measure(self, step: int, values: Mapping[str, float]) -> None:
         """Take the duration of the steps since the last update.
 
-        The first stretch holds the start of the engines too, so there the step's own times stand for it, if
-        given.
+        The first stretch includes the start of the engines, so there the step's own times count instead, if given.
         """
         finished = step - self._state.step
         if finished <= 0:

@@ -79,7 +79,7 @@ class RolloutFile:
     def scan(self) -> Iterator[tuple[int, dict[str, object] | None]]:
         """(offset in bytes, sample without what runs over its tokens) of each line, one in memory at a time.
 
-        None for a line that is no sample, as a copy of a file that is being written may end with.
+        None for a line that is not a sample, as a copy of a file that is being written may end with.
         """
         for offset, line in _lines(self.path):
             light = _parse(_without_arrays(line, _ARRAYS))
@@ -126,7 +126,7 @@ class RolloutWriter:
         stand in a file name.
         """
         if not _KIND.fullmatch(kind):
-            raise ValueError(f"rollout kind {kind!r} is no file name; use letters, digits, '_', '-'")
+            raise ValueError(f"rollout kind {kind!r} is not a file name; use letters, digits, '_', '-'")
         return _write_rows(self.folder / f"step_{step_of(rollout_id, kind):06d}.{kind}.a{attempt}.jsonl", rows)
 
     def write_trained(self, path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
@@ -179,7 +179,7 @@ def _without_arrays(line: bytes, arrays: Mapping[str, int]) -> bytes:
     """The line without arrays of numbers, which are nearly all of it: a tenth of the time to parse.
 
     Within a JSON text a quote is escaped, so that only keys are found. Where a user's field of such a name holds
-    something else, the result may be no JSON: then the whole line is to be parsed.
+    something else, the result may not be JSON: then the whole line is to be parsed.
     """
     for name, depth in arrays.items():
         start = line.find(b'"%b":%b' % (name.encode(), b"[" * depth))

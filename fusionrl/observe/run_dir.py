@@ -45,7 +45,7 @@ class RunDir:
         """Make or reopen the folder and take its lock. With a `mode` the folder gets it, if it is new or holds a run;
         another folder of the user keeps its own.
 
-        Raises ValueError if the folder holds a run and `resume` is False, if it is no folder, or if a live
+        Raises ValueError if the folder holds a run and `resume` is False, if it is not a folder, or if a live
         process (or one of another machine, which cannot be asked) holds it, or if something in it is a link, by
         which the run would read or write elsewhere, but for this user's links to folders in `LINKED_FOLDERS`. The
         lock of a dead process is taken over.
@@ -180,7 +180,7 @@ def _refuse_links(path: Path) -> None:
         if not folder.is_symlink() and not folder.exists():
             continue
         if folder is not path and not folder.is_dir():
-            raise ValueError(f"--run-dir {path}: {folder.name} is no folder; remove it")
+            raise ValueError(f"--run-dir {path}: {folder.name} is not a folder; remove it")
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
@@ -201,7 +201,7 @@ def _is_own_link(path: Path) -> bool:
 
 
 def _has_content(path: Path) -> bool:
-    """Return whether anything was written; a start that failed leaves empty sub folders, which are no run."""
+    """Return whether anything was written; a start that failed leaves only empty subfolders."""
     for entry in path.iterdir():
         if entry.name == LOCK_FILE or (entry.name in LINKED_FOLDERS and entry.is_dir() and not any(entry.iterdir())):
             continue
@@ -232,7 +232,7 @@ class _Lock:
             _replace(file, json.dumps(self._mine))
 
     def check(self) -> None:
-        """Raise ValueError where `acquire` would, for somebody else holds it; nothing is written."""
+        """Raise ValueError if another process holds the folder, as `acquire` would; write nothing."""
         if self.path.is_file() and not self.path.is_symlink():
             self._refuse_holder(_parse(self.path.read_text(encoding="utf-8", errors="replace")))
 
@@ -267,7 +267,7 @@ class _Lock:
             raise ValueError(f"--run-dir {self.path.parent}: {self.path.name} cannot be opened ({error})") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise ValueError(f"--run-dir {self.path.parent}: {self.path.name} is no file; remove it")
+            raise ValueError(f"--run-dir {self.path.parent}: {self.path.name} is not a file; remove it")
         with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
@@ -287,7 +287,7 @@ def _replace(file: IO[str], text: str) -> None:
 
 
 def _parse(text: str) -> _Holder | None:
-    """The holder a lock file names; None if free. Half a record is of a process that died writing it."""
+    """The holder a lock file names; None if free. A process that died while writing leaves half a record."""
     try:
         holder = json.loads(text)
     except (ValueError, RecursionError):

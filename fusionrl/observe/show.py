@@ -425,7 +425,7 @@ def painter(stream: TextIO) -> Paint:
 
 
 def write_text(parts: Iterable[str], stream: TextIO) -> None:
-    """Write as much as the stream's encoding can say; a reader that has left is no error."""
+    """Write as much as the stream's encoding can say; ignore a reader that has left."""
     encoding = stream.encoding or "utf-8"
     try:
         for text in parts:

@@ -2,7 +2,7 @@
 
 A process calls `record_to` once. From then on each of its modules says where its time goes:
 
-    with phase("train", step=3):              # some of them a step; others see at once that it has begun
+    with phase("train", step=3):              # some of them a step; others see at once that it started
         with span("forward", micro_batch=0):  # many a step; written when it has ended
             ...
     @phase("offload")                         # or a whole function
@@ -17,7 +17,7 @@ The file, `<run>/timeline/<process>.a<attempt>.jsonl`, is only appended to. Its 
 its clocks; times after it are microseconds of the monotonic clock since then:
 
     {"process": "trainer-0", "attempt": 1, "pid": 71, "host": "n1", "boot": "…", "mono_ns": …, "wall_ns": …}
-    ["B", lane, name, start, facts]             a phase has begun
+    ["B", lane, name, start, facts]             a phase started
     ["X", lane, name, start, duration, facts]   a phase or a span has ended; that of a phase is written at once, too
     ["C", name, time, {series: number}]         a curve
     ["S", start, duration, facts, parts]        the course of a sample; see `courses`
@@ -57,7 +57,7 @@ Fact = str | int | float
 
 @dataclass(frozen=True)
 class OpenSpan:
-    """A span that has not ended. `start_ns` is of the monotonic clock of its machine; `boot` names that machine."""
+    """A span that has not ended. `start_ns` comes from its machine's monotonic clock; `boot` names that machine."""
 
     lane: str
     name: str

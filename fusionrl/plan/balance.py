@@ -90,7 +90,7 @@ def divide(
     Args:
         lengths: [n] tokens of each sample.
         prompts: [n] tokens of each sample's prompt.
-        groups: the samples, siblings together; every sample stands in one group.
+        groups: the samples, siblings together; every sample is in one group.
         ranks: data-parallel size.
         balance: see there.
 
@@ -404,7 +404,7 @@ def enough_for(stages: int) -> int:
 
 
 def pipeline_order(costs: np.ndarray, mirrored: bool = False) -> list[int]:
-    """Micro-batches so that neighbours are alike and the small ones stand at both ends.
+    """Micro-batches so that neighbours are alike and the small ones are at both ends.
 
     While a pipeline fills and empties, stages wait for its first and last micro-batches: those should be short. The
     order depends on the ranks of the costs alone, so that micro-batches which run at the same time are alike on all

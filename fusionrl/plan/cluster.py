@@ -110,7 +110,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
 
 
 def _others(config: Config) -> int:
-    """Devices of what has its own beside trainers and engines."""
+    """Count the devices of evaluation engines, scorers and second trained models that have their own."""
     algorithm, run = config.algorithm, config.run
     count = config.eval.eval_num_gpus
     count += config.reward.rm_num_gpus if config.reward.rm_model is not None and run.mode != "sft" else 0

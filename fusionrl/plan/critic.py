@@ -1,4 +1,4 @@
-"""The plan of the trainers beside the actor's: PPO's critic, or PRIME's reward model (prm).
+"""The plan of the second group of trainers: PPO's critic, or PRIME's reward model (prm).
 
 What they have instead of the actor's flags, and where they run.
 """
@@ -32,7 +32,7 @@ class AuxiliaryPlan:
 
 
 def auxiliary_role(config: Config) -> Role | None:
-    """Return the role of the model that is trained besides the policy; None: there is none."""
+    """Return the role of the second trained model; None if only the policy is trained."""
     return estimator_of(config.algorithm).role if config.run.mode == "rl" else None
 
 

@@ -64,7 +64,7 @@ def check_device(
 
 
 def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str, config: Config) -> None:
-    """Refuse attention that engines on a GPU cannot have; `args` are fields of SGLang's."""
+    """Refuse attention that engines on a GPU cannot have; `args` are SGLang's fields."""
     if BACKEND in map(args.get, _ATTENTION_FIELDS):
         raise ValueError(f"{prefix}attention-backend {BACKEND}: it is for engines on a CPU; leave it out")
     if rollout_dtype != "fp32" or not uses_engines(config):
@@ -79,7 +79,7 @@ def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str
 
 
 def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
-    """Refuse drafts that engines on a CPU cannot have; `args` are all of an engine's fields of SGLang's."""
+    """Refuse drafts that engines on a CPU cannot have; `args` are all SGLang fields of an engine."""
     drafter = args.get("speculative_algorithm")
     if drafter is None:
         return
@@ -100,7 +100,7 @@ def check_placement(config: Config, device: Literal["cpu", "cuda"]) -> None:
     """On GPUs, engines that share the trainers' devices get the weights by IPC or files, and others never by IPC.
 
     Raises:
-        ValueError: NCCL would meet itself on a device, or an engine would have no trainer beside it.
+        ValueError: NCCL would meet itself on a device, or an engine would have no trainer on it.
     """
     cluster, transport = config.cluster, config.weights.update_weight_transport
     if device == "cpu" or not (uses_trainers(config) and uses_engines(config)):

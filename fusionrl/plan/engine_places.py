@@ -61,7 +61,7 @@ def engine_sizes(config: Config, count: int) -> list[int]:
     size = config.cluster.rollout_num_gpus_per_engine
     if count % size:
         raise ValueError(
-            f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size};"
+            f"--rollout-num-gpus {count} is not a multiple of --rollout-num-gpus-per-engine {size};"
             f" {dividing(count, size)}"
         )
     return [size] * (count // size)
@@ -91,7 +91,7 @@ def place_engines(flag: str, size_flag: str, count: int, size: int, first: int, 
         ValueError: the engines do not come out even.
     """
     if count % size:
-        raise ValueError(f"{flag} {count} is no multiple of {size_flag} {size}; {dividing(count, size)}")
+        raise ValueError(f"{flag} {count} is not a multiple of {size_flag} {size}; {dividing(count, size)}")
     check_engine_size(size_flag, size, per_node)
     bundles = []
     for _ in range(count // size):

@@ -2,7 +2,7 @@
 
 A matrix of N parameters takes 2 N FLOPs a token in the forward pass and 4 N in the backward pass (Kaplan et al. 2020,
 "Scaling Laws for Neural Language Models", section 2.1; PaLM, appendix B, adds attention). Attention looks back alone,
-so a sequence of s tokens has s²/2 pairs. What is recomputed counts once: it is no use to the model.
+so a sequence of s tokens has s²/2 pairs. Recomputed work counts once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of slime's `args` that are no flags here, or flags that were left open: what the plan answers."""
+"""Values from the plan for names of slime's `args` that are not flags here, and for flags left open."""
 
 from __future__ import annotations
 

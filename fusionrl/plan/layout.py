@@ -108,7 +108,7 @@ class TrainerLayout:
         return RankCoordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, coordinates: RankCoordinates) -> int:
-        """The rank that stands at `coordinates`."""
+        """Return the rank at `coordinates`."""
         c = coordinates
         return c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
 
@@ -127,7 +127,7 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
     Args:
         layout: the parallel sizes.
         shape: the model's sizes.
-        transformer: passed-through fields of Megatron's TransformerConfig (uneven first and last stages).
+        transformer: passed-through fields for the TransformerConfig (uneven first and last stages).
     """
     errors: list[str] = []
 
@@ -169,7 +169,7 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
 
 
 def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[str, object]) -> list[list[int]] | None:
-    """Layers of each pipeline rank, all its chunks together; None where a layout of Megatron's own says which.
+    """Layers of each pipeline rank, all its chunks together; None if a Megatron layout string says which.
 
     For sizes that divide (see `model_errors`).
     """

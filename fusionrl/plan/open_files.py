@@ -8,7 +8,7 @@ from fusionrl.config.run_parts import uses_engines
 from fusionrl.plan.plan import Plan
 
 FILES_BESIDE = 200
-"""Files of the router beside its connections for requests: libraries, logs, health checks."""
+"""Files of the router without its connections for requests: libraries, logs, health checks."""
 
 
 def most_requests(open_files: int) -> int:

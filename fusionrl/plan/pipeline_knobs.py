@@ -145,7 +145,7 @@ def stream_errors(config: Config) -> list[str]:
     interval, pushes = config.eval.eval_interval, _interval(config)
     if interval is not None and interval % pushes:
         errors.append(
-            f"{flag}: --eval-interval {interval} is no multiple of the {pushes} rollouts between two pushes"
+            f"{flag}: --eval-interval {interval} is not a multiple of the {pushes} rollouts between two pushes"
             " (--update-weights-interval): the engines would have older weights"
         )
     return errors

@@ -159,7 +159,7 @@ def make_plan(
     def try_plan(changed: Config) -> MemoryReport | None:
         try:
             changed_plan = _plan(changed, shape, device, num_prompts, num_cores, quantization)
-        except ValueError:  # such a layout cannot be: it is no cure
+        except ValueError:  # an impossible layout is not a cure
             return None
         return memory_report(changed_plan, changed, machine, imbalance, report.push)
 
@@ -241,7 +241,7 @@ def _plan(
 
 
 def _answers(config: Config, plan: Plan) -> dict[str, object]:
-    """Answer the flags that were `auto`, or not given, and slime's names that are no flags here."""
+    """Answer the flags that were `auto`, or not given, and slime's names that are not flags here."""
     return slime_args(config, plan) | {
         "num_rollout": plan.num_rollout,
         "device": plan.device,
@@ -290,7 +290,7 @@ def plan_errors(
 
 
 def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> AuxiliaryPlan | None:
-    """The trainers beside the actor's: on its devices, or with --critic-num-gpus (--prm-…) on those from `first` on."""
+    """Plan the second trained model: on the actor's devices, or on those from `first` on (--critic-num-gpus)."""
     role = auxiliary_role(config)
     if role is None:
         return None

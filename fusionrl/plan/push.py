@@ -61,7 +61,7 @@ class EngineTarget:
 
 
 def join_nodes(nodes: Iterable[str]) -> str:
-    """Return the name of the place that an engine over these nodes has: none of them, so nobody shares its memory."""
+    """Name the place of an engine over these nodes: none of theirs, so no process shares its memory."""
     return "+".join(dict.fromkeys(nodes))
 
 
@@ -206,11 +206,11 @@ class PushPlan:
         return max((max(bucket.nbytes, bucket.sent_bytes) for bucket in buckets), default=0), room
 
     def peak_bytes(self, rank: int) -> int:
-        """Memory that a push takes on `rank` beside the weights, at most; without the fp32 values that `fp8.quantize`
+        """Memory that a push takes on `rank` without the weights, at most; without the fp32 values that `fp8.quantize`
         has at a time."""
         flat, room = self.buffer_bytes(rank)
         buckets = self.of_source(rank)
-        # What is quantised stands beside its bucket, and the values of one tensor twice, before it takes their place.
+        # A quantised copy coexists with its bucket, and the values of one tensor exist twice, before it replaces them.
         quantised_bytes = [b.sent_bytes + max(t.sent_bytes for t in b.tensors) for b in buckets if b.is_quantised]
         return min(BUFFERS, len(buckets)) * flat + room + max(quantised_bytes, default=0)
 

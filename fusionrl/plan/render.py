@@ -56,7 +56,7 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         first = plan.num_engines
         named = [f"engine {first + i} on {_devices(bundles)}" for i, bundles in enumerate(plan.eval_bundles)]
         size = len(plan.eval_bundles[0])
-        lines.append(f"evaluation {len(named)} x TP {size}, while training goes on: {_some(named)}")
+        lines.append(f"evaluation {len(named)} x TP {size}, while training continues: {_some(named)}")
     for scorer in plan.scorers:
         name = "rm" if scorer.role == "reward-model" else scorer.role
         lines.append(
@@ -114,7 +114,7 @@ def _group(group: EngineGroup) -> str:
 
 
 def to_option(name: str, value: object) -> str:
-    """Return a field of SGLang's as its flag."""
+    """Return SGLang's flag for a field."""
     return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 

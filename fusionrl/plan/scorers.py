@@ -19,10 +19,10 @@ class ScorerPlan:
     """Engines that only read, and whose weights stay as they are: a reward model's or a teacher's.
 
     bundles       engine → its bundles
-    server_args   the user's own fields of SGLang's ServerArgs
+    server_args   the user's fields of ServerArgs
     shape         of its model; None: its config.json is not here, or is one of a family that only SGLang knows
     quantization  that its config.json describes
-    unknown       the reason why there is no shape
+    unknown       the reason why the shape is unknown
     """
 
     role: ScorerRole

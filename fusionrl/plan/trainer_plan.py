@@ -1,4 +1,4 @@
-"""What the ranks of one group of trainers follow: the policy's, a critic's, or a process reward model's."""
+"""The plan for the ranks of one group of trainers: the policy's, a critic's, or a process reward model's."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_kills_are_told_with_the_limit_and_the_cure(mount: str, tmp_path: Path) 
     assert num_memory_kills(tmp_path) == 2 and kills.sentence() == "", "they were before"
     machine(tmp_path, mount, {"jobs/7": 8 * GIB, "jobs": 64 * GIB}, kills=3, full=("jobs/7",))
     said = kills.sentence()
-    assert "has killed a process of this run, or beside it in its control group, because" in said
+    assert "has killed a process of this run or of its control group, because" in said
     assert f"its control group was full (limit 8.0 GiB, {tmp_path / mount / 'jobs/7'})" in said
     assert "raise the limit" in said and "fusionrl plan" in said
     machine(tmp_path, mount, {}, kills=5)

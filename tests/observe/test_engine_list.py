@@ -66,7 +66,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         printed = capsys.readouterr()
         return code, printed.out + printed.err
 
-    assert command("list") == (2, f"error: --run-dir {tmp_path}: it is no folder of a run\n")
+    code, message = command("list")
+    assert code == 2 and f"--run-dir {tmp_path}: it is not a run folder" in message
     (tmp_path / "config.json").write_text("{}")
     assert command("list") == (0, "no engine of others is in this run\n")
     assert command("add")[0] == command("add", "nonsense")[0] == command("remove", "a:1")[0] == 2

@@ -102,7 +102,7 @@ def test_two_flags_for_one_thing() -> None:
     [
         ({"partial_rollout": True}, "--partial-rollout belongs to --pipeline on-policy: it keeps"),
         ({"colocate": True}, "nothing can run ahead; take --pipeline on-policy or stream"),
-        ({"update_weights_interval": 3, "eval_interval": 4}, "--eval-interval 4 is no multiple of the 3 rollouts"),
+        ({"update_weights_interval": 3, "eval_interval": 4}, "--eval-interval 4 is not a multiple of the 3 rollouts"),
         ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 16: prompts that run ahead"),
     ],
 )

@@ -286,7 +286,7 @@ def test_engines_that_evaluate_alone_come_last() -> None:
     assert made.all_engine_bundles == ((2,), (4,), (5,))
     text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **values}))
     assert "placement  6 devices" in text
-    assert "evaluation 2 x TP 1, while training goes on: engine 1 on [4], engine 2 on [5]\n" in text
+    assert "evaluation 2 x TP 1, while training continues: engine 1 on [4], engine 2 on [5]\n" in text
     without = plan(**values | {"eval_num_gpus": 0})
     assert made.memory is not None and without.memory is not None
     assert made.memory.host_bars[0].total > without.memory.host_bars[0].total
@@ -303,14 +303,14 @@ def test_engines_that_evaluate_alone_do_not_come_out_even() -> None:
     values = {"rollout_batch_size": 8, "num_rollout": 3, "eval_num_gpus": 3, "rollout_num_gpus_per_engine": 2}
     values["rollout_num_gpus"] = 2
     assert plan_errors(Config.from_flat(values), num_prompts=4) == [
-        "--eval-num-gpus 3 is no multiple of --rollout-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
+        "--eval-num-gpus 3 is not a multiple of --rollout-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
     ]
 
 
 def test_devices_of_theirs_that_do_not_divide() -> None:
     values = {"rollout_batch_size": 8, "num_rollout": 3, **SCORERS, "rm_num_gpus": 3, "rm_num_gpus_per_engine": 2}
     assert plan_errors(Config.from_flat(values), num_prompts=4) == [
-        "--rm-num-gpus 3 is no multiple of --rm-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
+        "--rm-num-gpus 3 is not a multiple of --rm-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
     ]
 
 

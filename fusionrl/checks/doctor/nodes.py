@@ -46,7 +46,7 @@ _CLOCK_S = 1.0
 class Order:
     """The question to each node.
 
-    plan     None: flags are wrong, so nobody knows what a run takes
+    plan     None: flags are wrong, so a run's needs are unknown
     device   "cpu" or "cuda"
     folders  flag → folder or file that must be seen on every node
     """
@@ -88,7 +88,7 @@ class NodeDoctor:
 
     def listen(self, address: str) -> int:
         """Accept connections at this node's address from now on; return the port."""
-        self._server = socket.create_server((address, 0), backlog=1024)  # the kernel answers: nobody has to accept
+        self._server = socket.create_server((address, 0), backlog=1024)  # the kernel answers without an accept
         return int(self._server.getsockname()[1])
 
     def reach(self, places: Mapping[str, tuple[str, int]]) -> dict[str, str]:

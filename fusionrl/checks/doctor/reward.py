@@ -30,7 +30,7 @@ FORMS = (
     "<think>\nI see.\n</think>\n\\boxed{{label}}",
     "<think>\nI see.\n</think>\n<answer>{label}</answer>",
 )
-# Their label is no answer (tests, instructions), or they do not read it.
+# Their label is not an answer (tests, instructions), or they do not read it.
 _NO_GOLD = frozenset({"code", "code_all", "ifeval", "ifbench", "format", "random"})
 # An answer has to have the whole label in it; elsewhere a label may be a solution of pages.
 _WHOLE_LABEL = frozenset({"exact", "last_number", "dapo"})
@@ -47,7 +47,7 @@ def gold_answers(label: object, gold: str | None) -> list[str]:
 
 
 def written_answers(config: Config, rows: Sequence[Sample], gold: str | None) -> list[str]:
-    """Return the answers to `rows` that a model has to be able to write; none where nobody knows them."""
+    """Return the answers to `rows` that a model has to be able to write; none where they are unknown."""
     reward = config.reward
     is_label = reward.custom_rm_path is None and reward.rm_type in _WHOLE_LABEL
     if gold is None and not is_label:

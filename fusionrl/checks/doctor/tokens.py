@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHECK, _TEMPLATE = "tokens", "template"
-# What a tokenizer that loses text loses first: spaces, new lines, digits, marks, letters of other scripts.
+# A lossy tokenizer loses these first: spaces, new lines, digits, marks, letters of other scripts.
 _TEXT = "A  b\n\n\tc 12,345.67 \\boxed{x^2} <b>ü</b> 中文"
 _QUESTION, _ANSWER = "How much is 17 and 25?", "It is 42, of course."
 _MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>")
@@ -51,7 +51,7 @@ def end_findings(
     last = _end_of_turn(tokenizer, kwargs or {}) if uses_template else None
     if last is not None and last not in stops:
         text = f"the chat template ends a turn with {last} {tokenizer.convert_ids_to_tokens(last)!r}"
-        return [fault("end", f"{text}, and engines stop only at {named}: answers go on to their limit", cure)]
+        return [fault("end", f"{text}, and engines stop only at {named}: answers run to their limit", cure)]
     at = f"; the chat template ends a turn with {last}" if last is not None else ""
     return [fact("end", f"engines stop at {named}{at}")]
 

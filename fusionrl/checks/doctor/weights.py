@@ -28,6 +28,6 @@ def weight_findings(folder: Path) -> list[Finding]:
                     num_read += 1
                     bad += [] if torch.isfinite(reader.get_tensor(name)).all() else [name]
     if bad:
-        text = f"{len(bad)} of {num_read} tensors have values that are no finite numbers, the first: {bad[0]}"
+        text = f"{len(bad)} of {num_read} tensors have values that are not finite, the first: {bad[0]}"
         return [fault(_CHECK, text, "copy the model again, or take an earlier checkpoint: the first loss would be NaN")]
     return [fact(_CHECK, f"all values of {num_read} tensors are finite")]

@@ -11,7 +11,7 @@ from fusionrl.observe.hardware.nvml import Device
 logger = logging.getLogger(__name__)
 
 _FEWEST_CPUS = 4
-_MOST_NODES = 16  # NUMA nodes of a machine: with a smaller share, somebody has chosen CPUs far from the GPU
+_MOST_NODES = 16  # NUMA nodes of a machine: a smaller share means CPUs that were chosen far from the GPU
 
 
 def bind_near(devices: Sequence[Device]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """NVIDIA's management library, by the package nvidia-ml-py: an inventory, readings, and the CPUs that are near a GPU.
 
 What a driver or a card does not support is None, never an error: a laptop's card counts no memory errors, a slice of a
-GPU (MIG) has no utilisation. Without a driver there is no `Nvml`, and a run goes on without its numbers.
+GPU (MIG) has no utilisation. Without a driver there is no `Nvml`, and a run continues without its numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_LINKS = 18  # NVLink, of a GPU
 _BITS = 64
-# Reasons for which a card runs slower than it could; "idle" and a clock that somebody set are none.
+# Reasons for which a card runs slower than it could; not "idle" or a clock that a user set.
 _SLOWED_BY = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -114,7 +114,7 @@ class Device:
         )
 
     def cpus(self) -> tuple[int, ...]:
-        """The numbers of the CPUs of its NUMA node; none where nobody knows."""
+        """The numbers of the CPUs of its NUMA node; none where they are unknown."""
         words = _asked(self._nvml, lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, _num_words()))
         if words is None:
             return ()

@@ -11,8 +11,8 @@ HARDWARE: Table = {
         "share",
         "Model FLOPs utilisation of the training: the FLOPs of forward and backward passes over all tokens that are"
         " trained on, prompts included, divided by what the trainers' devices could do in perf/time_train_s"
-        " (--peak-tflops, or the data sheet's bf16). Log-prob passes and recomputation are no use and count as time"
-        " alone; of a critic or reward model likewise.",
+        " (--peak-tflops, or the data sheet's bf16). Log-prob passes and recomputation count as time,"
+        " not as work; a critic or reward model likewise.",
         "runtime/hardware.py",
         "GPUs that the table has, or --peak-tflops",
     ),
@@ -55,7 +55,7 @@ HARDWARE: Table = {
     ),
     "hardware/memory_used_bytes/<group>": Entry(
         "bytes",
-        "The most memory in use on a GPU of the group, by whomever, of looks once a second since the step before.",
+        "The most memory in use on a GPU of the group, by any process, sampled every second since the last step.",
         "observe/hardware/meter.py",
         _GPU,
     ),

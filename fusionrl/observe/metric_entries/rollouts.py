@@ -174,7 +174,7 @@ ROLLOUTS: Table = {
     ),
     "rollout/answers_refused": Entry(
         "answers",
-        "Answers of engines that were no answer to their request (docs/security.md); each was asked for once more.",
+        "Responses of engines that did not match their request (docs/security.md); each request was sent again.",
         "rollout/client.py",
         "when it happens",
     ),
@@ -201,7 +201,7 @@ ROLLOUTS: Table = {
     ),
     "rollout/unsampled": Entry(
         "samples",
-        "Not accepted: trained tokens stand in no answer of the engines (a tool's text without a mask).",
+        "Not accepted: trained tokens occur in no response of the engines (a tool's text without a mask).",
         "buffer/reject_sampling.py",
         "--mode reject-sampling",
     ),

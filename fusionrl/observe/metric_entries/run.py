@@ -130,7 +130,7 @@ PUSHES: Table = {
     "sync/prepare_s": Entry("seconds", "Preparation, while the engines generate.", "weights/push.py"),
     "sync/pause_s": Entry(
         "seconds",
-        "How long an engine stood still: from the first that had paused until all had gone on.",
+        "Time from the first engine pausing until all have resumed.",
         "weights/push.py",
     ),
     "sync/transfer_s": Entry(

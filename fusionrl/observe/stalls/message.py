@@ -48,7 +48,7 @@ def sentence(
     """Return the line about a phase that is late.
 
     waited_for  names of the calls that the driver waits for: "trainer rank 3", "engine 1: pause"
-    driver      where the driver is, for when it waits for nobody that has a name
+    driver      where the driver is, for a wait that names no actor
     progress    how far others are, each in words
     sizes       of the groups in `waited_for`: "trainer rank" → 8
     file        the file with the stacks

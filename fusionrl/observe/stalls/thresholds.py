@@ -1,7 +1,7 @@
 """When the watchdog speaks: a phase takes much longer than it usually does.
 
 A phase is late after max(floor, 5 x its median), and then again after pauses that double: after 60 s, 120 s, 240 s, …
-One that has never ended has no median; it is given 5 x the floor. Pure: it is told the time.
+One that has never ended has no median; it is given 5 x the floor. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FACTOR = 5.0
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of the driver that has not ended. `since` is of the same clock as `now`."""
+    """A phase of the driver that has not ended. `since` comes from the same clock as `now`."""
 
     name: str
     since: float

@@ -36,9 +36,7 @@ def _of_event(event: object) -> list[str]:
         return [f"ph {phase!r}"]
     if not isinstance(event.get("name"), str):
         messages.append(f"name {event.get('name')!r}")
-    messages += [
-        f"{key} {event.get(key)!r} is no whole number" for key in ("pid", "tid") if not _is_int(event.get(key))
-    ]
+    messages += [f"{key} {event.get(key)!r} is not an integer" for key in ("pid", "tid") if not _is_int(event.get(key))]
     if not _is_number(event.get("ts")):
         messages.append(f"ts {event.get('ts')!r}")
     args = event.get("args", {})

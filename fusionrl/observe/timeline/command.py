@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=64,
         metavar="N",
-        help="the N longest samples of each step, beside all that were aborted; default: 64",
+        help="the N longest samples of each step, and all that were aborted; default: 64",
     )
     parser.add_argument(
         "--check",

@@ -18,7 +18,7 @@ from fusionrl.observe.timeline.shares import OTHER, driver_shares
 _CLOCK_US = 5_000
 _SHARE = 0.02
 _SLACK_US = 5_000  # of a step, for what lies between the two measurements
-_OTHER_US = 20_000  # of a step, for what the driver does between its phases, which is no share of a longer step
+_OTHER_US = 20_000  # per step, for the driver's work between phases, which does not grow with the step
 _WALL_US = 50_000  # for setting the wall clock right
 
 
@@ -56,7 +56,7 @@ class MeasuredTimes:
 
 
 def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
-    """Read the times of an attempt. Of a run that goes on, before its record is read: that has all of them then."""
+    """Read the times of an attempt. For a live run, call it before its record is read, which then has all of them."""
     if not (run / METRICS_FILE).is_file():
         return MeasuredTimes({}, {})
     times: dict[str, dict[int, float]] = {}
@@ -78,7 +78,7 @@ def record_faults(recorded: Recorded, measured: MeasuredTimes) -> list[str]:
 
 
 def _of_clocks(recorded: Recorded) -> list[str]:
-    return [  # a clock that was never measured is told by the report
+    return [  # the report names clocks that were never measured
         f"the clock of {name} on {machine.host} is known within {machine.error_us / 1e3:.1f} ms,"
         f" and not within {_CLOCK_US / 1e3:.0f}"
         for name, machine in recorded.machines.items()

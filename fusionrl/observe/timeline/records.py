@@ -63,7 +63,7 @@ class Counter:
 
 @dataclass
 class Machine:
-    """A process's machine: `error_us` bounds how wrong its times may be, None where nobody measured it."""
+    """A process's machine: `error_us` bounds how wrong its times may be, None if it was not measured."""
 
     host: str
     error_us: float | None
@@ -108,7 +108,7 @@ class Recorded:
         return self._ordered[key]
 
     def _index(self) -> None:
-        """Sort the spans by process and name, once: a long run is asked for them in each step."""
+        """Sort the spans by process and name, once: a long run needs them in each step."""
         self._by_name.clear()
         self._ordered.clear()
         for span in self.spans:
@@ -129,7 +129,7 @@ def attempts(run: Path) -> list[int]:
     numbers = {int(match["attempt"]) for path in _files(run) if (match := _NAME.fullmatch(path.name))}
     if not numbers:
         raise ValueError(
-            f"{run} has no {FOLDER}/ with records: it is no run's folder, its run has not begun, or an earlier version"
+            f"{run} has no {FOLDER}/ with records: its run has not started, it is not a run folder, or an older version"
             " of fusionrl made it"
         )
     return sorted(numbers)
@@ -218,7 +218,7 @@ class _DriverClock:
                 self._measured.setdefault(boot, []).append(Measured(at, offset + self._mono_ns, error))
 
     def of(self, header: dict[str, object]) -> tuple[Clock, float | None]:
-        """Return the clock of a process, and the most µs by which its times are wrong; None: nobody knows."""
+        """Return the clock of a process, and the most µs by which its times are wrong; None: unknown."""
         boot, mono_ns = str(header["boot"]), _int(header["mono_ns"])
         if boot == self._boot:
             return Clock(mono_ns, [Measured(mono_ns, self._mono_ns, 0)]), 0.0
@@ -292,7 +292,7 @@ def _facts(value: object) -> Facts:
 
 
 def _int(value: object) -> int:
-    assert isinstance(value, int), f"{value!r} is no whole number: the timeline's file is not of this version"
+    assert isinstance(value, int), f"{value!r} is not an integer: another version wrote the timeline's file"
     return value
 
 

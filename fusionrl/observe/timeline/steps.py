@@ -10,7 +10,7 @@ from fusionrl.observe.timeline.records import Course, Recorded, Span
 
 _INDEX = re.compile(rb'"index":(\d+)')
 _NAME = re.compile(r"step_(\d+)\.train\.a(\d+)\.jsonl")
-_HEAD_BYTES = 400  # of a row: its index stands at its beginning
+_HEAD_BYTES = 400  # of a row: its index is at its beginning
 
 
 def steps_of(run: Path, recorded: Recorded) -> dict[int, list[Course]]:

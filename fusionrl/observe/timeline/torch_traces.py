@@ -1,6 +1,6 @@
-"""Traces of torch's profiler (--profile-tool torch) as tracks of the process that they are of.
+"""Traces by torch.profiler (--profile-tool torch) as tracks of their process.
 
-Their times are of the wall clock of its machine; the record of the same process has that and the monotonic clock at its
+Their times come from its machine's wall clock; the record of the same process has that and the monotonic clock at its
 beginning, from which the timeline's own times come.
 """
 

@@ -2,7 +2,7 @@
 
 metrics.jsonl is the truth. A tracker is fed from it by a process of its own, so that no fault of a tracker's library or
 network touches the run: afterwards, or live (--follow). What was sent is remembered, so that a repeated command sends
-what is new, and a resumed run goes on as the same run of the tracker.
+what is new, and a resumed run continues the same run of the tracker.
 
     lines     the lines of metrics.jsonl that count, from a place on
     state     what has arrived at which tracker

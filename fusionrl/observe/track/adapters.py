@@ -1,6 +1,6 @@
 """One class for each tracker; its package is imported where it is opened.
 
-Each opens a run of the tracker, or goes on with one, and takes lines in order. `run_id` is the run's name there, to go
+Each opens or continues a run of the tracker and takes lines in order. `run_id` is the run's name there, to go
 on with it later. Metrics keep their names and steps, and their times where the tracker takes one.
 """
 
@@ -204,7 +204,7 @@ class Trackio:
         self.run_id = target.run_id
         trackio.init(
             project=target.project,
-            name=f"{target.name}-{target.run_id}",  # by which it goes on with a run
+            name=f"{target.name}-{target.run_id}",  # by which it continues a run
             space_id=target.address or None,
             config=dict(target.config),
             resume="allow",

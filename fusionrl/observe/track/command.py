@@ -33,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = find_run(options.run)
         if options.to in LIVE and not options.follow:
-            raise ValueError(f"--to {options.to} shows a run that goes on: give --follow")
+            raise ValueError(f"--to {options.to} shows a live run: give --follow")
         if not (run / METRICS_FILE).is_file() and not (options.follow and is_running(run)):
-            raise ValueError(f"{run} has no {METRICS_FILE}: no step is finished yet, or it is no run's folder")
+            raise ValueError(f"{run} has no {METRICS_FILE}: no step is finished yet, or it is not a run folder")
         if options.offline and options.address and options.to in _ADDRESS_SENDS:
             raise ValueError(
                 f"--offline with --address: --to {options.to} sends to an address; leave one of the two out"

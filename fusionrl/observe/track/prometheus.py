@@ -1,10 +1,10 @@
-"""The newest metrics of a run for Prometheus, from a small server beside the run; needs no package.
+"""The newest metrics of a run for Prometheus, served over HTTP by a separate process; needs no package.
 
     fusionrl_metric{run="sums", name="train/loss"} 0.02
     fusionrl_step{run="sums"} 17
     fusionrl_step_time_seconds{run="sums"} 1760000009.456
 
-One family with the metric's own name as a label: names of metrics are no names of Prometheus, and translated ones could
+One family with the metric's own name as a label: metric names are not valid in Prometheus, and translated ones could
 fall together.
 """
 

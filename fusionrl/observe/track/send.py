@@ -34,7 +34,7 @@ class Sending:
         self._end = sent.bytes  # of the lines that the tracker was given
         self._count = 0
         sent.run_id = tracker.run_id
-        self._remember(sent.bytes)  # the run there, which a second command goes on with
+        self._remember(sent.bytes)  # the run there, which a second command continues
 
     def send(self, follow: bool) -> int:
         """Send what is new, with `follow` until the run ends or Ctrl-C; return the number of lines.
@@ -105,7 +105,7 @@ def say_who_holds(run: Path) -> None:
     host = other_host(run)
     if host is not None:
         print(
-            f"{run} is held by host {host}, whose processes cannot be asked: if that run is dead, this goes on until"
+            f"{run} is held by host {host}, whose processes cannot be asked: if that run is dead, this continues until"
             f" {run / LOCK_FILE} is deleted, or until Ctrl-C",
             file=sys.stderr,
             flush=True,

@@ -8,5 +8,5 @@
     terminal    one sample with coloured tokens
     command     flags
 
-Nothing here imports torch, Ray or transformers: a run that is still going may be looked at beside it.
+Nothing here imports torch, Ray or transformers: so viewing a live run stays cheap.
 """

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_mode(options: argparse.Namespace) -> bool:
-    """Return whether one sample is asked for; raise ValueError for a flag that its mode does not have."""
+    """Return whether the user selects one sample; raise ValueError for a flag that its mode does not have."""
     is_set = {
         name
         for name in ("html", "steps", "mb", "serve", "step", "sample", "eval", "by")
@@ -132,7 +132,7 @@ def _write_html(options: argparse.Namespace) -> str:
 
 def _serve(options: argparse.Namespace) -> None:
     pages = Pages([find_run(name) for name in options.runs or [None]], options.tokenizer or "")
-    pages.index()  # a run that cannot be read is told here, and not in the browser
+    pages.index()  # a run that cannot be read fails here, not in the browser
     server, address = make_server(pages, options.serve)
     print(f"{address}\nCtrl-C ends it", flush=True)
     with server:

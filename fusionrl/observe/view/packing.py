@@ -76,7 +76,7 @@ def _tame(value: object) -> object:
 
 
 def short(value: object, digits: int = 4) -> Number:
-    """A number with so many digits; None for what is no finite number."""
+    """Return a number with so many digits; None if it is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return int(value) if isinstance(value, bool) else None
     return value if isinstance(value, int) else float(f"{value:.{digits}g}")

@@ -14,11 +14,11 @@ from fusionrl.observe.view.run_block import RunBlock
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("core.js", "dom.js", "data.js", "curves.js", "steps.js", "tokens.js", "sample.js", "app.js")
-FRAME = 400_000  # bytes of the page besides data: its scripts and style, with room to grow
+FRAME = 400_000  # bytes of the page without data: its scripts and style, with room to grow
 
 
 def page_parts(runs: Sequence[RunBlock], is_served: bool = False) -> Iterator[str]:
-    """Return the page, part by part. One that is served may ask its server for samples, and nobody else."""
+    """Return the page, part by part. A served page may request samples from its server alone."""
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     assert "</script" not in script and "</style" not in style, "it would end its own element"

@@ -192,7 +192,7 @@ def metrics_of(run: Path) -> tuple[dict[str, object], list[str]]:
 
 def _facts(run: Path, series: Series, files: Sequence[RolloutFile]) -> dict[str, object]:
     if not series.steps and not files:
-        raise ValueError(f"{run} has neither metrics nor samples: no step is finished yet, or it is no run's folder")
+        raise ValueError(f"{run} has neither metrics nor samples: no step is finished yet, or it is not a run folder")
     config = last_config(run) or {}
     return {
         "name": run.resolve().name,

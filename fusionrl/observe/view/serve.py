@@ -33,7 +33,7 @@ class Pages:
     def __init__(self, runs: Sequence[Path], vocabulary: str = "") -> None:
         self._runs = runs
         self._folder = vocabulary
-        # A folder that was named is read now, so that a wrong one is told here and not in the browser.
+        # Read a named folder now, so that a wrong one fails here and not in the browser.
         self._vocabularies: dict[Path, Vocabulary | None] = (
             dict.fromkeys(runs, vocabulary_of(runs[0], vocabulary)) if vocabulary else {}
         )
@@ -126,7 +126,7 @@ def make_server(pages: Pages, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
                 self.end_headers()
                 self.wfile.write(body)
             except ConnectionError:
-                self.close_connection = True  # the browser went on to another page
+                self.close_connection = True  # the browser left for another page
 
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: the address would be in it."""

@@ -15,7 +15,7 @@ class Vocabulary:
     """Token id → bytes.
 
     Byte-level vocabularies (GPT-2's and all after it) and those of SentencePiece are read; of another kind the entry
-    itself stands for its text.
+    itself is its text.
     """
 
     def __init__(self, entries: Mapping[int, str], special: Mapping[int, str], is_byte_level: bool) -> None:
@@ -23,7 +23,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: Path) -> Vocabulary | None:
-        """Read a tokenizer.json; None where there is none, or it is no tokenizer's."""
+        """Read a tokenizer.json; None if it is missing or not a tokenizer's."""
         try:
             content = orjson.loads(path.read_bytes())
             model = content["model"]
@@ -63,7 +63,7 @@ def _types(decoder: object) -> Iterator[str]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Character of a byte-level vocabulary → byte: printable ones stand for themselves, others for 256, 257, …."""
+    """Character of a byte-level vocabulary → byte: printable ones map to themselves, others to 256, 257, …."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in set(printable)]
     characters = {chr(byte): byte for byte in printable}

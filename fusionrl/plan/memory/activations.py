@@ -194,14 +194,14 @@ class _LocalLayer(_Layer):
             if n == g and kernel == width and self.layout.cp == 1:
                 keeps_qkv = True
                 saved -= g * d * kernel  # v is read in place
-            saved += output if kernel != width else 0.0  # beside the kernel's own in fp32
+            saved += output if kernel != width else 0.0  # next to the kernel's own in fp32
         return saved + ((n + 2 * g) * d * width if keeps_qkv else 0.0)
 
     def _kernel(self, query: float, key: float, width: int) -> float:
         """Attention's inputs, its output and the log-sum-exp of each query."""
         packing, cp, n = self.options.packing, self.layout.cp, self.heads
         if cp > 1:
-            # The query stands in one tensor; keys and values of all ranks, a mask a sequence, and the output joined.
+            # The query is in one tensor; keys and values of all ranks, a mask a sequence, and the output joined.
             mask = packing.longest * width
             return width * (query + 2 * key * cp + 2 * query) + 4 * n + mask + 8 * cp
         once = width * (2 * query + 2 * key) + 4 * n
@@ -275,7 +275,7 @@ class _FusedLayer(_Layer):
         mla, d, n, g = self.shape.mla, self.shape.head_dim, self.heads, self.groups
         split, width = self.split, self.width
         if mla is None:
-            # q, k, v and the output; core_attn frees the log-sum-exp alone, as the rest is somebody's input.
+            # q, k, v and the output; core_attn frees the log-sum-exp alone, as other operations need the rest.
             return width * (2 * self.hidden + (n + 2 * g) * d + n * d)
         up = 2 * n * (mla.qk_head_dim + mla.qk_pos_emb_head_dim) + n * (mla.qk_head_dim + mla.v_head_dim)
         down = 2 * (mla.q_lora_rank or 0) + 2 * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)

@@ -1,4 +1,4 @@
-"""Bars: what stands in one memory at one moment; phases that alternate have one each.
+"""Bars: the contents of one memory at one moment; phases that alternate have one each.
 
 Those of a GPU, of a node of GPUs, and of a node of CPUs, whose processes share its memory.
 """
@@ -121,11 +121,11 @@ def gpu_bars(
     engine_parts: list[tuple[str, float]],
     scorers: Sequence[ScorerMemory],
 ) -> tuple[Bar, ...]:
-    """Bars of GPUs. `kept`: of trainers beside engines that generate."""
+    """Return the bars of GPUs. `engine_parts`: the trainers' parts while engines generate."""
     cluster, bars = config.cluster, []
     offloads = plan.trainers_give_memory
     shares_engine = plan.is_colocated and engine is not None
-    # Where the engines keep their memory, it stands beside the trainers'.
+    # Where the engines keep their memory, it adds to the trainers'.
     resident: list[tuple[str, float]] = []
     if shares_engine and engine is not None and not cluster.offload_rollout:
         resident.append(("engine", engine.total))
@@ -149,7 +149,7 @@ def gpu_bars(
         engine_part = [("engine weights", engine.weights)] if shares_engine and engine is not None else []
         bars.append(_with_margin(f"stage {stage.stage}, push", (*held, ("push", push)), [*engine_part, contexts]))
     if engine is not None:
-        # Beside its fraction an engine keeps a reserve for activations and graphs; it is given out, not measured.
+        # An engine also keeps a reserve for activations and graphs; it is given out, not measured.
         parts = (("weights", engine.weights), ("KV cache", engine.pool))
         bars.append(Bar("generation", (*parts, *engine_parts, contexts), fills=True))
     for scorer in scorers:

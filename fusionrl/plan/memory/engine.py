@@ -78,7 +78,7 @@ def engine_memory(
         weight_bytes: of all its weights, as engines hold them.
         tp: devices of the engine.
         dtype: "fp32" or "bf16".
-        server_args: the user's own fields of SGLang's ServerArgs.
+        server_args: the user's fields of ServerArgs.
         device_memory: bytes of a device.
         on_cpu: the engine's pool has a fixed number of tokens there.
         resident: bytes of others on the device; SGLang leaves them out of its fraction.

@@ -31,7 +31,7 @@ def block_sizes(num_tokens: int, hidden_size: int, num_rows: int, chunk_size: in
 def head_kept_bytes(num_tokens: int, hidden_size: int, num_rows: int, width: int, chunk_size: int | None = None) -> int:
     """Bytes that the loss keeps from forward to backward for `num_tokens` log-probs.
 
-    `width`: bytes of a hidden value. Beside the hidden states [N, h] and the kept logits: the tokens' positions and
+    `width`: bytes of a hidden value. Next to the hidden states [N, h] and the kept logits: the tokens' positions and
     targets (int64), log-sum-exp and entropy (fp32).
     """
     columns, num_kept = block_sizes(num_tokens, hidden_size, num_rows, chunk_size)

@@ -1,7 +1,7 @@
 """Pinned host memory as the trainers take it, for the trainers and for the plan.
 
 torch rounds a pinned allocation up to a power of two, by up to twice its size, and never gives it back to the system.
-So it is asked for blocks that are one, and what is kept is cut over them.
+So we request blocks of such sizes and cut the tensors over them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory that a plan takes on each device and node, as bars; alternating phases are shown side by side.
 
-A bar is what stands in one memory at one moment. The largest bar is compared with the device's memory (on a CPU: all
+A bar is the content of one memory at one moment. The largest bar is compared with the device's memory (on a CPU: all
 processes of a node with the node's). Nothing here touches a device.
 """
 
@@ -295,7 +295,7 @@ def _server_args_of_smallest(plan: Plan, config: Config) -> dict[str, object]:
 
 
 def _push_bytes(plan: Plan, config: Config) -> float:
-    """Memory that a weight push takes beside the weights, on the rank that needs most."""
+    """Return a weight push's memory without the weights, on the rank that needs most."""
     assert plan.layout is not None
     limit = config.weights.update_weight_buffer_size
     stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)

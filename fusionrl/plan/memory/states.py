@@ -13,7 +13,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.upstream_fields import number
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
-_BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, beside the number of data-parallel ranks
+_BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, as well as the number of data-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StateOptions:
 
     weight_bytes     of a parameter in the model: 2 in bf16, 4 in fp32
     gradient_bytes   of a gradient in its buffer
-    optimizer_bytes  of a parameter's optimizer state: two moments, and beside weights in bf16 a master copy in fp32
+    optimizer_bytes  of a parameter's optimizer state: two moments, and for weights in bf16 a master copy in fp32
     host_share       share of the optimizer that is in host memory
     is_distributed   whether the optimizer's states are divided over the data-parallel ranks
     """
@@ -49,7 +49,7 @@ class StateOptions:
 
     @classmethod
     def of(cls, precision: str, optimizer: Mapping[str, object], ddp: Mapping[str, object]) -> StateOptions:
-        """For "fp32" or "bf16" and the passed-through fields of Megatron's OptimizerConfig and DDP configuration."""
+        """For "fp32" or "bf16" and the passed-through fields for the OptimizerConfig and DDP configuration."""
         is_bf16 = precision == "bf16"
         sizes = [_width(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
         if is_bf16:
@@ -138,7 +138,7 @@ def part_size(rule: Rule, size: int) -> int:
 
 
 def buffer_size(numels: Sequence[int], num_ranks: int, *, is_distributed: bool = True) -> int:
-    """Values of Megatron's buffer of parameters of `numels` values, which `num_ranks` ranks replicate."""
+    """Return the size of Megatron's buffer for parameters of `numels` values, which `num_ranks` ranks replicate."""
     if not numels:
         return 0
     if not is_distributed:

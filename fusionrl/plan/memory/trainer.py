@@ -20,7 +20,7 @@ class BatchOptions:
     num_micro_batches  of an optimizer step, at most
     chunk_size         --log-probs-chunk-size
     entropy_grad       the entropy is a part of the loss
-    whole_logits       a custom loss: all logits stand in memory
+    whole_logits       a custom loss: all logits are in memory
     """
 
     tokens: int
@@ -37,8 +37,8 @@ class StageMemory:
     states       weights, gradients, optimizer
     activations  what forward passes keep at the worst moment: `in_flight` micro-batches
     head         of these, what the loss keeps (last stage)
-    transient    what backward needs beside that for a moment, and `transient_of` which part does: "head", "layer"
-    placeholders  bytes of `transient` that stand in for weights' gradients, see `_weight_gradients`
+    transient    more that backward needs for a moment, and `transient_of` which part does: "head", "layer"
+    placeholders  bytes of `transient` that replace weights' gradients, see `_weight_gradients`
     scoring      what a forward pass without gradients needs for a moment
     """
 
@@ -84,7 +84,7 @@ def trainer_memory(
     activations: ActivationOptions,
     transformer: Mapping[str, object],
 ) -> tuple[StageMemory, ...]:
-    """Memory of a rank of each stage. `transformer`: passed-through fields of Megatron's TransformerConfig."""
+    """Memory of a rank of each stage. `transformer`: passed-through fields for the TransformerConfig."""
     stages = stage_layers(layout, shape.num_layers, transformer) or even_stages(layout, shape.num_layers)
     counted = stage_parameters(shape, layout, stages)
     return tuple(
@@ -110,7 +110,7 @@ def _stage(
     chunks = [layers[start : start + size] for start in range(0, len(layers), size)]
     sizes = [chunk_bytes(shape, layout, activations, chunk) for chunk in chunks]
     flying = in_flight(layout, stage, batch.num_micro_batches)
-    # What enters a stage beside its layers: token ids, or hidden states of the stage before, and the rotary table.
+    # The inputs of a stage: token ids, or hidden states of the stage before, and the rotary table.
     entry = 8.0 if stage == 0 else 0.0
     saved = tokens * (sum(each for each, _ in sizes) + entry) * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
@@ -166,7 +166,7 @@ def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions
 
 
 def _backward_of_a_layer(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
-    """Bytes a token of the gradients that stand at once where a layer is widest: of gate, up and their product."""
+    """Bytes a token of the gradients in memory at once where a layer is widest: of gate, up and their product."""
     return 3 * options.width * _widest(shape, layout, options)
 
 
