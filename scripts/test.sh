@@ -6,7 +6,7 @@
 #
 #   unit        the quick tests only: no engine is started and no pipeline runs
 #   --set gpu   instead: install the GPU requirement set into .venv-gpu (Python 3.12, 11 GB; it compiles Transformer
-#               Engine's extension) and run on it what a machine without a GPU can (docs/gpu-results.md)
+#               Engine's extension) and run on it what a machine without a GPU can (docs/results/gpu-results.md)
 #
 # Tests marked gpu run only where a CUDA device is; elsewhere they are skipped and say so.
 set -euo pipefail

@@ -109,9 +109,15 @@ OTHERS = {
 } | {*("--resources", "--nv", "--pdb", "--resume")}
 
 
+def page_of(name: str) -> Path:
+    """The page of this name, in whatever folder."""
+    (page,) = (REPO / "docs").rglob(f"{name}.md")
+    return page
+
+
 def sections(page: str) -> list[str]:
     """Texts of a page between headings."""
-    return re.split(r"^## ", (REPO / "docs" / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return re.split(r"^## ", page_of(page).read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def commands(section: str) -> Iterator[str]:
@@ -188,7 +194,7 @@ def test_what_this_file_runs_is_typed_in_it() -> None:
 
 @pytest.mark.parametrize("page", ROWS)
 def test_their_flags_exist(page: str) -> None:
-    text = (REPO / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = page_of(page).read_text(encoding="utf-8")
     spans = [span for span in re.findall(r"`([^`]+)`", _BLOCK.sub("", text)) if span.startswith(("--", "fusionrl "))]
     spans += [command for command in commands(text) if " fusionrl " in f" {command}"]
     names = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
@@ -259,7 +265,7 @@ def test_samples_are_shown(in_a_folder_with_runs: Path, capsys: pytest.CaptureFi
 
 
 def test_the_python_lines(in_a_folder_with_runs: Path) -> None:
-    (code,) = (block for kind, block in _BLOCK.findall((REPO / "docs/faq.md").read_text()) if kind == "python")
+    (code,) = (block for kind, block in _BLOCK.findall(page_of("faq").read_text()) if kind == "python")
     Path("lines.py").write_text(code)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path("lines.py")

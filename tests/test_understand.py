@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[1]
-PAGE = (REPO / "docs" / "understand.md").read_text(encoding="utf-8")
+PAGE = (REPO / "docs" / "guides" / "understand.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"^\| (\d+) ([^|]+) \| ([^|]+) \| \[(\d+)\]\(#tests-(\d+)\) \|$", re.MULTILINE)
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 

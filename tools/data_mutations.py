@@ -1,6 +1,6 @@
 """Spoil good prompt data in hundreds of ways, and see what the plan, `fusionrl data check` and a run say to each.
 
-    python -m tools.data_mutations > docs/data-mutations.md
+    python -m tools.data_mutations > docs/results/data-mutations.md
 
 Each mutation is a file (or a folder) of a few rows of which something was changed, and says what must become of it:
 
@@ -749,9 +749,9 @@ def run_all(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, Outcome]]
 
 PAGE = """# Spoilt prompt data
 
-Made by `python -m tools.data_mutations > docs/data-mutations.md`, which spoils good data in {total} ways and reads each
-as `fusionrl plan`, `fusionrl data check` and a run do. A test does the same and compares this page. None ends in a
-traceback, none takes more than {limit:g} seconds, and a run reads what the plan lets pass.
+Made by `python -m tools.data_mutations > docs/results/data-mutations.md`, which spoils good data in {total} ways and
+reads each as `fusionrl plan`, `fusionrl data check` and a run do. A test does the same and compares this page. None
+ends in a traceback, none takes more than {limit:g} seconds, and a run reads what the plan lets pass.
 
 Refused: no run starts, and one line a cause names the place. Warned: it can be trained on, and is often a mistake.
 Same: it is the good data in another form. Valid: other rows than before, and good ones (a digit of a prompt that was

@@ -362,7 +362,7 @@ MILES_CASES: Sequence[Case] = (
         "verifiers",
         _of(f"{_X}verifiers/verifiers_rollout.py", "VerifiersRolloutFn"),
         skip="it needs `verifiers` 0.2.0, with its renderers; environments of 0.3.1 are run by"
-        " plugins/agents/verifiers_env.py (docs/agents.md)",
+        " plugins/agents/verifiers_env.py (docs/guides/agents.md)",
     ),
     Case(
         "external-evaluation",

@@ -289,7 +289,7 @@ CASES: Sequence[Case] = (
         "coding-agent",
         ("examples/coding_agent_rl/generate.py: generate",),
         skip="it needs the sandboxes of E2B and slime.agent's harnesses for command-line agents, which are not here;"
-        " agents are trained through the session proxy (docs/agents.md)",
+        " agents are trained through the session proxy (docs/guides/agents.md)",
     ),
     Case(
         "geo3k",

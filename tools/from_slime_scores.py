@@ -5,7 +5,7 @@
 DIR is a checkout that you have: its `slime/rollout/rm_hub` is imported in a process of its own, and nothing of it is
 kept but the scores. It needs its own packages (sympy, pylatexenc, aiohttp). Each line of the corpus
 (tests/rewards/corpus.jsonl) is an answer with the score that slime gives (`slime`), and, where ours differs, ours
-(`ours`) and the name of the reason (`why`), which docs/rewards.md gives in full.
+(`ours`) and the name of the reason (`why`), which docs/guides/rewards.md gives in full.
 
 Every difference that is not stated there is printed, and the exit status is 1. `--write FILE` writes the corpus anew,
 with the scores of both, for a look at what has changed; a reason is kept where the line has one.

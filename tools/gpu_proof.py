@@ -1,4 +1,4 @@
-"""Show on this machine's GPUs what docs/gpu-results.md lists, and fill in that page.
+"""Show on this machine's GPUs what docs/results/gpu-results.md lists, and fill in that page.
 
     python tools/gpu_proof.py [--only NAME,…] [--again] [--list] [--out DIR] [--limit-s SECONDS]
     python tools/gpu_proof.py --rehearse        # on a CPU, at tiny sizes: it tests this program
@@ -22,7 +22,7 @@ from tools.proof.records import passed_before, summary, with_result, write_line
 from tools.proof.stage import Result, Setting, Stage, missing, run_stage
 from tools.proof.stages import STAGES, of_names
 
-PAGE = machine.ROOT / "docs" / "gpu-results.md"
+PAGE = machine.ROOT / "docs" / "results" / "gpu-results.md"
 
 
 def main(argv: list[str] | None = None) -> int:

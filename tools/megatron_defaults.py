@@ -4,7 +4,7 @@
 
 slime's users know the parser's defaults; fusionrl builds the classes. The parser is not part of the package
 megatron-core: name the file of a checkout of the same version. One line an option: class, option, default of the class,
-default of the parser. docs/from-slime.md says what fusionrl does with each.
+default of the parser. docs/guides/from-slime.md says what fusionrl does with each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prove the weight push: every trainer layout into every set of engines, by every executor.
 
-    python tools/push_matrix.py [--only TEXT] [--markdown docs/weight-push-matrix.md] [--json FILE]
+    python tools/push_matrix.py [--only TEXT] [--markdown docs/results/weight-push-matrix.md] [--json FILE]
 
 Tiny models in fp32 on this machine's CPU: real SGLang servers, Megatron ranks, gloo and shared memory, through the code
 that `fusionrl train` pushes with. Before each push the trainers read weights that none of the engines holds, so that a
@@ -409,12 +409,12 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 PAGE = """# The push matrix
 
-Made by `python tools/push_matrix.py --markdown docs/weight-push-matrix.md` on a CPU, in fp32: tiny Qwen3 and Qwen3-MoE
-models, real SGLang servers, Megatron ranks. Each push brings weights that the engines did not hold; `disk` finds no
-copy on the engines' host and brings all, `delta` comes after it and is applied to that copy. A cell has the largest
-log-prob difference of a sampled token between engine and transformers, then between engine and trainers; "tensors" are
-those on all engine ranks, each equal by checksum to what the checkpoint's files and the trainers say that it must be. A
-bucket has at most 128 KiB here, so that every push has several.
+Made by `python tools/push_matrix.py --markdown docs/results/weight-push-matrix.md` on a CPU, in fp32: tiny Qwen3 and
+Qwen3-MoE models, real SGLang servers, Megatron ranks. Each push brings weights that the engines did not hold; `disk`
+finds no copy on the engines' host and brings all, `delta` comes after it and is applied to that copy. A cell has
+the largest log-prob difference of a sampled token between engine and transformers, then between engine and trainers;
+"tensors" are those on all engine ranks, each equal by checksum to what the checkpoint's files and the trainers say that
+it must be. A bucket has at most 128 KiB here, so that every push has several.
 
 {table}
 

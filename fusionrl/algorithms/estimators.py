@@ -1,7 +1,7 @@
 """The table of advantage estimators (--advantage-estimator). To add one: a file with its stage, and an entry here.
 
-docs/add-an-estimator.md has a complete example. Everything that the name of an estimator decides is a field of its
-entry; no other code compares the name. Nothing here needs torch: the command line and the Buffer read the table.
+docs/internals/add-an-estimator.md has a complete example. Everything that the name of an estimator decides is a field
+of its entry; no other code compares the name. Nothing here needs torch: the command line and the Buffer read the table.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Estimator:
         return self.plain_group if is_plain and self.plain_group is not None else self.group
 
 
-# Figures of the presets are the papers' where they give any; docs/algorithms.md has the sources.
+# Figures of the presets are the papers' where they give any; docs/guides/algorithms.md has the sources.
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
         grpo,

@@ -21,7 +21,7 @@ LOG_RATIO_BOUND = 20.0
 class PolicyLossOptions:
     """Constants of the policy losses; each loss reads its own. Defaults are the papers', named in each loss's file.
 
-    eps_low, eps_high   clip range 1 - eps_low … 1 + eps_high of the ratio; docs/algorithms.md has each method's
+    eps_low, eps_high   clip range 1 - eps_low … 1 + eps_high of the ratio; docs/guides/algorithms.md has each method's
     dual_clip           a negative advantage's loss is at most `dual_clip` times its size; None: no bound
     sapo_tau_pos, sapo_tau_neg    SAPO's temperatures for advantages above 0 and others
     clip_cov_fraction, clip_cov_low, clip_cov_high    Clip-Cov: which share of the tokens, of which covariances

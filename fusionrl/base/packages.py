@@ -1,6 +1,6 @@
 """How to get a package that only some runs need: by the set of `requirements/` that pins it, never by hand.
 
-Packages of a run fit only in their pinned versions (docs/install.md), so a cure never says `pip install`.
+Packages of a run fit only in their pinned versions (docs/get-started/install.md), so a cure never says `pip install`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class HookArgs(argparse.Namespace):
             action = next((one for one in sglang_parser()._actions if f"sglang_{one.dest}" == name), None)
             if action is not None:
                 return action.default
-        raise AttributeError(f"args has no {name!r}: no flag, and none of slime's names (docs/from-slime.md)")
+        raise AttributeError(f"args has no {name!r}: no flag, and none of slime's names (docs/guides/from-slime.md)")
 
     SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state", "client_loop")
 

@@ -1,4 +1,4 @@
-"""The flag reference, generated from the groups: `fusionrl flags > docs/flags.md`."""
+"""The flag reference, generated from the groups: `fusionrl flags > docs/reference/flags.md`."""
 
 from __future__ import annotations
 

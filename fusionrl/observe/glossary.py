@@ -1,9 +1,10 @@
-"""The glossary: every metric that a run reports, with unit, meaning and source. docs/metrics.md is made of it.
+"""The glossary: every metric that a run reports, with unit, meaning and source; docs/reference/metrics.md shows it.
 
 `<set>`, `<k>`, … in a name stand for any text. Metrics that a user's function reports under names of its own are not
 in it.
 
-To add a metric, add an entry to a table in `metric_entries/` and make the page: `fusionrl metrics > docs/metrics.md`.
+To add a metric, add an entry to a table in `metric_entries/` and write the page again:
+`fusionrl metrics > docs/reference/metrics.md`.
 Tests compare the table with the code (tests/observe/test_glossary.py) and with what whole runs wrote
 (tests/e2e/launch.py).
 """
@@ -79,7 +80,7 @@ loss (means over the optimizer steps), a custom policy loss or a correction (mea
 
 
 def render_glossary() -> str:
-    """docs/metrics.md."""
+    """docs/reference/metrics.md."""
     parts = [_HEAD]
     for title, section in SECTIONS.items():
         parts.append(f"\n## {title}\n\n| metric | unit | meaning | reported with | from |\n|---|---|---|---|---|\n")

@@ -25,7 +25,8 @@ from fusionrl.rewards.math_dapo_utils import compute_score
 
 Reward = float | dict[str, Any]
 
-# A new one: a function in this room, a line here and in the tables below that fit it, a row in docs/rewards.md, a test.
+# To add one: a function in this room, a line here and in the tables below that fit it, a test, and a row in
+# docs/guides/rewards.md.
 RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
     "exact": text_match.exact,
     "last_number": text_match.last_number,

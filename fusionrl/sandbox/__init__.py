@@ -3,8 +3,7 @@
 `run_python` for an event loop, `run_python_sync` for a grader. Nothing of the caller is inherited: no environment,
 descriptor, working folder or process group, and when a run returns, every process that it started is gone.
 
-docs/sandbox.md says what is guaranteed in each mode and what is not. Imports neither ray, megatron nor sglang, and
-nothing but the standard library.
+docs/guides/sandbox.md says what each mode guarantees and what it does not. Imports only the standard library.
 """
 
 from fusionrl.sandbox.limits import Limits, SandboxError, SandboxResult

@@ -34,8 +34,9 @@ _START_LAUNCHER = "import sys; sys.path.append(sys.argv[1]); from launcher.main 
 _FOLDER = str(Path(__file__).parent)
 _START_S = 60.0  # beyond the wall time, for the launcher of a machine under load to start and to report
 WEAK_HINT = (
-    "the kernel grants no namespaces, so untrusted code would run in the weak mode of the sandbox (docs/sandbox.md says"
-    " what that lacks). Run as root outside of a container, or allow user namespaces (sysctl user.max_user_namespaces,"
+    "the kernel grants no namespaces, so untrusted code would run in the weak mode of the sandbox"
+    " (docs/guides/sandbox.md says what that lacks). Run as root outside of a container, or allow"
+    " user namespaces (sysctl user.max_user_namespaces,"
     " docker run --security-opt seccomp=unconfined), or accept the weak mode with --allow-weak-sandbox"
 )
 

@@ -1,7 +1,8 @@
 """The report of an optimizer step, and the metrics of a rollout that several steps trained on.
 
 A step reports sums and counts, not means. Means over a rollout's steps are then pooled: each is the sum over all steps
-divided by the count over all steps, so a step with few tokens weighs little. docs/metrics.md describes every name.
+divided by the count over all steps, so a step with few tokens weighs little.
+docs/reference/metrics.md describes every name.
 """
 
 from __future__ import annotations

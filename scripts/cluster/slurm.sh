@@ -5,7 +5,7 @@
 #
 # The command finds the cluster's address in RAY_ADDRESS. The recipes take it from there, and the run's folder from RUN_DIR.
 # A job that is requeued, or submitted again with the same RUN_DIR, goes on from the last checkpoint if its command has
-# --resume. docs/multinode.md
+# --resume. docs/guides/multinode.md
 #SBATCH --job-name=fusionrl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start Ray on several machines by ssh, run a command on this one, and end Ray again. docs/multinode.md
+# Start Ray on several machines by ssh, run a command on this one, and end Ray again. docs/guides/multinode.md
 #
 #   bash scripts/cluster/ssh.sh HOST… -- COMMAND…
 #   bash scripts/cluster/ssh.sh node2 node3 node4 -- bash scripts/models/glm-4.5-air.sh

@@ -1,15 +1,15 @@
 # shellcheck shell=bash
-# What the recipes of this folder share; docs/recipes.md. A recipe sets CLUSTER, MODEL, FLAGS
+# What the recipes of this folder share; docs/guides/recipes.md. A recipe sets CLUSTER, MODEL, FLAGS
 # and EVALUATION (flags where EVAL_DATA is set), and calls `start "$@"`.
 #
 #   DATA=train.jsonl bash scripts/models/RECIPE.sh [more flags]     start the run; more flags override the recipe's
 #   bash scripts/models/RECIPE.sh plan [more flags]                 plan it for its cluster: needs no GPU and no data
 #
 #   MODEL        folder of the model, or its name on the Hub; for `plan` a config.json is enough
-#   DATA         the prompts: each row has a prompt and a label (docs/data.md)
+#   DATA         the prompts: each row has a prompt and a label (docs/guides/data.md)
 #   EVAL_DATA    held-out prompts of the same form; without it nothing is evaluated
 #   RUN_DIR      folder of the run, on a disk that all nodes see
-#   RAY_ADDRESS  the Ray cluster to join; needed where the recipe takes several nodes (docs/multinode.md)
+#   RAY_ADDRESS  the Ray cluster to join; needed where the recipe takes several nodes (docs/guides/multinode.md)
 
 die() {
     echo "$(basename "$0"): error: $*" >&2
@@ -33,7 +33,7 @@ common_flags() {
     if [ -n "${RAY_ADDRESS:-}" ]; then
         COMMON+=(--ray-address "$RAY_ADDRESS")
     elif [ "$nodes" -gt 1 ]; then
-        die "this recipe takes $nodes nodes: start Ray on them first, and set RAY_ADDRESS=host:port; docs/multinode.md"
+        die "this recipe takes $nodes nodes: start Ray on them first, and set RAY_ADDRESS=host:port; docs/guides/multinode.md"
     fi
     [ -n "${DATA:-}" ] || [ -n "${NO_DATA:-}" ] || die "set DATA to the file of prompts"
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-8B as an agent that computes with Python over several turns: one node of 8 H100 (80 GB), at least 50 GiB host
-# memory. What the model writes runs in the sandbox (docs/sandbox.md).
+# memory. What the model writes runs in the sandbox (docs/guides/sandbox.md).
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 CLUSTER=1x8xh100
@@ -11,7 +11,7 @@ DATASET=(
     --rm-type math_verify  # finds the final answer, in a box or not
 )
 AGENT=(
-    --custom-generate-function-path plugins.agents.retool.generate  # your own tools: docs/agents.md
+    --custom-generate-function-path plugins.agents.retool.generate  # your own tools: docs/guides/agents.md
     --max-turns 8 --max-tool-response-len 1024
     --rollout-max-context-len 16384  # prompt, turns and tool answers together: what a sample may have
     --rollout-max-response-len 4096  # one turn

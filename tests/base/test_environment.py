@@ -26,7 +26,7 @@ from fusionrl.base.environment import (
     without_secrets,
 )
 
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 SECRETS = """
     HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN VAULT_TOKEN
     OPENAI_API_KEY GOOGLE_APPLICATION_CREDENTIALS AZURE_STORAGE_CONNECTION_STRING GITHUB_TOKEN MLFLOW_TRACKING_PASSWORD

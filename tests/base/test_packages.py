@@ -24,7 +24,7 @@ def test_a_package_of_no_set_gets_an_environment_of_its_own() -> None:
 
 
 def test_no_message_asks_for_a_package_by_hand() -> None:
-    """docs/install.md: nothing else is installed into the environment of a run."""
+    """docs/get-started/install.md: nothing else is installed into the environment of a run."""
     files = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.joinpath("fusionrl").rglob("*.py")}
     asking = [name for name, text in files.items() if re.search(r"(?<!says `)pip install ", text)]
     assert sorted(asking) == sorted(OF_THE_DOCTOR)

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md run as they stand there."""
+"""The examples of docs/guides/data.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def block(first_line: str) -> str:
     """The indented block of the page that begins so."""
-    lines = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").split("\n")
+    lines = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8").split("\n")
     start = next(number for number, line in enumerate(lines) if line.startswith("    " + first_line))
     end = next(number for number in range(start, len(lines)) if lines[number] and lines[number][0] != " ")
     return "\n".join(line[4:] for line in lines[start:end]).strip() + "\n"

@@ -19,7 +19,7 @@ from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-slime-names.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "from-slime-names.md"
 INSTALL = "from fusionrl.config.hook_files import install_stand_ins; install_stand_ins()\n"
 TABLE = MODULES | MILES
 NAMES = [(module, name, entry) for module, names in TABLE.items() for name, entry in names.items()]
@@ -171,7 +171,7 @@ def test_a_function_beside_a_hook_is_loaded_by_its_path(tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    said = "run: python -m fusionrl.compat.slime.names.page > docs/from-slime-names.md"
+    said = "run: python -m fusionrl.compat.slime.names.page > docs/reference/from-slime-names.md"
     assert PAGE.read_text(encoding="utf-8") == render_names(), said
 
 

@@ -1,4 +1,4 @@
-"""The page of slime's flags is made from the tables, and kept in docs/from-slime-flags.md."""
+"""The page of slime's flags is made from the tables, and kept in docs/reference/from-slime-flags.md."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fusionrl.compat.slime.flags.same_flags import SAME
 from fusionrl.compat.slime.flags.table import TABLE
 from fusionrl.config.fields import FIELDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-slime-flags.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "from-slime-flags.md"
 
 
 def test_the_page_is_that_of_the_code() -> None:
-    command = "python -m fusionrl.cli from-slime --flags > docs/from-slime-flags.md"
+    command = "python -m fusionrl.cli from-slime --flags > docs/reference/from-slime-flags.md"
     assert PAGE.read_text(encoding="utf-8") == render_page(), f"run: {command}"
 
 

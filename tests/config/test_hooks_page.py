@@ -1,4 +1,4 @@
-"""docs/hooks.md: its table has every hook, and its examples load and fit their hooks."""
+"""docs/reference/hooks.md: its table has every hook, and its examples load and fit their hooks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n# (--[\w-]+) \w+\.py:(\w+)\n(.*?)```", PAGE, re.DOTALL)
-# README.md, docs/rewards.md, docs/agents.md, docs/sessions.md
+# README.md, docs/guides/rewards.md, docs/guides/agents.md, docs/guides/sessions.md
 ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path", "agent_path"}
 
 

@@ -1,4 +1,4 @@
-"""The page of flags is made from the groups, and kept in docs/flags.md."""
+"""The page of flags is made from the groups, and kept in docs/reference/flags.md."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from pathlib import Path
 
 from fusionrl.config.reference import render_reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
 
 
 def test_the_page_is_that_of_the_code() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render_reference(), "run: python -m fusionrl.cli flags > docs/flags.md"
+    assert PAGE.read_text(encoding="utf-8") == render_reference(), (
+        "run: python -m fusionrl.cli flags > docs/reference/flags.md"
+    )
 
 
 def test_every_row_of_a_table_has_four_cells() -> None:

@@ -23,7 +23,7 @@ from tools.data_mutations import (
     run_all,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "data-mutations.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "data-mutations.md"
 
 
 @pytest.fixture(scope="module")

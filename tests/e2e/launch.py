@@ -130,14 +130,14 @@ def metrics_of(run_dir: Path, own: Collection[str] = ()) -> list[dict]:
     unknown = undocumented({name for row in rows for name in row} - set(own))
     assert not unknown, (
         f"{path} has metrics that no entry describes: {unknown}; add entries in fusionrl/observe/metric_entries/ and "
-        "run: python -m fusionrl.cli metrics > docs/metrics.md. Metrics of a test's own functions: metrics_of(…, own=…)"
+        "run: python -m fusionrl.cli metrics > docs/reference/metrics.md. A test's own functions: metrics_of(…, own=…)"
     )
     return rows
 
 
 def undocumented_files(run_dir: Path) -> list[str]:
-    """Files of a run's folder that no row of docs/run-folder.md describes; within a checkpoint, none is looked at."""
-    page = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text(encoding="utf-8")
+    """Files of a run's folder, outside of checkpoints, that no row of docs/reference/run-folder.md describes."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
     patterns = [re.sub(r"<\w+>", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
     files = [str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()]

@@ -120,7 +120,7 @@ def answers_as_a_store(listener: Listener) -> bool:
 
 
 def what_a_stranger_gets(listener: Listener) -> str:
-    """In words, as the table of docs/security.md has it."""
+    """In words, as the table of docs/guides/security.md has it."""
     paths = {"/metrics": "GET", "/model_info": "GET", "/workers": "GET"}
     paths |= {"/generate": "POST", "/get_or_create_runtime_env": "POST"}
     with ThreadPoolExecutor() as pool:  # all at once: a silent listener takes the whole timeout for each question

@@ -63,7 +63,7 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     best = max(accuracies, key=lambda step: (accuracies[step], step))
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == sorted({f"step_{step:06d}" for step in (best, 3)})
-    assert not undocumented_files(folder), "docs/run-folder.md has no row for them"
+    assert not undocumented_files(folder), "docs/reference/run-folder.md has no row for them"
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
     for rollout_id in range(3):

@@ -126,12 +126,12 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         tmp_path,
     )
     assert set(seen.read_text().split()) == set(HOOKS) == set(SIGNATURES) - ELSEWHERE
-    # What they print is where docs/run-folder.md says.
+    # What they print is where docs/reference/run-folder.md says.
     for log, names in {"trainer-0.a1.log": IN_TRAINERS, "buffer.a1.log": set(HOOKS) - IN_TRAINERS}.items():
         text = (tmp_path / "rl" / "logs" / log).read_text()
         assert {line.removeprefix("printed by ") for line in text.splitlines() if "printed by" in line} == names
     for name in ("sft", "reject", "eval", "rl"):
-        assert not undocumented_files(tmp_path / name), "docs/run-folder.md has no row for them"
+        assert not undocumented_files(tmp_path / name), "docs/reference/run-folder.md has no row for them"
     first, *steps = metrics_of(tmp_path / "rl", own=["train/difference_of_mine"])
     assert (first["perf/update_weights_density"], first["sync/full_hosts"]) == (1.0, 0.0)
     for step in steps:

@@ -19,7 +19,7 @@ from tests.e2e.strangers import Listener, answers_as_a_store, is_loopback, liste
 
 pytestmark = pytest.mark.e2e
 
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 SHELL = {
     "HF_TOKEN": "hf_stolen0123456789",
     "WANDB_API_KEY": "wandbstolen0123456789",
@@ -83,7 +83,7 @@ def _files_with(folder: Path, secrets: dict[str, str]) -> list[str]:
 
 
 def _documented() -> set[tuple[str, str]]:
-    """(process, what a stranger gets) of the table in docs/security.md."""
+    """(process, what a stranger gets) of the table in docs/guides/security.md."""
     rows = re.findall(r"^\| ([^|]+?) \| loopback \| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE)
     return {(process, answer) for process, answer in rows}
 

@@ -1,6 +1,6 @@
 """Answers that no engine should give, each a change of a good one; and what `AnswerBounds` makes of them.
 
-`MUTATIONS` has the kind of each for the table in docs/security.md (`python -m tests.engines.answer_mutations`).
+`MUTATIONS` has the kind of each for the table in docs/guides/security.md (`python -m tests.engines.answer_mutations`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTAT
 
 PAYLOAD = {"input_ids": [1, 2], "return_logprob": True, "sampling_params": {"max_new_tokens": MAX_NEW_TOKENS}}
 ASKED = AnswerBounds.by(PAYLOAD, VOCAB_SIZE)
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 NUMBER = web.AppKey("number", int)
 Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

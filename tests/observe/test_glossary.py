@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fusionrl"
 HOW = (
     "add an entry in fusionrl/observe/metric_entries/, or correct the one of the old name, "
-    "and run: python -m fusionrl.cli metrics > docs/metrics.md"
+    "and run: python -m fusionrl.cli metrics > docs/reference/metrics.md"
 )
 _METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm|hardware)/[\w{}/@]+")
 # `PolicyTrainer.evaluate_loss` answers with the first two; the driver reports them with the set's name. The last one is
@@ -40,8 +40,8 @@ NO_METRICS = {"eval/loss", "eval/num_tokens", "eval/reward_{}"}
 
 
 def test_the_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == render_glossary(), "run: python -m fusionrl.cli metrics > docs/metrics.md"
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert page == render_glossary(), "run: python -m fusionrl.cli metrics > docs/reference/metrics.md"
 
 
 def names_in_the_code() -> Iterator[tuple[str, str]]:

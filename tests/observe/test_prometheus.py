@@ -21,7 +21,7 @@ from fusionrl.observe.track.adapters import Target
 from fusionrl.observe.track.metric_lines import Line
 from fusionrl.observe.track.prometheus import Prometheus
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "guides" / "grafana-dashboard.json"
 NAME = 'a "run" \\ of\nmine'
 
 

@@ -286,7 +286,9 @@ def test_mistakes(
     (tmp_path / "empty").mkdir()
     assert "has no metrics.jsonl" in track(capsys, tmp_path / "empty", "--to", "wandb", code=2)
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    assert "swanlab into an environment of its own (docs/track.md)" in track(capsys, run, "--to", "swanlab", code=2)
+    assert "swanlab into an environment of its own (docs/guides/track.md)" in track(
+        capsys, run, "--to", "swanlab", code=2
+    )
     assert not (run / "trackers.json").exists()
 
 

@@ -89,7 +89,7 @@ def test_the_manifest_is_valid(manifest: dict[str, Any]) -> None:
 
 
 def test_its_nodes_are_those_of_a_recipe(manifest: dict[str, Any]) -> None:
-    """Four nodes with eight GPUs, as scripts/models/glm-4.5-air.sh takes, which docs/multinode.md starts on it."""
+    """Four nodes with eight GPUs, as scripts/models/glm-4.5-air.sh takes; docs/guides/multinode.md starts it there."""
     spec = manifest["spec"]
     (workers,) = spec["workerGroupSpecs"]
     assert 1 + workers["replicas"] == 4 and workers["minReplicas"] == workers["maxReplicas"] == 3

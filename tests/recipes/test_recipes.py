@@ -86,8 +86,8 @@ def config_of(name: str) -> str:
 
 def test_every_recipe_is_checked_and_described() -> None:
     assert {path.stem for path in FOLDER.glob("*.sh")} - {"common"} == set(RECIPES)
-    page = (REPO / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert [name for name in RECIPES if f"(../scripts/models/{name}.sh)" not in page] == []
+    page = (REPO / "docs" / "guides" / "recipes.md").read_text(encoding="utf-8")
+    assert [name for name in RECIPES if f"| `{name}.sh` |" not in page] == []
     assert {path.stem for path in CONFIGS.glob("*.json")} == set(PARAMETERS)
 
 
@@ -115,7 +115,7 @@ def test_a_recipe_fits_its_cluster(name: str, record: Recorded, capsys: pytest.C
     assert fit is not None and "DOES NOT" not in verdict, verdict
     if command[command.index("--mode") + 1 if "--mode" in command else 0] != "eval":  # an engine takes what there is
         assert float(fit[1]) <= FULLEST * float(fit[2]), verdict
-        assert abs(int(shown_gib(name)) - float(fit[1])) <= 0.5, f"docs/recipes.md: {verdict}"
+        assert abs(int(shown_gib(name)) - float(fit[1])) <= 0.5, f"docs/guides/recipes.md: {verdict}"
     else:
         assert shown_gib(name) == ""
     header = " ".join(line.removeprefix("#") for line in _header(name))
@@ -128,10 +128,10 @@ def test_a_recipe_fits_its_cluster(name: str, record: Recorded, capsys: pytest.C
 
 
 def shown_gib(name: str) -> str:
-    """The column GiB of a recipe in docs/recipes.md."""
-    lines = (REPO / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
+    """The column GiB of a recipe in docs/guides/recipes.md."""
+    lines = (REPO / "docs" / "guides" / "recipes.md").read_text(encoding="utf-8").splitlines()
     titles = next(line for line in lines if line.startswith("| recipe |")).split("|")
-    (row,) = (line for line in lines if line.startswith(f"| [{name}]("))
+    (row,) = (line for line in lines if line.startswith(f"| `{name}.sh` |"))
     return row.split("|")[titles.index(" GiB ")].strip()
 
 

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "from_slime_scores.py"
-PAGE = ROOT / "docs" / "rewards.md"
+PAGE = ROOT / "docs" / "guides" / "rewards.md"
 STUB = """
 import json
 async def async_rm(args, sample):

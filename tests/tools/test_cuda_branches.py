@@ -52,7 +52,7 @@ def test_what_reaches_them_is_there(place: str) -> None:
 
 
 def test_each_of_the_twelve_defects_names_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "without-a-gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "without-a-gpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$", page, re.M)
     assert [int(number) for number, _, _ in rows] == list(range(1, 13))
     stages = {stage.name for stage in STAGES}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def rows() -> dict[str, tuple[str, str]]:
     """Option → (default of the class, default of the parser), as the page has them."""
-    page = (ROOT / "docs" / "from-slime.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "from-slime.md").read_text(encoding="utf-8")
     table = page.partition("## Defaults of Megatron's parser")[2].partition("\n## ")[0]
     return {name: (ours, theirs) for name, ours, theirs in re.findall(r"\| `(\w+)` \| (.+?) \| (.+?) \|", table)}
 

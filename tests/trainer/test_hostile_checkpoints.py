@@ -20,7 +20,7 @@ from tests.trainer.checkpoint_mutations import MARKER, MUTATIONS, forge
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of
 
 LIMIT_S = 5.0
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Records of the proof: a JSON line a stage, and rows of docs/gpu-results.md."""
+"""Records of the proof: a JSON line a stage, and rows of docs/results/gpu-results.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_result(page: str, row: str, where: str, result: Result) -> str:
     lines = page.splitlines()
     places = [number for number, line in enumerate(lines) if line.startswith(f"| {row}")]
     if len(places) != 1:
-        raise ValueError(f"docs/gpu-results.md: {len(places)} rows begin with {row!r}")
+        raise ValueError(f"docs/results/gpu-results.md: {len(places)} rows begin with {row!r}")
     cells = lines[places[0]].split(" | ")
     if result.status == "skipped" and cells[-1].startswith(("passed", "failed")):
         return page

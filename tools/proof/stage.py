@@ -46,7 +46,7 @@ class Stage:
     """A stage.
 
     name      of it, on the command line and in its folder
-    rows      beginnings of the rows of docs/gpu-results.md that it fills in
+    rows      beginnings of the rows of docs/results/gpu-results.md that it fills in
     command   what it runs
     read      its figures
     num_gpus  that it needs

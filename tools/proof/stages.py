@@ -263,6 +263,6 @@ def of_names(names: str | None) -> list[Stage]:
 
 
 def pages_rows(root: Path) -> list[str]:
-    """Return the rows of docs/gpu-results.md."""
-    lines = (root / "docs" / "gpu-results.md").read_text(encoding="utf-8").splitlines()
+    """Return the rows of docs/results/gpu-results.md."""
+    lines = (root / "docs" / "results" / "gpu-results.md").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("| ") and not line.startswith("| test ")]

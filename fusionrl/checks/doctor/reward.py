@@ -133,7 +133,7 @@ def _problem(
             "if it wants another form, say which one: --gold 'FINAL: {label}'; else look why it does not see the label"
         )
         return warning(_CHECK, text, cure)
-    cure = "check --label-key and the form of the labels, and choose the reward that fits (docs/rewards.md)"
+    cure = "check --label-key and the form of the labels, and choose the reward that fits (docs/guides/rewards.md)"
     return fault(_CHECK, text, cure)
 
 

@@ -35,7 +35,7 @@ Print the command that does what the launch script does, with a comment for each
   --set NAME=VALUE  a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a
                     launcher in Python
   --small           the command of a first try: two steps of a few samples, for a machine without a GPU
-  --flags           print the table of slime's flags as Markdown (docs/from-slime-flags.md), and nothing else
+  --flags           print the table of slime's flags as Markdown (docs/reference/from-slime-flags.md), and nothing else
   --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
 
 SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""

@@ -27,11 +27,11 @@ class AlgorithmGroup(Group):
 
     algorithm: AlgorithmName | None = Field(
         None,
-        description="Set the flags of a published algorithm (docs/algorithms.md); those that are given besides count.",
+        description="Set the flags of a published algorithm (docs/guides/algorithms.md); flags that you also pass win.",
     )
     advantage_estimator: EstimatorName = Field(
         "grpo",
-        description="Advantage estimator (docs/algorithms.md); gspo and cispo are grpo's with a policy loss of theirs.",
+        description="Advantage estimator (docs/guides/algorithms.md); gspo, cispo: grpo with their own policy loss.",
     )
     pass_k: int = Field(1, description="Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1)
     gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus, ppo, prime).", ge=0, le=1)
@@ -55,7 +55,7 @@ class AlgorithmGroup(Group):
     )
     policy_loss: PolicyLossName = Field(
         "auto",
-        description="Policy loss (docs/algorithms.md); auto is gspo or cispo for the estimators of that name, or ppo.",
+        description="Policy loss (docs/guides/algorithms.md); auto: gspo, cispo for the estimators so named, else ppo.",
     )
     custom_policy_loss_path: str | None = Field(
         None, description="Function that computes the policy loss of each token, in place of --policy-loss."
@@ -94,7 +94,7 @@ class AlgorithmGroup(Group):
     use_tis: bool = Field(
         False,
         description="Weigh tokens by how likely the trainers find them against the engine (importance sampling). On by"
-        " default where --pipeline trains tokens of older weights (docs/pipelines.md).",
+        " default where --pipeline trains tokens of older weights (docs/guides/pipelines.md).",
     )
     tis_clip: float = Field(2.0, description="Highest such weight.", gt=0)
     tis_clip_low: float = Field(0.0, description="Lowest such weight.", ge=0)
@@ -162,12 +162,12 @@ class AlgorithmGroup(Group):
     use_routing_replay: bool = Field(
         False,
         description="Mixtures of experts: in all optimizer steps of a rollout, send each token to the experts of the"
-        " log-prob pass before the first (docs/models.md).",
+        " log-prob pass before the first (docs/guides/models.md).",
     )
     use_rollout_routing_replay: bool = Field(
         False,
         description="Mixtures of experts: in log-prob pass and steps, send each token to the experts that the engine"
-        " chose, the samples' rollout_routed_experts (docs/models.md).",
+        " chose, the samples' rollout_routed_experts (docs/guides/models.md).",
     )
 
 

@@ -16,7 +16,7 @@ class DataGroup(Group):
         None,
         description="Prompts (rl, reject-sampling) or conversations (sft): one or several sets"
         " [NAME=]PATH[:SPLIT][@[START:STOP]], each a .jsonl, .json or .parquet file, a folder of such files or of"
-        " datasets.save_to_disk, or a data set of the Hub (openai/gsm8k/main:train). See docs/data.md.",
+        " datasets.save_to_disk, or a data set of the Hub (openai/gsm8k/main:train). See docs/guides/data.md.",
     )
     prompt_data_weights: list[float] = Field(
         default_factory=list,

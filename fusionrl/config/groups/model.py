@@ -73,7 +73,7 @@ class WeightsGroup(Group):
     update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = Field(
         "auto",
         description="How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
-        " folder that trainers' and engines' nodes see (docs/weight-push-disk.md).",
+        " folder that trainers' and engines' nodes see (docs/guides/weight-push-disk.md).",
     )
     update_weight_disk_dir: str | None = Field(
         None, description="That folder, for this run alone. Default: weights in the run's folder."
@@ -93,7 +93,7 @@ class WeightsGroup(Group):
         "xxh3-128", description="Checksum of what is pushed by files, and of each tensor that a delta has changed."
     )
     custom_update_weight_post_write_path: str | None = Field(
-        None, description="Function called in every trainer when a version's files are there (docs/hooks.md)."
+        None, description="Function called in every trainer when a version's files are there (docs/reference/hooks.md)."
     )
     update_weight_buffer_size: int = Field(
         512 * 1024**2, description="Bytes of one bucket of a weight push, at most.", ge=1024

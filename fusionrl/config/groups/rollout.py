@@ -33,7 +33,7 @@ class RolloutGroup(Group):
     agent_path: str | None = Field(
         None,
         description="Agent of fusionrl.rollout.sessions.generate, `agent(args, sample, base_url, api_key)`, which asks"
-        " the model by OpenAI's or Anthropic's protocol (docs/sessions.md).",
+        " the model by OpenAI's or Anthropic's protocol (docs/guides/sessions.md).",
     )
     agent_timeout_s: float = Field(
         3600.0, description="Time limit of one run of that agent, seconds; then its sample is truncated.", gt=0
@@ -93,7 +93,7 @@ class RolloutGroup(Group):
     router_api_key: Literal["auto", "none"] = Field(
         "auto",
         description="Key that the router asks its clients for. auto: one made for the run; none: it asks nobody, on one"
-        " machine alone (docs/security.md).",
+        " machine alone (docs/guides/security.md).",
     )
     stream_responses: bool = Field(
         False,
@@ -107,7 +107,7 @@ class RolloutGroup(Group):
     use_fault_tolerance: bool = Field(
         False,
         description="Go on with the other engines when one dies or hangs, and start it anew before the next weight push"
-        " (docs/faults.md).",
+        " (docs/guides/faults.md).",
     )
     rollout_health_check_interval: float = Field(
         30.0, description="With --use-fault-tolerance: seconds between health checks of an engine in a rollout.", gt=0
@@ -125,7 +125,7 @@ class RewardGroup(Group):
 
     rm_type: str | None = Field(
         None,
-        description="Built-in reward of docs/rewards.md, or a weighted sum: math, boxed_exact, math:0.8+format:0.2.",
+        description="Built-in reward (docs/guides/rewards.md) or a weighted sum: math, math:0.8+format:0.2.",
     )
     rm_format_regex: str | None = Field(
         None, description="Regular expression that --rm-type format wants of the whole response."

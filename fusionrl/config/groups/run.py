@@ -33,12 +33,12 @@ class RunGroup(Group):
     hook_env: list[str] = Field(
         default_factory=list,
         description="Environment variables with secrets (names such as OPENAI_API_KEY) that your functions get. No"
-        " process of the run gets others; docs/security.md.",
+        " process of the run gets others; docs/guides/security.md.",
     )
     resume: bool = Field(
         False,
         description="Go on in --run-dir from its last checkpoint (from the start where there is none yet). Without"
-        " --hf-checkpoint all flags that are not given are those of the run; docs/checkpoints.md.",
+        " --hf-checkpoint all flags that are not given are those of the run; docs/guides/checkpoints.md.",
     )
     seed: int = Field(1234, description="Seed of initialisation, data order and trainers.", ge=0)
     num_rollout: int | None = Field(None, description="Number of rollout steps to run.", ge=0)
@@ -63,7 +63,7 @@ class RunGroup(Group):
     )
     profile_steps: list[str] = Field(
         default_factory=list,
-        description="Steps that are profiled, numbered from 1, e.g. 3 or 5-7; docs/profiling.md. Default: none.",
+        description="Steps that are profiled, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none.",
     )
     profile_ranks: list[str] = Field(
         default_factory=lambda: ["0", "engine-0"],
@@ -85,7 +85,7 @@ class RunGroup(Group):
     stall_warn_s: float = Field(
         60.0,
         description="A phase that takes over five times its median is reported, but not before so many seconds (the"
-        " first of its kind: five times as many), with whom it waits for and all stacks; docs/watchdog.md.",
+        " first of its kind: five times as many), with whom it waits for and all stacks; docs/guides/watchdog.md.",
         gt=0,
     )
     stall_timeout_s: float | None = Field(
@@ -94,7 +94,7 @@ class RunGroup(Group):
     in_process: bool = Field(
         False,
         description="Run driver, Buffer, rewards and one trainer rank in this process, without Ray: breakpoint()"
-        " stops in the terminal; engines stay children. docs/debugging.md.",
+        " stops in the terminal; engines stay children. docs/guides/debugging.md.",
     )
     pdb: bool = Field(
         False,
@@ -135,12 +135,12 @@ class ClusterGroup(Group):
     rollout_external_engine_addrs: list[str] = Field(
         default_factory=list,
         description="Addresses (host:port) of engines that run already, and work beside the run's own"
-        " (docs/engines.md). Their key, if they have one: FUSIONRL_ENGINE_KEY.",
+        " (docs/guides/engines.md). Their key, if they have one: FUSIONRL_ENGINE_KEY.",
     )
     engine_group: list[str] = Field(
         default_factory=list,
         description="Engines of several sizes and flags: NAME:num_gpus=N,per_engine=N,role=ROLE,FLAG=VALUE, one for"
-        " each group. Roles: generate, prefill, decode, eval. See docs/engines.md.",
+        " each group. Roles: generate, prefill, decode, eval. See docs/guides/engines.md.",
     )
     num_gpus_per_node: int = Field(8, description="Devices a node has, at most, when a placement is planned.", ge=1)
     colocate: bool = Field(False, description="Engines and trainers share the same devices.")
@@ -160,7 +160,7 @@ class ClusterGroup(Group):
         120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
     )
     numa_affinity: bool = Field(
-        True, description="Bind trainers and engines to the CPUs that are near their GPUs; docs/hardware.md."
+        True, description="Bind trainers and engines to the CPUs that are near their GPUs; docs/guides/hardware.md."
     )
     peak_tflops: float | None = Field(
         None,

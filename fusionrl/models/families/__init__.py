@@ -1,7 +1,7 @@
 """Model families: one file each, which reads config.json and has the table of Hugging Face and Megatron names. Pure.
 
 A new family is one file: `fusionrl/models/families/<model_type>.py`, or `plugins/models/<model_type>.py` of one's own,
-with a `FAMILY` in it (docs/models.md shows how). No torch is needed to read a table.
+with a `FAMILY` in it (docs/guides/models.md shows how). No torch is needed to read a table.
 """
 
 from __future__ import annotations

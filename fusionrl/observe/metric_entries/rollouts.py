@@ -42,7 +42,7 @@ ROLLOUTS: Table = {
     ),
     "rollout/session_rewrites": Entry(
         "segments",
-        "Samples that began where an agent behind the session proxy rewrote its history (docs/sessions.md).",
+        "Samples that began where an agent behind the session proxy rewrote its history (docs/guides/sessions.md).",
         "buffer/rollout_report.py",
         "--agent-path",
     ),
@@ -66,13 +66,13 @@ ROLLOUTS: Table = {
     ),
     "rollout/code_failed/<reason>": Entry(
         "samples",
-        "Samples with a program that failed for this reason (docs/rewards.md).",
+        "Samples with a program that failed for this reason (docs/guides/rewards.md).",
         "buffer/rollout_report.py",
         "--rm-type code, when it happens",
     ),
     "rollout/spec_accept_rate": Entry(
         "share",
-        "Drafted tokens that the model took, of all that were drafted (docs/engines.md).",
+        "Drafted tokens that the model took, of all that were drafted (docs/guides/engines.md).",
         "buffer/rollout_report.py",
         "--sglang-speculative-algorithm",
     ),
@@ -174,7 +174,7 @@ ROLLOUTS: Table = {
     ),
     "rollout/answers_refused": Entry(
         "answers",
-        "Responses of engines that did not match their request (docs/security.md); each request was sent again.",
+        "Responses of engines that did not match their request (docs/guides/security.md); each request was sent again.",
         "rollout/client.py",
         "when it happens",
     ),

@@ -19,7 +19,7 @@ from fusionrl.observe.track.metric_lines import Line
 
 DEFAULT_ADDRESS = "127.0.0.1:9464"
 _HEAD = {
-    "fusionrl_metric": "Newest value of a metric of the run; docs/metrics.md describes each name.",
+    "fusionrl_metric": "Newest value of a metric of the run; docs/reference/metrics.md describes each name.",
     "fusionrl_step": "Finished steps.",
     "fusionrl_step_time_seconds": "Time of the newest line, since 1970.",
 }

@@ -54,7 +54,7 @@ class _Tool:
 
 
 async def multi_turn(input: GenerateFnInput) -> GenerateFnOutput:
-    """Let the model call tools (docs/agents.md). These settings of `args` are keys of --custom-config-path:
+    """Let the model call tools (docs/guides/agents.md). These settings of `args` are keys of --custom-config-path:
 
     generate_tool_specs_path             a list of schemas in the OpenAI format
     generate_execute_tool_function_path  `async execute(name, arguments) -> str`

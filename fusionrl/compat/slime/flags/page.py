@@ -1,4 +1,4 @@
-"""docs/from-slime-flags.md, generated from the tables: `fusionrl from-slime --flags`. Pure."""
+"""docs/reference/from-slime-flags.md, generated from the tables: `fusionrl from-slime --flags`. Pure."""
 
 from __future__ import annotations
 

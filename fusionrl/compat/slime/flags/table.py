@@ -178,7 +178,9 @@ _PROFILE = "--profile-steps has profiles of other steps and tools; `fusionrl tim
 _CONFIG = "it follows from config.json"
 _BUFFER = "nothing here reads it; a rollout function of your own finds it in its args"
 _RAY = "rollouts travel by Ray's object store: the same data at another speed"
-_SESSIONS = "the session proxy starts where a function or an agent asks for it, on a free port (docs/sessions.md)"
+_SESSIONS = (
+    "the session proxy starts where a function or an agent asks for it, on a free port (docs/guides/sessions.md)"
+)
 _MEMORY = "memory is saved by --offload-train, --optimizer-cpu-offload and --recompute-granularity: the same values"
 _MEMORY_SWITCHES = ("rematerialize_param_from_master_weight", "offload_ref", "offload_old_actor")
 _MEMORY_VALUES = ("train_memory_margin_bytes", "offload_train_target", "offload_train_disk_dir")

@@ -19,7 +19,7 @@ from fusionrl.compat.slime.names.table import ABSENT_MODULES, MODULES
 
 ROOTS = ("slime", "slime_plugins")
 FORKS = {"miles": "slime", "miles_plugins": "slime_plugins"}  # whose modules have slime's names, and more
-TABLE_PAGE = "docs/from-slime.md"
+TABLE_PAGE = "docs/guides/from-slime.md"
 
 
 def _of_slime(name: str) -> str:

@@ -12,7 +12,7 @@ _API = "fusionrl.compat.slime.api"
 _MILES = f"{_API}.miles"
 _CHECKPOINT = (
     "no other engines evaluate saved checkpoints during a run",
-    "evaluate with --eval-num-gpus, or a checkpoint with --mode eval (docs/evaluation.md)",
+    "evaluate with --eval-num-gpus, or a checkpoint with --mode eval (docs/guides/evaluation.md)",
 )
 
 MILES: dict[str, Names] = {
@@ -30,15 +30,15 @@ MILES: dict[str, Names] = {
     "miles.rollout.generate_hub.agentic_tool_call": {
         "generate": Here(
             f"{_MILES}:agentic_tool_call",
-            "through the session proxy (docs/sessions.md); custom_agent_function_path is a key of --custom-config-path;"
-            " what the agent raises ends the run",
+            "through the session proxy (docs/guides/sessions.md); custom_agent_function_path is a key of"
+            " --custom-config-path; what the agent raises ends the run",
         ),
         "build_chat_request_kwargs": Here(f"{_MILES}:build_chat_request_kwargs", "what the session proxy reads"),
     },
     "miles.rollout.generate_hub.multi_turn": {
         "generate": Here(
             f"{_MILES}:multi_turn",
-            "by the agent of docs/agents.md; its arguments generate_… are keys of --custom-config-path",
+            "by the agent of docs/guides/agents.md; its arguments generate_… are keys of --custom-config-path",
         )
     },
     "miles.rollout.generate_hub.single_turn": {"generate": Here(f"{_MILES}:single_turn")},

@@ -1,7 +1,7 @@
 """Every name of slime's that fusionrl knows: module path → name → where it lives here, or why it does not.
 
-Pure: nothing is imported but what entries are made of. Of modules in `ABSENT_MODULES` no name exists; what is in no
-table is told as unknown. Read against slime's public revision of August 2026. `docs/from-slime.md` is written from it.
+Pure: nothing is imported but what entries are made of. Of modules in `ABSENT_MODULES` no name exists; a name in no
+table is reported as unknown. Read against slime's public revision of August 2026; docs/guides/from-slime.md follows it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _TRACE = "no traces of requests are recorded here"
 _PROXY = (
     "the session proxy answers both protocols, and records tokens, masks and log-probs",
     "take base_url and api_key of the agent's function (--agent-path), or of fusionrl.plugin_api.open_session in a"
-    " generate function (docs/sessions.md)",
+    " generate function (docs/guides/sessions.md)",
 )
 _RECORD = (
     "the session proxy keeps the turns of a conversation, and begins a segment where its history is rewritten",
-    "return session.samples(reward) of fusionrl.plugin_api.open_session (docs/sessions.md)",
+    "return session.samples(reward) of fusionrl.plugin_api.open_session (docs/guides/sessions.md)",
 )
 _HARNESS = (
     "no program of an agent is installed or started here",
     "start it in the agent's function with OPENAI_BASE_URL or ANTHROPIC_BASE_URL in its environment (--agent-path,"
-    " docs/sessions.md)",
+    " docs/guides/sessions.md)",
 )
 
 _TYPES: Names = {
@@ -159,7 +159,7 @@ _LOSS: Names = {
     "get_log_probs_and_entropy": Here("fusionrl.plugin_api:get_log_probs_and_entropy"),
     **none_of(
         "losses take other inputs here",
-        "give yours by --custom-loss-function-path or --custom-policy-loss-path (docs/hooks.md)",
+        "give yours by --custom-loss-function-path or --custom-policy-loss-path (docs/reference/hooks.md)",
         *("get_responses", "get_values", "compute_advantages_and_returns", "policy_loss_function", "loss_function"),
         *("value_loss_function", "sft_loss_function", "apply_opd_kl_to_advantages"),
     ),
@@ -303,7 +303,7 @@ MODULES: dict[str, Names] = {
         "compute_policy_loss": Here(f"{_API}.losses:compute_policy_loss"),
         **none_of(
             "advantages are made by the estimators of fusionrl.algorithms",
-            "give yours by --custom-advantage-function-path (docs/hooks.md)",
+            "give yours by --custom-advantage-function-path (docs/reference/hooks.md)",
             *("get_grpo_returns", "get_reinforce_plus_plus_returns", "get_advantages_and_returns_batch"),
             *("get_reinforce_plus_plus_baseline_advantages", "vanilla_gae", "chunked_gae", "compute_gspo_kl"),
             *("chunked_discounted_returns", "compute_opsm_mask", "compute_cispo_loss"),
@@ -329,13 +329,13 @@ MODULES: dict[str, Names] = {
     "slime.agent.trajectory": none_of(*_RECORD, "TrajectoryManager", "TurnRecord", "MessageNode", "DriftKind"),
     "slime.agent.parsing": none_of(
         "calls of tools are found by SGLang's parsers",
-        "give --tool-call-parser (docs/agents.md)",
+        "give --tool-call-parser (docs/guides/agents.md)",
         *("ParsedModelOutput", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"),
     ),
     "slime.agent.sandbox": none_of(
         "no service of remote sandboxes is built in",
-        "open yours in the agent's function (--agent-path, docs/sessions.md); python code of a model runs in"
-        " fusionrl.rollout.sandbox.run_python (docs/sandbox.md)",
+        "open yours in the agent's function (--agent-path, docs/guides/sessions.md); python code of a model runs in"
+        " fusionrl.rollout.sandbox.run_python (docs/guides/sandbox.md)",
         *("Sandbox", "E2BSandbox", "exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED"),
     ),
     "slime.agent.harness": none_of(*_HARNESS, "BaseHarness", "HarnessContext", "ClaudeCodeHarness", "CodexHarness"),
@@ -357,12 +357,12 @@ _INSIDE = Absent("it is a part of the framework's own machinery", "the run does 
 ABSENT_MODULES: dict[str, Absent] = {
     "slime.agent": Absent(
         "agents are trained through the session proxy in front of the router",
-        "point the agent's OpenAI or Anthropic client at it: --agent-path (docs/sessions.md)",
+        "point the agent's OpenAI or Anthropic client at it: --agent-path (docs/guides/sessions.md)",
     ),
     "slime.backends": _INSIDE,
     "slime.backends.megatron_utils.kernels": Absent("its kernels are not here", "use --transformer-impl"),
     "slime.backends.megatron_utils.alignment": Absent(
-        "log-probs are not aligned kernel by kernel", "use --use-tis against the mismatch (docs/algorithms.md)"
+        "log-probs are not aligned kernel by kernel", "use --use-tis against the mismatch (docs/guides/algorithms.md)"
     ),
     "slime.ray": Absent("a run's processes are started by fusionrl", "start the run with `fusionrl train`"),
     "slime.observability": _INSIDE,
@@ -372,7 +372,7 @@ ABSENT_MODULES: dict[str, Absent] = {
     ),
     "slime.rollout": _INSIDE,
     "slime_plugins.models": Absent(
-        "model families are built in (docs/models.md)", "leave --spec out; fusionrl reads the config.json"
+        "model families are built in (docs/guides/models.md)", "leave --spec out; fusionrl reads the config.json"
     ),
     "slime_plugins.rollout_buffer": Absent(
         "the rollout-buffer server is not packaged", "keep its files beside yours, and name them by path"
