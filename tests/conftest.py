@@ -122,9 +122,10 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Stop where a test file imports Megatron-core as it is collected: the CPU layer has to be there before it."""
     if "megatron.core" not in sys.modules:
         return
+    from fusionrl.base import cpu_wing
     from fusionrl.cpu import megatron_patches
 
-    if megatron_patches.is_needed() and not megatron_patches.is_installed():
+    if cpu_wing.lacks_cuda() and not megatron_patches.is_installed():
         pytest.exit(f"{report.nodeid} imports megatron.core; import it after megatron_patches.install()", 4)
 
 

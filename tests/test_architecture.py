@@ -31,14 +31,10 @@ FLOORS = (
 # The wings may import every room; of the rooms, only these files import a wing.
 WINGS = {
     "cpu": {
-        "checks/megatron.py",
-        *("config/hooks.py", "config/upstream_flags.py"),
-        *("engines/launch_server.py", "engines/spec.py"),
-        *("plan/device_checks.py", "plan/render.py"),
-        "rollout/agent.py",
-        *("trainer/checkpoint_io.py", "trainer/early_imports.py", "trainer/local_mlp.py", "trainer/local_spec.py"),
-        *("trainer/megatron_versions.py", "trainer/packed_row.py", "trainer/process_groups.py"),
-        *("trainer/rank_imports.py", "trainer/settings.py"),
+        "base/cpu_wing.py",
+        "engines/launch_server.py",
+        *("trainer/local_spec.py", "trainer/packed_row.py", "trainer/process_groups.py", "trainer/settings.py"),
+        "trainer/swiglu.py",
     },
     "compat": {
         "cli/from_slime.py",

@@ -118,9 +118,9 @@ def load(path: str, hooks: list[tuple[str, str]]) -> None:
     from fusionrl.config.user_code import last_user_line
 
     if not torch.cuda.is_available():
-        from fusionrl.cpu import sglang_stubs
+        from fusionrl.base import cpu_wing
 
-        sglang_stubs.install()  # sglang imports triton, which a CPU run does without
+        cpu_wing.install_stand_ins()  # sglang imports triton, which a CPU run does without
     errors = []
     stand_ins = StandIns()
     sys.meta_path.append(stand_ins)

@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
     if argv == ["packages"]:
         return packages()
     num_failed = 0 if argv else failed_in([sys.executable, __file__, "packages"])
-    from fusionrl.cpu import megatron_patches, sglang_stubs
+    from fusionrl.base import cpu_wing
 
-    sglang_stubs.install()
-    megatron_patches.install()
+    cpu_wing.install_stand_ins()
+    cpu_wing.prepare_megatron()
     names = argv or list(modules())
     for name in names:
         if name in ALONE and not argv:

@@ -13,8 +13,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 
+from fusionrl.base import cpu_wing
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.cpu import megatron_patches
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
@@ -33,7 +33,7 @@ def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> lis
         shape: of the model.
         plan: of the group.
     """
-    megatron_patches.install()
+    cpu_wing.prepare_megatron()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fusionrl.base import cpu_wing
 from fusionrl.config.hook_files import import_file, install_stand_ins, register_folder
 from fusionrl.config.user_code import HookError, last_user_line, user_code
-from fusionrl.cpu import sglang_stubs
 
 # Every process that loads a user's function does so by this module: in each of them the name `slime` is known.
 install_stand_ins()
-sglang_stubs.install()  # a hook may import sglang's parsers, which import triton, on a machine without CUDA
+cpu_wing.install_stand_ins()  # a hook may import sglang's parsers, which import triton, on a machine without CUDA
 
 __all__ = [
     "OPTIONAL",

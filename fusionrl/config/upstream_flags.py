@@ -16,6 +16,7 @@ import types
 import typing
 from pathlib import Path
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.log_suppression import quiet
 from fusionrl.base.spelling import closest
 from fusionrl.config.upstream_flag_cache import kept_parser, own_parser
@@ -125,7 +126,7 @@ def sglang_parser() -> argparse.ArgumentParser:
         return _import_sglang_parser()
     root = Path(package.origin).parent / "srt"
     sources = [root / "server_args.py", *root.glob("arg_groups/**/*.py")]
-    sources.append(Path(__file__).with_name("attention.py"))  # it adds a choice
+    sources.append(Path(cpu_wing.__file__))  # it names a choice of ours
     try:
         versions = " ".join(importlib.metadata.version(name) for name in ("sglang", "torch"))
     except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
@@ -135,16 +136,22 @@ def sglang_parser() -> argparse.ArgumentParser:
 
 @functools.cache
 def _import_sglang_parser() -> argparse.ArgumentParser:
-    from fusionrl.cpu import attention, sglang_stubs
-
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     parser = _QuietParser(add_help=False, allow_abbrev=False)
     with quiet():
         from sglang.srt.server_args import ServerArgs
 
-        attention.add_choice()
+        add_cpu_attention()
         ServerArgs.add_cli_args(parser)
     return parser
+
+
+def add_cpu_attention() -> None:
+    """Let SGLang's command line take the attention of engines on a CPU. Idempotent."""
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    if cpu_wing.ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([cpu_wing.ATTENTION_BACKEND])
 
 
 @functools.cache
@@ -233,9 +240,7 @@ def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
 def megatron_fields() -> dict[str, dict[str, object]]:
     """Field name → type, for each of Megatron's classes: transformer, optimizer, ddp."""
     with quiet():
-        from fusionrl.cpu import megatron_patches
-
-        megatron_patches.install()
+        cpu_wing.prepare_megatron()
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer import TransformerConfig

@@ -1,9 +1,9 @@
 """An attention backend for SGLang's engines on a CPU, registered with SGLang from outside.
 
 SGLang's `torch_native` computes one request at a time: a decode step of 256 requests and 4 layers is 1,024 times the
-same dozen small calls. `BACKEND` attends the whole batch in a few calls a layer (`batched_attention.py`). What it does
-not do itself it leaves to `torch_native`, of which it is a subclass: latent attention, encoders and cross attention,
-and a cache of its own for layers with a sliding window. `torch_native` knows no drafts of speculative decoding.
+same dozen small calls. `ATTENTION_BACKEND` attends the whole batch in a few calls a layer (`batched_attention.py`). It
+is a subclass of `torch_native` and leaves to it latent attention, encoders and cross attention, and a separate cache
+for layers with a sliding window. `torch_native` has no drafts of speculative decoding.
 """
 
 from __future__ import annotations
@@ -11,22 +11,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND
+from fusionrl.config.upstream_flags import add_cpu_attention
+
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-BACKEND = "torch_batched"
-"""Its name for `--sglang-attention-backend`."""
-
 logger = logging.getLogger(__name__)
-
-
-def add_choice() -> None:
-    """Let SGLang's command line take `BACKEND`. Idempotent; before its parser is made."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
-
-    if BACKEND not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND])
 
 
 def register() -> None:
@@ -34,8 +26,8 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache import allocation
 
-    add_choice()
-    register_attention_backend(BACKEND)(create)
+    add_cpu_attention()
+    register_attention_backend(ATTENTION_BACKEND)(create)
     # SGLang runs a Triton kernel here for any backend on a CPU but torch_native; with pages of several tokens alone.
     allocation.get_last_loc_triton = allocation.get_last_loc_torch
 
@@ -58,7 +50,7 @@ def create(runner: ModelRunner) -> TorchNativeAttnBackend:
     if reason is not None:
         logger.info("Attention backend: torch_native (%s)", reason)
         return TorchNativeAttnBackend(runner)
-    logger.info("Attention backend: %s, whole batches at once", BACKEND)
+    logger.info("Attention backend: %s, whole batches at once", ATTENTION_BACKEND)
     backend = BatchedAttentionBackend(runner)
     straight_decode.install(runner, backend)
     return backend

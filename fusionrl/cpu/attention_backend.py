@@ -1,4 +1,4 @@
-"""The class behind `attention.BACKEND`; importing it imports SGLang's layers."""
+"""The class behind `ATTENTION_BACKEND`; importing it imports SGLang's layers."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusionrl.base import cpu_wing
 from fusionrl.cpu import gradients, rotary
-from fusionrl.trainer import megatron_versions
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -74,11 +74,6 @@ OVERRIDES: dict[str, tuple[Any, str]] = {
     "moe_grouped_gemm": (False, "it is a CUDA kernel"),
     "moe_permute_fusion": (False, "it is a CUDA kernel"),
 }
-
-
-def is_needed() -> bool:
-    """Return whether this process has no CUDA device, so that Megatron-core needs this layer."""
-    return not torch.cuda.is_available()
 
 
 def is_installed() -> bool:
@@ -129,12 +124,12 @@ class _Stream:
 
 def before_import() -> None:
     """Let megatron.core be imported; changes nothing of torch. Once a process."""
-    if not is_needed() or _state["importable"]:
+    if not cpu_wing.lacks_cuda() or _state["importable"]:
         return
     assert "megatron.core" not in sys.modules, "megatron_patches.install() must run before megatron.core is imported"
     for name in _KERNELS:  # None is the import system's sign for "not there"; a module that is imported stays
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    megatron_versions.before_import()
+    cpu_wing.install_stand_ins()
     _install_jit()
     _state["importable"] = True
 
@@ -144,7 +139,7 @@ def install() -> bool:
 
     After `before_import`, megatron.core may be there: it takes nothing from torch by name that is replaced here.
     """
-    if not is_needed():
+    if not cpu_wing.lacks_cuda():
         return False
     if _state["installed"]:
         return True

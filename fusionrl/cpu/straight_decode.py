@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.cpu import kernels
-from fusionrl.cpu.attention import BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -97,7 +97,7 @@ class _Line:
         self.model = getattr(whole, "model", None)
         if whole is None or _name_of(self.model) not in _MODELS:
             raise _NotPlain(f"the model is a {_class_of(self.model if self.model is not None else whole)}")
-        if getattr(runner, "decode_attention_backend_str", BACKEND) != BACKEND:
+        if getattr(runner, "decode_attention_backend_str", ATTENTION_BACKEND) != ATTENTION_BACKEND:
             raise _NotPlain(f"its attention is by {runner.decode_attention_backend_str}")
         given = [name for name in _OFF if getattr(runner.server_args, name, None)]
         sizes = [getattr(runner.server_args, name, 1) for name in ("tp_size", "pp_size", "dp_size")]

@@ -1,7 +1,7 @@
 """Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
 
 It adds five things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
-`sglang_stubs` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
+`cpu_wing` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
 parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
 comes by standard input, as every user of the machine can read a command line, and every process of the same user the
 environment. Nothing of SGLang is imported before that. And each event of a stream tells which weights sampled which
@@ -14,8 +14,9 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.malloc import keep_freed
 from fusionrl.base.stack_signal import answer_with_stacks
@@ -35,10 +36,13 @@ DEVICE_VARIABLE = "FUSIONRL_DEVICE"
 # A forward pass frees and takes again what is smaller. The cache is larger: what is given away goes to the system.
 _KEPT_BYTES = 32 * 2**20
 
-if os.environ.get(DEVICE_VARIABLE) == "cpu":
-    from fusionrl.cpu import sglang_stubs
 
-    sglang_stubs.install()
+def _is_on_cpu() -> bool:
+    return os.environ.get(DEVICE_VARIABLE) == "cpu"
+
+
+if _is_on_cpu():
+    cpu_wing.install_stand_ins()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang takes its CPU code paths only when told to
 
 
@@ -90,10 +94,14 @@ def import_model() -> None:
 def _light() -> Iterator[None]:
     """Import parts of SGLang within it, without what no run uses."""
     from fusionrl.base.scan_cache import kept_scans
-    from fusionrl.cpu.lazy_torch import symbols_later, uncompiled
     from fusionrl.engines.lazy_endpoints import endpoints_later
 
-    with without_collections(), kept_scans(), symbols_later(), uncompiled(), endpoints_later():
+    with without_collections(), kept_scans(), endpoints_later(), ExitStack() as on_cpu:
+        if _is_on_cpu():
+            from fusionrl.cpu.lazy_torch import symbols_later, uncompiled
+
+            on_cpu.enter_context(symbols_later())
+            on_cpu.enter_context(uncompiled())
         yield
 
 
@@ -110,7 +118,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
-    if os.environ.get(DEVICE_VARIABLE) == "cpu":
+    if _is_on_cpu():
         from fusionrl.cpu import attention, sampling, scheduler_pause, sglang_layers, speculation, torch_device
         from fusionrl.plan.speculation import FLAG
 

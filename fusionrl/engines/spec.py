@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.base.environment import child_environment
 from fusionrl.base.network_interfaces import collective_interfaces
-from fusionrl.cpu.attention import BACKEND
 from fusionrl.engines.launch_server import DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE
 from fusionrl.models.scorers import read_scorer
@@ -36,7 +36,7 @@ LOADER = "fusionrl.engines.segments.load"
 # token anyway. A KV pool sized from free memory would take most of a machine that trainers share; it bounds how many
 # requests run, too, so the number of them need not be small.
 _CPU_DEFAULTS: dict[str, Any] = {
-    "attention_backend": BACKEND,
+    "attention_backend": ATTENTION_BACKEND,
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,

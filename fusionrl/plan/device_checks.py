@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.run_parts import asks_for_routing, uses_engines, uses_trainers
-from fusionrl.cpu.attention import BACKEND
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.plan.speculation import ALGORITHMS
 
@@ -65,8 +65,8 @@ def check_device(
 
 def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str, config: Config) -> None:
     """Refuse attention that engines on a GPU cannot have; `args` are SGLang's fields."""
-    if BACKEND in map(args.get, _ATTENTION_FIELDS):
-        raise ValueError(f"{prefix}attention-backend {BACKEND}: it is for engines on a CPU; leave it out")
+    if ATTENTION_BACKEND in map(args.get, _ATTENTION_FIELDS):
+        raise ValueError(f"{prefix}attention-backend {ATTENTION_BACKEND}: it is for engines on a CPU; leave it out")
     if rollout_dtype != "fp32" or not uses_engines(config):
         return
     for field in _ATTENTION_FIELDS:
@@ -89,10 +89,10 @@ def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
             f" use {' or '.join(ALGORITHMS)}, or leave it out"
         )
     backends = [str(name) for name in map(args.get, _ATTENTION_FIELDS) if name is not None]
-    if set(backends) - {BACKEND}:
+    if set(backends) - {ATTENTION_BACKEND}:
         raise ValueError(
             f"{prefix}speculative-algorithm {drafter} with --sglang-attention-backend {backends[0]}: on a CPU only"
-            f" {BACKEND} attends to drafts; leave the attention backend out"
+            f" {ATTENTION_BACKEND} attends to drafts; leave the attention backend out"
         )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.base.plurals import counted
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
-from fusionrl.cpu.attention import BACKEND
 from fusionrl.plan.device_sharing import described as described_turns
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.lr_schedule import warm_up_notes
@@ -127,7 +127,7 @@ def _attention(plan: Plan, config: Config) -> str:
     """The attention backend of engines on a CPU, or one that the user chose; on a GPU SGLang chooses."""
     backend = config.passthrough.sglang.get("attention_backend")
     if backend is None and plan.device == "cpu":
-        backend = BACKEND if plan.shape.mla is None else "torch_native"  # see `attention.create`
+        backend = ATTENTION_BACKEND if plan.shape.mla is None else "torch_native"  # see `attention.create`
     return f"; attention {backend}" if backend else ""
 
 

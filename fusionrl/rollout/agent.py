@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusionrl.base import cpu_wing
 from fusionrl.config.hooks import call_hook, user_code
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
@@ -266,9 +267,7 @@ def parser_name(wanted: str, folder: str) -> str:
     Raises:
         ValueError: an unknown parser, a template without tool calls, or SGLang is not installed.
     """
-    from fusionrl.cpu import sglang_stubs
-
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     try:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
         from sglang.srt.parser.template_detection import detect_tool_call_parser

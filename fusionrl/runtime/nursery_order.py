@@ -23,7 +23,7 @@ def make_order(config: Config, folder: Path) -> Order:
     branches, torch = [], ["torch"] if uses_trainers(config) else []
     if uses_engines(config) and config.model.hf_checkpoint is not None:
         branches.append(engine_branch(config.model.hf_checkpoint, folder))
-    megatron = ["fusionrl.trainer.early_imports"] if torch else []
+    megatron = ["fusionrl.cpu.early_imports"] if torch else []
     client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
     worker = Branch(
         str(folder / worker_starter.SOCKET),

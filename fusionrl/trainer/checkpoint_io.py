@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.environment import child_environment
 from fusionrl.base.file_hashes import Facts, Written, facts_of
 from fusionrl.base.pipe_messages import frame, receive
@@ -215,9 +216,7 @@ class WriterProcess:
 
 def _serve(connection: socket.socket) -> None:
     """The writer process: until the trainer's end of the connection is closed."""
-    from fusionrl.cpu import megatron_patches
-
-    megatron_patches.install()
+    cpu_wing.prepare_megatron()
     import megatron.core.dist_checkpointing  # noqa: F401 (takes seconds; now, and not at the first save)
 
     with suppress(ConnectionError, EOFError):  # the trainer is gone

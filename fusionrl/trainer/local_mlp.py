@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from fusionrl.cpu.swiglu import swiglu
+from fusionrl.trainer.swiglu import swiglu
 
 
 def adopt(model: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from fusionrl.cpu import kernels, megatron_patches, row_attention
-from fusionrl.cpu.kernels import RowTable
-from fusionrl.cpu.row_norm import RowNorm
+from fusionrl.base import cpu_wing
 from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.attention_buckets import Bucket, Places
 from fusionrl.trainer.local_mlp import LocalMLP
+
+if TYPE_CHECKING:
+    from fusionrl.cpu.kernels import RowTable
 
 
 class LocalNorm(torch.nn.Module):
@@ -42,7 +44,9 @@ class LocalNorm(torch.nn.Module):
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> torch.nn.Module:
         assert config.normalization == "RMSNorm", config.normalization
-        kind = RowNorm if megatron_patches.is_needed() else torch.nn.RMSNorm
+        kind = torch.nn.RMSNorm
+        if cpu_wing.lacks_cuda():
+            from fusionrl.cpu.row_norm import RowNorm as kind
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         norm.weight.sequence_parallel = config.sequence_parallel
@@ -140,8 +144,11 @@ class SDPACoreAttention(MegatronModule):
         if self.cp_group is not None and self.cp_group.size() > 1:
             return self._context_parallel(query, key, value, layout)
         drops = self.training and self.dropout > 0
-        if layout.table is not None and not drops and kernels.fit(query, key, value):
-            return row_attention.attend(query, key, value, layout.table, self.scale).flatten(1)
+        if layout.table is not None and not drops:  # on a CPU only
+            from fusionrl.cpu import kernels, row_attention
+
+            if kernels.fit(query, key, value):
+                return row_attention.attend(query, key, value, layout.table, self.scale).flatten(1)
         out: Tensor | None = None
         for bucket in layout.buckets:
             results = self._bucket(query, key, value, bucket)

@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 _GROUP_CONTENT = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def before_import() -> None:
-    """Let megatron.core be imported on a machine without CUDA, which need not have triton."""
-    from fusionrl.cpu import sglang_stubs
-
-    sglang_stubs.install()
-
-
 def without_te() -> None:
     """Mend names that Megatron-core uses, but has only with Transformer Engine; nothing where that is there."""
     from megatron.core.transformer import multi_latent_attention

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusionrl.cpu.row_attention import plan_rows
 from fusionrl.plan.memory.activations import LONGEST_ROW
 from fusionrl.trainer.attention_buckets import LONG_PROMPT, plan_buckets
 from fusionrl.trainer.local_spec import PackedLayout, zigzag_positions
@@ -86,7 +85,11 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
     shared = prompts or None if shares and options.leaves_out_prompts else None
     buckets = tuple(plan_buckets(filling.rows, tokens.size, device, shared)) if is_whole else ()
     is_short = max((row.size for row in filling.rows), default=0) <= LONGEST_ROW
-    has_kernel = is_whole and is_short and torch.device(device).type == "cpu"
+    table = None
+    if is_whole and is_short and torch.device(device).type == "cpu":
+        from fusionrl.cpu.row_attention import plan_rows
+
+        table = plan_rows(filling.rows, tokens.size)
     # How long the table of rotary embeddings must be.
     longest = int(positions.max()) + 1 if shares else max(lengths)
     local = torch.full((tokens.size,), -1)
@@ -104,7 +107,7 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
             buckets=buckets,
-            table=plan_rows(filling.rows, tokens.size) if has_kernel else None,
+            table=table,
             positions=torch.from_numpy(positions).to(device) if shares else None,
         ),
         rows=filling.rows,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.torch_stores import join_group_store
-from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, megatron_versions
 
@@ -29,11 +29,14 @@ def join_ranks(
     """Import Megatron with its CPU layer, meet the other ranks in the store at `address`, and seed what is random."""
     if address[0].startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    megatron_patches.install()
+    cpu_wing.prepare_megatron()
     with without_collections():
         from megatron.core import parallel_state, tensor_parallel
 
-    megatron_patches.patch()
+    if device.type == "cpu":
+        from fusionrl.cpu import megatron_patches
+
+        megatron_patches.patch()
     megatron_versions.without_te()
     adam.patch()
     torch.cuda.set_device(device)

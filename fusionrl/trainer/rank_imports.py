@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
-from fusionrl.cpu import megatron_patches
 
 with warnings.catch_warnings(), without_collections():
     warnings.simplefilter("ignore")
-    megatron_patches.install()
+    cpu_wing.prepare_megatron()
     import fusionrl.trainer.model  # and with it Megatron
     import fusionrl.trainer.roles  # noqa: F401

@@ -8,7 +8,6 @@ import os
 import torch
 
 from fusionrl.config.config import Config
-from fusionrl.cpu import megatron_patches
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.yarn import Yarn, is_yarn
 from fusionrl.plan.defaults import Impl, layer_impl
@@ -122,6 +121,8 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
     fields |= _expert_fields(shape, impl) | _latent_fields(shape) | _yarn_fields(shape)
     passed = config.passthrough.transformer
     if plan.device == "cpu":
+        from fusionrl.cpu import megatron_patches
+
         fields.update({name: value for name, (value, _) in megatron_patches.OVERRIDES.items()})
         for name, (value, reason) in megatron_patches.OVERRIDES.items():
             if name in passed and passed[name] != value:

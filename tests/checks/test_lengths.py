@@ -59,9 +59,9 @@ def one(found: list[str], *parts: str) -> None:
     ],
 )
 def test_positions_are_counted_as_sglang_counts_them(scaling: dict[str, Any] | None) -> None:
-    from fusionrl.cpu import sglang_stubs
+    from fusionrl.base import cpu_wing
 
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     from sglang.srt.utils.hf_transformers.common import get_context_length
 
     config = SimpleNamespace(max_position_embeddings=4096, rope_scaling=scaling)

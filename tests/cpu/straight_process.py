@@ -16,7 +16,8 @@ import sys
 from array import array
 from typing import Any
 
-from fusionrl.cpu import attention, kernels, sglang_layers, sglang_stubs, straight_decode, torch_device
+from fusionrl.base import cpu_wing
+from fusionrl.cpu import attention, kernels, sglang_layers, straight_decode, torch_device
 
 PROMPTS = [[5, 9, 17, 3], [7, 2], [1, 4, 8, 30, 12, 6, 19], [11]]
 STEPS = 3
@@ -31,8 +32,8 @@ def _runner(folder: str, dtype: str, values: dict[str, Any]) -> Any:
         model_path=folder,
         device="cpu",
         dtype=dtype,
-        prefill_attention_backend=attention.BACKEND,
-        decode_attention_backend=values.pop("decode_attention_backend", attention.BACKEND),
+        prefill_attention_backend=cpu_wing.ATTENTION_BACKEND,
+        decode_attention_backend=values.pop("decode_attention_backend", cpu_wing.ATTENTION_BACKEND),
         sampling_backend="pytorch",
         max_total_tokens=512,
         max_running_requests=8,
@@ -157,7 +158,7 @@ def main() -> None:
     """Print the comparisons."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     attention.register()
     torch_device.register()
     sglang_layers.register()

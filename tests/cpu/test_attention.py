@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusionrl.base import cpu_wing
 from fusionrl.config import upstream_flags
-from fusionrl.cpu import attention, kernels, sglang_stubs
+from fusionrl.cpu import attention, kernels
 
 NUM_SLOTS, NUM_REQUESTS = 512, 12
 
@@ -19,7 +20,7 @@ NUM_SLOTS, NUM_REQUESTS = 512, 12
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
     """Import SGLang's layers as an engine does, without the libraries that GPUs alone need."""
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     attention.register()
 
 
@@ -171,8 +172,10 @@ def test_sglang_knows_the_backend_by_its_name() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     attention.register()  # again
-    assert ATTENTION_BACKENDS[attention.BACKEND] is attention.create
-    parsed = upstream_flags.parse_with(upstream_flags.sglang_parser(), "--attention-backend", [attention.BACKEND], {})
-    assert parsed == {"attention_backend": attention.BACKEND}
+    assert ATTENTION_BACKENDS[cpu_wing.ATTENTION_BACKEND] is attention.create
+    parsed = upstream_flags.parse_with(
+        upstream_flags.sglang_parser(), "--attention-backend", [cpu_wing.ATTENTION_BACKEND], {}
+    )
+    assert parsed == {"attention_backend": cpu_wing.ATTENTION_BACKEND}
     with pytest.raises(upstream_flags.UpstreamError, match="torch_batched"):
         upstream_flags.parse_with(upstream_flags.sglang_parser(), "--attention-backend", ["torch_whole"], {})

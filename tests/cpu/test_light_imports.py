@@ -55,7 +55,7 @@ with masking_utils.TransformGetItemToIndex():
     pass
 """
 _TRAINER = f"""
-import fusionrl.trainer.early_imports
+import fusionrl.cpu.early_imports
 {_ABSENT}
 from megatron.core import utils
 assert utils.HAVE_DTENSOR

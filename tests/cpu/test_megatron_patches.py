@@ -65,7 +65,7 @@ def test_megatron_may_be_imported_before_the_shims_which_it_then_uses() -> None:
         "    'current_stream', 'default_stream', 'stream', 'get_rng_state', 'set_rng_state', 'manual_seed')]\n"
         "names += [(torch.Tensor, name) for name in ('cuda', 'pin_memory', 'record_stream', 'to', 'type')]\n"
         "usual = {(at, name): getattr(at, name) for at, name in names}\n"
-        "import fusionrl.trainer.early_imports\n"
+        "import fusionrl.cpu.early_imports\n"
         "assert 'megatron.core' in sys.modules\n"
         "assert all(getattr(at, name) is it for (at, name), it in usual.items())\n"
         "holders = [(module, name) for module, found in list(sys.modules.items())\n"

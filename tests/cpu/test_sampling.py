@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionrl.cpu import sampling, sglang_stubs
+from fusionrl.base import cpu_wing
+from fusionrl.cpu import sampling
 from fusionrl.cpu.sampling import draw
 
 
@@ -66,7 +67,7 @@ def test_no_distribution_is_an_error(size: int) -> None:
 
 def test_sglang_s_sampler_draws_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large batches without seeds."""
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     from sglang.srt.layers import sampler
 
     asked = []

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.cpu import kernels, sglang_layers, sglang_stubs
+from fusionrl.base import cpu_wing
+from fusionrl.cpu import kernels, sglang_layers
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -17,7 +18,7 @@ TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=st
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> Iterator[None]:
     """SGLang's layers with the kernels; the tests of other files get those that they had."""
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     layers = _layers()
     places = [(layer, "forward_native") for layer in layers] + _functions()
     usual = [getattr(*place) for place in places]

@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import sys
-from fusionrl.cpu import sglang_stubs
-sglang_stubs.STAND_INS = ("absent_kernels", "json", "triton_absent")
-sglang_stubs.install(); sglang_stubs.install()
+from fusionrl.base import cpu_wing
+cpu_wing.STAND_INS = ("absent_kernels", "json", "triton_absent")
+cpu_wing.install_stand_ins(); cpu_wing.install_stand_ins()
 assert sum(type(f).__name__ == "_StandInFinder" for f in sys.meta_path) == 1
 
 try:
@@ -56,9 +56,9 @@ def test_stand_ins(tmp_path: Path) -> None:
 
 OF_CUDA = """
 import sys
-from fusionrl.cpu import sglang_stubs
-sglang_stubs._has_driver = lambda: sys.argv[1] == "driver"
-sglang_stubs.install(); sglang_stubs.install()
+from fusionrl.base import cpu_wing
+cpu_wing._has_driver = lambda: sys.argv[1] == "driver"
+cpu_wing.install_stand_ins(); cpu_wing.install_stand_ins()
 import sglang.user as user
 print("real" if hasattr(user.sgl_kernel, "__file__") else "stand-in", user.scalar_type.__name__)
 """
@@ -92,7 +92,7 @@ def test_kernels_of_cuda_stand_aside_without_its_driver(
 def test_triton_decorators_define_and_do_not_run() -> None:
     from fusionrl.cpu import sglang_stubs
 
-    triton = sglang_stubs._StandInLoader().create_module(sglang_stubs.ModuleSpec("triton", None))
+    triton = sglang_stubs.StandInLoader().create_module(sglang_stubs.ModuleSpec("triton", None))
 
     def kernel() -> str:
         return "ran"

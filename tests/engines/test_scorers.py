@@ -151,9 +151,9 @@ def test_the_teacher_s_log_probs_are_those_of_transformers(args: Any) -> None:
 
 
 def test_sglang_serves_these_as_classifiers() -> None:
-    from fusionrl.cpu import sglang_stubs
+    from fusionrl.base import cpu_wing
 
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     from sglang.srt.configs.model_config import is_generation_model
 
     assert not any(is_generation_model([name]) for name in REWARD_MODELS)

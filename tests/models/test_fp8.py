@@ -225,9 +225,9 @@ def test_checksums_are_those_that_sglang_computes(folder: Path) -> None:
     """Its checker hashes what the stored values and scales are in bf16, by the code that is run here."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed")
-    from fusionrl.cpu import sglang_stubs
+    from fusionrl.base import cpu_wing
 
-    sglang_stubs.install()
+    cpu_wing.install_stand_ins()
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
     weight = random(256, 384, seed=2).bfloat16()

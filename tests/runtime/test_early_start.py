@@ -41,7 +41,7 @@ def test_what_a_mode_needs(
     assert [Path(branch.path).name for branch in order.branches] == branches
     modules = order.branches[-1].modules
     has_trainers = values["mode"] != "eval" and not values.get("debug_rollout_only")
-    assert ("torch" in modules) == ("fusionrl.trainer.early_imports" in modules) == has_trainers
+    assert ("torch" in modules) == ("fusionrl.cpu.early_imports" in modules) == has_trainers
     if "engine" in branches:
         environment = order.branches[0].environment
         assert environment["FUSIONRL_DEVICE"] == "cpu" and environment["HF_HUB_OFFLINE"] == "1"

@@ -52,8 +52,8 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
 # SGLang's own table of cosines and sines, as an engine on a CPU builds it; it decides at its import that it is on one.
 _TABLES = """
 import json, sys
-from fusionrl.cpu import sglang_stubs
-sglang_stubs.install()
+from fusionrl.base import cpu_wing
+cpu_wing.install_stand_ins()
 import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler

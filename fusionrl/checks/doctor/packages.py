@@ -20,8 +20,8 @@ _IMPORT_LIMIT_S = 180.0
 # One process a module: a broken library may end its process.
 _IMPORT = """
 import importlib, sys
-from fusionrl.cpu import sglang_stubs
-sglang_stubs.install()
+from fusionrl.base import cpu_wing
+cpu_wing.install_stand_ins()
 importlib.import_module(sys.argv[1])
 """
 _TORCH = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.is_available()]))"

@@ -2,17 +2,17 @@
 
 By itself autograd keeps three tensors of the width of an MLP for it, and writes seven of them backward. The function
 here keeps its input alone, and writes that input's gradient in place. In torch that saves memory, and no time:
-`silu(gate)` is computed once more backward. On a CPU our own kernel (`kernels.py`) saves time, too.
+`silu(gate)` is computed once more backward. On a CPU the wing's kernel saves time, too.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-
-from fusionrl.cpu import kernels
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -21,7 +21,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
-        if kernels.fit(both):
+        if kernels := _kernels(both):
             return kernels.swiglu(both)
         gate, up = both.chunk(2, -1)
         return F.silu(gate).mul_(up)
@@ -30,7 +30,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
-        if kernels.fit(both, grad):
+        if kernels := _kernels(both, grad):
             return kernels.swiglu_backward(grad, both)
         gate, up = both.chunk(2, -1)
         out = torch.empty_like(both)
@@ -38,6 +38,15 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return out
+
+
+def _kernels(*tensors: Tensor) -> ModuleType | None:
+    """Return the wing's kernels if they can compute with these tensors."""
+    if tensors[0].device.type != "cpu":
+        return None
+    from fusionrl.cpu import kernels
+
+    return kernels if kernels.fit(*tensors) else None
 
 
 def swiglu(both: Tensor) -> Tensor:

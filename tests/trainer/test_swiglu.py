@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusionrl.cpu.swiglu import swiglu
+from fusionrl.trainer.swiglu import swiglu
 
 
 def _plain(both: torch.Tensor) -> torch.Tensor:
@@ -27,3 +27,9 @@ def test_gradients_are_those_of_autograd() -> None:
     (ours,) = torch.autograd.grad((swiglu(both) * weights).sum(), both)
     (theirs,) = torch.autograd.grad((_plain(both) * weights).sum(), both)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_another_device_needs_no_kernel() -> None:
+    both = torch.zeros(3, 8, device="meta", requires_grad=True)
+    swiglu(both).sum().backward()
+    assert both.grad is not None and both.grad.shape == (3, 8)

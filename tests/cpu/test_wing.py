@@ -1,0 +1,89 @@
+"""A process with a CUDA device imports nothing of the wing `cpu`. Here a decision stands for the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_GPU = """
+import sys
+from fusionrl.base import cpu_wing
+cpu_wing.lacks_cuda = lambda: False
+cpu_wing.STAND_INS = ()  # a GPU's requirement set has these packages
+"""
+_ABSENT = """
+wing = [name for name in sys.modules if name.startswith("fusionrl.cpu")]
+assert not wing, wing
+"""
+_TRAINER = """
+import numpy as np
+import torch
+import fusionrl.trainer.rank_imports
+import fusionrl.trainer.checkpoint_io
+import fusionrl.trainer.critic
+import fusionrl.trainer.policy
+import fusionrl.trainer.process_groups
+import fusionrl.trainer.process_reward
+import fusionrl.trainer.settings
+from megatron.core.transformer import TransformerConfig
+from fusionrl.trainer.local_spec import LocalNorm
+from fusionrl.trainer.packed_batch import BatchOptions, Slicing
+from fusionrl.trainer.packed_row import pack_row
+from fusionrl.trainer.swiglu import swiglu
+
+options = BatchOptions(Slicing(), torch.device("meta"), 1.0, None, local_attention=True)
+assert pack_row([np.zeros(9, np.int64)] * 2, [1, 1], options).layout.table is None
+assert swiglu(torch.zeros(3, 8, device="meta")).shape == (3, 4)
+config = TransformerConfig(
+    num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm", use_cpu_initialization=True
+)
+assert type(LocalNorm(config, 8)) is torch.nn.RMSNorm
+"""
+_ENGINE = """
+from fusionrl.engines import launch_server
+from fusionrl.engines.spec import EngineSpec, server_command, server_environment
+
+spec = EngineSpec(0, sys.argv[1], "cuda", "bfloat16", 1, (0,), "127.0.0.1", None, "", 0)
+assert server_environment(spec)["FUSIONRL_DEVICE"] == "cuda"
+assert "--device" in server_command(spec, 1, 2)
+with launch_server._light():
+    pass
+"""
+_PLAN = """
+from fusionrl import cli
+from fusionrl.cli import device
+
+device.detect_device = lambda wanted: "cuda"
+assert cli.main(["plan", *sys.argv[1:], "--device", "cuda"]) == 0
+"""
+
+
+def _run(code: str, *argv: str) -> None:
+    env = {**os.environ, "FUSIONRL_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", _GPU + code + _ABSENT, *argv], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_a_trainer_rank() -> None:
+    _run(_TRAINER)
+
+
+def test_an_engine(tiny_model: Path) -> None:
+    _run(_ENGINE, str(tiny_model))
+
+
+@pytest.mark.parametrize("flags", [[], ["--cluster", "1x8xh100"]], ids=["here", "elsewhere"])
+def test_a_plan_for_gpus(tiny_model: Path, tmp_path: Path, flags: list[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1", "label": "2"}\n' * 8)
+    data = ["--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label", "--rm-type", "math"]
+    sizes = ["--rollout-batch-size", "8", "--rollout-max-response-len", "8", "--num-rollout", "1", "--colocate"]
+    _run(_PLAN, "--mode", "rl", "--hf-checkpoint", str(tiny_model), "--apply-chat-template", *data, *sizes, *flags)
