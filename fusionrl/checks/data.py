@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.log_suppression import quiet
-from fusionrl.checks.labels import run_label_check
 from fusionrl.checks.long_rows import count_tokens, fewest_bytes
+from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe

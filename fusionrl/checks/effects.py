@@ -203,28 +203,6 @@ TEACHER_ENGINES = _beside(lambda c: c.algorithm.opd_type == "sglang", "with --op
 CONSTANT = _beside(lambda c: c.algorithm.loss_aggregation == "constant", "without --loss-aggregation constant")
 VERIFIES = _beside(lambda c: c.weights.verify_weights != "never", "with --verify-weights never")
 
-# Read in every run, or what they promise holds in every run.
-EVERYWHERE: tuple[str, ...] = (
-    *(
-        "mode",
-        "name",
-        "run_dir",
-        "run_dir_mode",
-        "hook_env",
-        "resume",
-        "use_tensorboard",
-        "dry_run",
-        "in_process",
-        "pdb",
-        "log_level",
-        "custom_config_path",
-    ),
-    *("debug_rollout_only", "debug_train_only", "load_debug_rollout_data", "no_save", "no_trainer"),
-    *("device", "ray_address", "num_gpus_per_node", "placement_timeout_s", "hf_checkpoint", "precision"),
-    *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template_kwargs", "rollout_seed"),
-    *("use_dynamic_batch_size", "balance_data"),
-)
-
 _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((RL,), ("pipeline",)),
     ((TRAINERS,), ("seed",)),

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusionrl.checks.data import probe_of, prompt_columns, tokenizer_files
-from fusionrl.checks.labels import label_check
-from fusionrl.checks.rewards import rm_type_errors
+from fusionrl.checks.rewards import label_check, rm_type_errors
 from fusionrl.checks.sampling import eval_sampling_errors
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets

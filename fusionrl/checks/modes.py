@@ -1,12 +1,15 @@
-"""Checks of what a mode needs, and of what does not go together with it."""
+"""Checks of modes, of --in-process, and of the folders from which Ray starts workers."""
 
 from __future__ import annotations
 
-from fusionrl.checks.eval_engines import eval_engine_errors
+import sys
+from pathlib import Path
+
+from fusionrl.checks.engines import eval_engine_errors
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.rows import FORMATS
-from fusionrl.plan.pipeline_knobs import stream_errors
+from fusionrl.plan.pipeline_knobs import is_streamed, stream_errors
 
 
 def missing_flags(config: Config) -> list[str]:
@@ -65,3 +68,52 @@ def mode_errors(config: Config) -> list[str]:
     if mode == "eval" and config.checkpoint.save_hf:
         errors.append("--save-hf: --mode eval changes no weights")
     return errors
+
+
+_REPLAY = (
+    "; or save the rollouts of the whole run (--save-debug-rollout-data) and replay them in one process"
+    " (--debug-train-only --load-debug-rollout-data)"
+)
+
+
+def in_process_errors(config: Config) -> list[str]:
+    """List flags that need several trainers or Ray."""
+    run, cluster = config.run, config.cluster
+    if not run.in_process:
+        return ["--pdb needs --in-process: a debugger cannot open in other processes"] if run.pdb else []
+    errors = []
+    num_ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if num_ranks > 1:
+        errors.append(
+            f"--in-process: it runs one trainer rank, and the flags ask for {num_ranks}; give --actor-num-nodes 1"
+            f" --actor-num-gpus-per-node 1{_REPLAY}"
+        )
+    role = estimator_of(config.algorithm).role
+    if role is not None and run.mode == "rl":
+        flag = f"--advantage-estimator {config.algorithm.advantage_estimator}"
+        errors.append(f"--in-process: {flag} trains a {role}, too; choose another estimator, or leave --in-process out")
+    if is_streamed(config):
+        flag = f"--pipeline {run.pipeline}"
+        errors.append(f"--in-process: {flag} generates while it trains; give --pipeline on-policy{_REPLAY}")
+    for flag, is_given in (
+        ("--ray-address", cluster.ray_address is not None),
+        ("--dashboard", run.dashboard),
+        ("--async-save", config.checkpoint.async_save),
+        ("--use-fault-tolerance", config.rollout.use_fault_tolerance),
+        ("--eval-num-gpus", bool(config.eval.eval_num_gpus)),
+    ):
+        if is_given:
+            errors.append(f"--in-process: {flag} needs other processes than this one; leave it out")
+    return errors
+
+
+def place_errors(config: Config, prefix: str = sys.prefix, package: str = str(Path(__file__).parents[1])) -> list[str]:
+    """List folders with white space in their path; a run in one process has no workers of Ray."""
+    if config.run.in_process:
+        return []
+    places = {"the Python environment": prefix, "fusionrl": package}
+    return [
+        f"{name} is in {path!r}: Ray starts no worker from a path with white space; move it, or use --in-process"
+        for name, path in places.items()
+        if any(character.isspace() for character in path)
+    ]

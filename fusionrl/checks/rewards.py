@@ -1,14 +1,19 @@
-"""Checks of the flags of rewards."""
+"""Checks of rewards, of labels by the built-in reward, and of the sandbox for a model's programs."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 
+from fusionrl import sandbox
 from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import eval_sets
+from fusionrl.config.groups import DataGroup, RolloutGroup
 from fusionrl.rewards.ifbench import LIBRARY, MISSING
-from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
+from fusionrl.rewards.labels import BUDGET_S, LabelCheck
+from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type, runs_programs
 
 
 def reward_errors(config: Config) -> list[str]:
@@ -70,3 +75,69 @@ def rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_fla
     if key is not None and reward_key is None:
         errors.append(f"{rm_type} gives a dict; choose a number of it, {key_flag} {key}")
     return errors
+
+
+def run_label_check(config: Config, budget_s: float = BUDGET_S) -> LabelCheck | None:
+    """Return the check of the rows of --prompt-data; None where no built-in reward grades with their labels."""
+    reward, rollout = config.reward, config.rollout
+    has_own_source = config.data.data_source_path != DataGroup().data_source_path
+    is_own = has_own_source or rollout.rollout_function_path != RolloutGroup().rollout_function_path
+    if is_own or config.run.load_debug_rollout_data:
+        return None
+    path = rollout.custom_generate_function_path
+    return label_check(config, reward.rm_type, reward.custom_rm_path, generate_path=path, budget_s=budget_s)
+
+
+def label_check(
+    config: Config,
+    rm_type: str | None,
+    custom_rm_path: str | None,
+    *,
+    generate_path: str | None,
+    overrides: Mapping[str, object] | None = None,
+    budget_s: float = BUDGET_S,
+) -> LabelCheck | None:
+    """Return the check for a reward, as flags or an evaluation set name it; None: it is a user's, or there is none.
+
+    generate_path  a user's generate function, which may give the samples other labels: then problems are warnings
+    """
+    if custom_rm_path is not None or config.run.mode == "sft":
+        return None
+    is_warning = generate_path is not None or bool(config.rollout.rollout_sample_hook_path)
+    return LabelCheck(rm_type, overrides=overrides, is_warning=is_warning, budget_s=budget_s)
+
+
+AGENT = "fusionrl.rollout.agent.generate"
+
+
+def uses_sandbox(config: Config) -> str | None:
+    """The flag by which programs of the model are run; None: no flag says so (rows of the data may, and hooks)."""
+    if config.reward.custom_rm_path is None and runs_programs(config.reward.rm_type):
+        return f"--rm-type {config.reward.rm_type}"
+    path = config.rollout.custom_generate_function_path
+    if path is not None and path.replace(":", ".") == AGENT and config.rollout.tools_path is None:
+        return f"--custom-generate-function-path {path} without --tools-path"
+    try:
+        sets = eval_sets(config.to_args())
+    except (ValueError, TypeError):
+        return None  # another check says what is wrong with the sets
+    for eval_set in sets:
+        if eval_set.custom_rm_path is None and runs_programs(eval_set.rm_type):
+            return f"evaluation set {eval_set.name}, --rm-type {eval_set.rm_type}"
+    return None
+
+
+def sandbox_of_run(config: Config) -> str | None:
+    """Run one program in the sandbox, if the run will run any; return the mode in words.
+
+    Raises:
+        ValueError: programs cannot be started, or only in the weak mode without --allow-weak-sandbox.
+    """
+    flag = uses_sandbox(config)
+    if flag is None:
+        return None
+    sandbox.allow_weak(config.reward.allow_weak_sandbox)
+    try:
+        return str(sandbox.probe())
+    except sandbox.SandboxError as error:
+        raise ValueError(f"{flag}: {error}") from error

@@ -10,21 +10,17 @@ from dataclasses import dataclass
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.collect_errors import attempt
 from fusionrl.checks.data import check_prompts
-from fusionrl.checks.disk_push import disk_push_errors
+from fusionrl.checks.engines import guest_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
-from fusionrl.checks.external_engines import guest_errors
-from fusionrl.checks.in_process import in_process_errors
-from fusionrl.checks.install_path import place_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
 from fusionrl.checks.model import checked_quantization, checked_shape, engine_size_errors, unreadable_errors
-from fusionrl.checks.modes import missing_flags, mode_errors
+from fusionrl.checks.modes import in_process_errors, missing_flags, mode_errors, place_errors
 from fusionrl.checks.outputs import output_errors, template_errors
-from fusionrl.checks.rewards import reward_errors
+from fusionrl.checks.rewards import reward_errors, sandbox_of_run
 from fusionrl.checks.rollout import rollout_errors
 from fusionrl.checks.sampling import rollout_sampling_errors
-from fusionrl.checks.sandbox import sandbox_of_run
 from fusionrl.checks.scorers import scorer_errors
-from fusionrl.checks.weights import weight_shape_errors
+from fusionrl.checks.weights import disk_push_errors, weight_shape_errors
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook, hook_paths
 from fusionrl.models.quantization import BlockFp8

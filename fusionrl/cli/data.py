@@ -10,8 +10,8 @@ from fusionrl.base.log_suppression import quiet
 from fusionrl.base.plurals import counted
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
-from fusionrl.checks.labels import run_label_check
 from fusionrl.checks.lengths import conversation_limit, file_length_errors
+from fusionrl.checks.rewards import run_label_check
 from fusionrl.cli.exit_codes import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.data.findings import Finding

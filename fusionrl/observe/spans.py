@@ -12,19 +12,6 @@ A process calls `record_to` once. From then on each of its modules says where it
 Without `record_to` all of these do nothing. No span for a single token: a record costs some microseconds.
 
 Who wants to know the present phase of a process asks `open_spans()` within it, or `open_phases(file)` from outside.
-
-The file, `<run>/timeline/<process>.a<attempt>.jsonl`, is only appended to. Its first line names the process and has
-its clocks; times after it are microseconds of the monotonic clock since then:
-
-    {"process": "trainer-0", "attempt": 1, "pid": 71, "host": "n1", "boot": "…", "mono_ns": …, "wall_ns": …}
-    ["B", lane, name, start, facts]             a phase started
-    ["X", lane, name, start, duration, facts]   a phase or a span has ended; that of a phase is written at once, too
-    ["C", name, time, {series: number}]         a curve
-    ["S", start, duration, facts, parts]        the course of a sample; see `courses`
-    ["K", boot, time, offset_ns, error_ns]      the clock of another machine minus ours, as measured then
-
-Processes of one machine (one boot) share the monotonic clock, so their times agree by themselves. For another machine
-the driver measures the offset by round trips (`measure_offset`).
 """
 
 from __future__ import annotations
@@ -47,6 +34,18 @@ import orjson
 
 logger = logging.getLogger(__name__)
 
+# The file, `<run>/timeline/<process>.a<attempt>.jsonl`, is only appended to. Its first line names the process and has
+# its clocks; times after it are microseconds of the monotonic clock since then:
+#
+#     {"process": "trainer-0", "attempt": 1, "pid": 71, "host": "n1", "boot": "…", "mono_ns": …, "wall_ns": …}
+#     ["B", lane, name, start, facts]             a phase started
+#     ["X", lane, name, start, duration, facts]   a phase or a span has ended; that of a phase is written at once, too
+#     ["C", name, time, {series: number}]         a curve
+#     ["S", start, duration, facts, parts]        the course of a sample; see `courses`
+#     ["K", boot, time, offset_ns, error_ns]      the clock of another machine minus ours, as measured then
+#
+# Processes of one machine (one boot) share the monotonic clock, so their times agree by themselves. For another machine
+# the driver measures the offset by round trips (`measure_offset`).
 FOLDER, OFF_VARIABLE = "timeline", "FUSIONRL_TIMELINE"
 _FLUSH_LINES, _FLUSH_S = 200, 2.0
 _ROUND_TRIPS = 5

@@ -136,11 +136,6 @@ def _divide(
     return most, [[sorted(i for unit in members for i in units[unit]) for members in bins] for bins in micro]
 
 
-def lower_bound(costs: np.ndarray, count: int) -> float:
-    """Return a lower bound of the costliest of `count` parts: the mean, or the costliest single item."""
-    return max(float(costs.sum()) / count, float(costs.max(initial=0.0)))
-
-
 def split_by_cost(costs: np.ndarray, count: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Divide items into `count` parts of equal cost: the costliest first to the cheapest part, then exchanges.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.checks.effects import EFFECTS, EVERYWHERE, effect_warnings, policy_loss
+from fusionrl.checks.effects import EFFECTS, effect_warnings, policy_loss
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS, AlgorithmGroup
@@ -18,6 +18,29 @@ from fusionrl.config.presets import PRESETS
 
 FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
 SFT = "in --mode sft, where"
+
+
+# Read in every run, or what they promise holds in every run.
+EVERYWHERE: tuple[str, ...] = (
+    *(
+        "mode",
+        "name",
+        "run_dir",
+        "run_dir_mode",
+        "hook_env",
+        "resume",
+        "use_tensorboard",
+        "dry_run",
+        "in_process",
+        "pdb",
+        "log_level",
+        "custom_config_path",
+    ),
+    *("debug_rollout_only", "debug_train_only", "load_debug_rollout_data", "no_save", "no_trainer"),
+    *("device", "ray_address", "num_gpus_per_node", "placement_timeout_s", "hf_checkpoint", "precision"),
+    *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template_kwargs", "rollout_seed"),
+    *("use_dynamic_batch_size", "balance_data"),
+)
 
 
 def lines_of(*argv: str) -> list[str]:

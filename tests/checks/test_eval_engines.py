@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.eval_engines import eval_engine_errors
+from fusionrl.checks.engines import eval_engine_errors
 from fusionrl.config.config import Config
 
 FITS: dict[str, Any] = {"eval_num_gpus": 1, "eval_prompt_data": ["a", "a.jsonl"], "eval_interval": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionrl.checks.external_engines import guest_errors
+from fusionrl.checks.engines import guest_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 

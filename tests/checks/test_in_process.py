@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.in_process import in_process_errors
+from fusionrl.checks.modes import in_process_errors
 from fusionrl.config.config import Config
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.checks.labels import label_check, run_label_check
+from fusionrl.checks.rewards import label_check, run_label_check
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.data.prompts import PromptColumns, check_file

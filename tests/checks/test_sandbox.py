@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl import sandbox
-from fusionrl.checks.sandbox import AGENT, sandbox_of_run, uses_sandbox
+from fusionrl.checks.rewards import AGENT, sandbox_of_run, uses_sandbox
 from fusionrl.config.config import Config
 
 

@@ -15,7 +15,6 @@ from fusionrl.plan.balance import (
     SequenceCost,
     bubble,
     divide,
-    lower_bound,
     pack,
     pack_ranks,
     pipeline_order,
@@ -23,6 +22,11 @@ from fusionrl.plan.balance import (
 )
 
 COST = SequenceCost(linear=24576.0, quadratic=1.0)
+
+
+def lower_bound(costs: np.ndarray, count: int) -> float:
+    """Return a lower bound of the costliest of `count` parts: the mean, or the costliest single item."""
+    return max(float(costs.sum()) / count, float(costs.max(initial=0.0)))
 
 
 def lengths(n: int, seed: int = 0, longest: int = 8192) -> np.ndarray:

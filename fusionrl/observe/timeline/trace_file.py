@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import orjson
 
-from fusionrl.observe.timeline.engine_log import read_load
 from fusionrl.observe.timeline.flows import Flow, first_users, flows
 from fusionrl.observe.timeline.records import BUFFER, DRIVER, Course, Recorded, Span
 from fusionrl.observe.timeline.steps import detailed
 from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
-from fusionrl.observe.timeline.tracks import nested, track_of
 
 Event = dict[str, object]
 SAMPLES = "samples"
@@ -242,3 +243,79 @@ def running_total(changes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int
     for time, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
         total += sum(change for _, change in group)
         yield time, total
+
+
+# Lanes with a track of their own; those of threads share the first tracks of their process.
+OWN_TRACKS = ("rollouts", "stages", "evaluations", "rewards", "send")
+
+
+class _Timed(Protocol):
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Timed)
+
+
+def nested(spans: Iterable[T]) -> list[list[T]]:
+    """Divide spans over as few tracks as it takes one after the other; in each, in order of their starts."""
+    tracks: list[tuple[list[T], list[int]]] = []  # spans, and the ends of those that are open
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        for placed, open_ends in tracks:
+            while open_ends and open_ends[-1] <= span.start:
+                open_ends.pop()
+            if not open_ends or span.end <= open_ends[-1]:
+                placed.append(span)
+                open_ends.append(span.end)
+                break
+        else:
+            tracks.append(([span], [span.end]))
+    return [placed for placed, _ in tracks]
+
+
+def track_of(lane: str) -> str:
+    """Return the track of a lane: its own, or "" for that of the process."""
+    return lane if lane in OWN_TRACKS else ""
+
+
+_LINE = re.compile(
+    rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{3}))?(?P<rank>[^\]]*)\] (?P<kind>Decode|Prefill) batch"
+    rb"(?P<rest>[^\n]*)"
+)
+_FIELDS = {
+    "running": re.compile(rb"#running-req: (\d+)"),
+    "queued": re.compile(rb"#queue-req: (\d+)"),
+    "kv_used": re.compile(rb"token usage: ([\d.]+)"),
+}
+_SPEED = {
+    b"Decode": ("decoded_tokens_per_s", re.compile(rb"gen throughput \(token/s\): ([\d.]+)")),
+    b"Prefill": ("prefilled_tokens_per_s", re.compile(rb"input throughput \(token/s\): ([\d.]+)")),
+}
+
+
+def read_load(path: Path, utc_offset_s: int) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """Yield (rank of the engine, "" where it has one, wall clock in µs, values) of each line.
+
+    running, queued         requests
+    kv_used                 share of the cache, 0 … 1
+    decoded_tokens_per_s    of a decode line
+    prefilled_tokens_per_s  of a prefill line
+    """
+    for match in _LINE.finditer(path.read_bytes()):
+        at = datetime.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        micros = int(at.timestamp() - utc_offset_s) * 1_000_000 + int(match[2] or 0) * 1000
+        name, speed = _SPEED[match["kind"]]
+        values = {
+            field: number for field, pattern in _FIELDS.items() if (number := _value(pattern, match["rest"])) >= 0
+        }
+        if (number := _value(speed, match["rest"])) >= 0:
+            values[name] = number
+        yield match["rank"].decode().strip(), micros, values
+
+
+def _value(pattern: re.Pattern[bytes], text: bytes) -> float:
+    match = pattern.search(text)
+    return float(match[1]) if match else -1.0
