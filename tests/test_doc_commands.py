@@ -22,7 +22,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from tests.observe.view_runs import sample
 
 DOCS = Path(__file__).parents[1] / "docs"
-TROUBLE = "guides/faq"
+TROUBLE = "guides/trouble"
 GET_STARTED = [f"get-started/{path.stem}" for path in sorted(DOCS.glob("get-started/*.md"))]
 PAGES = [*GET_STARTED, "guides/multinode", "guides/tuning", TROUBLE]
 # A name alone is the name of a program, and not a command to type.
@@ -32,7 +32,7 @@ _PROGRAM = re.compile(
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 OF_OTHER_PROGRAMS = {
     *("--ipc", "--bind", "--shm-size", "--ulimit", "--network", "--gpus", "--exclusive", "--no-deps", "--num-gpus"),
-    *("--resources", "--nv", "--pdb", "--resume", "--step", "--worst", "--all-equal", "--config"),
+    *("--resources", "--nv", "--pdb", "--resume", "--step", "--worst", "--all-equal", "--config", "--deep"),
 }
 
 

@@ -3,7 +3,7 @@
     python tools/push_estimate.py [--config MODEL/config.json] [--tp 2 --pp 4 --ep 8 --etp 1 --ranks 64]
                                   [--engines 8 --engine-tp 8] [--bucket-mb 1024] [--gb-per-s 22.9] [--call-s 0.01]
 
-Without --config: the table of docs/guides/weight-push.md. An estimate, not a measurement: every engine rank receives
+Without --config: the table of docs/results/weight-push.md. An estimate, not a measurement: every engine rank receives
 every byte once (SGLang's broadcast cannot leave out other ranks' experts), one bucket at a time, so
 
     seconds = bytes / rate + buckets * seconds a call

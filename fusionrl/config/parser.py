@@ -28,7 +28,7 @@ from fusionrl.observe.run_dir import own_config_file
 
 CONFIG_FLAG_HELP = (
     "YAML, TOML or JSON file of flags, also the config.json of a former run. Flags on the command line go before it."
-    " See docs/guides/config.md."
+    " See docs/guides/recipes.md."
 )
 
 _REPEATED = ("engine_group",)  # given twice, both count

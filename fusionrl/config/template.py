@@ -15,7 +15,7 @@ _HEAD = """\
 # Flags of a run: fusionrl train --config FILE
 #
 # Each flag below stands with its default, if it has one. Take the # away from those that you set.
-# Flags on the command line go before this file. docs/guides/config.md has the details.
+# Flags on the command line go before this file. docs/guides/recipes.md has the details.
 """
 _WIDTH = 118
 

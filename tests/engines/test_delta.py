@@ -41,7 +41,7 @@ def test_out_comes_what_went_in(encoding: Encoding, dtype: type, size: int, dens
     [(1e-6, 0.023, 0.0266, 0.0288), (1e-5, 0.145, 0.110, 0.140), (1e-4, 0.609, 0.246, 0.503)],
 )
 def test_steps_of_a_learning_rate_in_bf16(learning_rate: float, density: float, xor: float, overwrite: float) -> None:
-    """The table of docs/guides/weight-push-disk.md: normal weights, each moved by up to the learning rate."""
+    """The table of docs/guides/weight-push.md: normal weights, each moved by up to the learning rate."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(2_000_000, generator=generator) * 0.02
     moves = (2 * torch.rand(weights.numel(), generator=generator) - 1) * learning_rate

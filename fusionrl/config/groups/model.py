@@ -73,7 +73,7 @@ class WeightsGroup(Group):
     update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = Field(
         "auto",
         description="How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
-        " folder that trainers' and engines' nodes see (docs/guides/weight-push-disk.md).",
+        " folder that trainers' and engines' nodes see (docs/guides/weight-push.md).",
     )
     update_weight_disk_dir: str | None = Field(
         None, description="That folder, for this run alone. Default: weights in the run's folder."

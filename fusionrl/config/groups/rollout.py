@@ -107,7 +107,7 @@ class RolloutGroup(Group):
     use_fault_tolerance: bool = Field(
         False,
         description="Go on with the other engines when one dies or hangs, and start it anew before the next weight push"
-        " (docs/guides/faults.md).",
+        " (docs/guides/trouble.md).",
     )
     rollout_health_check_interval: float = Field(
         30.0, description="With --use-fault-tolerance: seconds between health checks of an engine in a rollout.", gt=0

@@ -85,7 +85,7 @@ class RunGroup(Group):
     stall_warn_s: float = Field(
         60.0,
         description="A phase that takes over five times its median is reported, but not before so many seconds (the"
-        " first of its kind: five times as many), with whom it waits for and all stacks; docs/guides/watchdog.md.",
+        " first of its kind: five times as many), with whom it waits for and all stacks; docs/guides/trouble.md.",
         gt=0,
     )
     stall_timeout_s: float | None = Field(
@@ -160,7 +160,7 @@ class ClusterGroup(Group):
         120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
     )
     numa_affinity: bool = Field(
-        True, description="Bind trainers and engines to the CPUs that are near their GPUs; docs/guides/hardware.md."
+        True, description="Bind trainers and engines to the CPUs that are near their GPUs; docs/guides/profiling.md."
     )
     peak_tflops: float | None = Field(
         None,
