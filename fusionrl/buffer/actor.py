@@ -96,7 +96,9 @@ class BufferActor(StreamMessages):
         """
         sandbox.allow_weak(self.config.reward.allow_weak_sandbox)
         types = self.source.reward_types()
-        if self.plan.sandbox is not None or any(isinstance(one, str) and runs_programs(one) for one in types):
+        if self.plan.sandbox is not None or any(
+            isinstance(rm_type, str) and runs_programs(rm_type) for rm_type in types
+        ):
             logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
 
     async def set_engines(self, engine_urls: Sequence[str], eval_urls: Sequence[str] | None = None) -> None:

@@ -15,17 +15,17 @@ _MOST_EMPTY = 100  # answers without a group, in one turn of the asker's event l
 Groups = list[list[Sample]]
 
 
-class Gate(Protocol):
+class AdmissionGate(Protocol):
     """The stream."""
 
-    def granted(self, num_groups: int, *, beyond: bool) -> Groups:
+    def draw_groups(self, num_groups: int, *, beyond: bool) -> Groups:
         """Return at most `num_groups` groups; `beyond`: all of them, whatever the bound says."""
 
-    def handed_back(self, groups: Groups) -> None:
+    def park_groups(self, groups: Groups) -> None:
         """Park groups; those that were not drawn here go to the data source."""
 
 
-class PermitSource:
+class AdmissionSource:
     """`get_samples` and `add_samples` go by the controller; all else is the data source's own.
 
     Where nothing may be admitted, `get_samples`
@@ -36,7 +36,7 @@ class PermitSource:
     Groups that are given beyond the bound are dropped where they get too old.
     """
 
-    def __init__(self, gate: Gate, hooked: Any, *, asks_again: bool) -> None:
+    def __init__(self, gate: AdmissionGate, hooked: Any, *, asks_again: bool) -> None:
         """`asks_again`: the function may get nothing at any time, and asks again later."""
         self._gate, self._hooked, self._asks_again = gate, hooked, asks_again
         self._is_ending = threading.Event()
@@ -68,19 +68,19 @@ class PermitSource:
         while True:
             if self._is_ending.is_set():
                 raise RolloutAborted("the run ends")
-            groups = self._gate.granted(num_samples, beyond=False)
+            groups = self._gate.draw_groups(num_samples, beyond=False)
             if groups or self._asks_again:
                 return groups
             loop = _running_loop()
             if loop is not None:
-                return self._gate.granted(num_samples, beyond=True) if self._spins(loop) else []
-            if threading.get_ident() == self._caller and (groups := self._gate.granted(num_samples, beyond=True)):
+                return self._gate.draw_groups(num_samples, beyond=True) if self._spins(loop) else []
+            if threading.get_ident() == self._caller and (groups := self._gate.draw_groups(num_samples, beyond=True)):
                 return groups
             time.sleep(_LOOK_S)
 
     def add_samples(self, samples: Groups) -> None:
         """Hand groups back, with what they have; they are given again first."""
-        self._gate.handed_back(samples)
+        self._gate.park_groups(samples)
 
     def _spins(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Return whether the loop's thread has got nothing again and again without a turn of the loop."""

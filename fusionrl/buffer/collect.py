@@ -25,7 +25,7 @@ MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few gro
 
 
 @dataclass
-class Collected:
+class CollectedSamples:
     """The samples of a rollout, group after group, and the metrics of the rollout function's own."""
 
     samples: list[Sample]
@@ -41,7 +41,7 @@ class Collector:
         self._config, self._plan = config, plan
         self._border, self._functions, self._source = border, functions, source
 
-    def collect(self, rollout_id: int) -> Collected:
+    def collect(self, rollout_id: int) -> CollectedSamples:
         """Return the groups of one rollout, chosen and checked.
 
         Raises:
@@ -50,7 +50,7 @@ class Collector:
         groups, refused, metrics = self._enough_groups(rollout_id)
         samples = self._choose(groups, refused)
         asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
-        return Collected(samples, metrics)
+        return CollectedSamples(samples, metrics)
 
     def call(self, rollout_id: int, data_source: object) -> tuple[list[list[Sample]], dict[str, float]]:
         """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered, and its metrics.
@@ -82,7 +82,7 @@ class Collector:
         Returns the groups that are kept, those that are refused, and metrics.
         """
         assert self._plan.batch is not None
-        wanted = self._plan.batch.num_prompts
+        num_wanted = self._plan.batch.num_prompts
         groups: list[list[Sample]] = []
         refused: list[list[Sample]] = []
         metrics: dict[str, float] = {}
@@ -94,15 +94,15 @@ class Collector:
             metrics.update(output.metrics)
             groups += output.samples if self._config.run.mode == "sft" else self._finish(args, output, dropped)
             refused += output.refused
-            if len(groups) >= wanted:
+            if len(groups) >= num_wanted:
                 break
-        if len(groups) < wanted:
+        if len(groups) < num_wanted:
             raise ValueError(
                 f"--rollout-function-path {self._config.rollout.rollout_function_path}: {MAX_REFILLS} calls gave"
-                f" {len(groups)} groups that pass the filter, --rollout-batch-size is {wanted}"
+                f" {len(groups)} groups that pass the filter, --rollout-batch-size is {num_wanted}"
             )
-        if len(groups) > wanted:
-            dropped[f"{DROPPED}surplus"] += len(groups) - wanted
+        if len(groups) > num_wanted:
+            dropped[f"{DROPPED}surplus"] += len(groups) - num_wanted
         return groups, refused, {**metrics, **dropped}
 
     def _call(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> RolloutFnTrainOutput:
@@ -115,7 +115,7 @@ class Collector:
 
     def _finish(self, args: Namespace, output: RolloutFnTrainOutput, dropped: Counter[str]) -> list[list[Sample]]:
         """Compute rewards that are still missing; groups that got them here are filtered here."""
-        kept: list[list[Sample]] = []
+        complete: list[list[Sample]] = []
         settings = RewardSettings.of_args(args)
         for group in output.samples:
             missing = [s for s in group if s.reward is None and not lacks_reward(s)]
@@ -128,8 +128,8 @@ class Collector:
                     dropped[f"{DROPPED}{verdict.reason or 'filtered'}"] += 1
                     output.refused.append(group)
                     continue
-            kept.append(group)
-        return kept
+            complete.append(group)
+        return complete
 
     def _choose(self, groups: list[list[Sample]], refused: list[list[Sample]]) -> list[Sample]:
         """Cut the groups to the batch, after the hook that sees all finished ones in the order of their samples."""

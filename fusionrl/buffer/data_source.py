@@ -46,12 +46,12 @@ class RolloutDataSourceWithBuffer:
         self._names: list[str] = []
         self._fingerprints: list[str] = []
         sequences: list[PromptSequence] = []
-        for position, (spec, found) in enumerate(zip(specs, parse_sets(specs), strict=True)):
+        for position, (spec, prompt_set) in enumerate(zip(specs, parse_sets(specs), strict=True)):
             prompts = self._load(spec)
-            if len(specs) > 1 or found.given_name is not None:
+            if len(specs) > 1 or prompt_set.given_name is not None:
                 for sample in prompts:
-                    sample.metadata.setdefault("data_source", found.name)
-            self._names.append(found.name)
+                    sample.metadata.setdefault("data_source", prompt_set.name)
+            self._names.append(prompt_set.name)
             self._fingerprints.append(_fingerprint(prompts))
             self.prompts += prompts
             sequences.append(PromptSequence(prompts, (args.rollout_seed, position) if args.rollout_shuffle else None))
@@ -187,13 +187,13 @@ class RolloutDataSourceWithBuffer:
         Raises:
             ValueError: the prompt data has other sets, weights or rows than when the state was taken.
         """
-        own = self._sets_state()
-        if len(own) != len(state["sets"]):
+        current_sets = self._sets_state()
+        if len(current_sets) != len(state["sets"]):
             raise ValueError(
-                f"--prompt-data has {len(own)} sets now, but had {len(state['sets'])} when the checkpoint was saved;"
-                " a resume needs the same ones"
+                f"--prompt-data has {len(current_sets)} sets now, but had {len(state['sets'])} when the checkpoint was"
+                " saved; a resume needs the same ones"
             )
-        for now, then in zip(own, state["sets"], strict=True):
+        for now, then in zip(current_sets, state["sets"], strict=True):
             if now["num_prompts"] != then["num_prompts"]:
                 raise ValueError(
                     f"--prompt-data {now['name']} has {now['num_prompts']} prompts now, but had"
@@ -204,12 +204,12 @@ class RolloutDataSourceWithBuffer:
                     f"--prompt-data {now['name']}: its prompts are not those of when the checkpoint was saved;"
                     " a resume needs the same file and the same flags of the data"
                 )
-        if [one["share"] for one in own] != [one["share"] for one in state["sets"]]:
+        if [set_state["share"] for set_state in current_sets] != [set_state["share"] for set_state in state["sets"]]:
             raise ValueError(
                 "--prompt-data-weights: they are not those of when the checkpoint was saved"
-                f" ({', '.join(one['share'] for one in state['sets'])}); a resume needs the same ones"
+                f" ({', '.join(set_state['share'] for set_state in state['sets'])}); a resume needs the same ones"
             )
-        counters = [state["num_groups"], state["num_samples"], *(one["num_drawn"] for one in state["sets"])]
+        counters = [state["num_groups"], state["num_samples"], *(set_state["num_drawn"] for set_state in state["sets"])]
         if any(type(count) is not int or count < 0 for count in counters):
             raise ValueError("the data cursor in the checkpoint is no whole number; resume from another one")
         for sequence, then in zip(self._mixture.sequences, state["sets"], strict=True):

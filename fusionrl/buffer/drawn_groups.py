@@ -10,7 +10,7 @@ from fusionrl.data.sample import Sample
 
 
 @dataclass
-class Drawn:
+class DrawnGroup:
     """One of them.
 
     num_calls  calls of the function that have returned without it while the trainers waited for it
@@ -24,16 +24,16 @@ class Drawn:
     @property
     def is_held(self) -> bool:
         """Return whether the function still has any of its samples."""
-        return any(one() is not None for one in self.samples)
+        return any(sample() is not None for sample in self.samples)
 
 
 class DrawnGroups:
     """All of them, by their ordinals."""
 
     def __init__(self) -> None:
-        self._drawn: dict[int, Drawn] = {}
+        self._drawn: dict[int, DrawnGroup] = {}
 
-    def __iter__(self) -> Iterator[Drawn]:
+    def __iter__(self) -> Iterator[DrawnGroup]:
         return iter(list(self._drawn.values()))
 
     def __bool__(self) -> bool:
@@ -41,13 +41,13 @@ class DrawnGroups:
 
     def add(self, ordinal: int, group: list[Sample]) -> None:
         """Note that the function gets a group."""
-        self._drawn[ordinal] = Drawn(ordinal, group[0].group_index, [weakref.ref(sample) for sample in group])
+        self._drawn[ordinal] = DrawnGroup(ordinal, group[0].group_index, [weakref.ref(sample) for sample in group])
 
-    def take(self, group: list[Sample]) -> Drawn | None:
+    def take(self, group: list[Sample]) -> DrawnGroup | None:
         """Forget the group that was drawn as this one, and return it; None: there is none. It may be other objects."""
         mine = {id(sample) for sample in group}
         for drawn in self._drawn.values():
-            if any(id(found) in mine for one in drawn.samples if (found := one()) is not None):
+            if any(id(reference()) in mine for reference in drawn.samples):
                 return self._drawn.pop(drawn.ordinal)
         index = group[0].group_index
         for drawn in self._drawn.values():
@@ -55,6 +55,6 @@ class DrawnGroups:
                 return self._drawn.pop(drawn.ordinal)
         return None
 
-    def forget(self, drawn: Drawn) -> None:
+    def forget(self, drawn: DrawnGroup) -> None:
         """Forget a group."""
         del self._drawn[drawn.ordinal]

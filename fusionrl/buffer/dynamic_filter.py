@@ -9,7 +9,7 @@ from fusionrl.rollout.generate import GroupContext, apply_filter
 from fusionrl.rollout.sglang_rollout import check_filter_keeps
 
 
-class Filter:
+class GroupFilter:
     """Asks --dynamic-sampling-filter-path."""
 
     def __init__(self, num_wanted: int) -> None:
@@ -17,14 +17,14 @@ class Filter:
         self._num_wanted = num_wanted
         self._num_kept, self._refused = 0, Counter[str]()
 
-    def refuses(self, context: GroupContext, made: list[Sample]) -> str:
+    def refuses(self, context: GroupContext, samples: list[Sample]) -> str:
         """Return why it does not keep a group, "" where it does.
 
         Raises:
             HookError: it raised, or returned something else than a verdict.
             ValueError: it keeps next to nothing.
         """
-        verdict = apply_filter(context.filter_path, context.samples.args, made)
+        verdict = apply_filter(context.filter_path, context.samples.args, samples)
         if verdict.keep:
             self._num_kept += 1
             return ""

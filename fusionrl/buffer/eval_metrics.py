@@ -15,8 +15,8 @@ ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 
 def eval_metrics(data: Mapping[str, EvalResult]) -> dict[str, float]:
     """`eval_set_metrics` of each evaluation set, as eval/<set>/<name>."""
-    found = {name: eval_set_metrics(name, result) for name, result in data.items()}
-    return {f"eval/{name}/{metric}": value for name, of in found.items() for metric, value in of.items()}
+    metrics_by_set = {name: eval_set_metrics(name, result) for name, result in data.items()}
+    return {f"eval/{name}/{metric}": value for name, of in metrics_by_set.items() for metric, value in of.items()}
 
 
 def eval_set_metrics(name: str, result: EvalResult) -> dict[str, float]:
@@ -71,19 +71,19 @@ def eval_table(metrics: dict[str, float]) -> str:
     for key, value in metrics.items():
         if key.startswith("eval/") and key.count("/") == 2:
             sets.setdefault(key.split("/")[1], {})[key.split("/")[2]] = value
-    sets = {name: found for name, found in sets.items() if "num_prompts" in found}
+    sets = {name: values for name, values in sets.items() if "num_prompts" in values}
     passes = sorted(
-        {key for found in sets.values() for key in found if key.startswith("pass@")}, key=lambda k: int(k[5:])
+        {key for values in sets.values() for key in values if key.startswith("pass@")}, key=lambda k: int(k[5:])
     )
     rows = [["set", "prompts", "samples", "accuracy", "reward", *passes, "length", "longest", "truncated"]]
-    for name, found in sets.items():
-        cells = [f"{found['num_prompts']:.0f}", f"{found['num_samples']:.0f}"]
+    for name, values in sets.items():
+        cells = [f"{values['num_prompts']:.0f}", f"{values['num_samples']:.0f}"]
         for key in ("accuracy", "reward"):
-            error = f" ± {found[f'{key}_ci95']:.4f}" if f"{key}_ci95" in found else ""
-            cells.append(f"{found[key]:.4f}{error}")
-        shown = [(key, ".4f") for key in passes]
-        shown += [("response_len", ".1f"), ("response_len_max", ".0f"), ("truncated_ratio", ".1%")]
-        rows.append([name, *cells, *(format(found[key], form) if key in found else "-" for key, form in shown)])
+            error = f" ± {values[f'{key}_ci95']:.4f}" if f"{key}_ci95" in values else ""
+            cells.append(f"{values[key]:.4f}{error}")
+        columns = [(key, ".4f") for key in passes]
+        columns += [("response_len", ".1f"), ("response_len_max", ".0f"), ("truncated_ratio", ".1%")]
+        rows.append([name, *cells, *(format(values[key], form) if key in values else "-" for key, form in columns)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([*lines, "±: half of the 95 % interval, 1.96 standard errors over prompts"])

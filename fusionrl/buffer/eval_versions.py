@@ -41,5 +41,5 @@ def check_one_version(data: Mapping[str, EvalResult], pushed: int | None, step: 
 def known_versions(sample: Sample) -> list[int]:
     """Return the versions of the weights that sampled its tokens, each once; without those that nobody told."""
     tokens, turns = split_versions(vars(sample)["weight_versions"])
-    found = {int(version) for version in np.unique(np.asarray(tokens, np.int64))}
-    return sorted((found | {as_version(turn) for turn in turns}) - {UNKNOWN_VERSION})
+    distinct = {int(version) for version in np.unique(np.asarray(tokens, np.int64))}
+    return sorted((distinct | {as_version(turn) for turn in turns}) - {UNKNOWN_VERSION})

@@ -52,8 +52,8 @@ class Evaluation:
         """
         with counting_lost() as lost:
             result = as_eval_output(self._functions.evaluate(self._border.eval_args(), rollout_id))
-        for name, found in result.data.items():
-            rows = (sample.to_row() for sample in found.get("samples", []))
+        for name, set_result in result.data.items():
+            rows = (sample.to_row() for sample in set_result.get("samples", []))
             self._writer.write(rollout_id, self._attempt, rows, kind=f"eval-{name}")
         version = check_one_version(result.data, pushed_version, rollout_id)
         self._write_summary(rollout_id, result.data)
@@ -68,10 +68,10 @@ class Evaluation:
 
     def _write_summary(self, rollout_id: int, data: Mapping[str, EvalResult]) -> None:
         """Write eval/<step>.json: each set's metrics, and the settings that they were found with (null: a user's)."""
-        settings = {one.name: one.model_dump() for one in self._sets}
+        settings = {eval_set.name: eval_set.model_dump() for eval_set in self._sets}
         sets = {
-            name: {"metrics": eval_set_metrics(name, found), "settings": settings.get(name)}
-            for name, found in data.items()
+            name: {"metrics": eval_set_metrics(name, set_result), "settings": settings.get(name)}
+            for name, set_result in data.items()
         }
         folder = self._run_dir / "eval"
         folder.mkdir(exist_ok=True)
@@ -82,14 +82,14 @@ class Evaluation:
         """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`."""
         assert self._plan.balance is not None and self._plan.batch is not None
         shards, settings = {}, SftSettings.of_args(self._border.args())
-        for one in self._sets:
-            columns = PromptColumns(one.input_key, one.label_key, one.metadata_key, one.tool_key)
-            samples = load_conversations(one.path, columns, f"--eval-prompt-data {one.name}").samples
+        for eval_set in self._sets:
+            columns = PromptColumns(eval_set.input_key, eval_set.label_key, eval_set.metadata_key, eval_set.tool_key)
+            samples = load_conversations(eval_set.path, columns, f"--eval-prompt-data {eval_set.name}").samples
             for index, sample in enumerate(samples):
                 sample.index = sample.group_index = index
             samples = [to_sft_sample(settings, sample) for sample in samples]
             zeros, count = [0.0] * len(samples), len(samples)
             batch = BatchPlan(count, 1, 1, count, self._plan.batch.dp_size)
             built = build_shards(samples, zeros, zeros, batch, self._plan.balance, rollout_id=-1)
-            shards[one.name] = [put(shard) for shard in built]
+            shards[eval_set.name] = [put(shard) for shard in built]
         return shards

@@ -28,13 +28,13 @@ class Hook:
         """Flag and function, as messages begin."""
         return f"{flag_of(self.field)} {self.path}"
 
-    def __call__(self, *given: object) -> object:
+    def __call__(self, *arguments: object) -> object:
         """Call the function.
 
         Raises:
             HookError: whatever it raised.
         """
-        return call_hook(self.field, self.path, *given)
+        return call_hook(self.field, self.path, *arguments)
 
 
 class HookBorder:

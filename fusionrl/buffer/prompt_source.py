@@ -80,8 +80,8 @@ class PromptSource:
             state, stream = self.state(), self._loaded_stream
         else:
             state, stream = self._states.get(rollout_id), self._streams.get(rollout_id)
-        kept: object = state if stream is None else [state, stream]
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        saved: object = state if stream is None else [state, stream]
+        return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
     def draw(self, num_groups: int) -> list[list[Sample]]:
         """Return the next groups; fewer where the data have ended."""

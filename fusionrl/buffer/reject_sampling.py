@@ -47,9 +47,9 @@ class AcceptedSamples:
         path = Path(flags.reject_sampling_output or run_dir / "accepted.jsonl")
         is_default = rollout.rollout_function_path == RolloutGroup().rollout_function_path
         is_by_user = bool(rollout.custom_generate_function_path or rollout.rollout_sample_hook_path) or not is_default
-        made = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt, is_by_user)
-        made._is_clean = attempt == 1
-        return made
+        accepted = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt, is_by_user)
+        accepted._is_clean = attempt == 1
+        return accepted
 
     def add(self, rollout_id: int, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, int]:
         """Append what is accepted of a rollout. Counts of its samples:
@@ -112,10 +112,10 @@ class AcceptedSamples:
         self._known = None
         if self.path.is_file():
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [
+            new_lines = [
                 line for line in lines if line.endswith("\n") and json.loads(line).get("rollout_id", -1) <= rollout_id
             ]
-            write_atomically(self.path, "".join(kept))
+            write_atomically(self.path, "".join(new_lines))
         steps = {step: counts for step, counts in self._steps().items() if int(step) <= rollout_id + 1}
         if self.summary_path.is_file():
             self._write_summary(steps)

@@ -64,8 +64,8 @@ def rollout_facts(
         num_errors=lost.count("error"),
     )
     places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
-    shown = [glimpse(samples[i], raw[i]) for i in places]
-    return (facts, shown) if example is None else (replace(facts, example=shown.pop()), shown)
+    glimpses = [glimpse(samples[i], raw[i]) for i in places]
+    return (facts, glimpses) if example is None else (replace(facts, example=glimpses.pop()), glimpses)
 
 
 def _lost_by(sample: Sample) -> object:

@@ -58,9 +58,9 @@ class RolloutFunctions:
         data_source: object | None = None,
     ) -> object:
         source = self._source
-        given = source.hooked if data_source is None else data_source
+        prompt_source = source.hooked if data_source is None else data_source
         if path == self._default:
             with source.guarded():  # of the user's functions in it, only the data source does not name itself
-                return function(args, rollout_id, given, **keywords)
+                return function(args, rollout_id, prompt_source, **keywords)
         with user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,)):
-            return function(args, rollout_id, given, **keywords)
+            return function(args, rollout_id, prompt_source, **keywords)

@@ -57,18 +57,18 @@ def report(
     raw = scored.raw
     if config.run.mode == "sft":
         return Report(metrics | {"rollout/num_samples": float(len(samples))})
-    usual = rollout_metrics(samples, raw)
+    base_metrics = rollout_metrics(samples, raw)
     sets = set_metrics(samples, raw) if len(config.data.prompt_data or []) > 1 else {}
     tokens = token_numbers(samples, pushed_version)
     log = border.hook("custom_rollout_log_function_path")
     if log is None or not log(rollout_id, border.args(), samples, metrics, time.monotonic() - since):
-        metrics |= usual | tokens.distance
+        metrics |= base_metrics | tokens.distance
     else:
-        metrics |= {name: usual[name] for name in ("rollout/num_samples", "rollout/num_tokens")}
+        metrics |= {name: base_metrics[name] for name in ("rollout/num_samples", "rollout/num_tokens")}
     metrics |= sets | tokens.staleness
     metrics |= {f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()}
-    facts, shown = rollout_facts(config, samples, raw, scored.rewards)
-    return Report(metrics, tokens.version, facts, shown)
+    facts, glimpses = rollout_facts(config, samples, raw, scored.rewards)
+    return Report(metrics, tokens.version, facts, glimpses)
 
 
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
@@ -125,8 +125,14 @@ def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:
     """Segments beyond the first of a session: histories that an agent rewrote. Empty where no sample has a session."""
-    told = [(sample.metadata or {}).get(SESSION) for sample in samples]  # a user's data may have a column of that name
-    numbers = [one["segment"] for one in told if isinstance(one, dict) and isinstance(one.get("segment"), int)]
+    session_entries = [
+        (sample.metadata or {}).get(SESSION) for sample in samples
+    ]  # a user's data may have a column of that name
+    numbers = [
+        entry["segment"]
+        for entry in session_entries
+        if isinstance(entry, dict) and isinstance(entry.get("segment"), int)
+    ]
     return {"rollout/session_rewrites": float(sum(number > 0 for number in numbers))} if numbers else {}
 
 
@@ -155,8 +161,8 @@ def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, fl
     out: dict[str, float] = {}
     rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
     for name, members in sets.items():
-        own, weights = rewards[members], shares[members]
-        out[f"rollout/{name}/raw_reward"] = float(np.average(own, weights=weights))
-        out[f"rollout/{name}/accuracy"] = float(np.average(own >= ACCURATE, weights=weights))
+        member_rewards, weights = rewards[members], shares[members]
+        out[f"rollout/{name}/raw_reward"] = float(np.average(member_rewards, weights=weights))
+        out[f"rollout/{name}/accuracy"] = float(np.average(member_rewards >= ACCURATE, weights=weights))
         out[f"rollout/{name}/num_samples"] = float(len(members))
     return out

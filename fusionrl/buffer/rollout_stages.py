@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusionrl.buffer.collect import Collected, Collector, limits_of
+from fusionrl.buffer.collect import CollectedSamples, Collector, limits_of
 from fusionrl.buffer.debug_rollouts import load_samples, save_samples
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.log_probs import warn_without_log_probs
@@ -18,7 +18,7 @@ from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.buffer.rollout_report import report
 from fusionrl.buffer.sample_files import SampleFiles
 from fusionrl.buffer.scores import score
-from fusionrl.buffer.step_staleness import StepsSince
+from fusionrl.buffer.step_staleness import StepStaleness
 from fusionrl.buffer.stream import Batch
 from fusionrl.buffer.train_shards import CutShards, cut
 from fusionrl.buffer.trained_values import TrainedSamples
@@ -82,18 +82,18 @@ class RolloutStages:
         Raises:
             HookError, ValueError: with the flag concerned.
         """
-        collected = Collected(self._collector.finish(batch.groups, batch.refused), batch.metrics)
+        collected = CollectedSamples(self._collector.finish(batch.groups, batch.refused), batch.metrics)
         warn_without_log_probs(collected.samples, self._config)
         run = self._config.run
         if run.save_debug_rollout_data:
             save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
         return self._pass_on(rollout_id, collected, batch.version, since, trains=rollout_id)
 
-    def _take(self, rollout_id: int) -> Collected:
+    def _take(self, rollout_id: int) -> CollectedSamples:
         """Collect the samples, or read those of --load-debug-rollout-data."""
         run = self._config.run
         if run.load_debug_rollout_data:
-            collected = Collected(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
+            collected = CollectedSamples(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
         else:
             with phase("collect", lane="stages", step=rollout_id + 1):
                 collected = self._collector.collect(rollout_id)
@@ -104,7 +104,7 @@ class RolloutStages:
     def _pass_on(
         self,
         rollout_id: int,
-        collected: Collected,
+        collected: CollectedSamples,
         pushed_version: int | None,
         since: float,
         trains: int | None = None,
@@ -116,37 +116,37 @@ class RolloutStages:
         """
         config, border, mode = self._config, self._border, self._config.run.mode
         samples = collected.samples
-        counts, made, work = dict[str, int](), CutShards[Any](), Work()
+        counts, shards, work = dict[str, int](), CutShards[Any](), Work()
         with span("score and report", lane="stages"):
             scored = score(samples, config, border)
-            told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
+            rollout_report = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
         with span("write", lane="stages"):
             path = self._files.write(rollout_id, samples)
         if mode == "reject-sampling":
             counts = self._accepted.add(rollout_id, samples, scored.raw)
-            told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
+            rollout_report.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
         elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
             chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
             if path is not None and mode == "rl":
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
             work = Work.of(sample.num_tokens for sample in chosen.samples)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
-            version = told.version if trains is None else trains
+            version = rollout_report.version if trains is None else trains
             # Without a push the versions are those of another run, whose steps nobody knows.
             newest = pushed_version if trains is None else trains
-            ages = None if newest is None else StepsSince.of(newest, config)
+            ages = None if newest is None else StepStaleness.of(newest, config)
             temperature = config.rollout.rollout_temperature
             with phase("cut", lane="stages", step=rollout_id + 1):
-                made = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
-            told.metrics |= {} if ages is None else ages.metrics()
-        accepted, shown = counts.get("accepted", 0), told.glimpses
+                shards = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
+            rollout_report.metrics |= {} if ages is None else ages.metrics()
+        accepted = counts.get("accepted", 0)
         return Rollout(
             rollout_id,
-            made.shards,
-            told.metrics,
+            shards.shards,
+            rollout_report.metrics,
             accepted,
-            made.auxiliary,
-            facts=told.facts,
-            glimpses=shown,
+            shards.auxiliary,
+            facts=rollout_report.facts,
+            glimpses=rollout_report.glimpses,
             work=work,
         )

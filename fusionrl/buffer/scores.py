@@ -47,15 +47,15 @@ def score(samples: list[Sample], config: Config, border: HookBorder) -> Scored:
     return _post_processed(samples, post_process(border.args(), samples), post_process.where)
 
 
-def _post_processed(samples: list[Sample], found: object, where: str) -> Scored:
+def _post_processed(samples: list[Sample], output: object, where: str) -> Scored:
     """Return the rewards as the function of --custom-reward-post-process-path returned them: (raw, rewards).
 
     Raises:
         HookError, ValueError: it returned no pair, of another length, or what is no number; names `where`.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise HookError(f"{where}: it returned {type(found).__name__}; a tuple (raw rewards, rewards) is wanted")
-    raw, rewards = found
+    if not isinstance(output, tuple | list) or len(output) != 2:
+        raise HookError(f"{where}: it returned {type(output).__name__}; a tuple (raw rewards, rewards) is wanted")
+    raw, rewards = output
     if len(raw) != len(samples) or len(rewards) != len(samples):
         raise ValueError(f"{where}: it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples")
     raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]

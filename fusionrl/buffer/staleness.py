@@ -15,8 +15,8 @@ from fusionrl.pipeline.knobs import Knobs
 
 def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:
     """Return the controller's version of the oldest token that is trained; None where none is known."""
-    found = [versions.min() for sample in samples if len(versions := trained_versions(sample))]
-    return int(min(found)) // fetches_per_push if found else None
+    oldest = [versions.min() for sample in samples if len(versions := trained_versions(sample))]
+    return int(min(oldest)) // fetches_per_push if oldest else None
 
 
 def trained_versions(sample: Sample) -> np.ndarray:

@@ -17,7 +17,7 @@ from fusionrl.data.train_batch import TrainShard
 
 
 @dataclass
-class StepsSince:
+class StepStaleness:
     """Counts over the shards of a rollout, of which each is added once.
 
     newest         version of the weights that train it: rollouts that have trained them
@@ -31,7 +31,7 @@ class StepsSince:
     most: int = 0
 
     @classmethod
-    def of(cls, newest: int, config: Config) -> StepsSince:
+    def of(cls, newest: int, config: Config) -> StepStaleness:
         """Return an empty count of a rollout."""
         has_critic = estimator_of(config.algorithm).role == "critic"
         return cls(newest, config.critic.num_critic_only_steps if has_critic else 0)

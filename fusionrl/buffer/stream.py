@@ -15,14 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, get_args
 
-from fusionrl.buffer.dynamic_filter import Filter
+from fusionrl.buffer.dynamic_filter import GroupFilter
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version, without_answer
 from fusionrl.buffer.stream_metrics import state_numbers
-from fusionrl.buffer.stream_saved import Held, SavedStream, fresh_state, packed, unpacked
+from fusionrl.buffer.stream_saved import SavedStream, StreamGroup, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
-from fusionrl.buffer.stream_waits import told
-from fusionrl.buffer.token_counts import Tally
+from fusionrl.buffer.stream_waits import describe_waits
+from fusionrl.buffer.token_counts import TokenCounts
 from fusionrl.buffer.wait_times import StreamClock, reason_of
 from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.sample import Sample, Status
@@ -87,19 +87,19 @@ class Stream(LoopThread):
         super().__init__()
         self.knobs = knobs
         self._border, self._source = border, source
-        self._live: dict[int, Held] = {}
+        self._live: dict[int, StreamGroup] = {}
         self.state = fresh_state(knobs, first_version)
         if saved is not None:
             self.state, self._live = unpacked(saved, knobs, first_version)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._dropped: Counter[str] = Counter()  # since the last batch
-        self._filter = Filter(knobs.groups_per_fetch)
+        self._filter = GroupFilter(knobs.groups_per_fetch)
         self._refused: Groups | None = [] if border.hook("rollout_all_samples_process_path") else None
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
         self._label = first_version  # of the engines' weights
-        self._clock, self._tally = StreamClock(), Tally()
+        self._clock, self._token_counts = StreamClock(), TokenCounts()
 
     # ------------------------------------------------------------------------------------ the driver's end
     def next_batch(self) -> Batch:
@@ -141,7 +141,7 @@ class Stream(LoopThread):
 
     def waits_for(self) -> str:
         """Return whom the trainers wait for and why, "" where they wait for nobody."""
-        return self._call(lambda: told(decide(self.state, self.knobs), self._live))
+        return self._call(lambda: describe_waits(decide(self.state, self.knobs), self._live))
 
     def set_engines(self, urls: Sequence[str]) -> None:
         """Send requests to these engines from now on: one that died is back at another address."""
@@ -161,7 +161,7 @@ class Stream(LoopThread):
         error has ended the stream, too: unfinished groups are generated again.
         """
 
-        def now() -> tuple[dict[str, Any] | None, dict[str, Any], dict[int, Held]]:
+        def now() -> tuple[dict[str, Any] | None, dict[str, Any], dict[int, StreamGroup]]:
             return self._source.state_at(rollout_id), self.state.to_dict(rollout_id + 1), dict(self._live)
 
         source, state, held = self._read(now)
@@ -217,7 +217,7 @@ class Stream(LoopThread):
         answer = self._answer
         assert answer is not None
         if isinstance(action, events.Fetch):  # before it is applied, so that the message names the sample
-            check_bound([self._live[ordinal].made for ordinal in action.ordinals], self._label, self.knobs)
+            check_bound([self._live[ordinal].finished for ordinal in action.ordinals], self._label, self.knobs)
         if isinstance(action, _BEGUN):
             apply(self.state, self.knobs, action)
         self._answer = None
@@ -230,14 +230,16 @@ class Stream(LoopThread):
         pending = action.pending[:most]
         for ordinal in pending:
             self._begin(ordinal, self._live[ordinal].blank)
-        for group in self._drawn(min(action.num_new, most - len(pending))):
+        for group in self._draw_new(min(action.num_new, most - len(pending))):
             self._begin(self.state.next_ordinal, group)
         self._wake.set()
 
-    def _drawn(self, num_groups: int) -> Groups:
+    def _draw_new(self, num_groups: int) -> Groups:
         """Draw the next groups; where there are fewer, the data have ended."""
         groups = (
-            [[without_answer(sample) for sample in one] for one in self._source.draw(num_groups)] if num_groups else []
+            [[without_answer(sample) for sample in group] for group in self._source.draw(num_groups)]
+            if num_groups
+            else []
         )
         if len(groups) < num_groups:
             apply(self.state, self.knobs, events.StreamEnd())
@@ -247,8 +249,8 @@ class Stream(LoopThread):
         group = copy.deepcopy(blank)
         num_samples = len(group) + self._context.needs_greedy_answer
         apply(self.state, self.knobs, events.Admitted(ordinal, num_samples))
-        self._live[ordinal] = Held(blank)
-        self._tally.began(ordinal, group)
+        self._live[ordinal] = StreamGroup(blank)
+        self._token_counts.began(ordinal, group)
         self._tasks[ordinal] = task = asyncio.create_task(self._make(ordinal, group, num_samples))
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -269,14 +271,14 @@ class Stream(LoopThread):
 
         context = replace(self._context, samples=replace(self._context.samples, on_generated=generated))
         try:
-            made = await generate_group(context, group, sampling_params(self._args))
-            failure = why_failed(made, replaces=self._args.failed_samples == "replace")
-            refused = "" if failure else self._filter.refuses(context, made)
+            samples = await generate_group(context, group, sampling_params(self._args))
+            failure = why_failed(samples, replaces=self._args.failed_samples == "replace")
+            refused = "" if failure else self._filter.refuses(context, samples)
             if not failure and not refused:
-                await self._teacher.score(made)
+                await self._teacher.score(samples)
                 if ordinal in self._live:
                     # By this version the controller has counted on it.
-                    check_not_older(made, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
+                    check_not_older(samples, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_ending or ordinal not in self._live or (task is not None and task.cancelling()):
@@ -294,20 +296,20 @@ class Stream(LoopThread):
             return
         while left > 0:  # samples that needed no engine
             generated()
-        self._tally.generated(ordinal, made)
+        self._token_counts.generated(ordinal, samples)
         if failure:
             self._fail(ordinal, failure)
         elif refused:
             if self._refused is not None:
-                self._refused.append(made)
+                self._refused.append(samples)
             self._drop(events.Drop(ordinal, "filtered"), refused)
         else:
-            self._live[ordinal].made = made
-            self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
+            self._live[ordinal].finished = samples
+            self._happen(events.GroupReady(ordinal, oldest_version(samples, self.knobs.fetches_per_push)))
 
     def _fail(self, ordinal: int, reason: str) -> None:
         """Note that a group cannot be trained: it is tried again, or another takes its place."""
-        self._tally.dropped(ordinal)
+        self._token_counts.dropped(ordinal)
         self._happen(events.GroupFailed(ordinal, reason))
         self._live[ordinal].parked = []  # it is tried again from its prompt
         if ordinal not in self.state.groups:
@@ -317,7 +319,7 @@ class Stream(LoopThread):
     def _drop(self, action: events.Drop, reason: str | None = None) -> None:
         self._dropped[reason or action.reason] += 1
         del self._live[action.ordinal]
-        self._tally.dropped(action.ordinal)
+        self._token_counts.dropped(action.ordinal)
         task = self._tasks.pop(action.ordinal, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -331,11 +333,13 @@ class Stream(LoopThread):
         groups = []
         for ordinal in fetch.ordinals:
             held = self._live[ordinal]
-            groups.append(held.made)
-            self._live[ordinal] = Held(held.blank)
+            groups.append(held.finished)
+            self._live[ordinal] = StreamGroup(held.blank)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
-        tokens = self._tally.take(dict(zip(fetch.ordinals, groups, strict=True)), self.knobs.in_flight != "in_place")
+        tokens = self._token_counts.take(
+            dict(zip(fetch.ordinals, groups, strict=True)), self.knobs.in_flight != "in_place"
+        )
         state = state_numbers(self.state, self.knobs) | tokens | self._clock.take(time.monotonic())
         self._args.rollout_id = fetch.fetch + 1  # hooks read it
         refused, self._refused = self._refused, None if self._refused is None else []
@@ -348,21 +352,21 @@ class Stream(LoopThread):
         self._retries = retries
         return new
 
-    def _ask(self, *wanted: type) -> events.Action:
+    def _ask(self, *kinds: type) -> events.Action:
         """Wait until the controller decides on one of `wanted`."""
         answer: Future[events.Action] = Future()
 
         def ask() -> None:
-            self._wanted, self._answer = wanted, answer
+            self._wanted, self._answer = kinds, answer
             self._wake.set()
 
         self._post(ask, answer)
         return answer.result()
 
 
-def why_failed(made: list[Sample], *, replaces: bool) -> str:
+def why_failed(samples: list[Sample], *, replaces: bool) -> str:
     """Return why a group cannot be trained, "" where it can; `replaces`: one failed sample is enough."""
-    failed = [sample for sample in made if sample.status in (Status.FAILED, Status.ABORTED)]
-    if not failed or not (replaces or len(failed) == len(made)):
+    failed = [sample for sample in samples if sample.status in (Status.FAILED, Status.ABORTED)]
+    if not failed or not (replaces or len(failed) == len(samples)):
         return ""
-    return f"{len(failed)} of {len(made)} samples of prompt {made[0].prompt!r:.60} failed"
+    return f"{len(failed)} of {len(samples)} samples of prompt {samples[0].prompt!r:.60} failed"

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from fusionrl.buffer.admission import PermitSource
+from fusionrl.buffer.admission import AdmissionSource
 from fusionrl.buffer.drawn_groups import DrawnGroups
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.stream import Groups, GroupSource, Stream, why_failed
-from fusionrl.buffer.stream_saved import Held, SavedStream
+from fusionrl.buffer.stream_saved import SavedStream, StreamGroup
 from fusionrl.data.sample import Sample
 from fusionrl.pipeline import events
 from fusionrl.pipeline.apply import apply
@@ -36,7 +36,7 @@ DROPPED = "rollout/dropped_"
 # dropped for them; a busy machine needs a second or two to answer.
 _PATIENCE_S = 3.0
 MOST_CALLS = 10  # that return without a group that the trainers wait for, before it is given up
-Call = Callable[[int, PermitSource], tuple[Groups, dict[str, float]]]
+Call = Callable[[int, AdmissionSource], tuple[Groups, dict[str, float]]]
 """Calls the function for a rollout; returns its groups, scored and filtered, and its metrics."""
 
 
@@ -70,7 +70,7 @@ class BatchStream(Stream):
         lead = float(min(math.ceil(knobs.lead), knobs.max_staleness))
         super().__init__(replace(knobs, lead=lead, max_samples_in_flight=1 << 30), border, source, first_version, saved)
         self._made_by, self._where, self._abort = call, where, abort
-        self._permits = PermitSource(self, hooked, asks_again=asks_again)
+        self._permits = AdmissionSource(self, hooked, asks_again=asks_again)
         self._drawn_groups = DrawnGroups()
         self._metrics: dict[str, float] = {}
         self._waits_since, self._patience_s = 0.0, _PATIENCE_S
@@ -131,7 +131,7 @@ class BatchStream(Stream):
                 raise self._failed[0]
 
     def _admit(self, action: events.Admit) -> None:
-        """Begin nothing: the function asks (`granted`)."""
+        """Begin nothing: the function asks (`draw_groups`)."""
 
     def _next_batch(self) -> int:
         """The rollout that the next call is for: the first that no groups are there for."""
@@ -143,7 +143,7 @@ class BatchStream(Stream):
         state, knobs = self.state, self.knobs
         if all_fetched(state, knobs):
             return False
-        num_drawn = sum(one.ordinal in state.groups for one in self._drawn_groups)
+        num_drawn = sum(drawn.ordinal in state.groups for drawn in self._drawn_groups)
         if state.stream_ended and not num_drawn and not state.of("pending"):
             return False  # there is nothing to make a batch of
         if push_is_due(state, knobs) and knobs.in_flight == "drain" and num_drawn:
@@ -162,15 +162,15 @@ class BatchStream(Stream):
             return False
         return not any(isinstance(action, events.Fetch | events.Stop) for action in decide(self.state, self.knobs))
 
-    def granted(self, num_groups: int, *, beyond: bool) -> Groups:
+    def draw_groups(self, num_groups: int, *, beyond: bool) -> Groups:
         """Admit at most `num_groups` groups and return them; `beyond`: all of them, whatever the bound says."""
-        return self._call(self._granted, num_groups, beyond)
+        return self._call(self._draw_groups, num_groups, beyond)
 
-    def handed_back(self, groups: Groups) -> None:
+    def park_groups(self, groups: Groups) -> None:
         """Park groups that the function has begun; those that it did not get here go to the data source."""
-        self._call(self._hand_back, groups)
+        self._call(self._park_groups, groups)
 
-    def _granted(self, num_groups: int, beyond: bool) -> Groups:
+    def _draw_groups(self, num_groups: int, beyond: bool) -> Groups:
         state, knobs = self.state, self.knobs
         if all_fetched(state, knobs):
             return []  # the run needs no more
@@ -187,13 +187,13 @@ class BatchStream(Stream):
             missing = self._num_missing() if must_return else 0
             num_new = num_groups if beyond else min(num_groups, missing)
             num_sound = trainable(state, knobs)
-        given = [self._give(ordinal, self._live[ordinal]) for ordinal in pending]
-        for place, group in enumerate(self._drawn(num_new)):
-            given.append(self._give(self.state.next_ordinal, Held(group), is_spare=place >= num_sound))
-        if given:
+        groups = [self._give(ordinal, self._live[ordinal]) for ordinal in pending]
+        for place, group in enumerate(self._draw_new(num_new)):
+            groups.append(self._give(self.state.next_ordinal, StreamGroup(group), is_spare=place >= num_sound))
+        if groups:
             self._waits_since = 0.0
         self._wake.set()
-        return given
+        return groups
 
     def _num_missing(self) -> int:
         """Return how many groups the call lacks to a batch, once it has waited for a while; 0 before.
@@ -207,7 +207,7 @@ class BatchStream(Stream):
         if now < self._waits_since + self._patience_s:
             return 0
         gc.collect()  # what it dropped may still hang in cycles of its tasks
-        held = sum(one.ordinal in self.state.groups and one.is_held for one in self._drawn_groups)
+        held = sum(drawn.ordinal in self.state.groups and drawn.is_held for drawn in self._drawn_groups)
         missing = max(1, self.knobs.groups_per_fetch - held)
         self._waits_since, self._patience_s = 0.0, 2 * self._patience_s
         return missing
@@ -218,7 +218,7 @@ class BatchStream(Stream):
             self._source.take_in([blank])  # it was admitted for the function's sake: its prompt comes again
         super()._drop(action, reason)
 
-    def _give(self, ordinal: int, held: Held, *, is_spare: bool = False) -> list[Sample]:
+    def _give(self, ordinal: int, held: StreamGroup, *, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)
         oldest = known.born if known is not None and known.begun else None
         apply(self.state, self.knobs, events.Admitted(ordinal, len(held.blank), oldest, is_spare))
@@ -227,19 +227,19 @@ class BatchStream(Stream):
         self._drawn_groups.add(ordinal, group)
         return group
 
-    def _hand_back(self, groups: Groups) -> None:
-        others = []
+    def _park_groups(self, groups: Groups) -> None:
+        unreturned = []
         for group in groups:
             out = self._drawn_groups.take(group)
             if out is None:
-                others.append(group)
+                unreturned.append(group)
                 continue
             if out.ordinal not in self.state.groups:
                 continue  # it came too late
             self._live[out.ordinal].parked = copy.deepcopy(group)
             self._happen(events.Parked(out.ordinal, oldest_version(group, self.knobs.fetches_per_push)))
-        if others:
-            self._source.take_in(others)
+        if unreturned:
+            self._source.take_in(unreturned)
 
     def _take(self, groups: Groups, metrics: dict[str, float]) -> None:
         """Take over what a call has returned."""
@@ -283,14 +283,14 @@ class BatchStream(Stream):
             check_bound([group], self._label, self.knobs)
             ordinal = self.state.next_ordinal
             apply(self.state, self.knobs, events.Admitted(ordinal, len(group), oldest, is_spare=True))
-            self._live[ordinal] = Held([])
-        self._tally.generated(ordinal, group)
+            self._live[ordinal] = StreamGroup([])
+        self._token_counts.generated(ordinal, group)
         if failure:
             self._fail(ordinal, failure)
             return
         for _ in range(self.state.groups[ordinal].num_running):
             self._happen(events.SampleDone(ordinal))
-        self._live[ordinal].made = group
+        self._live[ordinal].finished = group
         self._happen(events.GroupReady(ordinal, oldest))
 
     def _give_up_lost(self) -> None:

@@ -16,7 +16,7 @@ from fusionrl.buffer.stream import Stream
 from fusionrl.buffer.stream_batches import BatchStream
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.rollout.in_flight import under_way
+from fusionrl.rollout.in_flight import samples_in_flight
 from fusionrl.rollout.weight_versions import take_warnings
 
 
@@ -100,7 +100,7 @@ class StreamMessages:
 
     async def progress(self) -> str:
         """Return in words what is under way: samples, and what holds them up; "" where it is nothing."""
-        return "; ".join(text for text in (under_way().told(), await self.waits_for()) if text)
+        return "; ".join(text for text in (samples_in_flight().describe(), await self.waits_for()) if text)
 
     async def rollout_trained(self) -> bool:
         """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""

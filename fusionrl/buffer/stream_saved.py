@@ -29,33 +29,33 @@ class SavedStream(TypedDict):
 
 
 @dataclass
-class Held:
+class StreamGroup:
     """A group that has not ended.
 
-    blank   as it came from the data
-    made    as it is when it is ready
-    parked  as a function handed it back, with a part of its answers
+    blank     as it came from the data
+    finished  as it is when it is ready
+    parked    as a function handed it back, with a part of its answers
     """
 
     blank: list[Sample]
-    made: list[Sample] = field(default_factory=list)
+    finished: list[Sample] = field(default_factory=list)
     parked: list[Sample] = field(default_factory=list)
 
 
-def packed(state: Mapping[str, Any], held: Mapping[int, Held], knobs: Knobs) -> SavedStream:
+def packed(state: Mapping[str, Any], held: Mapping[int, StreamGroup], knobs: Knobs) -> SavedStream:
     """Return what a checkpoint keeps; of each group in `state` there is one in `held`."""
     groups = {}
     for ordinal, phase, *_ in state["groups"]:
-        found = held[ordinal]
-        groups[str(ordinal)] = {"blank": [pack_sample(sample) for sample in found.blank]}
+        group = held[ordinal]
+        groups[str(ordinal)] = {"blank": [pack_sample(sample) for sample in group.blank]}
         if phase == "ready":
-            groups[str(ordinal)]["made"] = [pack_sample(sample) for sample in found.made]
-        elif found.parked:
-            groups[str(ordinal)]["parked"] = [pack_sample(sample) for sample in found.parked]
+            groups[str(ordinal)]["made"] = [pack_sample(sample) for sample in group.finished]
+        elif group.parked:
+            groups[str(ordinal)]["parked"] = [pack_sample(sample) for sample in group.parked]
     return {"settings": _settings(knobs), "state": dict(state), "groups": groups}
 
 
-def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State, dict[int, Held]]:
+def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State, dict[int, StreamGroup]]:
     """Return the controller's state and the groups, for a run that goes on after `num_trained` fetches.
 
     With other settings than those of the checkpoint its versions and places mean something else: then the groups are
@@ -66,7 +66,7 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
     """
     try:
         held = {
-            int(ordinal): Held(*(_unpacked(group.get(name, [])) for name in ("blank", "made", "parked")))
+            int(ordinal): StreamGroup(*(_unpacked(group.get(name, [])) for name in ("blank", "made", "parked")))
             for ordinal, group in saved["groups"].items()
         }
         if saved["settings"] != _settings(knobs) or saved["state"]["num_trained"] != num_trained:
@@ -74,13 +74,13 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
         born = {group[0]: group[2] for group in saved["state"]["groups"]}
         if born.keys() != held.keys():
             raise ValueError(f"its groups are {sorted(born)}, and there are samples of {sorted(held)}")
-        kept = {}
+        ages = {}
         for ordinal, group in held.items():
-            oldest = oldest_version(group.made or group.parked, knobs.fetches_per_push)
-            if group.made or oldest is not None:
-                kept[ordinal] = born[ordinal] if oldest is None else min(born[ordinal], oldest)
-        state = State.from_dict(saved["state"], knobs.fetches_per_push, kept)
-        for ordinal in [ordinal for ordinal, group in held.items() if not group.made and not group.blank]:
+            oldest = oldest_version(group.finished or group.parked, knobs.fetches_per_push)
+            if group.finished or oldest is not None:
+                ages[ordinal] = born[ordinal] if oldest is None else min(born[ordinal], oldest)
+        state = State.from_dict(saved["state"], knobs.fetches_per_push, ages)
+        for ordinal in [ordinal for ordinal, group in held.items() if not group.finished and not group.blank]:
             # A function had it from elsewhere, and was training on it: it cannot come again.
             apply(state, knobs, Drop(ordinal, "surplus"))
             del held[ordinal]
@@ -93,7 +93,7 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
 
 def blanks(saved: SavedStream) -> list[list[Sample]]:
     """Return the groups as they came from the data, in its order: for a run without a stream."""
-    in_order = sorted(saved["groups"].items(), key=lambda one: int(one[0]))
+    in_order = sorted(saved["groups"].items(), key=lambda item: int(item[0]))
     return [_unpacked(group["blank"]) for _, group in in_order if group["blank"]]
 
 
@@ -111,13 +111,13 @@ def fresh_state(knobs: Knobs, num_trained: int) -> State:
     )
 
 
-def _anew(groups: list[Held], knobs: Knobs, num_trained: int) -> tuple[State, dict[int, Held]]:
+def _anew(groups: list[StreamGroup], knobs: Knobs, num_trained: int) -> tuple[State, dict[int, StreamGroup]]:
     state = fresh_state(knobs, num_trained)
     held = {}
     for group in (group for group in groups if group.blank):
         ordinal, state.next_ordinal = state.next_ordinal, state.next_ordinal + 1
         state.groups[ordinal] = Group(ordinal, "pending", state.version)
-        held[ordinal] = Held(group.blank)
+        held[ordinal] = StreamGroup(group.blank)
     return state, held
 
 

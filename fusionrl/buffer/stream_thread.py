@@ -52,21 +52,21 @@ class LoopThread:
             self._error = error
         with self._lock:
             self._has_ended = True
-            for asked in list(self._asked):
-                if not asked.done():
-                    asked.set_exception(self._error or RuntimeError(_ENDED))
+            for future in list(self._asked):
+                if not future.done():
+                    future.set_exception(self._error or RuntimeError(_ENDED))
 
     async def _looped(self, started: Future[None]) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         await self._main(started)
 
-    def _call(self, function: Callable[..., T], *given: object) -> T:
+    def _call(self, function: Callable[..., T], *args: object) -> T:
         """Run a function in the thread, and return its result."""
         done: Future[T] = Future()
 
         def call() -> None:
             try:
-                done.set_result(function(*given))
+                done.set_result(function(*args))
             except BaseException as error:  # the caller's
                 done.set_exception(error)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fusionrl.buffer.stream_saved import Held
+from fusionrl.buffer.stream_saved import StreamGroup
 from fusionrl.pipeline.events import Action, Wait
 
 _MOST_NAMED = 5  # groups
 
 
-def told(actions: Iterable[Action], live: Mapping[int, Held]) -> str:
+def describe_waits(actions: Iterable[Action], live: Mapping[int, StreamGroup]) -> str:
     """Return why the trainers wait and for which samples, and why the engines get nothing new; "" where nobody waits.
 
     live  ordinal → the samples of a group

@@ -15,7 +15,7 @@ from fusionrl.data.token_versions import UNKNOWN_VERSION
 _FAILED = (Status.FAILED, Status.ABORTED)
 
 
-class Tally:
+class TokenCounts:
     """Counts since the last batch, but the lengths, which are of the whole run.
 
     A sample counts as generated when its group ends or is given up, and then as trained or dropped. Of a group that is

@@ -25,7 +25,11 @@ def training_version(samples: Sequence[Sample], pushed: int | None = None) -> in
             newest version that sampled any of their tokens, and None if no token has a version.
     """
     versions = [sample.array("weight_versions") for sample in samples]
-    known = [int(extremes(one)[1]) for one in versions if one is not None and len(one)]
+    known = [
+        int(extremes(token_versions)[1])
+        for token_versions in versions
+        if token_versions is not None and len(token_versions)
+    ]
     newest = max(known, default=UNKNOWN_VERSION)
     newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
     return None if newest == UNKNOWN_VERSION else newest
@@ -81,11 +85,11 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
         elif version is not None:
             counts = _counted(sample, versions)
             num_unknown += counts.pop(UNKNOWN_VERSION, 0)
-            own: dict[int, int] = {}
+            lengths: dict[int, int] = {}
             for sampled_by, count in counts.items():
                 age = max(version - sampled_by, 0)
-                own[age] = own.get(age, 0) + count
-            ages.append(own)
+                lengths[age] = lengths.get(age, 0) + count
+            ages.append(lengths)
     return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
 
 
@@ -104,8 +108,8 @@ def _counted(sample: Sample, versions: np.ndarray) -> dict[int, int]:
         return {}
     if are_equal(versions):
         return {int(versions[0]): num_trained}
-    found, counts = np.unique(versions[response_mask(sample) > 0], return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    distinct, counts = np.unique(versions[response_mask(sample) > 0], return_counts=True)
+    return dict(zip(distinct.tolist(), counts.tolist(), strict=True))
 
 
 def _mean(counts: Counter[int]) -> float:
@@ -118,14 +122,17 @@ def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> d
     ages         of each sample: pushes between the weights that sampled and those that train -> number of tokens
     num_unknown  trained tokens of an unknown version
     """
-    ages = [own for own in ages if own]
+    ages = [sample_ages for sample_ages in ages if sample_ages]
     if not ages:
         return {}
     tokens: Counter[int] = Counter()
-    for own in ages:
-        for age, count in own.items():  # of one sample it is mostly one, for which `update` costs ten times as much
+    for sample_ages in ages:
+        for (
+            age,
+            count,
+        ) in sample_ages.items():  # of one sample it is mostly one, for which `update` costs ten times as much
             tokens[age] += count
-    samples = Counter(max(own) for own in ages)
+    samples = Counter(max(sample_ages) for sample_ages in ages)
     metrics = {
         "rollout/staleness/token_mean": _mean(tokens),
         "rollout/staleness/token_max": float(max(tokens)),
@@ -141,8 +148,8 @@ def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> d
 
 def _distance_metrics(gaps: Sequence[np.ndarray]) -> dict[str, float]:
     """Mean of log p(student) - log p(teacher) over the trained tokens: an estimate of their reverse KL (k1)."""
-    found = np.concatenate([np.zeros(0), *gaps])
-    return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
+    all_gaps = np.concatenate([np.zeros(0), *gaps])
+    return {"rollout/opd_reverse_kl": float(all_gaps.mean())} if all_gaps.size else {}
 
 
 def _histogram(ages: Counter[int]) -> dict[int, float]:

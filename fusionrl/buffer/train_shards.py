@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from fusionrl.base.malloc import give_freed_back
-from fusionrl.buffer.step_staleness import StepsSince
+from fusionrl.buffer.step_staleness import StepStaleness
 from fusionrl.buffer.token_metrics import is_all_current, is_current
 from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.data.attempts import attempts_of
@@ -45,7 +45,7 @@ def cut(
     rollout_id: int,
     version: int | None,
     put: Callable[[TrainShard], Ref],
-    ages: StepsSince | None = None,
+    ages: StepStaleness | None = None,
     temperature: float | None = None,
 ) -> CutShards[Ref]:
     """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
@@ -58,10 +58,10 @@ def cut(
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
     named["weight_version"], named["temperature"] = version, temperature
     auxiliary: list[Ref] = []
-    if (other := plan.auxiliary) is not None:
-        assert other.batch is not None
-        made = build_shards(chosen.samples, chosen.rewards, chosen.raw, other.batch, other.balance, **named)
-        auxiliary = [put(shard) for shard in made]
+    if (aux_plan := plan.auxiliary) is not None:
+        assert aux_plan.batch is not None
+        shards = build_shards(chosen.samples, chosen.rewards, chosen.raw, aux_plan.batch, aux_plan.balance, **named)
+        auxiliary = [put(shard) for shard in shards]
     named["freed"] = give_freed_back
     taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
 
@@ -136,22 +136,22 @@ def take_shards(
     sizes = _Sizes.of(samples)
     present = _present(samples, sizes)
     per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
-    given: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
+    columns: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
     # Where all tokens are current the field says nothing, and is left out.
     if weight_version is not None and not all(is_all_current(sample, weight_version) for sample in samples):
-        given["current"], present["current"] = [is_current(sample, weight_version) for sample in samples], ()
+        columns["current"], present["current"] = [is_current(sample, weight_version) for sample in samples], ()
     if sizes.has_fan_out:
-        given["attempt_tokens"] = np.bincount(sizes.attempts, sizes.trained)[sizes.attempts].tolist()
+        columns["attempt_tokens"] = np.bincount(sizes.attempts, sizes.trained)[sizes.attempts].tolist()
         present["attempt_tokens"] = ()
     if temperature is not None:
         hot = [temperatures_of(sample, temperature) for sample in samples]
         if any(values is not None for values in hot):
             plain = [np.full(sample.response_length, temperature, np.float32) for sample in samples]
-            given["temperatures"] = [p if h is None else h for p, h in zip(plain, hot, strict=True)]
+            columns["temperatures"] = [p if h is None else h for p, h in zip(plain, hot, strict=True)]
             present["temperatures"] = ()
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
-        yield _take_shard(samples, members, given, present, steps=own_steps, **named)
+        yield _take_shard(samples, members, columns, present, steps=own_steps, **named)
 
 
 @dataclass(frozen=True)
@@ -270,9 +270,9 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
     shapes = {np.shape(value)[1:]: s.index for s in samples if (value := vars(s)[name]) is not None}
     for shape, index in shapes.items():
         if len(shape) != count or len(shapes) > 1:
-            others = f"; others have {', '.join(str(s) for s in shapes if s != shape)}" if len(shapes) > 1 else ""
+            other_shapes = f"; others have {', '.join(str(s) for s in shapes if s != shape)}" if len(shapes) > 1 else ""
             raise ValueError(
-                f"sample {index}: {name} has {shape} values a token{others}; expected {FIELDS[name].description}"
+                f"sample {index}: {name} has {shape} values a token{other_shapes}; expected {FIELDS[name].description}"
             )
     return next(iter(shapes), (0,) * count)
 
@@ -280,7 +280,7 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
 def _take_shard(
     samples: list[Sample],
     members: Sequence[int],
-    given: dict[str, Sequence[object]],
+    derived: dict[str, Sequence[object]],
     present: dict[str, tuple[int, ...]],
     *,
     rollout_id: int,
@@ -288,7 +288,7 @@ def _take_shard(
     extra: dict[str, list[object]],
     freed: Callable[[], None] | None,
 ) -> TrainShard:
-    """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples.
+    """One rank's shard, of the samples at `members`; `derived` holds fields that are not read off the samples.
 
     present  each field's dimensions behind that over which it runs
     """
@@ -305,7 +305,7 @@ def _take_shard(
         packed = members[first : first + PACKED_AT_ONCE]
         chosen = [samples[i] for i in packed]
         for name in present:
-            values = [given[name][i] for i in packed] if name in given else _values(name, chosen, present[name])
+            values = [derived[name][i] for i in packed] if name in derived else _values(name, chosen, present[name])
             part = flat_field(name, values)
             fields[name][ends[name] : ends[name] + len(part)] = part
             ends[name] += len(part)
@@ -340,10 +340,10 @@ def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list
 
 def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:
     """With the last token, which no engine runs over, where it is missing: -1."""
-    whole = np.full((num_tokens, *trailing), -1, np.int16)
+    padded = np.full((num_tokens, *trailing), -1, np.int16)
     if experts is not None:
-        whole[: len(experts)] = experts
-    return whole
+        padded[: len(experts)] = experts
+    return padded
 
 
 def _or(value: int | None, default: int) -> int:

@@ -38,11 +38,11 @@ class StreamClock:
         holds = self._holds
         self.note(now, None, True)
         self._holds = holds
-        found, self._seconds = self._seconds, defaultdict(float)
+        seconds, self._seconds = self._seconds, defaultdict(float)
         return {
-            "perf/time_wait_batch_s": found["batch"],
-            "perf/time_wait_deadline_s": found["deadline"],
-            "perf/engines_idle": found[_IDLE] / found[_ALL] if found[_ALL] > 0 else 0.0,
+            "perf/time_wait_batch_s": seconds["batch"],
+            "perf/time_wait_deadline_s": seconds["deadline"],
+            "perf/engines_idle": seconds[_IDLE] / seconds[_ALL] if seconds[_ALL] > 0 else 0.0,
         }
 
 

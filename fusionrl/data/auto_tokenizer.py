@@ -55,15 +55,15 @@ class _TorchLater(types.ModuleType):
 def _import_rope() -> None:
     """Import what every configuration is made with; it imports torch for the models' functions in it."""
     utils = importlib.import_module("transformers.utils")
-    usual = vars(utils).get("is_torch_available")
-    if "torch" in sys.modules or _ROPE in sys.modules or usual is None or not usual():
+    original = vars(utils).get("is_torch_available")
+    if "torch" in sys.modules or _ROPE in sys.modules or original is None or not original():
         return
     vars(utils)["is_torch_available"] = lambda: False
     try:
         rope = importlib.import_module(_ROPE)
     finally:
-        vars(utils)["is_torch_available"] = usual
-    vars(rope).update(is_torch_available=usual, torch=_TorchLater("torch"))
+        vars(utils)["is_torch_available"] = original
+    vars(rope).update(is_torch_available=original, torch=_TorchLater("torch"))
 
 
 @contextmanager
@@ -75,15 +75,15 @@ def torch_left_out() -> Iterator[None]:
     """
     with _LEAVING_OUT:
         configuration = vars(sys.modules[_CONFIG]) if _CONFIG in sys.modules else {}
-        usual = configuration.get("is_torch_available")
-        if "torch" in sys.modules or usual is None:
+        original = configuration.get("is_torch_available")
+        if "torch" in sys.modules or original is None:
             yield
             return
         configuration["is_torch_available"] = lambda: False
         try:
             yield
         finally:
-            configuration["is_torch_available"] = usual
+            configuration["is_torch_available"] = original
 
 
 @contextmanager
@@ -126,13 +126,13 @@ class _NotYet:
 
 def _complete_when_used(factory: types.ModuleType) -> None:
     """Give `auto_factory` the real mixin in the one function that uses it."""
-    usual = getattr(factory, _MIXIN_USER)
+    original = getattr(factory, _MIXIN_USER)
 
-    @functools.wraps(usual)
+    @functools.wraps(original)
     def completed(*args: object, **kwargs: object) -> object:
         from transformers.generation import GenerationMixin
 
         setattr(factory, _MIXIN, GenerationMixin)
-        return usual(*args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(factory, _MIXIN_USER, completed)

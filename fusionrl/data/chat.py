@@ -153,12 +153,12 @@ class MultiTurnLossMaskGenerator:
         hint = f"other types are {', '.join(name for name in LOSS_MASK_TYPES if name != kind)}"
         raise FindingError(Finding(cause, detail, hint))
 
-    def _check_turn(self, turn: str, said: list[str]) -> None:
-        for part in said:
+    def _check_turn(self, turn: str, pieces: list[str]) -> None:
+        for part in pieces:
             if part not in turn:
                 self._refuse("what the assistant said is not in its turn", f"{part[:80]!r} is not in {turn[:80]!r}")
-        last = said[-1] if said else ""
-        if said and turn.endswith(last):
+        last = pieces[-1] if pieces else ""
+        if pieces and turn.endswith(last):
             self._refuse("no end marker follows a turn, so the model would not learn to stop", repr(last[-80:]))
         end = turn[turn.rindex(last) + len(last) :].strip()
         if end in self.tokenizer.all_special_tokens and last.endswith(end):
@@ -171,8 +171,8 @@ class MultiTurnLossMaskGenerator:
         while position >= 0:
             opened = self.generation_prompt if self.generation_prompt.startswith(marks.header) else marks.header
             start = position + len(opened if text.startswith(opened, position) else marks.header)
-            found = [(text.find(end, start), end) for end in marks.ends]
-            stop, end = min([pair for pair in found if pair[0] >= 0], default=(-1, ""))
+            ends = [(text.find(end, start), end) for end in marks.ends]
+            stop, end = min([pair for pair in ends if pair[0] >= 0], default=(-1, ""))
             if stop < 0:
                 self._refuse(f"no {' or '.join(marks.ends)} follows a turn", repr(text[start : start + 80]))
             if text.startswith(marks.ends, stop + len(end)):
@@ -243,11 +243,11 @@ class MultiTurnLossMaskGenerator:
             while end <= done and end < len(text):
                 start, end = next(remaining)
             inside = text[max(done, start) : min(stop, end)]
-            whole = start <= done and stop <= end
+            is_inside = start <= done and stop <= end
             # White space that a token shares with the header or with what follows is not worth an error.
-            if inside.strip() and not whole:
+            if inside.strip() and not is_inside:
                 self._refuse("a token belongs to the assistant's turn only in part", repr(text[done:stop]))
-            mask.append(int(whole))
+            mask.append(int(is_inside))
             done = stop
         return mask
 
@@ -364,21 +364,21 @@ def _continuation(
     render: Callable[[Sequence[Mapping[str, object]], bool], str],
 ) -> list[int]:
     before: list[Mapping[str, object]] = [{"role": "user", "content": "x"}, assistant]
-    alone, whole = render(before, False), render([*before, *messages], True)
+    alone, full_text = render(before, False), render([*before, *messages], True)
     calls = assistant.get("tool_calls")
     num_marks = len(calls) if isinstance(calls, list) else 1
-    if alone.count(_MARK) != num_marks or whole.count(_MARK) != num_marks:
+    if alone.count(_MARK) != num_marks or full_text.count(_MARK) != num_marks:
         raise ValueError("the turn is not rendered once")
     turn = alone[alone.rindex(_MARK) :]
     # What stands behind the end marker (ChatML: a line break) belongs to the continuation.
     end = next((token for token in tokenizer.all_special_tokens if turn.rstrip().endswith(token)), "")
     turn = turn.rstrip() if end else turn
-    start = whole.rindex(_MARK)
-    if not whole.startswith(turn, start):
+    start = full_text.rindex(_MARK)
+    if not full_text.startswith(turn, start):
         raise ValueError("the turn is rendered otherwise when messages follow")
     seam = start + len(turn) - (len(end) if end_token is None else 0)
-    head = tokenizer.encode(whole[:seam], add_special_tokens=False)
-    tokens = tokenizer.encode(whole, add_special_tokens=False)
+    head = tokenizer.encode(full_text[:seam], add_special_tokens=False)
+    tokens = tokenizer.encode(full_text, add_special_tokens=False)
     if tokens[: len(head)] != head:
         raise ValueError("the turn's tokens are others when messages follow")
     added = tokens[len(head) :]

@@ -65,41 +65,41 @@ class DataCheck:
         return errors, [f"{spec}: {text}" for text in findings.warnings()]
 
     def _row_findings(self, row: Row, checker: RowChecker, where: str) -> list[Finding]:
-        found = checker.findings(row)
-        mistakes = [finding.cause for finding in found if not finding.is_warning]
+        findings = checker.findings(row)
+        mistakes = [finding.cause for finding in findings if not finding.is_warning]
         columns = self.columns
         needed = (TOKENS, LOSS_MASK) if self.is_sft and holds_tokens(row) else (columns.input_key,)
         if any(cause.startswith(f"column {key!r}") for cause in mistakes for key in needed):
-            return found  # what else is wrong with the row may come of that
+            return findings  # what else is wrong with the row may come of that
         try:
             tools = metadata_and_tools(row, columns)[1]
         except FindingError:  # the checker has named it
             tools = None
         if columns.label_key is None or columns.label_key in row:
-            found += self._duplicate(row, tools, where)
+            findings += self._duplicate(row, tools, where)
         if self.tokenizer is None:
-            return found
+            return findings
         try:
             length_findings = self._sample_findings if self.is_sft else self._prompt_findings
-            return found + length_findings(row, tools, is_counted=not mistakes)
+            return findings + length_findings(row, tools, is_counted=not mistakes)
         except ValueError as error:
-            return [*found, column_finding(columns.input_key, error)]
+            return [*findings, column_finding(columns.input_key, error)]
 
     def _prompt_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
         columns, prompt = self.columns, row[self.columns.input_key]
         if isinstance(prompt, list) and not columns.apply_chat_template:
             return []  # a user's function makes tokens of it
         text, _, _, left_out = rendered_prompt(prompt, self.tokenizer, columns, tools)
-        found = [] if left_out is None else [column_finding(columns.input_key, FindingError(left_out))]
+        findings = [] if left_out is None else [column_finding(columns.input_key, FindingError(left_out))]
         cause = f"the prompt is longer than --rollout-max-prompt-len {columns.max_prompt_len}"
         if is_surely_too_long(text, columns.max_prompt_len):
-            return [*found, Finding(cause, "by its characters alone; tokens were not counted")]
+            return [*findings, Finding(cause, "by its characters alone; tokens were not counted")]
         length = len(self.tokenizer.encode(text, add_special_tokens=False))
         if is_counted:
             self.lengths.append(length)
         if columns.max_prompt_len is not None and length > columns.max_prompt_len:
-            found.append(Finding(cause, f"{length} tokens"))
-        return found
+            findings.append(Finding(cause, f"{length} tokens"))
+        return findings
 
     def _sample_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
         label = row.get(self.columns.label_key or "")
@@ -122,15 +122,15 @@ class DataCheck:
 
     def _duplicate(self, row: Row, tools: object, where: str) -> list[Finding]:
         prompt, label = row.get(self.columns.input_key), row.get(self.columns.label_key or "")
-        asked = [prompt, tools]
+        key_parts = [prompt, tools]
         if self.is_sft:  # several answers to one prompt are several samples
-            asked += [label] if isinstance(prompt, str) else []
-            asked, label = ([row[TOKENS], row[LOSS_MASK]] if holds_tokens(row) else asked), None
-        text = json.dumps(asked, sort_keys=True, default=repr)
-        first, other = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
+            key_parts += [label] if isinstance(prompt, str) else []
+            key_parts, label = ([row[TOKENS], row[LOSS_MASK]] if holds_tokens(row) else key_parts), None
+        text = json.dumps(key_parts, sort_keys=True, default=repr)
+        first, first_label = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
         if first == where:
             return []
-        if other == label:
+        if first_label == label:
             cause = "the same sample as an earlier row" if self.is_sft else "the same prompt as an earlier row"
             return [Finding(cause, first, is_warning=True)]
         return [Finding("the same prompt as an earlier row, with another label", first)]

@@ -41,13 +41,13 @@ class LabelProblem(NamedTuple):
     """The reason why a reward cannot grade with a row.
 
     reward          which one, as people name it
-    told            the reason, in the reward's own words
+    reason          why it cannot, in the reward's own words
     is_about_label  False: it is about the metadata
     is_warning      the row may be trained on all the same
     """
 
     reward: str
-    told: str
+    reason: str
     is_about_label: bool = True
     is_warning: bool = False
 

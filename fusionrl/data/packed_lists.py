@@ -112,7 +112,7 @@ class PromptField:
         return sample.__dict__["prompt"]
 
     def __set__(self, sample: object, value: object) -> None:
-        own = sample.__dict__
-        if own.get("prompt_tokens") is not None and own["prompt"] != value:
-            own["prompt_tokens"] = None
-        own["prompt"] = value
+        attributes = sample.__dict__
+        if attributes.get("prompt_tokens") is not None and attributes["prompt"] != value:
+            attributes["prompt_tokens"] = None
+        attributes["prompt"] = value

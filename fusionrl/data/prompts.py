@@ -80,8 +80,8 @@ def check_file(
     try:
         for place, row in scan_rows(path, flag):
             findings.num_rows += 1
-            found = checker.findings(row) if isinstance(row, dict) else [line_finding(row)]
-            for finding in found:
+            row_findings = checker.findings(row) if isinstance(row, dict) else [line_finding(row)]
+            for finding in row_findings:
                 findings.add(place, finding)
     except ValueError as error:
         errors.append(str(error))
@@ -124,7 +124,9 @@ def template_probe(
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Texts that a loaded tokenizer reads as one control token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return tuple(sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(one) for one in added if one.special)}))
+    return tuple(
+        sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(token) for token in added if token.special)})
+    )
 
 
 def metadata_and_tools(

@@ -125,21 +125,21 @@ def normal_form(messages: Messages) -> list[Message]:
 
 
 def _normal_message(message: Mapping[str, object], names: dict[str, object]) -> Message:
-    made: Message = {key: value for key, value in message.items() if value is not None and key not in LOSS_KEYS}
-    made["content"] = _normal_content(made.get("content", ""), message.get("role"))
-    made.pop("tool_calls", None)
+    cleaned: Message = {key: value for key, value in message.items() if value is not None and key not in LOSS_KEYS}
+    cleaned["content"] = _normal_content(cleaned.get("content", ""), message.get("role"))
+    cleaned.pop("tool_calls", None)
     if calls := [_normal_call(call) for call in objects(message.get("tool_calls") or [])]:
-        made["tool_calls"] = calls
+        cleaned["tool_calls"] = calls
         ids = [str(call.get("id")) for call in calls]
         for key, call in zip(ids, calls, strict=True):  # an answer to one of several calls without an id has no name
             names[key] = call["function"].get("name") if ids.count(key) == 1 else None
-    thought = next((made[key] for key in THOUGHTS if made.get(key) and isinstance(made[key], str)), None)
+    thought = next((cleaned[key] for key in THOUGHTS if cleaned.get(key) and isinstance(cleaned[key], str)), None)
     for key in THOUGHTS:
-        if not made.setdefault(key, thought):
-            del made[key]
-    if made.get("role") == "tool" and (name := names.get(str(made.get("tool_call_id")))) is not None:
-        made.setdefault("name", name)
-    return made
+        if not cleaned.setdefault(key, thought):
+            del cleaned[key]
+    if cleaned.get("role") == "tool" and (name := names.get(str(cleaned.get("tool_call_id")))) is not None:
+        cleaned.setdefault("name", name)
+    return cleaned
 
 
 def _normal_content(content: object, role: object) -> object:
@@ -201,12 +201,12 @@ def tools_of(metadata: Mapping[str, object]) -> list[Message] | None:
 
 
 def _normal_tool(tool: Message) -> Message:
-    made = _without_nulls(tool)
-    if isinstance(inner := made.get("function"), dict):
-        made["function"] = _normal_tool(inner)
-    if isinstance(parameters := made.get("parameters"), str):
-        made["parameters"] = decoded(parameters)
-    return made
+    cleaned = _without_nulls(tool)
+    if isinstance(inner := cleaned.get("function"), dict):
+        cleaned["function"] = _normal_tool(inner)
+    if isinstance(parameters := cleaned.get("parameters"), str):
+        cleaned["parameters"] = decoded(parameters)
+    return cleaned
 
 
 def _without_nulls(value: Mapping[str, object]) -> Message:
@@ -344,7 +344,7 @@ def _prints_python(text: str, messages: list[Message], tools: object) -> bool:
     thoughts = [thought for message in messages for thought in {str(message.get(key, "")) for key in THOUGHTS}]
     written = [*thoughts, *(str(part.get("text", "")) for part in parts), _json(tools)]
     written += [content for content in contents if isinstance(content, str)]
-    return any(text.count(form) > sum(one.count(form) for one in written) for form in printed)
+    return any(text.count(form) > sum(text_written.count(form) for text_written in written) for form in printed)
 
 
 def _fields(written: Mapping[str, object], message: Message) -> Iterator[tuple[str, str]]:

@@ -48,8 +48,9 @@ class SpecInfo(_Counts):
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Add the counts of one answer."""
-        for own, names in _SPEC_NAMES.items():
-            setattr(self, own, getattr(self, own) + next((meta_info[name] for name in names if name in meta_info), 0))
+        for field, names in _SPEC_NAMES.items():
+            count = next((meta_info[name] for name in names if name in meta_info), 0)
+            setattr(self, field, getattr(self, field) + count)
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 

@@ -89,30 +89,34 @@ class RowChecker:
         """Return the findings of a row; an empty list for a good one."""
         if self._is_plainly_good(row):
             return _reward_findings(self, row)
-        found: list[Finding] = []
+        findings: list[Finding] = []
         columns, key = self.columns, self.columns.input_key
-        tools = self._check_metadata_and_tools(row, found)
+        tools = self._check_metadata_and_tools(row, findings)
         if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
             wrong = token_finding(row, self.vocab_size)
-            return found if wrong is None else [*found, wrong]
+            return findings if wrong is None else [*findings, wrong]
         if key not in row:
-            found.append(self._missing(key, row, self.key_flag, PROMPT_NAMES))
+            findings.append(self._missing(key, row, self.key_flag, PROMPT_NAMES))
         elif isinstance(prompt := row[key], str):
-            self._check_text(prompt, tools, found)
+            self._check_text(prompt, tools, findings)
         elif type(prompt) is list and all(type(message) is dict for message in prompt):
-            self._check_messages(prompt, tools, found)
+            self._check_messages(prompt, tools, findings)
         else:
-            found.append(Finding(f"column {key!r} is neither text nor a list of messages"))
+            findings.append(Finding(f"column {key!r} is neither text nor a list of messages"))
         if columns.label_key is not None:
-            self._check_label(columns.label_key, row, found)
+            self._check_label(columns.label_key, row, findings)
         elif self.is_sft and isinstance(row.get(key), str):
             cause = f"column {key!r} is text: name the column of its response with {self.label_flag}"
-            found.append(Finding(cause))
-        if self.ask_reward is not None and all(finding.is_warning for finding in found):
-            told = _reward_findings(self, row)
+            findings.append(Finding(cause))
+        if self.ask_reward is not None and all(finding.is_warning for finding in findings):
+            reward_findings = _reward_findings(self, row)
             # A reward that says what is wrong with a null label makes the general warning needless.
-            return told or found if columns.label_key and row[columns.label_key] is None else [*found, *told]
-        return found
+            return (
+                reward_findings or findings
+                if columns.label_key and row[columns.label_key] is None
+                else [*findings, *reward_findings]
+            )
+        return findings
 
     def _is_plainly_good(self, row: Mapping[str, object]) -> bool:
         """Cheap tests that ordinary rows pass, and no row in which `findings` would find anything.
@@ -156,32 +160,32 @@ class RowChecker:
         return next((str(finding) for finding in self.findings(row) if not finding.is_warning), None)
 
     # ------------------------------------------------------------------------------------------------ columns
-    def _missing(self, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> Finding:
-        return Finding(f"column {key!r} is missing", hint=_columns_hint(self.columns, key, row, flag, usual))
+    def _missing(self, key: str, row: Mapping[str, object], flag: str, common_names: Sequence[str]) -> Finding:
+        return Finding(f"column {key!r} is missing", hint=_columns_hint(self.columns, key, row, flag, common_names))
 
-    def _check_text(self, prompt: str, tools: object, found: list[Finding]) -> None:
+    def _check_text(self, prompt: str, tools: object, findings: list[Finding]) -> None:
         key = self.columns.input_key
         if not prompt or prompt.isspace():
-            found.append(Finding(f"column {key!r} is empty"))
+            findings.append(Finding(f"column {key!r} is empty"))
         elif problem := text_problem(prompt):
-            found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
         else:
-            self._check_size(key, len(prompt), found)
+            self._check_size(key, len(prompt), findings)
             if self.columns.apply_chat_template and not self.is_sft:
-                self._check_special(prompt, found)
+                self._check_special(prompt, findings)
                 if self.probe is not None:
-                    num_before = len(found)
-                    self._check_template("text", [{"role": "user", "content": prompt}], tools, found)
-                    self._is_text_taken |= tools is None and len(found) == num_before
+                    num_before = len(findings)
+                    self._check_template("text", [{"role": "user", "content": prompt}], tools, findings)
+                    self._is_text_taken |= tools is None and len(findings) == num_before
 
-    def _check_size(self, key: str, num_characters: int, found: list[Finding]) -> None:
+    def _check_size(self, key: str, num_characters: int, findings: list[Finding]) -> None:
         if num_characters <= MAX_PROMPT_CHARACTERS or (self.columns.max_prompt_len is not None and not self.is_sft):
             return
         cause = f"column {key!r} has more than {MAX_PROMPT_CHARACTERS:,} characters"
         hint = "" if self.is_sft else "shorten it, or let --rollout-max-prompt-len leave such prompts out"
-        found.append(Finding(cause, f"{num_characters:,}", hint))
+        findings.append(Finding(cause, f"{num_characters:,}", hint))
 
-    def _check_special(self, text: str, found: list[Finding]) -> bool:
+    def _check_special(self, text: str, findings: list[Finding]) -> bool:
         for start in self._starts:
             if start in text:
                 token = next((token for token in self.special_tokens if token in text), None)
@@ -189,7 +193,7 @@ class RowChecker:
                     return False
                 cause = f"column {self.columns.input_key!r} holds a special token of the tokenizer inside a message"
                 hint = "the model reads it as a control token, not as text"
-                found.append(Finding(cause, repr(token), hint, is_warning=True))
+                findings.append(Finding(cause, repr(token), hint, is_warning=True))
                 return True
         return False
 
@@ -198,32 +202,36 @@ class RowChecker:
         shape: Hashable,
         messages: Sequence[Mapping[str, object]],
         tools: object,
-        found: list[Finding],
+        findings: list[Finding],
         is_odd: bool = False,
     ) -> None:
         assert self.probe is not None
         if error := self.probe.refusal(shape, messages, tools, is_odd):
-            found.append(column_finding(self.columns.input_key, error))
+            findings.append(column_finding(self.columns.input_key, error))
 
-    def _check_label(self, key: str, row: Mapping[str, object], found: list[Finding]) -> None:
+    def _check_label(self, key: str, row: Mapping[str, object], findings: list[Finding]) -> None:
         if key not in row:
-            found.append(self._missing(key, row, self.label_flag, LABEL_NAMES))
+            findings.append(self._missing(key, row, self.label_flag, LABEL_NAMES))
             return
         label = row[key]
         if self.is_sft and isinstance(row.get(self.columns.input_key), str):
             if not isinstance(label, str):
-                found.append(Finding(f"column {key!r} ({self.label_flag}) must be the response as text in --mode sft"))
+                findings.append(
+                    Finding(f"column {key!r} ({self.label_flag}) must be the response as text in --mode sft")
+                )
             else:
-                self._check_size(key, len(label), found)
+                self._check_size(key, len(label), findings)
             if isinstance(label, str) and not label.strip():
-                found.append(Finding(f"column {key!r} ({self.label_flag}) is an empty response; nothing to train on"))
+                findings.append(
+                    Finding(f"column {key!r} ({self.label_flag}) is an empty response; nothing to train on")
+                )
         elif label is None:
             hint = "most rewards need one"
-            found.append(Finding(f"column {key!r} ({self.label_flag}) is null", hint=hint, is_warning=True))
+            findings.append(Finding(f"column {key!r} ({self.label_flag}) is null", hint=hint, is_warning=True))
         if problem := value_problem(label):
-            found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
 
-    def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> object:
+    def _check_metadata_and_tools(self, row: Mapping[str, object], findings: list[Finding]) -> object:
         columns, tools = self.columns, None
         try:
             if (metadata := row.get(columns.metadata_key)) is not None:
@@ -231,122 +239,122 @@ class RowChecker:
             if columns.tool_key is not None and (tools := row.get(columns.tool_key)) is not None:
                 tools = read_tools(tools, columns.tool_key)
         except FindingError as error:
-            found.append(error.finding)
+            findings.append(error.finding)
             return None
         for key, value in ((columns.metadata_key, metadata), (columns.tool_key, tools)):
             if value and (problem := value_problem(value)):
                 # Nothing but a user's own functions reads metadata, and these may know what NaN means there.
                 is_warning = problem[0] == NOT_FINITE and key == columns.metadata_key
-                found.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
+                findings.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
         return tools or tools_of(metadata or {})
 
     # ------------------------------------------------------------------------------------------------ messages
-    def _check_messages(self, messages: Sequence[Mapping[str, object]], tools: object, found: list[Finding]) -> None:
+    def _check_messages(self, messages: Sequence[Mapping[str, object]], tools: object, findings: list[Finding]) -> None:
         """Of messages that are objects: all else about them."""
-        key, num_before = self.columns.input_key, len(found)
+        key, num_before = self.columns.input_key, len(findings)
         if not messages:
-            found.append(Finding(f"column {key!r} is empty"))
+            findings.append(Finding(f"column {key!r} is empty"))
             return
         shape: list[Any] = []
         num_characters, num_said, is_special = 0, 0, False
         for message in messages:
             role, content = message.get("role"), message.get("content")
             if type(role) is not str or type(content) not in _CONTENTS:
-                found.append(Finding(f"column {key!r} is neither text nor a list of messages"))
+                findings.append(Finding(f"column {key!r} is neither text nor a list of messages"))
                 return
             if role not in self._roles:
                 self._roles[role] = self._role_finding(role)
-            if (finding := self._roles[role]) is not None and finding not in found:
-                found.append(finding)
+            if (finding := self._roles[role]) is not None and finding not in findings:
+                findings.append(finding)
             if type(content) is str and len(message) == 2:
                 if (not content.isascii() or "\0" in content) and (problem := text_problem(content)):
-                    found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+                    findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
                 num_characters += len(content)
                 num_said += bool(content and not content.isspace())
                 shape.append(role if content else (role, "empty"))
-                is_special = is_special or self._check_special(content, found)
+                is_special = is_special or self._check_special(content, findings)
             else:
-                self._check_rich_message(message, found)
+                self._check_rich_message(message, findings)
                 for text in _texts(message):
                     num_characters += len(text)
-                    is_special = is_special or self._check_special(text, found)
+                    is_special = is_special or self._check_special(text, findings)
                 num_said += bool(content) or bool(message.get("tool_calls"))
                 shape.append(signature(message))
         if not num_said:
-            found.append(Finding(f"column {key!r} is empty"))
-        self._check_size(key, num_characters, found)
+            findings.append(Finding(f"column {key!r} is empty"))
+        self._check_size(key, num_characters, findings)
         if self.is_sft:
-            self._check_turns(messages, found)
+            self._check_turns(messages, findings)
         elif not self.columns.apply_chat_template:
             if not self.columns.keeps_messages:
-                found.append(Finding(f"column {key!r} is a list of messages: add --apply-chat-template"))
+                findings.append(Finding(f"column {key!r} is a list of messages: add --apply-chat-template"))
             return
         elif messages[-1]["role"] == "assistant":
             cause = f"column {key!r} ends with the assistant's turn"
-            found.append(Finding(cause, hint="the model is asked for another one after it", is_warning=True))
-        if self.probe is not None and all(finding.is_warning for finding in found[num_before:]):
+            findings.append(Finding(cause, hint="the model is asked for another one after it", is_warning=True))
+        if self.probe is not None and all(finding.is_warning for finding in findings[num_before:]):
             # Whether a loss mask can be made of a conversation that quotes an end marker depends on where it does.
-            self._check_template(tuple(shape), messages, tools, found, is_odd=is_special and self.is_sft)
-        if len(found) == num_before and tools is None and all(type(role) is str for role in shape):
+            self._check_template(tuple(shape), messages, tools, findings, is_odd=is_special and self.is_sft)
+        if len(findings) == num_before and tools is None and all(type(role) is str for role in shape):
             self._good_roles.add(tuple(shape))
 
     def _role_finding(self, role: str) -> Finding | None:
-        cause, shown = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
+        cause, role_text = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
         if not role or not role.isprintable() or " " in role or len(role) > 80:
-            return Finding(f"{cause} is not one word", shown)
+            return Finding(f"{cause} is not one word", role_text)
         if any(token in role for token in self.special_tokens):
-            return Finding(f"{cause} holds a special token of the tokenizer", shown)
+            return Finding(f"{cause} holds a special token of the tokenizer", role_text)
         if role not in ROLES:
             hint = "models know system, user, assistant and tool"
-            return Finding(f"{cause} is unusual", shown, hint, is_warning=True)
+            return Finding(f"{cause} is unusual", role_text, hint, is_warning=True)
         return None
 
-    def _check_rich_message(self, message: Mapping[str, object], found: list[Finding]) -> None:
+    def _check_rich_message(self, message: Mapping[str, object], findings: list[Finding]) -> None:
         """A message whose content is no text, or that has more keys than role and content."""
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
         if problem := value_problem(message):
-            found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
         if content is None and message["role"] != "assistant":
-            found.append(Finding(f"column {key!r}: a message has no content", f"role {str(message['role'])[:80]!r}"))
+            findings.append(Finding(f"column {key!r}: a message has no content", f"role {str(message['role'])[:80]!r}"))
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 continue
             if not isinstance(kind, str) or kind == "text":
                 cause = f"column {key!r}: a part of a message's content is no {{'type': 'text', 'text': …}}"
-                found.append(Finding(cause))
+                findings.append(Finding(cause))
             else:
                 cause, hint = (
                     f"column {key!r}: a message's content has other parts than text",
                     "only text is trained on",
                 )
-                found.append(Finding(cause, repr(kind[:80]), hint, is_warning=True))
+                findings.append(Finding(cause, repr(kind[:80]), hint, is_warning=True))
             break
         if calls is not None and not _are_calls(calls):
             cause = f"column {key!r}: tool_calls of a message is no list of {{'function': {{'name': …}}}}"
-            found.append(Finding(cause))
+            findings.append(Finding(cause))
         elif isinstance(calls, list) and (text := _unreadable_arguments(calls)) is not None:
             cause = f"column {key!r}: arguments of a tool call are text, but not JSON of an object"
-            found.append(Finding(cause, f"{text[:80]!r}"))
+            findings.append(Finding(cause, f"{text[:80]!r}"))
 
-    def _check_turns(self, messages: Sequence[Mapping[str, object]], found: list[Finding]) -> None:
+    def _check_turns(self, messages: Sequence[Mapping[str, object]], findings: list[Finding]) -> None:
         key = self.columns.input_key
         try:
             masks = [is_trained(message) for message in messages if message["role"] == "assistant"]
         except FindingError as error:
-            found.append(column_finding(key, error))
+            findings.append(column_finding(key, error))
             return
         if masks and not any(masks):
             cause = f"column {key!r}: step_loss_mask or weight is 0 on every turn; nothing is left to train on"
-            found.append(Finding(cause))
+            findings.append(Finding(cause))
         elif not masks:
-            found.append(Finding(f"column {key!r} is a conversation without an assistant turn to train on"))
+            findings.append(Finding(f"column {key!r} is a conversation without an assistant turn to train on"))
 
 
 def column_finding(key: str, error: Exception) -> Finding:
     """Return a mistake in the messages of a row as one of their column; mistakes of one kind have one cause."""
-    found = error.finding if isinstance(error, FindingError) else Finding(str(error))
-    return replace(found, cause=f"column {key!r}: {found.cause}")
+    finding = error.finding if isinstance(error, FindingError) else Finding(str(error))
+    return replace(finding, cause=f"column {key!r}: {finding.cause}")
 
 
 def _reward_findings(checker: RowChecker, row: Mapping[str, object]) -> list[Finding]:
@@ -364,18 +372,20 @@ def _reward_findings(checker: RowChecker, row: Mapping[str, object]) -> list[Fin
     of_label, of_metadata = (columns.label_key, label_flag), (columns.metadata_key, "--metadata-key")
     key, flag = of_label if problem.is_about_label else of_metadata
     text = f"column {key!r} ({flag}) does not fit {problem.reward}"
-    return [Finding(text, problem.told, is_warning=problem.is_warning)]
+    return [Finding(text, problem.reason, is_warning=problem.is_warning)]
 
 
-def _columns_hint(columns: PromptColumns, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> str:
+def _columns_hint(
+    columns: PromptColumns, key: str, row: Mapping[str, object], flag: str, common_names: Sequence[str]
+) -> str:
     """Return the names of the columns, and the one that was probably meant."""
     names = [name if name.isprintable() else repr(name) for name in row]
-    shown = ", ".join(name[:80] for name in names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
-    hint = f"the columns are {shown}" if names else "the row has no columns"
+    columns_text = ", ".join(name[:80] for name in names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+    hint = f"the columns are {columns_text}" if names else "the row has no columns"
     taken = (columns.input_key, columns.label_key, columns.metadata_key, columns.tool_key)
     free = [name for name in names if name not in taken]
     close = closest(key, free, cutoff=0.75)
-    if guess := [*([close] if close else []), *(name for name in usual if name in free)][:1]:
+    if guess := [*([close] if close else []), *(name for name in common_names if name in free)][:1]:
         hint += f": {flag} {guess[0]}?"
     return hint
 
@@ -384,7 +394,7 @@ def _are_calls(calls: object) -> bool:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return False
     functions = [call.get("function") or call for call in calls]
-    return all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions)
+    return all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
 
 
 def _unreadable_arguments(calls: Sequence[Mapping[str, Any]]) -> str | None:
@@ -436,9 +446,9 @@ def value_problem(value: object) -> tuple[str, str] | None:
         elif depth > MAX_DEPTH:
             return f"has lists and objects more than {MAX_DEPTH} deep", ""
         elif isinstance(item, list | tuple):
-            left += [(one, depth + 1) for one in item]
+            left += [(child, depth + 1) for child in item]
         elif isinstance(item, dict):
-            left += [(one, depth + 1) for pair in item.items() for one in pair]
+            left += [(child, depth + 1) for pair in item.items() for child in pair]
         else:
             return f"holds a value of the kind {type(item).__name__}, which JSON has not; write it as text", ""
     return None
@@ -450,10 +460,10 @@ def read_metadata(value: object, key: str) -> dict[str, object]:
     Raises:
         ValueError: no JSON object.
     """
-    found = _from_json(value, key)
-    if found is not None and not isinstance(found, dict):
+    parsed = _from_json(value, key)
+    if parsed is not None and not isinstance(parsed, dict):
         raise FindingError(Finding(f"column {key!r} is no JSON object"))
-    return dict(found or {})
+    return dict(parsed or {})
 
 
 def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
@@ -462,9 +472,9 @@ def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
     Raises:
         ValueError: no list of tools.
     """
-    found = _from_json(value, key)
-    if found is None or (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
-        return found or None
+    parsed = _from_json(value, key)
+    if parsed is None or (isinstance(parsed, list) and all(isinstance(tool, dict) for tool in parsed)):
+        return parsed or None
     raise FindingError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
 
 

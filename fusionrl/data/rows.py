@@ -56,8 +56,8 @@ class PromptSet:
         """The name that was given, or one made of the path: `data/gsm 8k.jsonl` → `gsm-8k`."""
         if self.given_name is not None:
             return self.given_name
-        own = self.path.stem if self.path.suffix in (".jsonl", ".json", ".parquet") else self.path.name
-        return re.sub(r"[^\w-]+", "-", own + (f"-{self.split}" if self.split else ""))
+        stem = self.path.stem if self.path.suffix in (".jsonl", ".json", ".parquet") else self.path.name
+        return re.sub(r"[^\w-]+", "-", stem + (f"-{self.split}" if self.split else ""))
 
 
 def parse_set(spec: str | Path, flag: str = "--prompt-data") -> PromptSet:
@@ -87,7 +87,7 @@ def parse_sets(specs: Iterable[str], flag: str = "--prompt-data") -> list[Prompt
         ValueError: as `parse_set`, or two sets of one name.
     """
     sets = [parse_set(spec, flag) for spec in specs]
-    names = [one.name for one in sets]
+    names = [prompt_set.name for prompt_set in sets]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{flag}: two sets have the name {name!r}; name them, as in NAME=PATH")
@@ -117,22 +117,22 @@ def line_finding(error: ValueError) -> Finding:
 
 def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | ValueError]]:
     """As `read_rows`, but a line that is no row comes as the error that says why."""
-    found = parse_set(spec, flag)
+    prompt_set = parse_set(spec, flag)
     try:
-        rows = _read(found)
+        rows = _read(prompt_set)
         # A negative bound counts from the end, so that all must be read; malformed lines count as rows.
-        whole = found.start is None and found.stop is None
-        yield from rows if whole else list(rows)[found.start : found.stop]
+        is_unsliced = prompt_set.start is None and prompt_set.stop is None
+        yield from rows if is_unsliced else list(rows)[prompt_set.start : prompt_set.stop]
     except ImportError as error:
         raise ValueError(f"{flag} {spec}: reading it needs the package pyarrow; {install_hint('pyarrow')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise ValueError(f"{flag} {spec}: {error}") from error
 
 
-def _read(found: PromptSet) -> Iterator[tuple[str, Row | ValueError]]:
-    path = found.path
+def _read(prompt_set: PromptSet) -> Iterator[tuple[str, Row | ValueError]]:
+    path = prompt_set.path
     if path.is_dir():
-        return _read_folder(path, found.split)
+        return _read_folder(path, prompt_set.split)
     if not path.is_file():
         raise ValueError(f"there is no such file{hint(path)}")
     if path.suffix == ".parquet":
@@ -156,8 +156,8 @@ def _read_json(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
             return read_array(path)
         line = character + file.readline(MAX_LINE_BYTES)
     if character == b"{" and not _is_object(line) and path.stat().st_size <= MAX_LINE_BYTES:
-        whole = path.read_bytes()
-        if _is_object(whole):
+        content = path.read_bytes()
+        if _is_object(content):
             raise ValueError("one JSON object over several lines; give an array of objects, or one object a line")
     return read_lines(path)
 
@@ -230,12 +230,12 @@ def _batches(streams: Iterable[RecordBatchStreamReader]) -> Iterator[RecordBatch
 def _json_list(path: Path, key: str) -> list[object]:
     """The list under `key` of the object in a JSON file."""
     try:
-        found = StrictDecoder().parse(path.read_text(encoding="utf-8"))
+        state = StrictDecoder().parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is not valid JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(state, dict):
         raise ValueError(f"{path.name} is no JSON object")
-    values = found.get(key) or []
+    values = state.get(key) or []
     if not isinstance(values, list):
         raise ValueError(f"{path.name}: {key} is no list")
     return values

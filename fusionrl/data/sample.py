@@ -243,11 +243,13 @@ class Sample:
         except (ValueError, OverflowError) as error:
             raise ValueError(f"sample {self.index}: {error}") from error
         mask = (np.ones if trainable else np.zeros)(count, np.int32)
-        kept = np.zeros(count, np.float32) if log_probs is None or not trainable else np.array(log_probs, np.float32)
+        new_log_probs = (
+            np.zeros(count, np.float32) if log_probs is None or not trainable else np.array(log_probs, np.float32)
+        )
         is_whole = isinstance(versions, np.ndarray) and versions.shape == (count,)
         version = np.array(versions, np.int32) if is_whole else np.full(count, versions, np.int32)
         self._extend("loss_mask", mask, 1)
-        self._extend("rollout_log_probs", kept, 0)
+        self._extend("rollout_log_probs", new_log_probs, 0)
         _extend_versions(self, version)
         self._extend("tokens", ids)
         if count:
@@ -280,8 +282,8 @@ class Sample:
         size = getattr(args, "routed_experts_size", None)
         experts = meta_info.get("routed_experts")
         if size and isinstance(experts, str) and not meta_info.get("routed_experts_start_len"):
-            found = np.frombuffer(base64.b64decode(experts), np.int32)
-            self.rollout_routed_experts = found.reshape(self.num_tokens - 1, *size).astype(np.int16)
+            flat_experts = np.frombuffer(base64.b64decode(experts), np.int32)
+            self.rollout_routed_experts = flat_experts.reshape(self.num_tokens - 1, *size).astype(np.int16)
         if is_terminal and "finish_reason" in meta_info:
             self.prefix_cache_info.add(meta_info)
             if getattr(args, "sglang_speculative_algorithm", None):
@@ -365,7 +367,7 @@ class Sample:
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Sample:
         """The inverse of `to_dict`."""
-        own = {f.name for f in fields(cls)}
+        field_names = {f.name for f in fields(cls)}
         values: dict[str, Any] = dict(data)
         values["status"] = Status(values.get("status", "pending"))
         for name, dtype in _ARRAY_DTYPES.items():
@@ -374,9 +376,9 @@ class Sample:
         for name, kind in COUNTS.items():
             if isinstance(values.get(name), dict):
                 values[name] = kind.from_dict(values[name])
-        sample = cls(**{name: value for name, value in values.items() if name in own})
+        sample = cls(**{name: value for name, value in values.items() if name in field_names})
         for name, value in values.items():
-            if name not in own:
+            if name not in field_names:
                 setattr(sample, name, value)
         return sample
 
@@ -439,22 +441,22 @@ def _packed(name: str, value: object) -> np.ndarray:
         ValueError: a whole number that its dtype cannot hold.
         TypeError: it holds something else.
     """
-    found = np.asarray(value)
-    if found.dtype == _DTYPES[name]:
-        return found
-    if found.dtype.kind not in "iufb" and found.size:
-        is_too_long = found.dtype.kind == "O" and all(isinstance(one, int) for one in found.flat)
+    array = np.asarray(value)
+    if array.dtype == _DTYPES[name]:
+        return array
+    if array.dtype.kind not in "iufb" and array.size:
+        is_too_long = array.dtype.kind == "O" and all(isinstance(number, int) for number in array.flat)
         if not is_too_long:
             raise TypeError(f"{name} holds what is no number")
-    is_share = name == "loss_mask" and found.dtype.kind == "f"
+    is_share = name == "loss_mask" and array.dtype.kind == "f"
     dtype = np.dtype(np.float32 if is_share else _ARRAY_DTYPES[name])
-    if dtype.kind == "i" and found.size and found.dtype.kind in "iuO" and found.dtype != dtype:
+    if dtype.kind == "i" and array.size and array.dtype.kind in "iuO" and array.dtype != dtype:
         least, most = -(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1
-        wrong = next((one for one in (found.max(), found.min()) if not least <= one <= most), None)
+        wrong = next((number for number in (array.max(), array.min()) if not least <= number <= most), None)
         if wrong is not None:
-            place = int(np.argmax(found == wrong))
+            place = int(np.argmax(array == wrong))
             raise ValueError(f"{name} holds {wrong} at place {place}; it must be within {least}..{most}")
-    return found.astype(dtype, copy=False)
+    return array.astype(dtype, copy=False)
 
 
 def _extend_versions(sample: Sample, new: np.ndarray) -> None:

@@ -52,18 +52,18 @@ def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rul
     kinds  of numpy's dtypes, those that the field may have
     rule   as a person reads it; {most} is put in where it is told
     """
-    given = vars(sample)[name]
-    if type(given) is np.ndarray and given.dtype.kind in kinds and are_within(given, least, most):
+    stored = vars(sample)[name]
+    if type(stored) is np.ndarray and stored.dtype.kind in kinds and are_within(stored, least, most):
         return  # the usual case
     rule = rule.replace("{most}", str(most))
     try:
-        values = np.asarray(given)
+        values = np.asarray(stored)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"sample {sample.index}: {name} is no array of numbers ({error})") from error
     if not values.size:
         return
     if values.dtype.kind not in kinds:
-        raise ValueError(f"sample {sample.index}: {name} holds {_first_strange(given)}; {rule}")
+        raise ValueError(f"sample {sample.index}: {name} holds {_first_strange(stored)}; {rule}")
     if not are_within(values, least, most):
         place = np.argwhere(~((values >= least) & (values <= most)))[0]
         value, where = values[tuple(place)], ", ".join(map(str, place))
@@ -133,12 +133,12 @@ def _check_row(row: Mapping[str, object]) -> None:
             continue
         if not isinstance(values, list):
             raise ValueError(f"{name} is {values!r:.80}, not a list of numbers")
-        whole = name not in ("rollout_log_probs", "teacher_log_probs", "loss_mask")
-        kinds: tuple[type, ...] = (int,) if whole else (int, float)
+        needs_integers = name not in ("rollout_log_probs", "teacher_log_probs", "loss_mask")
+        kinds: tuple[type, ...] = (int,) if needs_integers else (int, float)
         wrong = next((value for value in values if type(value) not in kinds), None)
         if wrong is not None or None in values:
-            raise ValueError(f"{name} holds {wrong!r:.80}, not a {'whole ' if whole else ''}number")
-        if whole and values and not (min(values) >= -(1 << 31) and max(values) < 1 << 31):
+            raise ValueError(f"{name} holds {wrong!r:.80}, not a {'whole ' if needs_integers else ''}number")
+        if needs_integers and values and not (min(values) >= -(1 << 31) and max(values) < 1 << 31):
             raise ValueError(f"{name} holds {max(values, key=abs)}, which no 32-bit number can be")
     for name, kinds in _TEXTS.items():
         if name in row and not isinstance(row[name], kinds):

@@ -59,8 +59,8 @@ def unpack_sample(data: Mapping[str, object]) -> Sample:
     values = {name: unpack(value) for name, value in data.items()}
     values["status"] = Status(values["status"])
     values |= {name: kind.from_dict(values[name]) for name, kind in COUNTS.items() if name in values}
-    own = {field.name for field in fields(Sample)}
-    sample = Sample(**{name: value for name, value in values.items() if name in own})
+    field_names = {field.name for field in fields(Sample)}
+    sample = Sample(**{name: value for name, value in values.items() if name in field_names})
     vars(sample).update(values)
     return sample
 

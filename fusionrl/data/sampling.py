@@ -44,10 +44,12 @@ def scored_at(temperature: object) -> float:
 
 def changes_of(params: Mapping[str, object]) -> list[str]:
     """Return the names of the sampling parameters by which tokens do not come from the policy's distribution."""
-    found = [name for name, usual in _UNCHANGED.items() if params.get(name) is not None and params[name] not in usual]
+    changed = [
+        name for name, neutral in _UNCHANGED.items() if params.get(name) is not None and params[name] not in neutral
+    ]
     temperature = params.get("temperature")
     is_greedy = isinstance(temperature, int | float) and temperature < GREEDY_BELOW
-    return [*found, "temperature"] if is_greedy else found
+    return [*changed, "temperature"] if is_greedy else changed
 
 
 def note_request(sample: Sample, start: int, params: Mapping[str, object]) -> None:
@@ -70,12 +72,12 @@ def note_temperature(sample: Sample, start: int, temperature: object) -> None:
     if start == 0 or (np.ndim(held) == 0 and held == value):
         sample.temperature = value
         return
-    whole = np.full(sample.response_length, np.nan, np.float32)
+    per_token = np.full(sample.response_length, np.nan, np.float32)
     if held is not None:  # tokens of tools stand behind those that were noted: they have the temperature before
         earlier = np.atleast_1d(np.asarray(held, np.float32))
-        whole[: len(earlier)], whole[len(earlier) : start] = earlier[: len(whole)], earlier[-1]
-    whole[start:] = value
-    sample.temperature = whole
+        per_token[: len(earlier)], per_token[len(earlier) : start] = earlier[: len(per_token)], earlier[-1]
+    per_token[start:] = value
+    sample.temperature = per_token
 
 
 def temperatures_of(sample: Sample, default: float) -> np.ndarray | None:

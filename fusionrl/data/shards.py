@@ -18,7 +18,7 @@ def find_splits(folder: Path) -> dict[tuple[str, str], list[Path]]:
 
     A split of which a part is missing, as the files' names number them, is left out.
     """
-    found: dict[tuple[str, str], list[Path]] = {}
+    files_of: dict[tuple[str, str], list[Path]] = {}
     totals: dict[tuple[str, str], int] = {}
     for path in sorted(folder.rglob("*")):
         place = path.relative_to(folder)
@@ -34,10 +34,10 @@ def find_splits(folder: Path) -> dict[tuple[str, str], list[Path]]:
         else:
             split = stem
         configuration = "/".join(part for part in parts if part != "data")
-        found.setdefault((configuration, split), []).append(path)
+        files_of.setdefault((configuration, split), []).append(path)
         if shard is not None:
             totals[configuration, split] = int(shard[3])
-    return {key: files for key, files in found.items() if totals.get(key, len(files)) == len(files)}
+    return {key: files for key, files in files_of.items() if totals.get(key, len(files)) == len(files)}
 
 
 def choose_split(folder: Path, split: str | None, where: str) -> list[Path]:
@@ -54,5 +54,5 @@ def choose_split(folder: Path, split: str | None, where: str) -> list[Path]:
         return splits[min(fitting)]
     if not splits:
         raise ValueError(f"{where}: it has no whole split in {', '.join(SUFFIXES)} files")
-    names = [f"{where}{'/' + own if own else ''}:{name}" for own, name in sorted(fitting or splits)]
+    names = [f"{where}{'/' + subset if subset else ''}:{name}" for subset, name in sorted(fitting or splits)]
     raise ValueError(f"{where}: choose one of its splits: {', '.join(names)}")

@@ -109,8 +109,8 @@ def _num_keys(row: Row) -> int:
         for item in value if type(value) is list else (value,):
             if type(item) is dict:
                 count += len(item)
-                for one in item.values():
-                    if type(one) not in _SCALARS and not _is_exact(one):
+                for child in item.values():
+                    if type(child) not in _SCALARS and not _is_exact(child):
                         return -1
             elif type(item) not in _SCALARS and not _is_exact(item):
                 return -1

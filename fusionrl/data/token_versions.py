@@ -39,16 +39,16 @@ def token_versions(meta_info: Mapping[str, object], count: int) -> np.ndarray:
     `weight_versions` are spans over the answer's tokens, where weights changed meanwhile; else there is one
     `weight_version`. Tokens that the caller cut off at the end have none.
     """
-    found = np.full(count, UNKNOWN_VERSION, np.int32)
+    versions = np.full(count, UNKNOWN_VERSION, np.int32)
     if "weight_version" in meta_info:
-        found[:] = as_version(meta_info["weight_version"])
+        versions[:] = as_version(meta_info["weight_version"])
     start = 0
     spans = meta_info.get("weight_versions")
     for span in spans if isinstance(spans, list | tuple) else ():
         end = int(span["end"])
-        found[start:end] = as_version(span["version"])
+        versions[start:end] = as_version(span["version"])
         start = end
-    return found
+    return versions
 
 
 def extended_versions(held: Any, num_held: int, new: np.ndarray) -> np.ndarray | list[Any]:

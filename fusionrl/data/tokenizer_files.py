@@ -59,12 +59,14 @@ def read_end_tokens(folder: str | Path) -> set[int]:
 
 
 def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    found = config.get("chat_template")
+    template = config.get("chat_template")
     templates: dict[str, str] = {}
-    if isinstance(found, str):
-        templates["default"] = found
-    elif isinstance(found, list):
-        templates |= {str(one.get("name")): str(one.get("template")) for one in found if isinstance(one, dict)}
+    if isinstance(template, str):
+        templates["default"] = template
+    elif isinstance(template, list):
+        templates |= {
+            str(entry.get("name")): str(entry.get("template")) for entry in template if isinstance(entry, dict)
+        }
     if isinstance(text := _object(folder / "chat_template.json").get("chat_template"), str):
         templates["default"] = text
     files = {"default": folder / "chat_template.jinja"}
@@ -79,10 +81,10 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
 
 def _object(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _text(token: object) -> str | None:
@@ -96,7 +98,7 @@ def _added_tokens(path: Path) -> list[object]:
     try:
         text = path.read_text(encoding="utf-8")
         key = text.index('"added_tokens"')
-        found, _ = json.JSONDecoder().raw_decode(text, text.index("[", key))
+        entries, _ = json.JSONDecoder().raw_decode(text, text.index("[", key))
     except (OSError, ValueError, RecursionError):
         return []
-    return found if isinstance(found, list) else []
+    return entries if isinstance(entries, list) else []

@@ -10,26 +10,26 @@ from fusionrl.pipeline.state import State
 
 def violations(state: State, knobs: Knobs) -> list[str]:
     """Return what is wrong with a state, as "I<number>: …"; [] of a sound one."""
-    found = []
+    problems = []
     spare = knobs.spare_groups
     # What a user's function took beyond the bound is its own.
     own = [group for group in state.groups.values() if group.is_spare]
     committed = state.committed - state.num_spare
     if committed > base_limit(state, knobs) + spare:
-        found.append(f"I1: {committed} groups are committed, {base_limit(state, knobs)} + {spare} may be")
+        problems.append(f"I1: {committed} groups are committed, {base_limit(state, knobs)} + {spare} may be")
     most = max(knobs.max_samples_in_flight, knobs.samples_per_group)
     in_flight = state.samples_in_flight - sum(group.num_running for group in own)
     if in_flight > most:
-        found.append(f"I1: {in_flight} samples are in flight, {most} may be")
-    found += [f"I2: {text}" for text in infeasible(state, knobs)]
+        problems.append(f"I1: {in_flight} samples are in flight, {most} may be")
+    problems += [f"I2: {text}" for text in infeasible(state, knobs)]
     ended_or_live = len(state.ended) + len(state.groups)
     overlap = [ordinal for ordinal in state.groups if ordinal in state.ended]
     if overlap or ended_or_live != state.next_ordinal or any(o >= state.next_ordinal for o in state.groups):
-        found.append(f"I6: {ended_or_live} groups live or ended of {state.next_ordinal}; both: {overlap}")
+        problems.append(f"I6: {ended_or_live} groups live or ended of {state.next_ordinal}; both: {overlap}")
     leased = {group.ordinal for group in state.of("leased")}
     if leased != set(state.lease):
-        found.append(f"I6: leased {sorted(leased)}, in the fetch {sorted(state.lease)}")
-    return found
+        problems.append(f"I6: leased {sorted(leased)}, in the fetch {sorted(state.lease)}")
+    return problems
 
 
 def infeasible(state: State, knobs: Knobs) -> list[str]:
@@ -40,34 +40,34 @@ def infeasible(state: State, knobs: Knobs) -> list[str]:
     slots = (knobs.fetches_per_push - trained_in_version) * knobs.groups_per_fetch
     spare = surplus(state, knobs)
     live = [group for group in [*state.unready(), *state.of("ready")] if not group.is_spare]
-    found = []
+    problems = []
     for due in sorted({group.born + knobs.max_staleness for group in live}):
         count = sum(group.born + knobs.max_staleness <= due for group in live)
         room = max(0, slots + (due - state.version) * knobs.groups_per_version)
         if count > room + spare:
-            found.append(f"{count} groups are due by version {due}, {room} + {spare} can be trained by then")
-    return found
+            problems.append(f"{count} groups are due by version {due}, {room} + {spare} can be trained by then")
+    return problems
 
 
 def wrong_begin(state: State, knobs: Knobs, action: events.Begun) -> list[str]:
     """Return what is wrong with an action that is about to begin in `state`."""
-    found = []
+    problems = []
     if isinstance(action, events.Fetch):
         groups = [state.groups[ordinal] for ordinal in action.ordinals]
         ready = sorted((group for group in state.of("ready")), key=lambda group: group.order)
         if [group.ordinal for group in ready[: len(groups)]] != list(action.ordinals):
-            found.append(f"I3: fetch of {action.ordinals}, ready are {[group.ordinal for group in ready]}")
+            problems.append(f"I3: fetch of {action.ordinals}, ready are {[group.ordinal for group in ready]}")
         last = not (state.num_fetched + 1) % knobs.fetches_per_push
         live = [*state.unready(), *state.of("ready")]
         due = [g.ordinal for g in live if g.born + knobs.max_staleness <= state.version and not g.is_spare]
         missed = set(due) - set(action.ordinals)
         if last and missed:
-            found.append(f"I4: the last fetch of version {state.version} leaves {sorted(missed)}, which are due")
+            problems.append(f"I4: the last fetch of version {state.version} leaves {sorted(missed)}, which are due")
         old = [group.ordinal for group in groups if state.version - group.born > knobs.max_staleness]
         if old or action.version != state.version:
-            found.append(f"I5: groups {old} are older than {knobs.max_staleness} versions")
+            problems.append(f"I5: groups {old} are older than {knobs.max_staleness} versions")
     if isinstance(action, events.Drop) and action.reason == "deadline" and knobs.at_deadline == "wait":
-        found.append(f"I4: group {action.ordinal} is dropped where it is to be waited for")
+        problems.append(f"I4: group {action.ordinal} is dropped where it is to be waited for")
     if isinstance(action, events.Push) and knobs.in_flight == "drain" and state.samples_in_flight:
-        found.append(f"I7: {state.samples_in_flight} samples are in flight at a push")
-    return found
+        problems.append(f"I7: {state.samples_in_flight} samples are in flight at a push")
+    return problems

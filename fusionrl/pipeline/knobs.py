@@ -65,9 +65,9 @@ class Knobs:
             if getattr(self, name) < value:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least {value}")
         for name in ("num_fetches", "eval_interval", "save_interval"):
-            found = getattr(self, name)
-            if found is not None and found < 1:
-                raise ValueError(f"{name} is {found}; give at least 1, or none")
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}; give at least 1, or none")
         if not 0 <= self.lead <= self.max_staleness:
             raise ValueError(
                 f"lead is {self.lead:g}; give 0 to max_staleness ({self.max_staleness}): groups admitted further ahead"

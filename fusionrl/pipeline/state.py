@@ -143,13 +143,15 @@ class State:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], fetches_per_push: int, kept: Mapping[int, int] | None = None) -> State:
+    def from_dict(
+        cls, data: Mapping[str, Any], fetches_per_push: int, ready_ages: Mapping[int, int] | None = None
+    ) -> State:
         """Return the state of a checkpoint, after the engines have its weights.
 
         kept  ordinal → version of the oldest token, of the groups whose samples, whole or begun, were saved with it.
               The others are admitted again from their prompts, under their ordinals.
         """
-        kept = kept or {}
+        ready_ages = ready_ages or {}
         trained = data["num_trained"]
         state = cls(
             ended=Ended(data["frontier"], set(data["beyond"])),
@@ -164,9 +166,9 @@ class State:
             stream_ended=data["stream_ended"],
         )
         for ordinal, phase, born, num_tries, is_spare in data["groups"]:
-            is_kept = ordinal in kept
+            is_kept = ordinal in ready_ages
             now: Phase = "ready" if phase == "ready" and is_kept else "pending"
-            born = min(born, kept[ordinal]) if is_kept else state.version
+            born = min(born, ready_ages[ordinal]) if is_kept else state.version
             begun = is_kept and now == "pending"
             state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, begun=begun, is_spare=is_spare)
         return state

@@ -95,16 +95,16 @@ def read_tests(label: object) -> list[Test]:
     if not isinstance(tests, dict):
         raise ValueError(f"--rm-type code: the label is {type(label).__name__}; a dict of tests is wanted")
     setup = str(tests.get("setup") or "")
-    found: list[Test]
+    parsed: list[Test]
     if "asserts" in tests:
-        found = [_read_statement(statement, setup) for statement in _statements(tests["asserts"])]
+        parsed = [_read_statement(statement, setup) for statement in _statements(tests["asserts"])]
     elif isinstance(tests.get("inputs"), list) and isinstance(tests.get("outputs"), list):
-        found = _read_pairs(tests["inputs"], tests["outputs"], str(tests.get("fn_name") or ""), setup)
+        parsed = _read_pairs(tests["inputs"], tests["outputs"], str(tests.get("fn_name") or ""), setup)
     else:
         raise ValueError(f"--rm-type code: the label has {sorted(tests)}; inputs and outputs, or asserts, are wanted")
-    if not found:
+    if not parsed:
         raise ValueError("--rm-type code: the label has no tests")
-    return found
+    return parsed
 
 
 def _read_pairs(inputs: list[object], outputs: list[object], name: str, setup: str) -> list[Test]:
@@ -116,7 +116,7 @@ def _read_pairs(inputs: list[object], outputs: list[object], name: str, setup: s
 
     if not name:
         return [InputTest(as_text(i), as_text(o)) for i, o in zip(inputs, outputs, strict=True)]
-    found: list[Test] = []
+    parsed: list[Test] = []
     for number, (arguments, expected) in enumerate(zip(inputs, outputs, strict=True)):
         try:
             if isinstance(arguments, str):  # LiveCodeBench (arXiv 2403.07974): an argument a line, each as JSON
@@ -126,10 +126,10 @@ def _read_pairs(inputs: list[object], outputs: list[object], name: str, setup: s
                 expected = json.loads(expected)
             if not isinstance(arguments, Iterable):
                 raise TypeError(f"the input is {type(arguments).__name__}, not a list of arguments")
-            found.append(CallTest(setup, name, list(arguments), wire_of(expected)))
+            parsed.append(CallTest(setup, name, list(arguments), wire_of(expected)))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"--rm-type code: input or output {number} of the label is unreadable: {error}") from error
-    return found
+    return parsed
 
 
 def _statements(asserts: object) -> list[str]:
@@ -139,7 +139,7 @@ def _statements(asserts: object) -> list[str]:
         if all(isinstance(statement, ast.Assert) for statement in tree.body):
             return [ast.unparse(statement) for statement in tree.body]
         return [asserts]
-    if not isinstance(asserts, list) or not all(isinstance(one, str) for one in asserts):
+    if not isinstance(asserts, list) or not all(isinstance(text, str) for text in asserts):
         raise ValueError("--rm-type code: the label's asserts are no list of texts, and no text")
     return asserts
 
@@ -181,7 +181,7 @@ def _has_real_math(setup: str, setup_names: frozenset[str]) -> bool:
         return True
     symbol = symtable.symtable(setup, "setup", "exec").lookup("math")
     plain = any(
-        isinstance(node, ast.Import) and any(one.name == "math" and one.asname is None for one in node.names)
+        isinstance(node, ast.Import) and any(alias.name == "math" and alias.asname is None for alias in node.names)
         for node in _parse(setup).body
     )
     return plain and not symbol.is_assigned()
@@ -239,7 +239,7 @@ def _names_of_program(tree: ast.Module, setup_tree: ast.Module, setup_names: fro
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in setup_names:
                 arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-                if not any(isinstance(inner, ast.Call) for one in arguments for inner in ast.walk(one)):
+                if not any(isinstance(inner, ast.Call) for argument in arguments for inner in ast.walk(argument)):
                     names.add(node.func.id)
     return frozenset(names)
 
@@ -264,13 +264,13 @@ def _bound_in(tree: ast.AST) -> set[str]:
 
 def _without_checks(setup: ast.Module) -> str:
     """The setup as the program's process gets it: without functions that assert something, whose text has answers."""
-    kept = [
+    supported = [
         node
         for node in setup.body
         if isinstance(node, ast.Import | ast.ImportFrom)
         or not any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
     ]
-    return ast.unparse(ast.Module(kept, type_ignores=[]))
+    return ast.unparse(ast.Module(supported, type_ignores=[]))
 
 
 def _as_expression(
@@ -280,26 +280,30 @@ def _as_expression(
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
         return None
     test = tree.body[0].test
-    kind, asked = "true", test
+    kind, expression = "true", test
     expected: object = None
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        kind, asked = "false", test.operand
+        kind, expression = "false", test.operand
     elif isinstance(test, ast.Compare) and len(test.ops) == 1:
         left, right = test.left, test.comparators[0]
         if isinstance(test.ops[0], ast.Is) and isinstance(right, ast.Constant) and right.value in (None, True, False):
-            kind, asked, expected = "is", left, right.value
+            kind, expression, expected = "is", left, right.value
         elif isinstance(test.ops[0], ast.Eq):
             kind = "=="
             sides = [(left, right), (right, left)]
-            found = [(asked, value) for asked, other in sides if (value := _literal(other)) is not _NO_LITERAL]
-            if not found:
+            candidates = [
+                (expression, value)
+                for expression, opposite in sides
+                if (value := _literal(opposite)) is not _NO_LITERAL
+            ]
+            if not candidates:
                 return None
-            asked, expected = found[0]
+            expression, expected = candidates[0]
         else:
             return None
-    if not _is_asked(asked, remote, setup_names):
+    if not _is_asked(expression, remote, setup_names):
         return None
-    return ExpressionTest(setup, ast.unparse(asked), kind, expected)
+    return ExpressionTest(setup, ast.unparse(expression), kind, expected)
 
 
 _NO_LITERAL = object()
@@ -311,7 +315,7 @@ def _literal(node: ast.expr) -> object:
     try:
         match node:
             case ast.Call(func=ast.Name(id=name), args=[] | [_], keywords=[]) if name in kinds:
-                return wire_of(kinds[name](*(ast.literal_eval(one) for one in node.args)))
+                return wire_of(kinds[name](*(ast.literal_eval(argument) for argument in node.args)))
         return wire_of(ast.literal_eval(node))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return _NO_LITERAL
@@ -322,9 +326,9 @@ def _is_asked(node: ast.expr, remote: frozenset[str], setup_names: frozenset[str
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in remote | setup_names:
         if node.func.id not in _WRAPPERS or node.keywords or not node.args:
             return False
-        first, *others = node.args
-        constant = node.func.id == "round" and all(isinstance(one, ast.Constant) for one in others)
-        return (not others or constant) and _is_asked(first, remote, setup_names)
+        first, *rest = node.args
+        constant = node.func.id == "round" and all(isinstance(argument, ast.Constant) for argument in rest)
+        return (not rest or constant) and _is_asked(first, remote, setup_names)
     return isinstance(node, ast.Call | ast.Attribute | ast.Subscript) and _root(node) in remote
 
 

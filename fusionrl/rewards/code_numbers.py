@@ -87,8 +87,8 @@ def value_of(node: ast.expr, answers: Sequence[int | float]) -> Any:
         ArithmeticError, TypeError, ValueError: as Python does for these numbers.
     """
 
-    def inner(one: ast.expr) -> Any:
-        return value_of(one, answers)
+    def inner(node: ast.expr) -> Any:
+        return value_of(node, answers)
 
     match node:
         case ast.Constant(value=value):
@@ -100,16 +100,16 @@ def value_of(node: ast.expr, answers: Sequence[int | float]) -> Any:
         case ast.BoolOp(op=boolean, values=values):
             is_and = isinstance(boolean, ast.And)
             value = inner(values[0])
-            for one in values[1:]:
+            for side in values[1:]:
                 if bool(value) is not is_and:
                     break
-                value = inner(one)
+                value = inner(side)
             return value
         case ast.Compare(left=left, ops=ops, comparators=comparators):
-            sides = [inner(one) for one in (left, *comparators)]
+            sides = [inner(side) for side in (left, *comparators)]
             return all(_COMPARE[type(op)](*pair) for op, pair in zip(ops, itertools.pairwise(sides), strict=True))
         case ast.Call(func=func, args=args, keywords=keywords):
-            arguments = [inner(one) for one in args]
+            arguments = [inner(side) for side in args]
             if ast.unparse(func) == ASK:
                 return answers[arguments[0]]
             return _CALLS[ast.unparse(func)](*arguments, **{str(word.arg): inner(word.value) for word in keywords})

@@ -86,10 +86,10 @@ def _run_input(program: str, test: InputTest) -> str | None:
 
 def is_same_output(output: str, expected: str) -> bool:
     """Line by line and word by word; numbers may be written otherwise ("1.0", "1.00")."""
-    found = [line.split() for line in output.strip().splitlines()]
-    wanted = [line.split() for line in expected.strip().splitlines()]
-    return len(found) == len(wanted) and all(
-        len(a) == len(b) and all(map(_is_same_word, a, b)) for a, b in zip(found, wanted, strict=True)
+    output_words = [line.split() for line in output.strip().splitlines()]
+    expected_words = [line.split() for line in expected.strip().splitlines()]
+    return len(output_words) == len(expected_words) and all(
+        len(a) == len(b) and all(map(_is_same_word, a, b)) for a, b in zip(output_words, expected_words, strict=True)
     )
 
 
@@ -125,7 +125,7 @@ def _is_expected(answer: object, test: CallTest | ExpressionTest | NumbersTest) 
     if isinstance(test, NumbersTest):
         if not isinstance(answer, list) or len(answer) != len(test.expressions):
             raise Unreadable("not an answer to each expression")
-        return bool(value_of(test.test, [number_of(one) for one in answer]))
+        return bool(value_of(test.test, [number_of(number) for number in answer]))
     if isinstance(test, CallTest):
         value = canonical(answer, as_json=True)
         # APPS wraps some expected values in a list of one.
@@ -162,9 +162,9 @@ def _run_judged(program: str, test: JudgedTest) -> str | None:
     judged = Run(_JUDGE, judging, LIMITS, 64, (questions[1], answers[0]))
     ends: dict[str, SandboxResult | SandboxError] = {}
 
-    def start(name: str, run: Run, *own: int) -> None:
+    def start(name: str, run: Run, *descriptors: int) -> None:
         try:
-            ends[name] = run.result(on_start=lambda: _close(own))
+            ends[name] = run.result(on_start=lambda: _close(descriptors))
         except SandboxError as error:
             ends[name] = error
 

@@ -22,19 +22,19 @@ from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.observe.sample_timeline import part
 from fusionrl.rewards.future_queue import result_of
 from fusionrl.rewards.in_process import score_here
-from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
+from fusionrl.rewards.pool import LostReward, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
 from fusionrl.rewards.remote import PATH as REMOTE_PATH
 from fusionrl.rewards.reward_call import is_async, reward_name, reward_path, rm_type_of, takes_a_list
 from fusionrl.rewards.reward_model import model_score
-from fusionrl.rewards.settings import Packer, RewardSettings
+from fusionrl.rewards.settings import GradingPickler, RewardSettings
 
 logger = logging.getLogger(__name__)
 
 _lost: Counter[str] = Counter()
 _lost_here: ContextVar[Counter[str]] = ContextVar("lost", default=_lost)
 _lock = threading.Lock()
-_packer = Packer()
+_packer = GradingPickler()
 
 
 class RewardError(HookError):
@@ -88,7 +88,7 @@ async def _score_sample(
         )
     if path is None and asks_model(rm_type):
         score = await _model_score(settings, sample, name)
-        if isinstance(score, Lost):
+        if isinstance(score, LostReward):
             return _without_reward(settings, sample, score, name)
         if rm_type == MODEL:
             return score
@@ -111,18 +111,18 @@ async def score_group(
     part("reward", start, samples=len(samples))
     if isinstance(rewards, list | tuple) and len(rewards) == len(samples):
         return [_checked(settings, reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
-    if not isinstance(rewards, Lost):
-        said = f"of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
-        rewards = _failed(settings, f"{name}: {said}", said, samples)
+    if not isinstance(rewards, LostReward):
+        problem = f"of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
+        rewards = _failed(settings, f"{name}: {problem}", problem, samples)
     return [_without_reward(settings, sample, rewards, name) for sample in samples]
 
 
-async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> float | Lost:
+async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> float | LostReward:
     try:
         score = await model_score(settings.scorer, sample)
     except (RuntimeError, ValueError) as error:
         raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
-    if isinstance(score, Lost):
+    if isinstance(score, LostReward):
         return score
     if _is_number(score):
         return float(score)
@@ -143,9 +143,9 @@ def counting_lost() -> Iterator[Counter[str]]:
 def take_lost() -> dict[str, int]:
     """Return how many samples got no reward since the last call, and why ("timeout", "crash")."""
     with _lock:
-        found = dict(_lost)
+        counts = dict(_lost)
         _lost.clear()
-    return found
+    return counts
 
 
 @functools.cache
@@ -198,20 +198,20 @@ def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:
 
 
 def _failed(
-    settings: RewardSettings, text: str, said: str, samples: Sequence[Sample], cause: RewardRaised | None = None
-) -> Lost:
+    settings: RewardSettings, text: str, problem: str, samples: Sequence[Sample], cause: RewardRaised | None = None
+) -> LostReward:
     """Count the rewards of `samples` as lost, because their function failed; without --reward-failure-value raise."""
     if settings.failure_value is not None:
-        return Lost("error", said)
+        return LostReward("error", problem)
     offer = "with --reward-failure-value 0 the run continues: such samples get the reward 0 and are counted"
     raise RewardError(f"{text}\n{offer}", samples) from cause
 
 
-def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: str) -> float:
+def _without_reward(settings: RewardSettings, sample: Sample, lost: LostReward, name: str) -> float:
     value = settings.failure_value
-    told = {"timeout": f"no reward after {settings.timeout_s} s", "crash": "its process died"}
+    causes = {"timeout": f"no reward after {settings.timeout_s} s", "crash": "its process died"}
     then = "it is not trained on" if value is None else f"it gets {value} (--reward-failure-value)"
-    logger.warning("%s: %s at sample %s; %s", name, told.get(lost.reason, lost.said), sample.index, then)
+    logger.warning("%s: %s at sample %s; %s", name, causes.get(lost.reason, lost.detail), sample.index, then)
     sample.metadata[REWARD_LOST] = lost.reason
     if value is None:
         sample.status = Sample.Status.FAILED
@@ -227,9 +227,9 @@ def _checked(settings: RewardSettings, reward: object, name: str, sample: Sample
             return reward
     elif _is_number(reward):
         return float(reward)
-    if not isinstance(reward, Lost):
-        said = _said(reward, sample)
-        reward = _failed(settings, f"{name}: {said}", said, [sample])
+    if not isinstance(reward, LostReward):
+        problem = _said(reward, sample)
+        reward = _failed(settings, f"{name}: {problem}", problem, [sample])
     return _without_reward(settings, sample, reward, name)
 
 

@@ -25,15 +25,15 @@ def compute_ifbench_reward(response: str, label: object, metadata: dict[str, Any
         library = importlib.import_module(LIBRARY)
     except ImportError as error:
         raise ValueError(f"--rm-type ifbench: IFBench's own program is missing ({error}); {MISSING}") from error
-    given = metadata or {}
-    asked = library.InputExample(
-        key=int(given.get("record_id") or 0),
+    metadata_or_empty = metadata or {}
+    example = library.InputExample(
+        key=int(metadata_or_empty.get("record_id") or 0),
         instruction_id_list=names,
-        prompt=str(given.get("prompt_text") or ""),
-        kwargs=_arguments(given.get("kwargs"), len(names)),
+        prompt=str(metadata_or_empty.get("prompt_text") or ""),
+        kwargs=_arguments(metadata_or_empty.get("kwargs"), len(names)),
     )
-    found = library.test_instruction_following_strict(asked, {asked.prompt: response})
-    return float(found.follow_all_instructions)
+    result = library.test_instruction_following_strict(example, {example.prompt: response})
+    return float(result.follow_all_instructions)
 
 
 def instructions(metadata: Mapping[str, object]) -> list[str]:
@@ -42,27 +42,27 @@ def instructions(metadata: Mapping[str, object]) -> list[str]:
     Raises:
         ValueError: there are none.
     """
-    given = metadata.get("instruction_id_list")
-    listed = given if isinstance(given, list | tuple) else ()
+    column = metadata.get("instruction_id_list")
+    listed = column if isinstance(column, list | tuple) else ()
     names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
     if not names or any(not isinstance(name, str | None) for name in listed):
         raise ValueError(
-            f"--rm-type ifbench: instruction_id_list {given!r:.80} of the metadata is no list of names;"
+            f"--rm-type ifbench: instruction_id_list {column!r:.80} of the metadata is no list of names;"
             " --metadata-key names its column"
         )
     return names
 
 
-def _arguments(given: object, count: int) -> list[dict[str, object]]:
+def _arguments(arguments: object, count: int) -> list[dict[str, object]]:
     """Return the arguments of each instruction; a table's column has a null where an instruction has no such one.
 
     Of a list that is too short the last ones stand for the rest, as in slime.
     """
-    each = given if isinstance(given, list | tuple) else [given] * count
+    each = arguments if isinstance(arguments, list | tuple) else [arguments] * count
     each = [*each[:count], *([each[-1]] if each else [{}]) * (count - len(each))]
     return [
-        {name: whole_number(value) for name, value in one.items() if value is not None}
-        if isinstance(one, Mapping)
+        {name: whole_number(value) for name, value in argument.items() if value is not None}
+        if isinstance(argument, Mapping)
         else {}
-        for one in each
+        for argument in each
     ]

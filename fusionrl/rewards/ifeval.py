@@ -35,30 +35,32 @@ def followed(response: str, metadata: Mapping[str, Any]) -> dict[str, bool]:
     if not isinstance(ids, list | tuple) or not all(isinstance(name, str) for name in ids):
         raise ValueError(f"--rm-type ifeval: instruction_id_list {ids!r} is no list of names")
     arguments = [{} for _ in ids] if arguments is None else arguments
-    if not isinstance(arguments, list | tuple) or not all(isinstance(given or {}, Mapping) for given in arguments):
+    if not isinstance(arguments, list | tuple) or not all(isinstance(item or {}, Mapping) for item in arguments):
         raise ValueError(f"--rm-type ifeval: kwargs {arguments!r} is no list of dicts, one for each instruction")
     if len(arguments) != len(ids):
         raise ValueError(f"--rm-type ifeval: {len(ids)} instructions, but {len(arguments)} kwargs")
     response = after_thinking(response)
     return {
-        f"{i}:{name}": _check(name, response, given or {})
-        for i, (name, given) in enumerate(zip(ids, arguments, strict=True))
+        f"{i}:{name}": _check(name, response, item or {})
+        for i, (name, item) in enumerate(zip(ids, arguments, strict=True))
     }
 
 
-def _check(name: str, response: str, given: Mapping[str, object]) -> bool:
+def _check(name: str, response: str, arguments: Mapping[str, object]) -> bool:
     if name not in INSTRUCTIONS:
         raise ValueError(f"--rm-type ifeval: unknown instruction {name!r}; known are {', '.join(INSTRUCTIONS)}")
-    given = {key: whole_number(value) for key, value in given.items() if value is not None}  # parquet adds nulls
+    arguments = {
+        key: whole_number(value) for key, value in arguments.items() if value is not None
+    }  # parquet adds nulls
     signature = inspect.signature(INSTRUCTIONS[name])
     try:
-        signature.bind(response, **given)
-        for key, value in given.items():
+        signature.bind(response, **arguments)
+        for key, value in arguments.items():
             _check_type(key, value, str(signature.parameters[key].annotation))
     except TypeError as error:
-        raise ValueError(f"--rm-type ifeval: {name} with kwargs {given}: {error}") from error
+        raise ValueError(f"--rm-type ifeval: {name} with kwargs {arguments}: {error}") from error
     # An instruction that is not valid raises for an empty response, too: so labels are checked before a run.
-    return INSTRUCTIONS[name](response, **given) and bool(response.strip())
+    return INSTRUCTIONS[name](response, **arguments) and bool(response.strip())
 
 
 def whole_number(value: object) -> object:
@@ -74,14 +76,14 @@ def _check_type(name: str, value: object, annotation: str) -> None:
         "Sequence[str]": isinstance(value, list | tuple) and all(isinstance(item, str) for item in value),
     }[annotation]
     if not is_right:
-        wanted = {"int": "a whole number", "str": "a text", "Sequence[str]": "a list of texts"}[annotation]
-        raise TypeError(f"{name} {value!r:.80} must be {wanted}")
+        expected = {"int": "a whole number", "str": "a text", "Sequence[str]": "a list of texts"}[annotation]
+        raise TypeError(f"{name} {value!r:.80} must be {expected}")
 
 
-def _compared(count: int, relation: str, wanted: int) -> bool:
+def _compared(count: int, relation: str, bound: int) -> bool:
     if relation not in ("at least", "less than"):
         raise ValueError(f"--rm-type ifeval: the relation {relation!r} is neither 'at least' nor 'less than'")
-    return count >= wanted if relation == "at least" else count < wanted
+    return count >= bound if relation == "at least" else count < bound
 
 
 # -------------------------------------------------------------------------------- keywords

@@ -44,8 +44,8 @@ async def score_here(
         RewardRaised: the function raised, which is its cause.
     """
     if args is not None:
-        own = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
-        grading = replace(grading, args=Namespace(**own))
+        values = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
+        grading = replace(grading, args=Namespace(**values))
     register_hooks(grading.hooks)
     target = list(samples) if call == "group" else samples[0]
     try:

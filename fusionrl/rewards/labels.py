@@ -61,19 +61,19 @@ class LabelCheck:
     def __call__(self, label: object, metadata: Mapping[str, object]) -> LabelProblem | None:
         """Return the problem of a row's label or metadata; None for none."""
         metadata = {**metadata, **self._overrides} if self._overrides else metadata
-        own = metadata.get("rm_type")
-        rm_type = own or self._rm_type
+        row_rm_type = metadata.get("rm_type")
+        rm_type = row_rm_type or self._rm_type
         if not rm_type or rm_type == REMOTE:
             return None
-        name = f"rm_type {own} of the metadata" if own else f"--rm-type {rm_type}"
+        name = f"rm_type {row_rm_type} of the metadata" if row_rm_type else f"--rm-type {rm_type}"
         try:
             parts = parse_rm_type(str(rm_type))
         except ValueError as error:  # --rm-type itself is told elsewhere
-            return LabelProblem(name, str(error), False, self._is_warning) if own else None
+            return LabelProblem(name, str(error), False, self._is_warning) if row_rm_type else None
         for part in parts.values():
-            told = self._told(part.name, label, metadata)
-            if told is not None:
-                return LabelProblem(name, told, part.name not in _OF_METADATA, self._is_warning)
+            problem = self._told(part.name, label, metadata)
+            if problem is not None:
+                return LabelProblem(name, problem, part.name not in _OF_METADATA, self._is_warning)
         return None
 
     def _told(self, name: str, label: object, metadata: Mapping[str, object]) -> str | None:

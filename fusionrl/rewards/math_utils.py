@@ -50,14 +50,14 @@ def math_reward(response: str, label: object) -> float:
     return float(_verify(truth, response, "math_verify", tolerance=1.1e-6))
 
 
-def _verify(truth: str, given: str, rm_type: str, tolerance: float) -> bool:
+def _verify(truth: str, response: str, rm_type: str, tolerance: float) -> bool:
     try:
         from math_verify import parse, verify
     except ImportError as error:
         cure = install_hint("math-verify")
         raise ValueError(f"--rm-type {rm_type} needs the package math-verify; {cure}") from error
-    # Its time limits use SIGALRM, which works in the main thread alone; rewards run beside it.
-    golds, answers = parse(truth, parsing_timeout=None), parse(given, parsing_timeout=None)
+    # Its time limits need SIGALRM, which works only in the main thread; rewards run in others.
+    golds, answers = parse(truth, parsing_timeout=None), parse(response, parsing_timeout=None)
     if not verify(golds, answers, timeout_seconds=None):
         return False
     # It rounds to 6 decimals, so all small numbers are equal to it.
@@ -78,7 +78,7 @@ def _numbers(parsed: Any) -> list[Any] | None:
         members = [end for end in (parsed.start, parsed.end) if end.is_finite]
     else:
         members = sorted(parsed, key=str) if kind == "FiniteSet" else [parsed]
-    members = [one.rhs if type(one).__name__ == "Equality" and one.lhs.is_Symbol else one for one in members]
+    members = [item.rhs if type(item).__name__ == "Equality" and item.lhs.is_Symbol else item for item in members]
     values = [member if member.is_Rational else member.evalf(_DIGITS) for member in members if _is_number(member)]
     if len(values) < len(members) or not all(value.is_finite and abs(value).is_comparable for value in values):
         return None
@@ -146,51 +146,51 @@ def normalize_answer(answer: str) -> str:
     return join_thousands(text.strip()).casefold()
 
 
-def is_equal_answer(given: str, truth: str) -> bool:
+def is_equal_answer(answer: str, truth: str) -> bool:
     r"""Return whether two answers are equal: as normalised text, else symbolically, entry by entry in (…) and […].
 
     The answer must have been worked out: where one side is an integer the other must be that integer (`2+2` is not
     `4`), and two plain fractions must be the same one (`2/4` is not `1/2`), as in the grader of PRM800K
     (arXiv:2305.20050).
     """
-    if len(given) <= MAX_CHARACTERS:
-        given, truth = normalize_answer(given), normalize_answer(truth)
-    if given == truth or (bool(truth) and _is_same_text(given, truth)):
+    if len(answer) <= MAX_CHARACTERS:
+        answer, truth = normalize_answer(answer), normalize_answer(truth)
+    if answer == truth or (bool(truth) and _is_same_text(answer, truth)):
         return bool(truth)
-    if not given or not truth or len(given) > MAX_CHARACTERS or set("=:;") & set(given + truth):
+    if not answer or not truth or len(answer) > MAX_CHARACTERS or set("=:;") & set(answer + truth):
         return False
-    brackets = [(text[0], text[-1]) for text in (given, truth) if text[0] in "([" and text[-1] in ")]"]
-    if len(brackets) == 2 and "," in given and "," in truth:
-        given, truth = (_IN_THOUSANDS.sub("", text) for text in (given, truth))
-        entries = [_entries(text[1:-1]) for text in (given, truth)]
+    brackets = [(text[0], text[-1]) for text in (answer, truth) if text[0] in "([" and text[-1] in ")]"]
+    if len(brackets) == 2 and "," in answer and "," in truth:
+        answer, truth = (_IN_THOUSANDS.sub("", text) for text in (answer, truth))
+        entries = [_entries(text[1:-1]) for text in (answer, truth)]
         if brackets[0] != brackets[1] or len(entries[0]) != len(entries[1]):
             return False
         return all(is_equal_answer(a, b) for a, b in zip(*entries, strict=True))
-    values = [read_number(text) for text in (given, truth)]
+    values = [read_number(text) for text in (answer, truth)]
     if isinstance(values[0], Decimal) and isinstance(values[1], Decimal):
         return is_equal_number(values[0], values[1])
-    if _INTEGER.fullmatch(given) or _INTEGER.fullmatch(truth):
+    if _INTEGER.fullmatch(answer) or _INTEGER.fullmatch(truth):
         return False
-    fractions = [_FRACTION.fullmatch(text) for text in (given, truth)]
+    fractions = [_FRACTION.fullmatch(text) for text in (answer, truth)]
     if fractions[0] and fractions[1]:
         first, second = ((m[1] != m[2], int(m[3]), int(m[4])) for m in fractions if m)
         return first == second
     # math-verify reads a word as a product of letters, in which order does not count.
-    if len(set(re.findall(r"[a-z]", re.sub(r"\\[a-z]+", "", given + truth)))) > 2:
+    if len(set(re.findall(r"[a-z]", re.sub(r"\\[a-z]+", "", answer + truth)))) > 2:
         return False
-    return _verify(f"${truth}$", f"${given}$", "deepscaler", tolerance=1e-12)
+    return _verify(f"${truth}$", f"${answer}$", "deepscaler", tolerance=1e-12)
 
 
-def _is_same_text(given: str, truth: str) -> bool:
+def _is_same_text(answer: str, truth: str) -> bool:
     """Return whether two answers without LaTeX are the same but for spaces, and braces of one character.
 
     A space between digits parts two numbers, but for thousands.
     """
-    if "\\" in given + truth:
+    if "\\" in answer + truth:
         return False
     plain = [
         re.sub(r"(?<!\d)\s+|\s+(?!\d)|\s+(?=\d{3}(?!\d))", "", re.sub(r"\{(.)\}", r"\1", text))
-        for text in (given, truth)
+        for text in (answer, truth)
     ]
     return plain[0] == plain[1]
 
@@ -210,10 +210,10 @@ def _entries(text: str) -> list[str]:
 def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
     r"""Return whether the last `\boxed{…}` of the solution equals the ground truth, which may be in a box itself."""
     box, truth = solution_str.rpartition("\\boxed"), str(ground_truth)
-    given = extract_answer("".join(box[1:])) if box[1] and box[2].startswith("{") else None
+    answer = extract_answer("".join(box[1:])) if box[1] and box[2].startswith("{") else None
     if _BOX.search(truth):
         truth = extract_answer(truth) or ""
-    return given is not None and is_equal_answer(given, truth)
+    return answer is not None and is_equal_answer(answer, truth)
 
 
 def read_truth(label: object) -> str:

@@ -53,8 +53,8 @@ def wire_of(value: object) -> object:
         ValueError: it is no plain data, or nested too deeply.
     """
 
-    def refuse(other: object) -> None:
-        raise ValueError(f"{type(other).__name__} is no plain data")
+    def refuse(value: object) -> None:
+        raise ValueError(f"{type(value).__name__} is no plain data")
 
     return encode(value, refuse)
 

@@ -53,11 +53,11 @@ _MOST_PARTS = 64  # of one message to the system
 
 
 @dataclass
-class Lost:
+class LostReward:
     """The reason why a sample has no reward: "timeout", "crash" or "error", and what the function said."""
 
     reason: str
-    said: str = ""
+    detail: str = ""
 
 
 class RewardRaised(Exception):
@@ -246,7 +246,7 @@ class RewardPool:
         limit_s: float,
         is_async: bool,
     ) -> Future[object]:
-        """Score a sample, or a group in one call; its future has the reward, or `Lost`, or raises `RewardRaised`.
+        """Score a sample, or a group in one call; its future has the reward, or `LostReward`, or raises `RewardRaised`.
 
         What the function changed of the samples is changed here, too, before the future is done.
 
@@ -353,7 +353,7 @@ class RewardPool:
 
     def _lose(self, jobs: Sequence[_Job], reason: str) -> None:
         for job in jobs:
-            job.settle(Lost(reason))
+            job.settle(LostReward(reason))
 
     def _remove(self, process: _Process) -> None:
         """End a process; what it had and is not done waits again, in front."""
@@ -384,14 +384,14 @@ class RewardPool:
                 running = process.running()
                 behind = [job for number, job in process.jobs.items() if number != running]
                 known = set(map(id, self._waiting))
-                busy = {n for other in quick for n in other.jobs}
+                busy = {number for quick_process in quick for number in quick_process.jobs}
                 self._waiting.extendleft(j for j in reversed(behind) if id(j) not in known and j.number not in busy)
         while self._waiting and self._waiting[0].future.done():
             self._waiting.popleft()
         if not self._waiting:
             return
-        wanted = min(self.num_processes, len(self._waiting) + sum(bool(p.jobs) for p in quick))
-        for _ in range(wanted - len(quick)):
+        num_wanted = min(self.num_processes, len(self._waiting) + sum(bool(p.jobs) for p in quick))
+        for _ in range(num_wanted - len(quick)):
             process = _Process("sync", self._selector)
             self._plain.append(process)
             quick.append(process)
@@ -424,9 +424,9 @@ class RewardPool:
             return
         process, taken = free[0], list[_Job]()
         while self._waiting_async:
-            job, others = self._waiting_async[0], [*process.jobs.values(), *taken]
-            companies = [one.company for one in (job, *others) if one.company is not None]
-            if len(others) >= min(companies, default=len(others) + 1):
+            job, running = self._waiting_async[0], [*process.jobs.values(), *taken]
+            companies = [member.company for member in (job, *running) if member.company is not None]
+            if len(running) >= min(companies, default=len(running) + 1):
                 break
             self._waiting_async.popleft()
             if not job.future.done():
@@ -438,16 +438,16 @@ class RewardPool:
         """Its loop stands still: the job that runs is to blame, the others go on elsewhere; the limit still holds."""
         guilty = process.jobs.get(process.running())
         limit_s = guilty.limit_s if guilty else min((job.limit_s for job in process.jobs.values()), default=0.0)
-        others = [job for job in process.jobs.values() if job is not guilty and not job.future.done()]
+        innocent = [job for job in process.jobs.values() if job is not guilty and not job.future.done()]
         if blocked_s > limit_s:
             if guilty is None:
-                _separate(others)
-            self._lose([guilty] if guilty else others if len(others) == 1 else [], "timeout")
+                _separate(innocent)
+            self._lose([guilty] if guilty else innocent if len(innocent) == 1 else [], "timeout")
             self._remove(process)
         elif guilty is not None:
-            for job in others:
+            for job in innocent:
                 del process.jobs[job.number]
-            self._waiting_async.extendleft(reversed(others))
+            self._waiting_async.extendleft(reversed(innocent))
 
 
 def _separate(jobs: Sequence[_Job]) -> None:

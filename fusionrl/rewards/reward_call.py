@@ -28,8 +28,8 @@ def reward_name(grading: Grading, sample: Sample) -> str:
         return f"--rm-type {REMOTE} of --rm-url {grading.rm_url}"
     if path is not None:
         return f"--custom-rm-path {path}"
-    own = _metadata(sample).get("rm_type")
-    return f"--rm-type {own} of the sample's metadata" if own else f"--rm-type {grading.rm_type or None}"
+    rm_type = _metadata(sample).get("rm_type")
+    return f"--rm-type {rm_type} of the sample's metadata" if rm_type else f"--rm-type {grading.rm_type or None}"
 
 
 def is_async(path: str | None) -> bool:
@@ -59,14 +59,14 @@ def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: objec
         return load_function(path)(grading.args, target, **kwargs)
     assert isinstance(target, Sample)
     metadata = _metadata(target)
-    given = {"format_regex": grading.format_regex} | metadata
+    settings_and_metadata = {"format_regex": grading.format_regex} | metadata
     sandbox.allow_weak(grading.allow_weak_sandbox)
     score = kwargs.get("model_score")
     model_score = score if isinstance(score, float | int) else None
-    graded = grade(rm_type_of(grading, target), target.response, target.label, given, model_score)
-    found = {"rewards": graded.parts, "code_failures": graded.failures}
-    if any(found.values()):  # a new dict: the samples of a group may share theirs
-        target.metadata = metadata | {name: value for name, value in found.items() if value}
+    graded = grade(rm_type_of(grading, target), target.response, target.label, settings_and_metadata, model_score)
+    entries = {"rewards": graded.parts, "code_failures": graded.failures}
+    if any(entries.values()):  # a new dict: the samples of a group may share theirs
+        target.metadata = metadata | {name: value for name, value in entries.items() if value}
     return graded.reward
 
 

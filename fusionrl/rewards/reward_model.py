@@ -18,7 +18,7 @@ from fusionrl.engines.answer_checks import AnswerError, score
 from fusionrl.engines.http import auth_headers
 from fusionrl.engines.post_request import post
 from fusionrl.models.scorers import read_scorer, same_tokens
-from fusionrl.rewards.pool import Lost
+from fusionrl.rewards.pool import LostReward
 from fusionrl.rewards.settings import ScorerAddress
 
 MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time
@@ -27,8 +27,8 @@ _limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakK
 _turns = itertools.count()
 
 
-async def model_score(scorer: ScorerAddress, sample: Sample) -> float | Lost:
-    """The reward model's score of prompt and response; Lost where it takes over --reward-timeout-s.
+async def model_score(scorer: ScorerAddress, sample: Sample) -> float | LostReward:
+    """The reward model's score of prompt and response; LostReward where it takes over --reward-timeout-s.
 
     Broken connections and 5xx answers are tried again with growing pauses.
 
@@ -48,7 +48,7 @@ async def model_score(scorer: ScorerAddress, sample: Sample) -> float | Lost:
             async with asyncio.timeout(scorer.timeout_s):
                 answer = await post(url, payload, max_retries=MAX_TRIES, headers=auth_headers(scorer.api_key))
         except TimeoutError:
-            return Lost("timeout")
+            return LostReward("timeout")
     try:
         return score(answer)
     except AnswerError as error:
@@ -84,8 +84,8 @@ def _conversation(folder: str, sample: Sample) -> list[int]:
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     tokenizer = load_tokenizer(folder)
     try:
-        whole = [*messages, {"role": "assistant", "content": sample.response}]
-        text = render_messages(tokenizer, whole, may_lose=None).text
+        conversation = [*messages, {"role": "assistant", "content": sample.response}]
+        text = render_messages(tokenizer, conversation, may_lose=None).text
     except ValueError as error:
         raise ValueError(f"--rm-model {folder}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False)

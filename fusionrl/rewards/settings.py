@@ -33,14 +33,14 @@ class Grading:
         if args is None:
             return pickle.dumps(self)
         values = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
-        whole = _pickled(replace(self, args=Namespace(**values)))
-        if whole is not None:
-            return whole
-        kept = {name: one for name, one in values.items() if _pickled(one) is not None}
-        return pickle.dumps(replace(self, args=Namespace(**kept)))
+        pickled = _pickled(replace(self, args=Namespace(**values)))
+        if pickled is not None:
+            return pickled
+        picklable = {name: item for name, item in values.items() if _pickled(item) is not None}
+        return pickle.dumps(replace(self, args=Namespace(**picklable)))
 
 
-class Fresh:
+class GradingCopies:
     """A pickled `Grading` for each call anew, as a function may write on its `args`; values that it cannot change
     within are shared."""
 
@@ -49,7 +49,7 @@ class Fresh:
         self._first: Grading = pickle.loads(pickled)
         args = self._first.args
         values = {} if args is None else vars(args)
-        changing = [name for name, one in values.items() if type(one) not in UNCHANGING]
+        changing = [name for name, value in values.items() if type(value) not in UNCHANGING]
         self._values = dict(values)
         self._changing = _pickled({name: values[name] for name in changing})
 
@@ -66,7 +66,7 @@ class Fresh:
         return replace(self._first, args=args)
 
 
-class Packer:
+class GradingPickler:
     """`Grading.packed`, once for as long as nothing changes.
 
     Every sample is scored with all flags; to pickle those takes longer than all else that is done to ask for a reward.
@@ -106,7 +106,7 @@ class _Packed:
 
     @classmethod
     def of(cls, grading: Grading, values: Mapping[str, object]) -> _Packed:
-        named = {name: type(one) for name, one in values.items() if name not in HookArgs.SHARED}
+        named = {name: type(value) for name, value in values.items() if name not in HookArgs.SHARED}
         changing = tuple(name for name, kind in named.items() if kind not in UNCHANGING)
         return cls(grading, dict(values), changing, _state(values, changing), grading.packed(Namespace(**values)))
 

@@ -73,14 +73,14 @@ def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, f
     """
     if prediction is None:
         return 0.0, 0.0, 0.0
-    given, truth = normalize_answer(prediction), normalize_answer(ground_truth)
-    if given != truth and not _WHOLE_ANSWERS.isdisjoint((given, truth)):
+    predicted, truth = normalize_answer(prediction), normalize_answer(ground_truth)
+    if predicted != truth and not _WHOLE_ANSWERS.isdisjoint((predicted, truth)):
         return 0.0, 0.0, 0.0
-    words, wanted = given.split(), truth.split()
-    num_common = sum((Counter(words) & Counter(wanted)).values())
+    words, expected_words = predicted.split(), truth.split()
+    num_common = sum((Counter(words) & Counter(expected_words)).values())
     if not num_common:
         return 0.0, 0.0, 0.0
-    precision, recall = num_common / len(words), num_common / len(wanted)
+    precision, recall = num_common / len(words), num_common / len(expected_words)
     return 2 * precision * recall / (precision + recall), precision, recall
 
 

@@ -40,7 +40,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.rewards.pool import STATE
 from fusionrl.rewards.reward_call import call_reward, reward_path
-from fusionrl.rewards.settings import UNCHANGING, Fresh, Grading
+from fusionrl.rewards.settings import UNCHANGING, Grading, GradingCopies
 
 T = TypeVar("T")
 BEAT_S = 0.1
@@ -110,7 +110,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._gradings: dict[bytes, bytes] = {}
-        self._fresh: tuple[bytes, Fresh] | None = None  # of the key
+        self._fresh: tuple[bytes, GradingCopies] | None = None  # of the key
         self._registered = b""  # the grading whose hooks' folders this process knows
 
     def take(self, message: tuple[Any, ...]) -> _Job | None:
@@ -123,7 +123,7 @@ class _Inbox:
 
     def _load(self, key: bytes, pickled: bytes, payload: bytes) -> tuple[Grading, list[Sample]]:
         if self._fresh is None or self._fresh[0] != key:
-            self._fresh = key, Fresh(pickled)
+            self._fresh = key, GradingCopies(pickled)
         grading = self._fresh[1].grading()
         if key != self._registered:  # samples may hold objects of classes in other hooks' files
             register_hooks(grading.hooks)
@@ -211,14 +211,14 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
 
 async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, number: int) -> T:
     """Await `coroutine`, and say before and after each of its steps whose code runs."""
-    own, none = struct.pack("Q", number), struct.pack("Q", 0)
+    job_number, none = struct.pack("Q", number), struct.pack("Q", 0)
 
     @types.coroutine
     def steps() -> Generator[object, object, T]:
         send: Callable[[Any], Any] = coroutine.send
         value: Any = None
         while True:
-            state[8:16] = own
+            state[8:16] = job_number
             try:
                 yielded = send(value)
             except StopIteration as end:

@@ -71,8 +71,10 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
         if sample.status != Sample.Status.COMPLETED or not schemas:
             return sample
         end_token = end_of_turn(answer)
-        said = answer.tokens[:-1] if end_token is not None else answer.tokens
-        _, calls = await parse_tool_calls(args, tokenizer, schemas, tokenizer.decode(said, skip_special_tokens=False))
+        text_tokens = answer.tokens[:-1] if end_token is not None else answer.tokens
+        _, calls = await parse_tool_calls(
+            args, tokenizer, schemas, tokenizer.decode(text_tokens, skip_special_tokens=False)
+        )
         if not calls:
             return sample
         sample.metadata["num_tool_calls"] += len(calls)
@@ -214,8 +216,8 @@ async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | Non
         arguments = json.loads(call.arguments)
         jsonschema.validate(arguments, {"additionalProperties": False} | tool.schema["function"]["parameters"])
     except (json.JSONDecodeError, jsonschema.ValidationError) as error:
-        told = error.message if isinstance(error, jsonschema.ValidationError) else str(error)
-        return ToolResult(f"error: wrong arguments for {call.name}: {told}", True)
+        reason = error.message if isinstance(error, jsonschema.ValidationError) else str(error)
+        return ToolResult(f"error: wrong arguments for {call.name}: {reason}", True)
     with _named_tool(tools_path, call.name):
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -248,20 +250,20 @@ async def parse_tool_calls(
     calls: list[Any] = []
     if not parser.has_tool_call(text):
         return text, []
-    said = text
+    content = text
     try:
         with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):  # a tool that is none is for the model to hear about
-            said, calls = parser.parse_non_stream(text)
+            content, calls = parser.parse_non_stream(text)
         reason = "it is not complete, or not in the format described"
     except Exception as error:  # the text is a model's, and the parsers of thirty formats raise all kinds
         reason = f"{type(error).__name__}: {error}"
     if not calls:
         return text, [ToolCall("", error=f"the tool call cannot be read: {reason}")]
-    return said, [ToolCall(call.name or "", call.parameters) for call in calls]
+    return content, [ToolCall(call.name or "", call.parameters) for call in calls]
 
 
 @functools.cache
-def parser_name(wanted: str, folder: str) -> str:
+def parser_name(requested: str, folder: str) -> str:
     """--tool-call-parser, or for auto what SGLang finds in the chat template of `folder`.
 
     Raises:
@@ -272,10 +274,10 @@ def parser_name(wanted: str, folder: str) -> str:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
         from sglang.srt.parser.template_detection import detect_tool_call_parser
     except ImportError as error:
-        raise ValueError(f"--tool-call-parser {wanted}: it needs the package sglang ({error})") from error
+        raise ValueError(f"--tool-call-parser {requested}: it needs the package sglang ({error})") from error
     known = sorted(FunctionCallParser.ToolCallParserEnum)
-    name = wanted
-    if wanted == "auto":
+    name = requested
+    if requested == "auto":
         tokenizer = load_tokenizer(folder)
         template = tokenizer.chat_template or ""
         name = detect_tool_call_parser(template, tokenizer)
@@ -287,5 +289,5 @@ def parser_name(wanted: str, folder: str) -> str:
                 f" one of {', '.join(known)}"
             )
     if name not in known:
-        raise ValueError(f"--tool-call-parser {wanted}: unknown; known are {', '.join(known)}")
+        raise ValueError(f"--tool-call-parser {requested}: unknown; known are {', '.join(known)}")
     return name

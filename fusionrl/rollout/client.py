@@ -30,11 +30,11 @@ class RolloutClient:
             refused[f"{prefix}/answers_refused"] = client.num_answers_refused
         if not self._counts_retries:
             return refused
-        kept: dict[str, float] = {
+        options: dict[str, float] = {
             f"{prefix}/requests_retried": client.num_retries,
             f"{prefix}/tokens_kept": client.num_tokens_kept,
         }
-        return kept | refused
+        return options | refused
 
     def set_engines(self, urls: Sequence[str]) -> None:
         """Send requests to these engines from now on."""

@@ -24,35 +24,39 @@ async def evaluate_sets(args: Namespace, params: SamplingParams) -> RolloutFnEva
     params  the sampling parameters of a rollout, over which a set's own go
     """
     async with RolloutClient(args) as client:
-        data = {one.name: await _evaluate_set(args, params, one) for one in eval_sets(args)}
+        data = {eval_set.name: await _evaluate_set(args, params, eval_set) for eval_set in eval_sets(args)}
         return RolloutFnEvalOutput(data, client.retries("eval"))
 
 
-def eval_sampling_params(params: SamplingParams, one: EvalSet) -> SamplingParams:
+def eval_sampling_params(params: SamplingParams, eval_set: EvalSet) -> SamplingParams:
     """The sampling parameters of a rollout with the settings of an evaluation set."""
     params = params | {
-        "temperature": one.temperature,
-        "top_p": one.top_p,
-        "top_k": one.top_k,
-        "max_new_tokens": one.max_response_len,
-        "min_new_tokens": one.min_new_tokens,
+        "temperature": eval_set.temperature,
+        "top_p": eval_set.top_p,
+        "top_k": eval_set.top_k,
+        "max_new_tokens": eval_set.max_response_len,
+        "min_new_tokens": eval_set.min_new_tokens,
     }
     for name in ("stop", "stop_token_ids", "repetition_penalty"):
         params.pop(name, None)
-        if value := getattr(one, name):
+        if value := getattr(eval_set, name):
             params[name] = value
     return params
 
 
-async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> EvalResult:
+async def _evaluate_set(args: Namespace, params: SamplingParams, eval_set: EvalSet) -> EvalResult:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
-    own = copy.copy(args)
-    own.rm_type, own.custom_rm_path, own.eval_reward_key = one.rm_type, one.custom_rm_path, one.reward_key
-    own.custom_generate_function_path = one.custom_generate_function_path
-    own.group_rm = args.group_rm and one.custom_rm_path is not None
-    context, params = SampleContext.of_args(own), eval_sampling_params(params, one)
+    set_args = copy.copy(args)
+    set_args.rm_type, set_args.custom_rm_path, set_args.eval_reward_key = (
+        eval_set.rm_type,
+        eval_set.custom_rm_path,
+        eval_set.reward_key,
+    )
+    set_args.custom_generate_function_path = eval_set.custom_generate_function_path
+    set_args.group_rm = args.group_rm and eval_set.custom_rm_path is not None
+    context, params = SampleContext.of_args(set_args), eval_sampling_params(params, eval_set)
     flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
-    samples = _samples_of(_prompts_of(args, one, flag), one)
+    samples = _samples_of(_prompts_of(args, eval_set, flag), eval_set)
     groups = [sample.group_index for sample in samples]
     results = await asyncio.gather(*(generate_and_score(context, s, dict(params), evaluation=True) for s in samples))
     samples = []
@@ -60,20 +64,20 @@ async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -
         for sample in as_list(result):
             sample.group_index = index  # also where a user's function made the sample
             samples.append(sample)
-    flag = "--eval-reward-key" if args.eval_config is None else f"{flag}: set {one.name}: reward_key"
+    flag = "--eval-reward-key" if args.eval_config is None else f"{flag}: set {eval_set.name}: reward_key"
     return {  # an answer that was never scored is a wrong one
-        "rewards": [0.0 if s.reward is None else reward_value(s.reward, one.reward_key, flag) for s in samples],
+        "rewards": [0.0 if s.reward is None else reward_value(s.reward, eval_set.reward_key, flag) for s in samples],
         "truncated": [s.status == Sample.Status.TRUNCATED for s in samples],
         "samples": samples,
     }
 
 
-def _prompts_of(args: Namespace, one: EvalSet, flag: str) -> list[Sample]:
+def _prompts_of(args: Namespace, eval_set: EvalSet, flag: str) -> list[Sample]:
     kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
-    keys = (one.input_key, one.label_key, one.metadata_key, one.tool_key)
-    keeps_messages = one.custom_generate_function_path is not None
+    keys = (eval_set.input_key, eval_set.label_key, eval_set.metadata_key, eval_set.tool_key)
+    keeps_messages = eval_set.custom_generate_function_path is not None
     columns = (*keys, args.apply_chat_template, kwargs, args.rollout_max_prompt_len, keeps_messages)
-    return _read_prompts(args.hf_checkpoint, one.path, columns, flag)
+    return _read_prompts(args.hf_checkpoint, eval_set.path, columns, flag)
 
 
 # Fields of PromptColumns, in their order; the template's arguments as JSON, so that it can be hashed.
@@ -83,17 +87,19 @@ _Columns = tuple[str, str | None, str, str | None, bool, str, int | None, bool]
 @functools.cache
 def _read_prompts(folder: str, path: str, columns: _Columns, flag: str) -> list[Sample]:
     input_key, label_key, metadata_key, tool_key, template, kwargs, limit, keeps = columns
-    made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit, keeps)
-    return load_prompts(path, load_tokenizer(folder), made, flag).samples
+    prompt_columns = PromptColumns(
+        input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit, keeps
+    )
+    return load_prompts(path, load_tokenizer(folder), prompt_columns, flag).samples
 
 
-def _samples_of(prompts: list[Sample], one: EvalSet) -> list[Sample]:
+def _samples_of(prompts: list[Sample], eval_set: EvalSet) -> list[Sample]:
     """The set's samples, several of a prompt side by side."""
     samples: list[Sample] = []
     for group, prompt in enumerate(prompts):
-        for _ in range(one.n_samples_per_eval_prompt):
+        for _ in range(eval_set.n_samples_per_eval_prompt):
             sample = copy.deepcopy(prompt)
             sample.group_index, sample.index = group, len(samples)
-            sample.metadata.update(copy.deepcopy(one.metadata_overrides))
+            sample.metadata.update(copy.deepcopy(eval_set.metadata_overrides))
             samples.append(sample)
     return samples

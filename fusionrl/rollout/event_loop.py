@@ -46,10 +46,10 @@ class LoopSemaphore:
 
     def _own(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
-        own = self._of_loop.get(loop)
-        if own is None:
-            own = self._of_loop[loop] = asyncio.Semaphore(self.limit)
-        return own
+        semaphore = self._of_loop.get(loop)
+        if semaphore is None:
+            semaphore = self._of_loop[loop] = asyncio.Semaphore(self.limit)
+        return semaphore
 
     async def acquire(self) -> bool:
         """Wait for a place and take it."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from fusionrl.data.sample import Sample, response_mask
 from fusionrl.data.token_versions import UNKNOWN_VERSION
-from fusionrl.rollout.weight_versions import Answers, Before, warn_once
+from fusionrl.rollout.weight_versions import EngineAnswers, OriginalResponse, warn_once
 
 _FEW = 2  # tokens that a function may add by hand: an end of the text, a line's end
 _ATTRIBUTE = "num_unsampled"
@@ -23,7 +23,7 @@ def num_unsampled(sample: Sample) -> int:
     return int(vars(sample).get(_ATTRIBUTE, 0))
 
 
-def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, before: Before) -> None:
+def warn_of_unsampled(samples: Sequence[Sample], answers: EngineAnswers, where: str, before: OriginalResponse) -> None:
     """Warn, once for each function `where`, of trained tokens that stand in none of the engines' answers.
 
     Only of samples in which at least one whole answer stands: others were made of something else than these answers (by
@@ -71,7 +71,7 @@ def _names_versions(sample: Sample) -> bool:
     versions = vars(sample)["weight_versions"]
     if versions is None or len(versions) != sample.response_length or not len(versions):
         return False
-    return all(isinstance(one, (int, np.integer)) and one != UNKNOWN_VERSION for one in versions)
+    return all(isinstance(version, (int, np.integer)) and version != UNKNOWN_VERSION for version in versions)
 
 
 def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, bool]:
@@ -79,25 +79,25 @@ def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndar
 
     Wherever a part stands as a whole, it counts. A stretch that is left may begin with a part that was cut.
     """
-    found, text, size = np.zeros(len(response), bool), response.astype(np.int32).tobytes(), 4
+    is_covered, text, size = np.zeros(len(response), bool), response.astype(np.int32).tobytes(), 4
     has_whole = False
     for tokens in parts:
         part = np.asarray(tokens, np.int32).tobytes()
         place = text.find(part)
         while place >= 0:
             if place % size == 0:  # else within a number
-                found[place // size : place // size + len(tokens)] = True
+                is_covered[place // size : place // size + len(tokens)] = True
                 has_whole = True
             place = text.find(part, place + 1)
-    starts = [i for i in np.flatnonzero(~found) if i == 0 or found[i - 1]]
+    starts = [i for i in np.flatnonzero(~is_covered) if i == 0 or is_covered[i - 1]]
     for start in starts:
         cut = max((_common_prefix(response[start:], np.asarray(part)) for part in parts), default=0)
-        found[start : start + cut] = True
-    return found, has_whole
+        is_covered[start : start + cut] = True
+    return is_covered, has_whole
 
 
-def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     """Return the number of tokens with which both begin."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
+    size = min(len(left), len(right))
+    differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if len(differs) else size

@@ -25,12 +25,12 @@ from fusionrl.rewards.settings import RewardSettings
 from fusionrl.rollout.event_loop import LoopSemaphore
 from fusionrl.rollout.forced_tokens import warn_of_unsampled
 from fusionrl.rollout.generate_state import semaphore_of
-from fusionrl.rollout.in_flight import GENERATED, SCORED, under_way
+from fusionrl.rollout.in_flight import GENERATED, SCORED, samples_in_flight
 from fusionrl.rollout.miles_inputs import generate_function
 from fusionrl.rollout.model_turn import SamplingParams, TurnSettings, generate_sample
 from fusionrl.rollout.time_limit import within
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
-from fusionrl.rollout.weight_versions import Before, fill_versions, noting_answers
+from fusionrl.rollout.weight_versions import OriginalResponse, fill_versions, noting_answers
 
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
@@ -106,18 +106,18 @@ async def _generate_and_score(
             making = generate_sample(context.turns, sample, params)
         else:
             making = custom_generate(context, path, sample, params, evaluation)
-        with under_way().being(GENERATED, sample):
+        with samples_in_flight().note(GENERATED, sample):
             result = await within(context.timeout_s, sample, making)
     if context.on_generated is not None:
         context.on_generated()
     samples = as_list(result)
     join_attempt(samples, sample.index)
     if context.sample_hooks:
-        samples = [await apply_sample_hooks(context, one, evaluation) for one in samples]
-    with under_way().being(SCORED, sample):
+        samples = [await apply_sample_hooks(context, item, evaluation) for item in samples]
+    with samples_in_flight().note(SCORED, sample):
         await _score(context, samples, isinstance(result, list), evaluation)
-    for one in samples:
-        under_way().scored(one)
+    for item in samples:
+        samples_in_flight().scored(item)
     return samples if isinstance(result, list) else samples[0]
 
 
@@ -125,13 +125,13 @@ async def _score(context: SampleContext, samples: list[Sample], are_several: boo
     """Fill in the rewards that are missing; those of --group-rm wait for the group."""
     if context.rewards.is_group_call:
         if evaluation:  # an evaluation has no groups: the group function sees one sample at a time
-            for one in samples:
-                one.reward = (await score_group(context.rewards, [one]))[0]
+            for item in samples:
+                item.reward = (await score_group(context.rewards, [item]))[0]
         return
-    missing = [one for one in samples if one.reward is None and not lacks_reward(one)]
+    missing = [item for item in samples if item.reward is None and not lacks_reward(item)]
     if missing and are_several:
-        for one, reward in zip(missing, await score_group(context.rewards, missing), strict=True):
-            one.reward = reward
+        for item, reward in zip(missing, await score_group(context.rewards, missing), strict=True):
+            item.reward = reward
     elif missing:
         missing[0].reward = await score_sample(context.rewards, missing[0])
 
@@ -146,7 +146,7 @@ async def custom_generate(
     """
     function = generate_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    field, before = "custom_generate_function_path", Before.of(sample)
+    field, before = "custom_generate_function_path", OriginalResponse.of(sample)
     where = f"--custom-generate-function-path {path}"
     if vars(sample)["weight_versions"] is None:
         sample.weight_versions = []  # slime's functions append to it
@@ -154,9 +154,9 @@ async def custom_generate(
         result = function(context.args, sample, copy.deepcopy(params), **keywords)
         result = await result if inspect.isawaitable(result) else result
     samples = as_list(result)
-    made = [one for one in samples if isinstance(one, Sample)]
-    warn_of_unsampled(made, answers, where, before)
-    fill_versions(made, answers, where, before)
+    valid = [item for item in samples if isinstance(item, Sample)]
+    warn_of_unsampled(valid, answers, where, before)
+    fill_versions(valid, answers, where, before)
     check_samples(field, path, samples, context.limits)
     return result
 
@@ -166,8 +166,8 @@ async def apply_sample_hooks(context: SampleContext, sample: Sample, evaluation:
     field = "rollout_sample_hook_path"
     for path in context.sample_hooks:
         rollout_id = getattr(context.args, "rollout_id", None)
-        found = await awaited_hook(field, path, context.args, sample, rollout_id=rollout_id, evaluation=evaluation)
-        sample = sample if found is None else found
+        output = await awaited_hook(field, path, context.args, sample, rollout_id=rollout_id, evaluation=evaluation)
+        sample = sample if output is None else output
         check_samples(field, path, [sample], context.limits)
     return sample
 
@@ -220,8 +220,8 @@ async def generate_siblings(
     context: GroupContext, group: list[Sample], params: SamplingParams, evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
     """As `generate_group`; what a generate function made of one sample stays together, as slime returns it."""
-    own = context.samples
-    makes = asyncio.gather(*(generate_and_score(own, sample, dict(params), evaluation) for sample in group))
+    limiter = context.samples
+    makes = asyncio.gather(*(generate_and_score(limiter, sample, dict(params), evaluation) for sample in group))
     needs_baseline = context.needs_greedy_answer and not evaluation and group[0].baseline_reward is None
     baseline: float | None = None
     if needs_baseline:
@@ -229,12 +229,12 @@ async def generate_siblings(
     else:
         results = await makes
     samples = [s for result in results for s in as_list(result)]
-    comes_again = _is_stopping(own) and any(s.status == Sample.Status.ABORTED for s in samples)
-    if own.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
-        for sample, reward in zip(samples, await score_group(own.rewards, samples), strict=True):
+    comes_again = _is_stopping(limiter) and any(s.status == Sample.Status.ABORTED for s in samples)
+    if limiter.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
+        for sample, reward in zip(samples, await score_group(limiter.rewards, samples), strict=True):
             sample.reward = reward
     if needs_baseline:
-        _set_baseline(samples, baseline, comes_again=_is_stopping(own))
+        _set_baseline(samples, baseline, comes_again=_is_stopping(limiter))
     return results
 
 
@@ -254,10 +254,10 @@ def _set_baseline(samples: list[Sample], baseline: float | None, comes_again: bo
 
 async def _greedy_reward(context: GroupContext, sample: Sample, params: SamplingParams) -> float | None:
     """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it has none."""
-    made = await generate_and_score(
+    samples = await generate_and_score(
         context.samples, prompt_of(sample), dict(params, temperature=0.0, top_p=1.0, top_k=-1)
     )
-    answer = as_list(made)[0]
+    answer = as_list(samples)[0]
     rewards = context.samples.rewards
     if answer.reward is None and not lacks_reward(answer):
         answer.reward = (await score_group(rewards, [answer]))[0]
@@ -282,7 +282,7 @@ def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> Dyna
     if isinstance(verdict, bool | np.bool_):
         return DynamicFilterOutput(bool(verdict))
     if not hasattr(verdict, "keep"):
-        said = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
-        raise HookError(f"--dynamic-sampling-filter-path {path}: {said}", group)
+        problem = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {problem}", group)
     fallback = bool(getattr(verdict, "keep_when_insufficient", False))
     return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)

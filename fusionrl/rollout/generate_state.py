@@ -55,8 +55,8 @@ def sampling_params(args: Namespace) -> dict[str, Any]:
 
 def get_rollout_num_engines(args: Namespace) -> int:
     """Return the number of the policy's engines behind the router; 0 if there are none."""
-    if (given := getattr(args, "rollout_num_engines", None)) is not None:
-        return int(given)
+    if (num_engines := getattr(args, "rollout_num_engines", None)) is not None:
+        return int(num_engines)
     if urls := getattr(args, "engine_urls", None):
         return len(urls)
     num_gpus = getattr(args, "rollout_num_gpus", None) or 0
@@ -86,15 +86,15 @@ def new_client(args: Namespace) -> GenerateClient:
 
 def client_of(args: Namespace) -> GenerateClient | None:
     """Return the client for the running event loop; None where `args` name no engines, or no loop runs."""
-    given: GenerateClient | None = getattr(args, "generate_client", None)
+    client: GenerateClient | None = getattr(args, "generate_client", None)
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        return given
-    if given is not None and getattr(args, "client_loop", None) in (None, loop):
-        return given
+        return client
+    if client is not None and getattr(args, "client_loop", None) in (None, loop):
+        return client
     if not getattr(args, "router_url", None):
-        return given
+        return client
     ends = (args.router_url, tuple(args.engine_urls))
     held = _clients.setdefault(loop, {})
     if ends not in held:
@@ -105,10 +105,10 @@ def client_of(args: Namespace) -> GenerateClient | None:
 
 def semaphore_of(args: Namespace) -> LoopSemaphore:
     """Return the limit of samples under way; `args` keep it."""
-    found: LoopSemaphore | None = getattr(args, "semaphore", None)
-    if found is None:
-        found = args.semaphore = LoopSemaphore(request_limit(args))
-    return found
+    semaphore: LoopSemaphore | None = getattr(args, "semaphore", None)
+    if semaphore is None:
+        semaphore = args.semaphore = LoopSemaphore(request_limit(args))
+    return semaphore
 
 
 @contextmanager
@@ -126,9 +126,9 @@ def rollout_open(args: Namespace) -> Iterator[None]:
 
 def is_stopping_of(args: Namespace) -> Callable[[], bool] | None:
     """Return what says whether the rollout has ended: the default one, or a user's that called `abort`."""
-    given: Callable[[], bool] | None = getattr(args, "is_stopping", None)
+    is_stopping: Callable[[], bool] | None = getattr(args, "is_stopping", None)
     state = vars(args).get("generate_state")
-    return given if given is not None or state is None else lambda: state.aborted
+    return is_stopping if is_stopping is not None or state is None else lambda: state.aborted
 
 
 class GenerateState:
@@ -199,8 +199,8 @@ class GenerateState:
         from fusionrl.rollout import sglang_rollout  # which imports this module
 
         for group in samples:
-            made = sglang_rollout.generate_and_rm_group(self.args, group, dict(self.sampling_params))
-            self.pendings.add(asyncio.create_task(made))
+            group_samples = sglang_rollout.generate_and_rm_group(self.args, group, dict(self.sampling_params))
+            self.pendings.add(asyncio.create_task(group_samples))
         self.remaining_batch_size += len(samples)
 
     @contextmanager

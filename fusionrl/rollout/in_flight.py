@@ -15,7 +15,7 @@ from fusionrl.data.sample import Sample
 GENERATED, SCORED = "generated", "scored"
 
 
-class UnderWay:
+class SamplesInFlight:
     """Counts samples. Thread-safe: a stream and an evaluation may be at work at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +26,7 @@ class UnderWay:
         self._num_tokens = 0
 
     @contextmanager
-    def being(self, stage: str, sample: Sample) -> Iterator[None]:
+    def note(self, stage: str, sample: Sample) -> Iterator[None]:
         """Note within the block that the sample is generated, or scored."""
         key = object()
         with self._lock:
@@ -43,7 +43,7 @@ class UnderWay:
             self._num_scored += 1
             self._num_tokens += sample.response_length
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return it in words; "" where nothing is under way."""
         with self._lock:
             now, num_scored, num_tokens = list(self._now.values()), self._num_scored, self._num_tokens
@@ -56,16 +56,16 @@ class UnderWay:
         ours = [(since, index) for kind, index, since in now if kind == stage]
         if not ours:
             return ""
-        since, index = min(ours, key=lambda one: one[0])
+        since, index = min(ours, key=lambda entry: entry[0])
         are = "are" if len(ours) > 1 else "is"
         plural = "s" * (len(ours) > 1)
         oldest = f"sample {index}" if index is not None else "one"
         return f"{len(ours)} sample{plural} {are} being {stage} ({oldest} for {self._clock() - since:.0f} s)"
 
 
-_under_way = UnderWay()
+_samples_in_flight = SamplesInFlight()
 
 
-def under_way() -> UnderWay:
+def samples_in_flight() -> SamplesInFlight:
     """Return the samples of this process."""
-    return _under_way
+    return _samples_in_flight

@@ -80,8 +80,8 @@ async def take_turn(
     if payload is None:
         return None
     if longest is not None:
-        asked = payload["sampling_params"]
-        payload["sampling_params"] = dict(asked, max_new_tokens=min(longest, asked["max_new_tokens"]))
+        payload_params = payload["sampling_params"]
+        payload["sampling_params"] = dict(payload_params, max_new_tokens=min(longest, payload_params["max_new_tokens"]))
     assert settings.client is not None, "args.generate_client is set within a rollout"
     start = time.monotonic_ns()
     answer = await settings.client.generate(payload, **_routing(sample))
@@ -273,8 +273,8 @@ def _decoded(settings: TurnSettings, tokens: Sequence[int] | np.ndarray, params:
 
 
 def _num_turns(sample: Sample) -> int:
-    given = sample.array("loss_mask")
-    if given is None:
+    loss_mask = sample.array("loss_mask")
+    if loss_mask is None:
         return int(sample.response_length > 0)
-    mask = given != 0
+    mask = loss_mask != 0
     return int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())

@@ -59,9 +59,9 @@ def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
         return sample
     make = _supervised(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs).make
     try:
-        made = make(sample.prompt, sample.label, tools_of(sample.metadata))
+        tokenized = make(sample.prompt, sample.label, tools_of(sample.metadata))
     except ValueError as error:
         where = f"--prompt-data: conversation {sample.index}: " if isinstance(sample.prompt, list) else ""
         raise ValueError(f"{where}{error}") from error
-    made.index, made.group_index, made.metadata = sample.index, sample.group_index, sample.metadata
-    return made
+    tokenized.index, tokenized.group_index, tokenized.metadata = sample.index, sample.group_index, sample.metadata
+    return tokenized

@@ -166,7 +166,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
     groups = [task.result() for task in done]
     if not args.partial_rollout:
         return []
-    for sample in (sample for group in groups for one in group for sample in as_list(one)):
+    for sample in (sample for group in groups for item in group for sample in as_list(item)):
         if sample.response:
             sample.metadata.setdefault("start_rollout_id", rollout_id)
     return groups
@@ -177,14 +177,14 @@ async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
 class LoopSettings:
     """Settings of the loop: how many groups a rollout takes and keeps.
 
-    wanted         groups to return
+    num_wanted     groups to return
     at_once        groups drawn of the data source at a time
     keeps_refused  a hook sees all finished groups (--rollout-all-samples-process-path)
     is_partial     --partial-rollout: what is unfinished at the end goes on in the next rollout
     masks_earlier  --mask-offpolicy-in-partial-rollout
     """
 
-    wanted: int
+    num_wanted: int
     at_once: int
     keeps_refused: bool
     is_partial: bool
@@ -254,10 +254,10 @@ class _Rollout:
             ValueError: the filter keeps next to nothing.
         """
         settings = self._settings
-        while len(self._kept) < settings.wanted:
+        while len(self._kept) < settings.num_wanted:
             if settings.abort.is_set():
                 raise RolloutAborted("the rollout was aborted")
-            while len(self._kept) + len(self._pending) < settings.wanted:
+            while len(self._kept) + len(self._pending) < settings.num_wanted:
                 for group in self._source.get_samples(settings.at_once):
                     blank = copy.deepcopy(group)
                     if settings.masks_earlier:
@@ -270,9 +270,9 @@ class _Rollout:
 
     def _take(self, group: list[Sample], blank: list[Sample]) -> None:
         """Keep or drop a finished group, as the filter says."""
-        context, wanted = self._context, self._settings.wanted
+        context, num_wanted = self._context, self._settings.num_wanted
         verdict = apply_filter(context.filter_path, context.samples.args, group)
-        is_needed = verdict.keep_when_insufficient and len(self._kept) + len(self._pending) < wanted
+        is_needed = verdict.keep_when_insufficient and len(self._kept) + len(self._pending) < num_wanted
         if verdict.keep or is_needed:
             self._kept.append(group)
             self._kept_blank.append(blank)
@@ -281,7 +281,7 @@ class _Rollout:
             self._dropped[verdict.reason or "filtered"] += 1
             if self._settings.keeps_refused:
                 self._refused.append(group)
-            check_filter_keeps(context.filter_path, len(self._kept), self._dropped, wanted)
+            check_filter_keeps(context.filter_path, len(self._kept), self._dropped, num_wanted)
 
     def give_back_kept(self) -> None:
         """Hand the prompts of finished groups back: the rollout ends without them, and they come again."""
@@ -290,7 +290,7 @@ class _Rollout:
     async def end(self, stopping: asyncio.Event) -> None:
         """Stop what still runs; with --partial-rollout its samples go on in the next rollout, else from the start."""
         settings = self._settings
-        if self._pending and settings.is_partial and len(self._kept) >= settings.wanted:
+        if self._pending and settings.is_partial and len(self._kept) >= settings.num_wanted:
             stopping.set()
             await self._stop_and_keep()
         unfinished = list(self._pending.values())
@@ -322,15 +322,15 @@ class _Rollout:
 
     def output(self, retries: dict[str, float]) -> RolloutFnTrainOutput:
         """Return the wanted groups, in the order of their samples, and the metrics."""
-        kept, wanted = self._kept, self._settings.wanted
-        kept.sort(key=lambda group: group[0].index if group[0].index is not None else 0)
-        if len(kept) > wanted:
-            self._dropped["surplus"] += len(kept) - wanted
+        kept_groups, num_wanted = self._kept, self._settings.num_wanted
+        kept_groups.sort(key=lambda group: group[0].index if group[0].index is not None else 0)
+        if len(kept_groups) > num_wanted:
+            self._dropped["surplus"] += len(kept_groups) - num_wanted
         metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in self._dropped.items()}
         if self._settings.is_partial:
             metrics["rollout/partial_samples"] = self._num_partial
-        refused = [*kept[wanted:], *self._refused] if self._settings.keeps_refused else []
-        return RolloutFnTrainOutput(kept[:wanted], metrics | retries, refused)
+        refused = [*kept_groups[num_wanted:], *self._refused] if self._settings.keeps_refused else []
+        return RolloutFnTrainOutput(kept_groups[:num_wanted], metrics | retries, refused)
 
 
 def check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:

@@ -49,8 +49,8 @@ class Teacher:
             RuntimeError: the teacher refused the sample, or gave no number; names the sample.
         """
         if self._clients:
-            wanted = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]
-            await asyncio.gather(*(self._score(sample) for sample in wanted))
+            unscored = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]
+            await asyncio.gather(*(self._score(sample) for sample in unscored))
 
     async def _score(self, sample: Sample) -> None:
         sample.validate()
@@ -68,11 +68,11 @@ class Teacher:
         count = sample.response_length - (sample.prompt_length == 0)
         try:
             answer = await client.generate(payload)
-            found = input_log_probs(answer.meta_info, count)
+            log_probs = input_log_probs(answer.meta_info, count)
         except RuntimeError as error:
             raise RuntimeError(f"--opd-teacher-load: the teacher at sample {sample.index}: {error}") from error
-        found = np.concatenate([np.zeros(sample.response_length - count, np.float32), found])
-        sample.teacher_log_probs = found
+        log_probs = np.concatenate([np.zeros(sample.response_length - count, np.float32), log_probs])
+        sample.teacher_log_probs = log_probs
 
     async def __aenter__(self) -> Self:
         return self

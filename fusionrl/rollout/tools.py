@@ -106,8 +106,8 @@ class SearchTool:
         """At most `num_results` passages with a score above 0."""
         words = _bm25s().tokenize([query], show_progress=False, return_ids=False)
         number = min(self.num_results, len(self._passages))
-        found, scores = self._index.retrieve(words, k=number, show_progress=False)
-        return [self._passages[i] for i, score in zip(found[0], scores[0], strict=True) if score > 0]
+        documents, scores = self._index.retrieve(words, k=number, show_progress=False)
+        return [self._passages[i] for i, score in zip(documents[0], scores[0], strict=True) if score > 0]
 
 
 @functools.cache

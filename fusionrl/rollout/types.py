@@ -106,8 +106,8 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
         if not isinstance(sample, Sample):
             raise HookError(f"{_where(field, path)}: it returned a {type(sample).__name__} where a Sample is wanted")
         if sample.status == Sample.Status.PENDING and not sample.response_length and field in _GENERATING:
-            said = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
-            raise HookError(f"{_where(field, path)}: sample {sample.index} {said} status to FAILED", [sample])
+            problem = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
+            raise HookError(f"{_where(field, path)}: sample {sample.index} {problem} status to FAILED", [sample])
         try:
             check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:
@@ -136,8 +136,8 @@ def _as_groups(groups: object) -> list[list[Sample]]:
         raise ValueError(f"--rollout-function-path: it returned {type(groups).__name__}; a list of groups is wanted")
     strange = next((item for item in _leaves(groups) if not isinstance(item, Sample)), None)
     if strange is not None:
-        found = type(strange).__name__
-        raise ValueError(f"--rollout-function-path: it returned a {found} where a Sample is wanted")
+        type_name = type(strange).__name__
+        raise ValueError(f"--rollout-function-path: it returned a {type_name} where a Sample is wanted")
     if groups and not any(isinstance(group, list) for group in groups):
         # A flat list: the siblings of a group stand side by side.
         positions = range(len(groups))

@@ -25,8 +25,8 @@ _warnings: list[str] = []
 
 
 @dataclass
-class Answers:
-    """Answers of the policy's engines to the requests of one function.
+class EngineAnswers:
+    """EngineAnswers of the policy's engines to the requests of one function.
 
     parts         (tokens, their versions, temperature), int32 [n] each, in the order of the answers; empty where
                   `keeps_tokens` is off
@@ -58,17 +58,17 @@ class Answers:
             self.parts.append((tokens, versions, temperature))
 
 
-_answers: ContextVar[Answers | None] = ContextVar("answers", default=None)
+_answers: ContextVar[EngineAnswers | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
-def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[Answers]:
+def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[EngineAnswers]:
     """Note what the engines answer to `post` within the block, also in tasks and threads that are started in it.
 
     urls          of the policy's engines and their router
     keeps_tokens  to tell the versions of several pushes apart; else only which versions there were
     """
-    answers = Answers(tuple(f"{url}/" for url in urls if url), keeps_tokens)
+    answers = EngineAnswers(tuple(f"{url}/" for url in urls if url), keeps_tokens)
     token = _answers.set(answers)
     try:
         yield answers
@@ -83,20 +83,20 @@ def note_answer(url: str, answer: object, payload: Mapping[str, object]) -> None
         several = answer if isinstance(answer, list) else [answer]
         params = payload.get("sampling_params")
         each = params if isinstance(params, list) and len(params) == len(several) else [params] * len(several)
-        for one, own in zip(several, each, strict=True):
-            if isinstance(one, dict):
-                answers.add(one, own if isinstance(own, Mapping) else {})
+        for sample, versions in zip(several, each, strict=True):
+            if isinstance(sample, dict):
+                answers.add(sample, versions if isinstance(versions, Mapping) else {})
 
 
 @dataclass
-class Before:
+class OriginalResponse:
     """A sample's response before a user's function had it."""
 
     response: np.ndarray
     versions: np.ndarray | None
 
     @classmethod
-    def of(cls, sample: Sample) -> Before:
+    def of(cls, sample: Sample) -> OriginalResponse:
         """Keep what `fill_versions` compares the result with."""
         response, versions = _response(sample), split_versions(vars(sample)["weight_versions"])[0]
         return cls(response, np.array(versions, np.int32) if len(versions) else None)
@@ -109,7 +109,9 @@ class Before:
         return int(differs[0]) if len(differs) else shorter
 
 
-def fill_versions(samples: Sequence[Sample], answers: Answers, where: str, before: Before | None = None) -> None:
+def fill_versions(
+    samples: Sequence[Sample], answers: EngineAnswers, where: str, before: OriginalResponse | None = None
+) -> None:
     """Give each sample the versions that its function has not set, from the engines' answers.
 
     Texts that the function appended, one for each turn as in slime, tell of what the answers do not, and never of
@@ -130,27 +132,27 @@ def fill_versions(samples: Sequence[Sample], answers: Answers, where: str, befor
             _find(_response(sample)[num_kept:], known[num_kept:], answers)
             _tell_turns(sample, known, num_kept)
             _spread(sample, known)
-        found = known != UNKNOWN_VERSION
-        sample.weight_versions = known if found.any() else None
+        is_known = known != UNKNOWN_VERSION
+        sample.weight_versions = known if is_known.any() else None
         _note_temperatures(sample, answers, num_kept, where)
         if answers.changes:
             note_changes(sample, answers.changes)
-        if (~found & (response_mask(sample) > 0)).any():
+        if (~is_known & (response_mask(sample) > 0)).any():
             _warn(where)
 
 
 def take_warnings() -> list[str]:
     """Warnings since the last call."""
     with _lock:
-        found = list(_warnings)
+        collected = list(_warnings)
         _warnings.clear()
-    return found
+    return collected
 
 
-def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
+def _known(sample: Sample, before: OriginalResponse | None) -> np.ndarray | None:
     """[response_length] int32: the versions that the sample has, -1 elsewhere; None where its fields do not fit."""
-    own = vars(sample)
-    count, versions, mask = int(sample.response_length), own["weight_versions"], own["loss_mask"]
+    attributes = vars(sample)
+    count, versions, mask = int(sample.response_length), attributes["weight_versions"], attributes["loss_mask"]
     if count > sample.num_tokens or (mask is not None and len(mask) != count):
         return None
     known = np.full(count, UNKNOWN_VERSION, np.int32)
@@ -165,19 +167,21 @@ def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
             known[:same] = before.versions[:same]
         return known
     is_array = isinstance(versions, np.ndarray) and versions.dtype.kind == "i"
-    given = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
-    if before is not None and before.versions is not None and np.array_equal(given, before.versions):
+    turn_versions = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
+    if before is not None and before.versions is not None and np.array_equal(turn_versions, before.versions):
         # As it came: right for the tokens that are still there, not for those that were sampled anew.
         same = before.num_kept(sample)
-        known[:same] = given[:same]
+        known[:same] = turn_versions[:same]
         return known
-    if len(given) != count and (mask is None or len(given) > count):
+    if len(turn_versions) != count and (mask is None or len(turn_versions) > count):
         return None
-    known[: len(given)] = given  # tokens that the function appended by hand, with their masks, are not known
+    known[: len(turn_versions)] = (
+        turn_versions  # tokens that the function appended by hand, with their masks, are not known
+    )
     return known
 
 
-def _is_longer(sample: Sample, before: Before | None) -> bool:
+def _is_longer(sample: Sample, before: OriginalResponse | None) -> bool:
     """Return whether the response goes on from one of an earlier rollout: then texts are of turns since."""
     return before is not None and len(before.response) > 0 and before.num_kept(sample) > 0
 
@@ -191,8 +195,8 @@ def _tell_turns(sample: Sample, known: np.ndarray, num_kept: int) -> None:
     new = known[num_kept:]
     if not versions or len(versions) == len(known):
         return
-    given = sample.array("loss_mask")
-    trained = np.ones(len(new), bool) if given is None else np.asarray(given)[num_kept:] > 0
+    loss_mask = sample.array("loss_mask")
+    trained = np.ones(len(new), bool) if loss_mask is None else np.asarray(loss_mask)[num_kept:] > 0
     fits = trained & (new == UNKNOWN_VERSION)
     if len(set(versions)) == 1:
         new[fits] = versions[0]
@@ -203,7 +207,7 @@ def _tell_turns(sample: Sample, known: np.ndarray, num_kept: int) -> None:
         new[fits] = np.asarray(versions, np.int32)[turn[fits]]
 
 
-def _find(response: np.ndarray, known: np.ndarray, answers: Answers) -> None:
+def _find(response: np.ndarray, known: np.ndarray, answers: EngineAnswers) -> None:
     """Fill in what the answers tell: all of it where they are of one version, else where their tokens stand."""
     if len(answers.versions) == 1:
         known[known == UNKNOWN_VERSION] = next(iter(answers.versions))
@@ -218,7 +222,7 @@ def _find(response: np.ndarray, known: np.ndarray, answers: Answers) -> None:
         start = place + len(tokens)
 
 
-def _note_temperatures(sample: Sample, answers: Answers, num_kept: int, where: str) -> None:
+def _note_temperatures(sample: Sample, answers: EngineAnswers, num_kept: int, where: str) -> None:
     """Note the temperatures that the function asked for, unless it has set them itself; warn if none is found."""
     if not answers.temperatures or (sample.temperature is not None and not num_kept):
         return
@@ -241,23 +245,23 @@ def _note_temperatures(sample: Sample, answers: Answers, num_kept: int, where: s
 
 def _index(response: np.ndarray, tokens: np.ndarray, start: int) -> int | None:
     """Return the place at which `tokens` stand in `response`, from `start` on."""
-    whole, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
-    place = whole.find(part, start * size)
+    haystack, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
+    place = haystack.find(part, start * size)
     while place >= 0 and place % size:  # within a number
-        place = whole.find(part, place + 1)
+        place = haystack.find(part, place + 1)
     return place // size if place >= 0 else None
 
 
 def _spread(sample: Sample, known: np.ndarray) -> None:
     """Tokens that no engine sampled: the version of the token before, at the start that of the first one known."""
-    found = np.flatnonzero(known != UNKNOWN_VERSION)
-    if not len(found):
+    known_places = np.flatnonzero(known != UNKNOWN_VERSION)
+    if not len(known_places):
         return
-    given = sample.array("loss_mask")
-    mask = np.ones(len(known)) if given is None else given
+    loss_mask = sample.array("loss_mask")
+    mask = np.ones(len(known)) if loss_mask is None else loss_mask
     untrained = (known == UNKNOWN_VERSION) & (mask == 0)
     last = np.maximum.accumulate(np.where(known != UNKNOWN_VERSION, np.arange(len(known)), -1))
-    known[untrained] = known[np.where(last < 0, found[0], last)][untrained]
+    known[untrained] = known[np.where(last < 0, known_places[0], last)][untrained]
 
 
 def _response(sample: Sample) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionrl.buffer.step_staleness import StepsSince
+from fusionrl.buffer.step_staleness import StepStaleness
 from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard
@@ -32,7 +32,7 @@ def shards(dp_size: int = 2) -> list[TrainShard]:
 
 
 def count(rollout_id: int, **options: int) -> dict[str, float]:
-    since = StepsSince(rollout_id, **options)
+    since = StepStaleness(rollout_id, **options)
     for shard in shards():
         since.add(shard)
     return since.metrics()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusionrl.buffer.stream_metrics import state_numbers
-from fusionrl.buffer.token_counts import Tally, prefilled_again
+from fusionrl.buffer.token_counts import TokenCounts, prefilled_again
 from fusionrl.buffer.wait_times import StreamClock, reason_of
 from fusionrl.data.sample import Sample
 from fusionrl.pipeline.apply import apply
@@ -35,7 +35,7 @@ def test_what_is_prefilled_again(versions: list[int], count: int) -> None:
 
 
 def test_tokens_by_what_became_of_them() -> None:
-    tally = Tally()
+    tally = TokenCounts()
     short, long, filtered = sample(2, [0, 1]), sample(10), sample(6)
     failed = sample(4, status=Sample.Status.FAILED)
     tally.began(0, [Sample(tokens=[1, 2, 3])])
@@ -55,14 +55,14 @@ def test_tokens_by_what_became_of_them() -> None:
 
 
 def test_a_kv_cache_that_is_kept_is_not_computed_again() -> None:
-    tally, one = Tally(), sample(2, [0, 1])
+    tally, one = TokenCounts(), sample(2, [0, 1])
     tally.generated(0, [one])
     assert tally.take({0: [one]}, False)["pipeline/tokens_prefilled_again"] == 0.0
 
 
 def test_a_group_that_is_given_up_under_way() -> None:
     """What has ended of it was generated, and is dropped; its prompt may be tried again."""
-    tally, ended, going_on = Tally(), sample(5), Sample(tokens=[1, 2, 3])
+    tally, ended, going_on = TokenCounts(), sample(5), Sample(tokens=[1, 2, 3])
     tally.began(0, [ended, going_on])
     tally.dropped(0)
     tally.began(0, [going_on])
@@ -73,7 +73,7 @@ def test_a_group_that_is_given_up_under_way() -> None:
 
 
 def test_answers_of_a_checkpoint_are_trained_and_were_offered_before() -> None:
-    tally = Tally()
+    tally = TokenCounts()
     tally.generated(1, [sample(4)])
     found = tally.take({0: [sample(9)], 1: [sample(4)]}, True)
     assert found["pipeline/tokens_trained"] == 13.0 and found["pipeline/length_trained_by_offered"] == 1.0

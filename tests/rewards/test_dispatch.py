@@ -18,7 +18,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, take_lost
 from fusionrl.rewards.registry import RM_TYPES
-from fusionrl.rewards.settings import Fresh, Grading, Packer, RewardSettings
+from fusionrl.rewards.settings import Grading, GradingCopies, GradingPickler, RewardSettings
 
 HOOKS = """
 import asyncio, os
@@ -283,7 +283,7 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
 def test_flags_are_packed_once_for_as_long_as_nothing_changes(hooks: str) -> None:
     """Whatever a function could notice is packed anew: another value, a list that grew, a flag that came or went."""
     args = flags(f"{hooks}:length", prompt_data=["a"], number=1, abort_event=threading.Event())
-    settings, packer = RewardSettings.of_args(args), Packer()
+    settings, packer = RewardSettings.of_args(args), GradingPickler()
 
     def packed() -> bytes:
         found = packer.packed(settings.grading, args)
@@ -320,7 +320,7 @@ def test_flags_are_packed_once_for_as_long_as_nothing_changes(hooks: str) -> Non
 
 def test_what_a_function_writes_on_its_args_is_gone_at_the_next_sample() -> None:
     args = argparse.Namespace(number=1, names=["a"], nested={"deep": [1]})
-    fresh = Fresh(Grading(custom_rm_path="x.py:f").packed(args))
+    fresh = GradingCopies(Grading(custom_rm_path="x.py:f").packed(args))
     for _ in range(2):
         got = fresh.grading()
         assert vars(got.args) == vars(args) and got.custom_rm_path == "x.py:f"
@@ -328,7 +328,7 @@ def test_what_a_function_writes_on_its_args_is_gone_at_the_next_sample() -> None
         got.args.names.append("b")
         got.args.nested["deep"][0] = 2
         del got.args.nested
-    assert Fresh(Grading(rm_type="exact").packed(None)).grading() == Grading(rm_type="exact")
+    assert GradingCopies(Grading(rm_type="exact").packed(None)).grading() == Grading(rm_type="exact")
 
 
 def test_a_sample_that_nothing_scores_says_so() -> None:

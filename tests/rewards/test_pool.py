@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.pool import BLOCKED_S, Lost, RewardPool, RewardRaised
+from fusionrl.rewards.pool import BLOCKED_S, LostReward, RewardPool, RewardRaised
 from fusionrl.rewards.reward_call import is_async
 from fusionrl.rewards.settings import Grading
 
@@ -142,7 +142,7 @@ def test_one_of_a_thousand_never_returns(pool: RewardPool, hooks: str, name: str
         start = time.perf_counter()
         rewards, _ = score(pool, f"{hooks}:{name}", count, limit_s)
         took = time.perf_counter() - start
-        assert rewards[GUILTY] == Lost(reason)
+        assert rewards[GUILTY] == LostReward(reason)
         assert rewards[:GUILTY] + rewards[GUILTY + 1 :] == [float(i) for i in range(count) if i != GUILTY]
         if took <= longest:
             break
@@ -165,7 +165,7 @@ def test_a_blocked_loop_costs_nobody_else_a_short_limit(pool: RewardPool, hooks:
     """The limit is over before the pool can know that the loop is blocked, and by whom."""
     score(pool, f"{hooks}:waits", 10, 5.0)  # a process is there
     rewards, _ = score(pool, f"{hooks}:{name}", 100, BLOCKED_S - 0.3)
-    assert rewards == [Lost("timeout") if i == GUILTY else float(i) for i in range(100)]
+    assert rewards == [LostReward("timeout") if i == GUILTY else float(i) for i in range(100)]
 
 
 def test_what_a_reward_function_prints_is_not_lost(

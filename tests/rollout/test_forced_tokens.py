@@ -15,7 +15,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.rollout import weight_versions
 from fusionrl.rollout.forced_tokens import found_in, num_unsampled, warn_of_unsampled
 from fusionrl.rollout.generate import custom_generate
-from fusionrl.rollout.weight_versions import Answers, Before, take_warnings
+from fusionrl.rollout.weight_versions import EngineAnswers, OriginalResponse, take_warnings
 from tests.rollout.test_weight_versions import answer, context
 
 
@@ -47,8 +47,10 @@ def test_tokens_of_the_answers_are_found(
 
 
 def said_of(sample: Sample, *answers: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-    noted = Answers((), parts=[(np.array(one, np.int32), np.zeros(len(one), np.int32), 1.0) for one in answers])
-    warn_of_unsampled([sample], noted, "--custom-generate-function-path f", Before(np.array(before, np.int32), None))
+    noted = EngineAnswers((), parts=[(np.array(one, np.int32), np.zeros(len(one), np.int32), 1.0) for one in answers])
+    warn_of_unsampled(
+        [sample], noted, "--custom-generate-function-path f", OriginalResponse(np.array(before, np.int32), None)
+    )
     return take_warnings()
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
-from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
+from fusionrl.rollout.sessions.messages import Call, Refused, TurnReply, TurnRequest
 from fusionrl.rollout.types import SESSION
 from tests.rollout.engine import Engine
 from tests.rollout.test_agent import call, folder  # noqa: F401
@@ -36,11 +36,11 @@ def test_payloads_have_every_field_of_the_packages_types(api: Any, module: str, 
     types = pytest.importorskip(module)
     whole, part = TypeAdapter(getattr(types, answer)), TypeAdapter(getattr(types, event))
     calls = ((), (Call("call00000", "f", '{"x": 1}'),))
-    asked = Asked([{"role": "user", "content": "x"}], tools=TOOLS, model="m", wants_usage=True, longest=9)
+    asked = TurnRequest([{"role": "user", "content": "x"}], tools=TOOLS, model="m", wants_usage=True, longest=9)
     for text, made, finish, stop in itertools.product(
         ("", "Hm."), calls, ("stop", "length", "tool_calls"), ("S", None)
     ):
-        said = Said(text, made, finish, stop, 10, 4, 5)
+        said = TurnReply(text, made, finish, stop, 10, 4, 5)
         whole.validate_python(api.answer(asked, said))
         for value in _data(api.events(asked, said)):
             part.validate_python(value)
@@ -122,8 +122,8 @@ def test_a_thread_is_refused_as_the_loop_of_tools_reads_it() -> None:
 
 def test_calls_of_other_turns_stay_apart() -> None:
     """A call goes to the turn before its neighbours' outputs only if its id names that turn."""
-    said = Said("", (Call("1", "f", "{}"), Call("2", "g", "{}")), "tool_calls", None, 1, 0, 1)
-    answer: Any = responses_api.answer(Asked([]), said)
+    said = TurnReply("", (Call("1", "f", "{}"), Call("2", "g", "{}")), "tool_calls", None, 1, 0, 1)
+    answer: Any = responses_api.answer(TurnRequest([]), said)
     first, second = answer["output"]
     outputs = [{"type": "function_call_output", "call_id": number, "output": "x"} for number in "12"]
     user = {"role": "user", "content": "x"}

@@ -12,7 +12,7 @@ import pytest
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
-from fusionrl.rollout.sessions.messages import Asked, Fields, Refused
+from fusionrl.rollout.sessions.messages import Fields, Refused, TurnRequest
 from fusionrl.rollout.sessions.segments import Segments
 from tests.tiny_model import make_byte_tokenizer
 
@@ -41,7 +41,7 @@ APIS: dict[str, tuple[Any, tuple[tuple[str, str], ...], dict[str, Any]]] = {
         {"messages": ASK, "max_tokens": 9},
     ),
 }
-# What each taken field may hold, and what becomes of it: an attribute of `Asked` and its value.
+# What each taken field may hold, and what becomes of it: an attribute of `TurnRequest` and its value.
 TAKEN: dict[str, dict[str, tuple[Any, str, Any]]] = {
     CHAT: {
         "messages": ([{"role": "developer", "content": "x"}], "messages", [{"role": "system", "content": "x"}]),
@@ -99,10 +99,10 @@ def fields(name: str) -> Fields:
     return found
 
 
-def ask(name: str, **more: Any) -> Asked:
+def ask(name: str, **more: Any) -> TurnRequest:
     module, _, body = APIS[name]
     asked = module.read({**body, **more})
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, TurnRequest)
     return asked
 
 
@@ -193,7 +193,7 @@ def segments(template: str, **kwargs: Any) -> Segments:
     return Segments(tokenizer, kwargs, Sample())
 
 
-def prompt(found: Segments, asked: Asked) -> str:
+def prompt(found: Segments, asked: TurnRequest) -> str:
     return str(found.begun(asked, found.template_of(asked)).prompt)
 
 

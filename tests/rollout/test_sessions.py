@@ -516,10 +516,10 @@ def test_a_rollout_that_ends_takes_its_sessions_back(folder: str) -> None:  # no
 def test_the_wire_format_of_streams() -> None:
     """The events of both protocols, in full, as their clients read them (above) and as their authors describe them."""
     from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
-    from fusionrl.rollout.sessions.messages import Asked, Call, Said
+    from fusionrl.rollout.sessions.messages import Call, TurnReply, TurnRequest
 
-    asked = Asked([], model="m", wants_usage=True)
-    said = Said("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
+    asked = TurnRequest([], model="m", wants_usage=True)
+    said = TurnReply("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
     chunks = [line.decode().removeprefix("data: ").strip() for line in openai_api.events(asked, said)]
     assert chunks.pop() == "[DONE]"
     bodies = [json.loads(chunk) for chunk in chunks]

@@ -17,7 +17,14 @@ from fusionrl.data.sample import Sample, response_mask
 from fusionrl.plugin_api import post, run
 from fusionrl.rollout import weight_versions
 from fusionrl.rollout.generate import SampleContext, custom_generate
-from fusionrl.rollout.weight_versions import Answers, Before, fill_versions, note_answer, noting_answers, take_warnings
+from fusionrl.rollout.weight_versions import (
+    EngineAnswers,
+    OriginalResponse,
+    fill_versions,
+    note_answer,
+    noting_answers,
+    take_warnings,
+)
 
 URL = "http://engine:1"
 URLS = [URL, "http://engine:2"]
@@ -54,7 +61,7 @@ def forget_warnings() -> None:
     weight_versions._warned.clear()
 
 
-def filled(sample: Sample, *answers: dict[str, Any], before: Before | None = None, **options: Any) -> Any:
+def filled(sample: Sample, *answers: dict[str, Any], before: OriginalResponse | None = None, **options: Any) -> Any:
     with noting_answers(URLS, **options) as noted:
         for one in answers:
             note_answer(f"{URL}/generate", one, {})
@@ -82,7 +89,7 @@ def test_turns_of_different_versions_are_found_by_their_tokens() -> None:
     # Several samples of one call.
     parts = [(np.array([token], np.int32), np.array([version], np.int32), 1.0) for token, version in ((5, 3), (6, 4))]
     both = [by_hand(([6], 1)), by_hand(([5], 1))]
-    fill_versions(both, Answers((), parts=parts, versions={3, 4}), "f")
+    fill_versions(both, EngineAnswers((), parts=parts, versions={3, 4}), "f")
     assert [list(one.weight_versions) for one in both] == [[4], [3]]  # type: ignore[arg-type]
 
 
@@ -120,7 +127,7 @@ def test_a_sample_of_an_earlier_rollout() -> None:
     """The function goes on with it, or begins anew: what an earlier version sampled keeps that version."""
     first = by_hand(([5, 6], 1))
     first.weight_versions = np.array([2, 2], np.int32)
-    before = Before.of(first)
+    before = OriginalResponse.of(first)
     longer, anew = by_hand(([5, 6, 7], 1)), by_hand(([5, 8], 1))
     longer.weight_versions = anew.weight_versions = first.weight_versions
     assert filled(longer, answer([7], "3"), before=before) == [2, 2, 3]
@@ -130,10 +137,12 @@ def test_a_sample_of_an_earlier_rollout() -> None:
 def test_a_text_for_a_turn_is_of_that_turn_alone() -> None:
     """slime's functions append one; what an earlier rollout sampled keeps its versions."""
 
-    def resumed(*texts: str, mask: list[int] | None = None, held: list[int] | None = None) -> tuple[Sample, Before]:
+    def resumed(
+        *texts: str, mask: list[int] | None = None, held: list[int] | None = None
+    ) -> tuple[Sample, OriginalResponse]:
         first = by_hand(([5, 6], 1))
         first.weight_versions = np.array([2, 3], np.int32)
-        before = Before.of(first)
+        before = OriginalResponse.of(first)
         longer = by_hand(([5, 6, 7, 8, 9], 1))
         longer.loss_mask = mask
         longer.weight_versions = [*([2, 3] if held is None else held), *texts]
@@ -153,7 +162,7 @@ def test_a_text_for_a_turn_is_of_that_turn_alone() -> None:
     fresh.weight_versions = ["4", "5"]  # type: ignore[list-item]
     assert filled(fresh) == [4, 4, 4, 5]
     unknown = by_hand(([5, 6, 7], 1))
-    assert filled(unknown, answer([7], "4"), before=Before.of(by_hand(([5, 6], 1)))) == [-1, -1, 4]
+    assert filled(unknown, answer([7], "4"), before=OriginalResponse.of(by_hand(([5, 6], 1)))) == [-1, -1, 4]
 
 
 def test_a_text_of_a_turn_outlives_the_tokens_of_a_tool() -> None:
@@ -188,7 +197,7 @@ def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: P
         assert made.weight_versions == ([2, 2, 3] if former is not None else [-1, -1, 3])
     named = by_hand(([5, 6], 1))
     named.weight_versions = ["default", "2"]  # type: ignore[list-item]
-    assert Before.of(named).versions is None, "texts, as a rollout function of slime's leaves them"
+    assert OriginalResponse.of(named).versions is None, "texts, as a rollout function of slime's leaves them"
 
 
 def test_only_the_policys_engines_are_heard() -> None:

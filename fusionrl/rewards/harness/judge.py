@@ -48,7 +48,7 @@ def _ask(kind, place, values=(), named=None):
             name, text = answer["raised"]
         else:
             value = decode(answer["value"], _remote)
-            after = [decode(one, _remote) for one in answer["values"]]
+            after = [decode(item, _remote) for item in answer["values"]]
     except (
         ValueError,
         TypeError,
@@ -109,8 +109,8 @@ def _refuse(*_):
 def _value(remote):
     """The value of a global of the program, if that is plain data; it may have changed since the last question."""
     place = object.__getattribute__(remote, "_place")
-    found = _ask("name", place["name"]) if "name" in place else []
-    return found[0] if found and type(found[0]) is not Remote else _refuse()
+    members = _ask("name", place["name"]) if "name" in place else []
+    return members[0] if members and type(members[0]) is not Remote else _refuse()
 
 
 def _ask_of_class(question, remote, value):
@@ -120,7 +120,7 @@ def _ask_of_class(question, remote, value):
 
 
 def _on_value(function):
-    return lambda remote, *others: function(_value(remote), *others)
+    return lambda remote, *operands: function(_value(remote), *operands)
 
 
 def _on_value_at_right(function):
@@ -184,12 +184,12 @@ class Names(dict):
     def __missing__(self, name):
         if name not in self._remote:
             raise KeyError(name)
-        found = _ask("name", name)
-        if not found:
+        value = _ask("name", name)
+        if not value:
             raise NameError(f"name {name!r} is not defined")  # and no built-in function of that name
         # A list may change, or be changed by the test: it stays there.
-        is_mutable = not isinstance(found[0], (type(None), int, float, complex, str, bytes, tuple, frozenset, Remote))
-        return Remote({"name": name}, "name") if is_mutable else found[0]
+        is_mutable = not isinstance(value[0], (type(None), int, float, complex, str, bytes, tuple, frozenset, Remote))
+        return Remote({"name": name}, "name") if is_mutable else value[0]
 
 
 def _main():

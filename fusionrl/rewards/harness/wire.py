@@ -26,7 +26,7 @@ _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items())
 _TIMES = ("date", "datetime", "time")
 
 
-def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
+def encode(value: Any, encode_object: Callable[[Any], Any], depth: int = 0) -> Any:
     """Return the wire form of `value`; `other(value)` gives that of what is no plain data.
 
     Objects of subclasses become plain ones (a Counter a dict, an IntEnum an int), scalars of numpy Python's numbers.
@@ -35,7 +35,7 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
         raise ValueError("the value is nested too deeply")
 
     def inner(values: Any) -> list[Any]:
-        return [encode(item, other, depth + 1) for item in values]
+        return [encode(item, encode_object, depth + 1) for item in values]
 
     if value is None or type(value) is bool:
         return value
@@ -65,11 +65,11 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
     if name == "Decimal" and "decimal" in sys.modules:
         return {"D": str(value)}
     if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
-        return encode(value.item(), other, depth + 1)
-    return other(value)
+        return encode(value.item(), encode_object, depth + 1)
+    return encode_object(value)
 
 
-def encode_library(value: Any, inner: Callable[[Any], Any], other: Callable[[Any], Any]) -> object:
+def encode_library(value: Any, inner: Callable[[Any], Any], encode_object: Callable[[Any], Any]) -> object:
     """Return the wire form of an object of the standard library or of numpy, whose equality needs no program's code.
 
     `inner(item)` gives the form of an item in it, `other(value)` that of any other object, also of a subclass.
@@ -87,10 +87,10 @@ def encode_library(value: Any, inner: Callable[[Any], Any], other: Callable[[Any
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray and value.dtype.kind in "biufc":
         return {"n": [value.dtype.str, list(value.shape), [encode(item, inner) for item in value.ravel().tolist()]]}
-    return other(value)
+    return encode_object(value)
 
 
-def _decode_library(tag: str, payload: Any, other: Callable[[Any], Any]) -> Any:
+def _decode_library(tag: str, payload: Any, decode_object: Callable[[Any], Any]) -> Any:
     first, rest = payload[0], payload[-1]
     if tag == "T":
         import datetime
@@ -98,7 +98,7 @@ def _decode_library(tag: str, payload: Any, other: Callable[[Any], Any]) -> Any:
         if first == "timedelta":
             return datetime.timedelta(*rest)
         return getattr(datetime, _TIMES[_TIMES.index(first)]).fromisoformat(rest)
-    items = [decode(item, other) for item in rest]
+    items = [decode(item, decode_object) for item in rest]
     if tag == "q":
         return deque(items, first)
     if tag == "v":
@@ -113,10 +113,10 @@ def _decode_library(tag: str, payload: Any, other: Callable[[Any], Any]) -> Any:
     return numpy.array(items, dtype=first).reshape(shape)
 
 
-def decode(wire: Any, other: Callable[[Any], Any]) -> Any:
+def decode(wire: Any, decode_object: Callable[[Any], Any]) -> Any:
     """Return the value of a wire form; `other(payload)` gives what stands for an object."""
     if isinstance(wire, list):
-        return [decode(item, other) for item in wire]
+        return [decode(item, decode_object) for item in wire]
     if not isinstance(wire, dict):
         return wire
     ((tag, payload),) = wire.items()
@@ -131,10 +131,10 @@ def decode(wire: Any, other: Callable[[Any], Any]) -> Any:
 
         return Fraction(int(payload[0], 16), int(payload[1], 16))
     if tag == "o":
-        return other(payload)
+        return decode_object(payload)
     if tag in ("n", "q", "T", "v"):
-        return _decode_library(tag, payload, other)
-    items = [decode(item, other) for item in payload]
+        return _decode_library(tag, payload, decode_object)
+    items = [decode(item, decode_object) for item in payload]
     kinds: dict[str, Callable[[Any], Any]]
     kinds = {"c": lambda parts: complex(*parts), "t": tuple, "s": set, "z": frozenset, "d": dict}
     return kinds[tag](items)

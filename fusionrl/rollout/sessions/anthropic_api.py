@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from fusionrl.rollout.sessions.messages import (
     GRAMMARS,
     MORE_SAMPLING,
-    Asked,
     Fields,
     Message,
     Refused,
-    Said,
     Switches,
+    TurnReply,
+    TurnRequest,
     call_message,
     checked,
     choice_of,
@@ -55,7 +55,7 @@ _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-def read(body: Mapping[str, object]) -> Asked:
+def read(body: Mapping[str, object]) -> TurnRequest:
     """Read a request of `/v1/messages`.
 
     Raises:
@@ -74,9 +74,9 @@ def read(body: Mapping[str, object]) -> Asked:
     messages: list[Message] = []
     if system := content_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
-    for given in objects(body.get("messages"), "messages"):
-        messages += _messages(given)
-    return Asked(
+    for message in objects(body.get("messages"), "messages"):
+        messages += _messages(message)
+    return TurnRequest(
         messages=checked(messages),
         tools=[_tool(tool) for tool in tools],
         longest=whole_number(body.get("max_tokens"), "max_tokens"),
@@ -103,9 +103,9 @@ def _thinks(thinking: Mapping[str, object]) -> bool | None:
     return None if kind in (None, "adaptive") else kind == "enabled"
 
 
-def _messages(given: Mapping[str, object]) -> list[Message]:
+def _messages(source: Mapping[str, object]) -> list[Message]:
     """The messages of one of Anthropic's: its results of tools are messages of their own, before its text."""
-    role, content = given.get("role"), given.get("content")
+    role, content = source.get("role"), source.get("content")
     if role not in ("user", "assistant", "system"):
         raise Refused(f"a message has the role {role!r}; known are user and assistant")
     if not isinstance(content, list):
@@ -132,30 +132,32 @@ def _messages(given: Mapping[str, object]) -> list[Message]:
     return results if results and not plain else [*results, message]
 
 
-def _tool(given: Mapping[str, object]) -> Message:
-    name, parameters = given.get("name"), given.get("input_schema")
-    if given.get("type") not in (None, "custom") or not isinstance(name, str) or not isinstance(parameters, dict):
-        raise Refused(f"a tool of type {given.get('type')!r}; only tools with a name and an input_schema can be called")
-    return function_of(name, given.get("description"), parameters)
+def _tool(definition: Mapping[str, object]) -> Message:
+    name, parameters = definition.get("name"), definition.get("input_schema")
+    if definition.get("type") not in (None, "custom") or not isinstance(name, str) or not isinstance(parameters, dict):
+        raise Refused(
+            f"a tool of type {definition.get('type')!r}; only tools with a name and an input_schema can be called"
+        )
+    return function_of(name, definition.get("description"), parameters)
 
 
 # ------------------------------------------------------------------------------------------------ answers
-def answer(asked: Asked, said: Said) -> Message:
+def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
     """The body of an answer."""
     return {
-        **_head(asked, _usage(said)),
-        "content": _blocks(said),
-        "stop_reason": _stop_reason(said),
-        "stop_sequence": said.stop_string,
+        **_head(turn_request, _usage(reply)),
+        "content": _blocks(reply),
+        "stop_reason": _stop_reason(reply),
+        "stop_sequence": reply.stop_string,
     }
 
 
-def events(asked: Asked, said: Said) -> Iterator[bytes]:
+def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
     """The events of a streamed answer."""
-    usage = _usage(said)
-    head = _head(asked, {**usage, "output_tokens": 0})
+    usage = _usage(reply)
+    head = _head(turn_request, {**usage, "output_tokens": 0})
     yield _event("message_start", {"message": {**head, "content": [], "stop_reason": None, "stop_sequence": None}})
-    for index, block in enumerate(_blocks(said)):
+    for index, block in enumerate(_blocks(reply)):
         start: Message
         delta: Message
         if block["type"] == "text":
@@ -166,8 +168,8 @@ def events(asked: Asked, said: Said) -> Iterator[bytes]:
         yield _event("content_block_start", {"index": index, "content_block": start})
         yield _event("content_block_delta", {"index": index, "delta": delta})
         yield _event("content_block_stop", {"index": index})
-    reason = {"stop_reason": _stop_reason(said), "stop_sequence": said.stop_string}
-    yield _event("message_delta", {"delta": reason, "usage": {"output_tokens": said.num_sampled}})
+    reason = {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_string}
+    yield _event("message_delta", {"delta": reason, "usage": {"output_tokens": reply.num_sampled}})
     yield _event("message_stop", {})
 
 
@@ -183,29 +185,29 @@ def error_event(refused: Refused) -> bytes:
     return _event("error", error(refused))
 
 
-def _head(asked: Asked, usage: Message) -> Message:
+def _head(turn_request: TurnRequest, usage: Message) -> Message:
     name = f"msg_{uuid.uuid4().hex}"
-    return {"id": name, "type": "message", "role": "assistant", "model": asked.model, "usage": usage}
+    return {"id": name, "type": "message", "role": "assistant", "model": turn_request.model, "usage": usage}
 
 
-def _blocks(said: Said) -> list[Message]:
+def _blocks(reply: TurnReply) -> list[Message]:
     """The content; never empty, as agents read `content[0].text`."""
-    text: list[Message] = [{"type": "text", "text": said.text}] if said.text or not said.calls else []
-    calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in said.calls]
+    text: list[Message] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in reply.calls]
     return [*text, *calls]
 
 
-def _stop_reason(said: Said) -> str:
-    return "stop_sequence" if said.stop_string is not None else _FINISH[said.finish]
+def _stop_reason(reply: TurnReply) -> str:
+    return "stop_sequence" if reply.stop_string is not None else _FINISH[reply.finish]
 
 
-def _usage(said: Said) -> Message:
+def _usage(reply: TurnReply) -> Message:
     """Tokens; `input_tokens` are those that no cache had, as Anthropic counts."""
     return {
-        "input_tokens": said.num_asked - said.num_cached,
-        "cache_read_input_tokens": said.num_cached,
+        "input_tokens": reply.num_prompt_tokens - reply.num_cached,
+        "cache_read_input_tokens": reply.num_cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": said.num_sampled,
+        "output_tokens": reply.num_sampled,
     }
 
 

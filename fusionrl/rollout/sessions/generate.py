@@ -79,10 +79,14 @@ async def _run_agent(agent: Agent, args: Namespace, sample: Sample, session: Ses
     """The agent's reward; None where it gives none, or gave up: the context is full, its client refused a turn that a
     limit cut, or the rollout has ended."""
     where, function = f"{agent.setting} {agent.path}", agent.function
-    given = (args, sample, session.base_url, session.api_key)
+    arguments = (args, sample, session.base_url, session.api_key)
     try:
         with user_code(where, agent.path, sample):
-            called = function(*given) if _is_async(function) else await _in_thread(functools.partial(function, *given))
+            called = (
+                function(*arguments)
+                if _is_async(function)
+                else await _in_thread(functools.partial(function, *arguments))
+            )
             reward = await called if inspect.isawaitable(called) else called
     except HookError as error:
         gave_up = session.lacks_room and _says(error, NO_ROOM)
@@ -91,8 +95,8 @@ async def _run_agent(agent: Agent, args: Namespace, sample: Sample, session: Ses
             return None  # the samples say so, or the failure does
         raise
     if reward is None and not _is_scored(args, sample):
-        said = "it returned None, and nothing else gives a reward: return one, or add --rm-type or --custom-rm-path"
-        raise HookError(f"{where}: {said}", [sample])
+        problem = "it returned None, and nothing else gives a reward: return one, or add --rm-type or --custom-rm-path"
+        raise HookError(f"{where}: {problem}", [sample])
     if reward is None or isinstance(reward, dict):
         return reward
     if isinstance(reward, Real):
@@ -146,8 +150,8 @@ def _says(error: BaseException | None, words: str) -> bool:
 
 def _is_scored(args: Namespace, sample: Sample) -> bool:
     """Return whether the run gives a reward to a sample that has none."""
-    own = sample.custom_rm_path or (sample.metadata or {}).get("rm_type")
-    return bool(args.rm_type or args.custom_rm_path or args.use_opd or own)
+    rm_type = sample.custom_rm_path or (sample.metadata or {}).get("rm_type")
+    return bool(args.rm_type or args.custom_rm_path or args.use_opd or rm_type)
 
 
 def _is_async(function: Callable[..., object]) -> bool:
@@ -161,5 +165,5 @@ async def _share_reward(args: Namespace, samples: list[Sample]) -> None:
         return
     last = samples[-1]
     reward = await score_sample(settings, last)
-    for one in samples:
-        one.reward, one.status = reward, last.status if last.status == Sample.Status.FAILED else one.status
+    for item in samples:
+        item.reward, item.status = reward, last.status if last.status == Sample.Status.FAILED else item.status

@@ -47,7 +47,7 @@ class Switches:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """A request for one turn of the model.
 
     longest      tokens of the turn, at most; None: the run's limit
@@ -92,7 +92,7 @@ class Fields:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, body: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return (ignored, constraints) of a request, as in `Asked`.
+        """Return (ignored, constraints) of a request, as in `TurnRequest`.
 
         Raises:
             Refused: a field that would be ignored although it asks for something.
@@ -123,7 +123,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Said:
+class TurnReply:
     """What the model answered.
 
     finish       "stop", "length" or "tool_calls"
@@ -134,16 +134,16 @@ class Said:
     calls: tuple[Call, ...]
     finish: str
     stop_string: str | None
-    num_asked: int
+    num_prompt_tokens: int
     num_cached: int
     num_sampled: int
 
     def message(self) -> Message:
         """The message that stands for it in the conversation."""
-        made: Message = {"role": "assistant", "content": self.text}
+        message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
-            made["tool_calls"] = [call_message(call.id, call.name, call.arguments) for call in self.calls]
-        return made
+            message["tool_calls"] = [call_message(call.id, call.name, call.arguments) for call in self.calls]
+        return message
 
 
 def call_message(call_id: str, name: str, arguments: object) -> Message:
@@ -155,7 +155,7 @@ def same(first: Sequence[Message], second: Sequence[Message]) -> bool:
     """Return whether two conversations say the same.
 
     White space around what the assistant said does not count, nor do fields that no template renders, nor a name that
-    the agent gives to what the model said.
+    the agent gives to what the model reply.
     """
     return len(first) == len(second) and all(map(_same_message, first, second))
 
@@ -186,11 +186,11 @@ def content_of(content: object, role: object) -> str | list[Message]:
         return ""
     if isinstance(content, str):
         return content
-    what = f"the content of a message of {role}"
+    field = f"the content of a message of {role}"
     parts = []
-    for part in objects(content, what):
+    for part in objects(content, field):
         if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Refused(f"{what} holds a part of type {part.get('type')!r}; only text can be rendered")
+            raise Refused(f"{field} holds a part of type {part.get('type')!r}; only text can be rendered")
         parts.append(str(part["text"]))
     return "".join(parts) if role == "assistant" or len(parts) < 2 else [{"type": "text", "text": p} for p in parts]
 
@@ -204,18 +204,18 @@ def function_of(name: str, description: object, parameters: object) -> Message:
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     if not isinstance(description, str | None) or not isinstance(schema, dict):
         raise Refused(f"the tool {name!r} wants a description in words and parameters as a JSON schema")
-    told = {} if description is None else {"description": description}
-    return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
+    description_entry = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **description_entry, "parameters": schema}}
 
 
-def objects(value: object, what: str) -> list[Mapping[str, object]]:
+def objects(value: object, field: str) -> list[Mapping[str, object]]:
     """Return a list of JSON objects.
 
     Raises:
         Refused: it is none.
     """
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise Refused(f"{what} is no list of objects")
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Refused(f"{field} is no list of objects")
     return value
 
 
@@ -271,7 +271,7 @@ def object_of(body: Mapping[str, object], name: str, known: str | None = None) -
     return value
 
 
-def whole_number(value: object, what: str) -> int | None:
+def whole_number(value: object, field: str) -> int | None:
     """Return a limit of at least 1; None where none is given.
 
     Raises:
@@ -280,20 +280,20 @@ def whole_number(value: object, what: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise Refused(f"{what} is {value!r}; a whole number of at least 1 is wanted")
+        raise Refused(f"{field} is {value!r}; a whole number of at least 1 is wanted")
     return value
 
 
-def texts(value: object, what: str) -> tuple[str, ...]:
+def texts(value: object, field: str) -> tuple[str, ...]:
     """Return strings that are given as one or as a list.
 
     Raises:
         Refused: something else, or an empty string.
     """
-    found = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise Refused(f"{what} is {value!r:.80}; strings are wanted")
-    return tuple(found)
+    items = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise Refused(f"{field} is {value!r:.80}; strings are wanted")
+    return tuple(items)
 
 
 def checked(messages: list[Message]) -> list[Message]:

@@ -12,12 +12,12 @@ from fusionrl.rollout.sessions.messages import (
     GRAMMARS,
     MORE_SAMPLING,
     ROLES,
-    Asked,
     Fields,
     Message,
     Refused,
-    Said,
     Switches,
+    TurnReply,
+    TurnRequest,
     call_message,
     checked,
     choice_of,
@@ -60,7 +60,7 @@ KEEP_ALIVE = b": the model is answering\n\n"
 _TEXTS = (*THOUGHTS, "refusal", "name")  # of a message, for the chat template
 
 
-def read(body: Mapping[str, object]) -> Asked:
+def read(body: Mapping[str, object]) -> TurnRequest:
     """Read a request of `/v1/chat/completions`.
 
     Raises:
@@ -76,8 +76,8 @@ def read(body: Mapping[str, object]) -> Asked:
     limits = [whole_number(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
     options = body.get("stream_options")
     tools = objects(body.get("tools") or [], "tools")
-    return Asked(
-        messages=checked([_message(one) for one in objects(body.get("messages"), "messages")]),
+    return TurnRequest(
+        messages=checked([_message(message) for message in objects(body.get("messages"), "messages")]),
         tools=[_tool(tool) for tool in tools],
         longest=min((limit for limit in limits if limit is not None), default=None),
         stop=texts(body.get("stop"), "stop"),
@@ -97,63 +97,69 @@ def read(body: Mapping[str, object]) -> Asked:
     )
 
 
-def _message(given: Mapping[str, object]) -> Message:
-    role = "system" if given.get("role") == "developer" else given.get("role")
+def _message(message: Mapping[str, object]) -> Message:
+    role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ROLES:
         raise Refused(f"a message has the role {role!r}; known are {', '.join(ROLES)}")
     for name in ("function_call", "audio"):
-        if given.get(name):
+        if message.get(name):
             raise Refused(f"{name} of a message: {FIELDS.refused[name]}")
-    made: Message = {"role": role, "content": content_of(given.get("content"), role)}
-    made |= {name: text for name in _TEXTS if (text := text_of(given, name))}
+    cleaned: Message = {"role": role, "content": content_of(message.get("content"), role)}
+    cleaned |= {name: text for name in _TEXTS if (text := text_of(message, name))}
     if role == "tool":
-        if not isinstance(given.get("tool_call_id"), str):
+        if not isinstance(message.get("tool_call_id"), str):
             raise Refused("a message of a tool has no tool_call_id")
-        made["tool_call_id"] = given["tool_call_id"]
-    if calls := objects(given.get("tool_calls") or [], "tool_calls"):
-        made["tool_calls"] = [_call(call) for call in calls]
-    return made
+        cleaned["tool_call_id"] = message["tool_call_id"]
+    if calls := objects(message.get("tool_calls") or [], "tool_calls"):
+        cleaned["tool_calls"] = [_call(call) for call in calls]
+    return cleaned
 
 
-def _call(given: Mapping[str, object]) -> Message:
-    function = given.get("function")
+def _call(call: Mapping[str, object]) -> Message:
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused("a call of a tool has no function with a name")
-    return call_message(str(given.get("id")), function["name"], function.get("arguments"))
+    return call_message(str(call.get("id")), function["name"], function.get("arguments"))
 
 
-def _tool(given: Mapping[str, object]) -> Message:
-    function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"a tool of type {given.get('type')!r}; only functions with a name and parameters can be called")
+def _tool(definition: Mapping[str, object]) -> Message:
+    function = definition.get("function")
+    if (
+        definition.get("type") != "function"
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
+        raise Refused(
+            f"a tool of type {definition.get('type')!r}; only functions with a name and parameters can be called"
+        )
     return function_of(function["name"], function.get("description"), function.get("parameters"))
 
 
 # ------------------------------------------------------------------------------------------------ answers
-def answer(asked: Asked, said: Said) -> Message:
+def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
     """The body of an answer."""
-    message: Message = {"role": "assistant", "content": said.text or (None if said.calls else ""), "refusal": None}
-    if said.calls:
-        message["tool_calls"] = _calls(said)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": said.finish}
-    return {**_head(asked, "chat.completion"), "choices": [choice], "usage": _usage(said)}
+    message: Message = {"role": "assistant", "content": reply.text or (None if reply.calls else ""), "refusal": None}
+    if reply.calls:
+        message["tool_calls"] = _calls(reply)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish}
+    return {**_head(turn_request, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def events(asked: Asked, said: Said) -> Iterator[bytes]:
+def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
     """The events of a streamed answer."""
-    head = _head(asked, "chat.completion.chunk")
+    head = _head(turn_request, "chat.completion.chunk")
 
     def event(delta: Message, finish: str | None = None) -> bytes:
         return _event({**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]})
 
     yield event({"role": "assistant", "content": ""})
-    if said.text:
-        yield event({"content": said.text})
-    for index, call in enumerate(_calls(said)):
+    if reply.text:
+        yield event({"content": reply.text})
+    for index, call in enumerate(_calls(reply)):
         yield event({"tool_calls": [{"index": index, **call}]})
-    yield event({}, said.finish)
-    if asked.wants_usage:
-        yield _event({**head, "choices": [], "usage": _usage(said)})
+    yield event({}, reply.finish)
+    if turn_request.wants_usage:
+        yield _event({**head, "choices": [], "usage": _usage(reply)})
     yield b"data: [DONE]\n\n"
 
 
@@ -168,23 +174,28 @@ def error_event(refused: Refused) -> bytes:
     return _event(error(refused))
 
 
-def _head(asked: Asked, kind: str) -> Message:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(turn_request: TurnRequest, kind: str) -> Message:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": turn_request.model,
+    }
 
 
-def _calls(said: Said) -> list[Message]:
+def _calls(reply: TurnReply) -> list[Message]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in said.calls
+        for call in reply.calls
     ]
 
 
-def _usage(said: Said) -> Message:
+def _usage(reply: TurnReply) -> Message:
     return {
-        "prompt_tokens": said.num_asked,
-        "completion_tokens": said.num_sampled,
-        "total_tokens": said.num_asked + said.num_sampled,
-        "prompt_tokens_details": {"cached_tokens": said.num_cached},
+        "prompt_tokens": reply.num_prompt_tokens,
+        "completion_tokens": reply.num_sampled,
+        "total_tokens": reply.num_prompt_tokens + reply.num_sampled,
+        "prompt_tokens_details": {"cached_tokens": reply.num_cached},
     }
 
 

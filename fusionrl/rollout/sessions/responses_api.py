@@ -12,13 +12,13 @@ from fusionrl.rollout.sessions import openai_api
 from fusionrl.rollout.sessions.messages import (
     GRAMMARS,
     ROLES,
-    Asked,
     Call,
     Fields,
     Message,
     Refused,
-    Said,
     Switches,
+    TurnReply,
+    TurnRequest,
     call_message,
     checked,
     choice_of,
@@ -55,7 +55,7 @@ FIELDS = Fields(
 )
 
 
-def read(body: Mapping[str, object]) -> Asked:
+def read(body: Mapping[str, object]) -> TurnRequest:
     """Read a request of `/v1/responses`.
 
     Raises:
@@ -74,7 +74,7 @@ def read(body: Mapping[str, object]) -> Asked:
     messages = _messages(body.get("input"))
     if instructions := content_of(body.get("instructions"), "system"):
         messages.insert(0, {"role": "system", "content": instructions})
-    return Asked(
+    return TurnRequest(
         messages=checked(messages),
         tools=[_tool(tool) for tool in tools],
         longest=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
@@ -149,12 +149,12 @@ def _tool(source: Mapping[str, object]) -> Message:
 
 
 # ------------------------------------------------------------------------------------------------ answers
-def answer(request: Asked, turn: Said) -> Message:
+def answer(request: TurnRequest, turn: TurnReply) -> Message:
     """The body of an answer."""
     return _response(request, turn, _items(turn))
 
 
-def events(request: Asked, turn: Said) -> Iterator[bytes]:
+def events(request: TurnRequest, turn: TurnReply) -> Iterator[bytes]:
     """The events of a streamed answer."""
     response = _response(request, turn, _items(turn))
     opened_response = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
@@ -196,7 +196,7 @@ def error_event(refused: Refused) -> bytes:
     return _event("error", {"code": refused.code, "message": str(refused), "param": None, "sequence_number": 0})
 
 
-def _response(request: Asked, turn: Said, items: list[Message]) -> Message:
+def _response(request: TurnRequest, turn: TurnReply, items: list[Message]) -> Message:
     is_cut = turn.finish == "length"
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -220,20 +220,20 @@ def _response(request: Asked, turn: Said, items: list[Message]) -> Message:
         "top_p": None,
         "truncation": "disabled",
         "usage": {
-            "input_tokens": turn.num_asked,
+            "input_tokens": turn.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": turn.num_cached, "cache_write_tokens": 0},
             "output_tokens": turn.num_sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": turn.num_asked + turn.num_sampled,
+            "total_tokens": turn.num_prompt_tokens + turn.num_sampled,
         },
     }
 
 
-def _functions(request: Asked) -> list[Message]:
+def _functions(request: TurnRequest) -> list[Message]:
     return [tool["function"] for tool in request.tools if isinstance(tool["function"], dict)]
 
 
-def _items(turn: Said) -> list[Message]:
+def _items(turn: TurnReply) -> list[Message]:
     status = "incomplete" if turn.finish == "length" else "completed"
     turn_id = uuid.uuid4().hex
     items = [_call(call, f"fc_{turn_id}_{number}") for number, call in enumerate(turn.calls)]

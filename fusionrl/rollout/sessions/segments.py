@@ -24,7 +24,7 @@ from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.agent import spelled_out
-from fusionrl.rollout.sessions.messages import Asked, Message, objects, same
+from fusionrl.rollout.sessions.messages import Message, TurnRequest, objects, same
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ class Segments:
     blank: Sample
     all: list[Segment] = field(default_factory=list)
 
-    def template_of(self, request: Asked) -> Mapping[str, object]:
+    def template_of(self, request: TurnRequest) -> Mapping[str, object]:
         """Return the keyword arguments of the chat template for a request.
 
         Whether a model thinks is `enable_thinking` in templates of Qwen and others, `thinking` in DeepSeek's; how much,
@@ -110,22 +110,26 @@ class Segments:
 
         return text({**self.template_kwargs, name: first}) != text({**self.template_kwargs, name: second})
 
-    def continued_by(self, asked: Asked, template: Mapping[str, object]) -> Segment | None:
+    def continued_by(self, turn_request: TurnRequest, template: Mapping[str, object]) -> Segment | None:
         """Return the longest segment that a request continues; None where the agent tells another history.
 
         Other tools, or other arguments of the template, are another history, too: the beginning is rendered otherwise.
         One that is being answered is none: a second request at the same time has a history of its own.
         """
-        messages = asked.messages
-        found: Segment | None = None
-        for one in self.all:
-            done = len(one.messages)
-            goes_on = not one.is_busy and len(messages) > done
-            goes_on = goes_on and one.tools == asked.tools and one.template == template
+        messages = turn_request.messages
+        longest: Segment | None = None
+        for segment in self.all:
+            done = len(segment.messages)
+            goes_on = not segment.is_busy and len(messages) > done
+            goes_on = goes_on and segment.tools == turn_request.tools and segment.template == template
             goes_on = goes_on and all(message["role"] in FOLLOWS for message in messages[done:])
-            if goes_on and same(messages[:done], one.messages) and (found is None or done > len(found.messages)):
-                found = one
-        return found
+            if (
+                goes_on
+                and same(messages[:done], segment.messages)
+                and (longest is None or done > len(longest.messages))
+            ):
+                longest = segment
+        return longest
 
     def added(self, segment: Segment, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of what is new in `messages`, from the end of the last turn to the next turn.
@@ -146,7 +150,7 @@ class Segments:
             tools=segment.tools or None,
         )
 
-    def begun(self, asked: Asked, template: Mapping[str, object]) -> Sample:
+    def begun(self, turn_request: TurnRequest, template: Mapping[str, object]) -> Sample:
         """Return a sample whose prompt is what a request asks.
 
         Raises:
@@ -154,8 +158,8 @@ class Segments:
         """
         sample = copy.deepcopy(self.blank)
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=dict(template))
-        guarded = [self._guarded(message) for message in asked.messages]
-        sample.prompt = render_prompt(guarded, self.tokenizer, columns, asked.tools or None)
+        guarded = [self._guarded(message) for message in turn_request.messages]
+        sample.prompt = render_prompt(guarded, self.tokenizer, columns, turn_request.tools or None)
         sample.prompt_tokens = None
         sample.tokens = np.asarray(self.tokenizer.encode(sample.prompt, add_special_tokens=False), np.int32)
         return sample

@@ -15,7 +15,7 @@ from typing import Protocol
 from aiohttp import web
 
 from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
-from fusionrl.rollout.sessions.messages import Asked, Message, Refused, Said
+from fusionrl.rollout.sessions.messages import Message, Refused, TurnReply, TurnRequest
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ class Answering(Protocol):
     model: str
     loop: asyncio.AbstractEventLoop
 
-    async def answer(self, asked: Asked) -> Said:
+    async def answer(self, turn_request: TurnRequest) -> TurnReply:
         """Let the model answer, on `loop`."""
         ...
 
-    def count_tokens(self, asked: Asked) -> int:
+    def count_tokens(self, turn_request: TurnRequest) -> int:
         """Return the tokens of a prompt."""
         ...
 
@@ -48,9 +48,9 @@ class Answering(Protocol):
 class Api:
     """A protocol: how requests are read, and answers, events and errors written."""
 
-    read: Callable[[Mapping[str, object]], Asked]
-    answer: Callable[[Asked, Said], Message]
-    events: Callable[[Asked, Said], Iterator[bytes]]
+    read: Callable[[Mapping[str, object]], TurnRequest]
+    answer: Callable[[TurnRequest, TurnReply], Message]
+    events: Callable[[TurnRequest, TurnReply], Iterator[bytes]]
     error: Callable[[Refused], Message]
     error_event: Callable[[Refused], bytes]
     keep_alive: bytes
@@ -118,52 +118,54 @@ class SessionServer:
             return _error(api, Refused(f"the body has over {LONGEST_BODY} bytes", 413))
         except web.HTTPException as error:
             paths = "/v1/chat/completions, /v1/responses, /v1/messages and /v1/models"
-            told = f"{request.method} {request.path}: {error.reason}; a session has {paths}"
-            return _error(api, Refused(told, error.status))
+            problem = f"{request.method} {request.path}: {error.reason}; a session has {paths}"
+            return _error(api, Refused(problem, error.status))
 
     def _session_of(self, request: web.Request) -> Answering:
         parts = request.path.split("/")
         session = self._sessions.get(parts[2]) if len(parts) > 2 and parts[1] == "sessions" else None
-        if session is not None and any(_is_key(given, session.api_key) for given in (parts[2], *_keys(request))):
+        if session is not None and any(
+            _is_key(candidate, session.api_key) for candidate in (parts[2], *_keys(request))
+        ):
             return session
-        told = (
+        problem = (
             "no open session of this run has this address and key: an agent's client needs the base_url and the api_key"
             " that the agent was given, and a session ends with its agent"
         )
         self._num_strangers += 1
         if self._num_strangers <= _MOST_TOLD:
-            logger.warning("%s %r answered 401: %s", request.method, request.path, told)
-        raise Refused(told, 401, "invalid_api_key")
+            logger.warning("%s %r answered 401: %s", request.method, request.path, problem)
+        raise Refused(problem, 401, "invalid_api_key")
 
     # -------------------------------------------------------------------------------- what is asked
     async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        asked = api.read(await _body(request))
-        turn = _Turn(session, asked)
+        turn_request = api.read(await _body(request))
+        turn = _Turn(session, turn_request)
         try:
             # An error of the request keeps its status, as what it asks is checked before the model begins.
-            said = await turn.wait(FIRST_PING_S)
-            if asked.is_stream:
-                return await _streamed(api, request, asked, said, turn)
-            while said is None:
-                said = await turn.wait(PING_S)
-            return web.json_response(api.answer(asked, said))
+            reply = await turn.wait(FIRST_PING_S)
+            if turn_request.is_stream:
+                return await _streamed(api, request, turn_request, reply, turn)
+            while reply is None:
+                reply = await turn.wait(PING_S)
+            return web.json_response(api.answer(turn_request, reply))
         finally:
             turn.cancel()  # where the client has gone
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        asked = anthropic_api.read(await _body(request))
-        return web.json_response({"input_tokens": await asyncio.to_thread(session.count_tokens, asked)})
+        turn_request = anthropic_api.read(await _body(request))
+        return web.json_response({"input_tokens": await asyncio.to_thread(session.count_tokens, turn_request)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """The one model, in words of both protocols."""
         name = request.match_info.get("model") or self._session_of(request).model
-        one = {"id": name, "object": "model", "created": 0, "owned_by": "fusionrl"}
-        one |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "fusionrl"}
+        entry |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         if "model" in request.match_info:
-            return web.json_response(one)
-        page = {"object": "list", "data": [one], "has_more": False, "first_id": name, "last_id": name}
+            return web.json_response(entry)
+        page = {"object": "list", "data": [entry], "has_more": False, "first_id": name, "last_id": name}
         return web.json_response(page)
 
 
@@ -172,8 +174,8 @@ def _keys(request: web.Request) -> tuple[str, str]:
     return request.headers.get("x-api-key", ""), request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
-def _is_key(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), key.encode())  # a header may be no Unicode
+def _is_key(candidate: str, key: str) -> bool:
+    return hmac.compare_digest(candidate.encode(errors="replace"), key.encode())  # a header may be no Unicode
 
 
 _starting = threading.Lock()
@@ -193,16 +195,16 @@ def _made() -> SessionServer:
 class _Turn:
     """A turn that is under way on the event loop of its session."""
 
-    def __init__(self, session: Answering, asked: Asked) -> None:
-        self._session, self._asked, self._has_begun = session, asked, False
+    def __init__(self, session: Answering, turn_request: TurnRequest) -> None:
+        self._session, self._turn_request, self._has_begun = session, turn_request, False
         self._since = asyncio.get_running_loop().time()
         self._future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(), session.loop))
 
-    async def _run(self) -> Said:
+    async def _run(self) -> TurnReply:
         self._has_begun = True
-        return await self._session.answer(self._asked)
+        return await self._session.answer(self._turn_request)
 
-    async def wait(self, seconds: float) -> Said | None:
+    async def wait(self, seconds: float) -> TurnReply | None:
         """Wait so long for the answer; None: it is not there yet.
 
         Raises:
@@ -225,15 +227,17 @@ class _Turn:
         self._future.cancel()
 
 
-async def _streamed(api: Api, request: web.Request, asked: Asked, said: Said | None, turn: _Turn) -> web.StreamResponse:
-    """Send an answer as a stream, with signs of life until it is there (`said` is None)."""
+async def _streamed(
+    api: Api, request: web.Request, turn_request: TurnRequest, reply: TurnReply | None, turn: _Turn
+) -> web.StreamResponse:
+    """Send an answer as a stream, with signs of life until it is there (`reply` is None)."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        while said is None:
+        while reply is None:
             await response.write(api.keep_alive)
-            said = await turn.wait(PING_S)
-        for event in api.events(asked, said):
+            reply = await turn.wait(PING_S)
+        for event in api.events(turn_request, reply):
             await response.write(event)
     except Refused as refused:
         await response.write(api.error_event(refused))

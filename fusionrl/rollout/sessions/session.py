@@ -17,7 +17,7 @@ from fusionrl.engines.client import Generation
 from fusionrl.engines.http import EndpointError
 from fusionrl.rollout.agent import ToolCall, end_of_turn, parse_tool_calls
 from fusionrl.rollout.model_turn import SamplingParams, note_no_room, prompt_ids
-from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
+from fusionrl.rollout.sessions.messages import Call, Refused, TurnReply, TurnRequest
 from fusionrl.rollout.sessions.segments import Segment, Segments
 from fusionrl.rollout.sglang_rollout import generate_turn, room
 from fusionrl.rollout.types import SESSION
@@ -78,7 +78,7 @@ class Session:
         return bool(self._tasks)
 
     # -------------------------------------------------------------------------------- requests
-    async def answer(self, asked: Asked) -> Said:
+    async def answer(self, turn_request: TurnRequest) -> TurnReply:
         """Let the model answer.
 
         Raises:
@@ -88,7 +88,7 @@ class Session:
         assert task is not None
         self._tasks.add(task)
         try:
-            return await self._answer(asked)
+            return await self._answer(turn_request)
         except asyncio.CancelledError:
             if self._has_ended:
                 raise Refused("the session has ended", 400, "session_ended") from None
@@ -96,68 +96,73 @@ class Session:
         finally:
             self._tasks.discard(task)
 
-    async def _answer(self, asked: Asked) -> Said:
+    async def _answer(self, turn_request: TurnRequest) -> TurnReply:
         if self._has_ended or self.is_aborted:
             raise Refused("the session has ended", 400, "session_ended")
-        self._check_constraints(asked)
-        _tell_once(asked.ignored, _BY_FLAGS)
+        self._check_constraints(turn_request)
+        _tell_once(turn_request.ignored, _BY_FLAGS)
         segments = self._segments
         try:
-            template = segments.template_of(asked)
-            segment = segments.continued_by(asked, template)
+            template = segments.template_of(turn_request)
+            segment = segments.continued_by(turn_request, template)
             if segment is None:
-                segment = Segment(segments.begun(asked, template), [], asked.tools, template)
+                segment = Segment(segments.begun(turn_request, template), [], turn_request.tools, template)
                 added: list[int] = []
             else:
-                added = segments.added(segment, asked.messages)
+                added = segments.added(segment, turn_request.messages)
         except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
-        params = self._params_of(asked)
+        params = self._params_of(turn_request)
         self._check_room(segment, len(added), params)
         # A copy: a client that hangs up leaves the segment as it was. Arrays are replaced, never written.
         sample = copy.copy(segment.sample)
         if added:
             text = segments.tokenizer.decode(added)
             sample.append_response_tokens(tokens=added, trainable=False, text=text)
-        num_asked = sample.num_tokens
+        num_prompt_tokens = sample.num_tokens
         segment.is_busy = True
         try:
-            said, answer = await self._turn(asked, segment, sample, params, num_asked)
+            reply, answer = await self._turn(turn_request, segment, sample, params, num_prompt_tokens)
         finally:
             segment.is_busy = False
         segment.sample, segment.end_token = sample, end_of_turn(answer)
-        segment.messages = [*asked.messages, said.message()]
+        segment.messages = [*turn_request.messages, reply.message()]
         segment.num_turns += 1
         segments.keep(segment)
-        self.failure, self.lacks_room, self.is_cut = None, False, said.finish == "length"
-        return said
+        self.failure, self.lacks_room, self.is_cut = None, False, reply.finish == "length"
+        return reply
 
     async def _turn(
-        self, asked: Asked, segment: Segment, sample: Sample, params: SamplingParams, num_asked: int
-    ) -> tuple[Said, Generation]:
+        self,
+        turn_request: TurnRequest,
+        segment: Segment,
+        sample: Sample,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+    ) -> tuple[TurnReply, Generation]:
         """Sample one turn into `sample`."""
         try:
-            answer = await generate_turn(self._args, sample, params, longest=asked.longest)
+            answer = await generate_turn(self._args, sample, params, longest=turn_request.longest)
             if answer is None or sample.status == Sample.Status.ABORTED:
                 self.is_aborted = True
                 raise Refused("the rollout has ended, and with it the session", 400, "session_ended")
-            return await self._said(asked, answer, num_asked), answer
+            return await self._said(turn_request, answer, num_prompt_tokens), answer
         except (RuntimeError, TimeoutError, OSError, ValueError) as error:
             if isinstance(error, EndpointError) and error.status < 500:  # the engine's own limits, of its context say
                 raise Refused(str(error), 400) from error
             self.failure = error
             raise Refused(f"the engines gave no answer: {error!r}", 500) from error
 
-    def _check_constraints(self, asked: Asked) -> None:
-        if not self._args.agent_free_sampling and asked.constraints:
-            raise Refused(f"{asked.constraints[0]}; --agent-free-sampling accepts it, and samples freely")
-        names = tuple(constraint.partition(":")[0].partition(" ")[0] for constraint in asked.constraints)
+    def _check_constraints(self, turn_request: TurnRequest) -> None:
+        if not self._args.agent_free_sampling and turn_request.constraints:
+            raise Refused(f"{turn_request.constraints[0]}; --agent-free-sampling accepts it, and samples freely")
+        names = tuple(constraint.partition(":")[0].partition(" ")[0] for constraint in turn_request.constraints)
         _tell_once(names, "by --agent-free-sampling the answer is sampled freely")
 
-    def _params_of(self, asked: Asked) -> SamplingParams:
+    def _params_of(self, turn_request: TurnRequest) -> SamplingParams:
         params = dict(self._params)
-        if asked.stop:
-            params["stop"] = [*(params.get("stop") or []), *asked.stop]
+        if turn_request.stop:
+            params["stop"] = [*(params.get("stop") or []), *turn_request.stop]
         return params
 
     def _check_room(self, segment: Segment, num_added: int, params: SamplingParams) -> None:
@@ -179,7 +184,7 @@ class Session:
             "context_length_exceeded",
         )
 
-    async def _said(self, asked: Asked, answer: Generation, num_asked: int) -> Said:
+    async def _said(self, turn_request: TurnRequest, answer: Generation, num_prompt_tokens: int) -> TurnReply:
         """A turn as the agent reads it: a call that cannot be read is text, as with other servers."""
         tokenizer = self._segments.tokenizer
         tokens = answer.tokens if end_of_turn(answer) is None else answer.tokens[:-1]
@@ -189,30 +194,30 @@ class Session:
         if stop is not None:
             text = text.partition(stop)[0]
         calls: list[Call] = []
-        if asked.tools and asked.reads_calls and answer.finish_reason != "length":
-            whole = tokenizer.decode(tokens, skip_special_tokens=False)
-            rest, found = await parse_tool_calls(self._args, tokenizer, asked.tools, whole)
-            if found and all(call.error is None and call.name and _is_json(call) for call in found):
+        if turn_request.tools and turn_request.reads_calls and answer.finish_reason != "length":
+            full_text = tokenizer.decode(tokens, skip_special_tokens=False)
+            rest, parsed = await parse_tool_calls(self._args, tokenizer, turn_request.tools, full_text)
+            if parsed and all(call.error is None and call.name and _is_json(call) for call in parsed):
                 text = rest
                 # Nine characters, as Mistral's templates demand.
                 calls = [
-                    Call(f"call{self._num_calls + i:05d}", call.name, call.arguments) for i, call in enumerate(found)
+                    Call(f"call{self._num_calls + i:05d}", call.name, call.arguments) for i, call in enumerate(parsed)
                 ]
                 self._num_calls += len(calls)
-        return Said(
+        return TurnReply(
             text=text,
             calls=tuple(calls),
             finish="tool_calls" if calls else "length" if answer.finish_reason == "length" else "stop",
-            stop_string=stop if stop in asked.stop and not calls else None,
-            num_asked=num_asked,
-            num_cached=min(answer.cached_tokens, num_asked),
+            stop_string=stop if stop in turn_request.stop and not calls else None,
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached=min(answer.cached_tokens, num_prompt_tokens),
             num_sampled=len(answer.tokens),
         )
 
-    def count_tokens(self, asked: Asked) -> int:
+    def count_tokens(self, turn_request: TurnRequest) -> int:
         """Return the tokens of the prompt of a request, as a segment of its own."""
         try:
-            return len(self._segments.begun(asked, self._segments.template_of(asked)).tokens)
+            return len(self._segments.begun(turn_request, self._segments.template_of(turn_request)).tokens)
         except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
 
@@ -238,30 +243,30 @@ class Session:
         """
         if self.failure is not None:
             raise self.failure
-        sample, found = self._sample, self._segments.all
+        sample, segments = self._sample, self._segments.all
         if self.is_aborted:
             vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
             sample.status = Sample.Status.ABORTED
             return [sample]
-        if not found:
-            told = {"error": error or "the agent sent no request that was answered", "num_segments": 0}
-            sample.metadata = {**(sample.metadata or {}), SESSION: told}
+        if not segments:
+            entry = {"error": error or "the agent sent no request that was answered", "num_segments": 0}
+            sample.metadata = {**(sample.metadata or {}), SESSION: entry}
             vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
             sample.status = Sample.Status.FAILED
             if sample.prompt_tokens is not None or isinstance(sample.prompt, str):
                 sample.tokens = prompt_ids(self._args.hf_checkpoint, sample)
             return [sample]
-        made = [sample, *(copy.deepcopy(sample) for _ in found[1:])]
-        for number, (one, segment) in enumerate(zip(made, found, strict=True)):
-            vars(one).update({name: getattr(segment.sample, name) for name in _OF_SEGMENT})
-            told = {"segment": number, "num_segments": len(found), "num_turns": segment.num_turns}
-            one.metadata = {**(segment.sample.metadata or {}), **(one.metadata or {}), SESSION: told}
-            one.reward = copy.copy(reward)
+        samples = [sample, *(copy.deepcopy(sample) for _ in segments[1:])]
+        for number, (copied, segment) in enumerate(zip(samples, segments, strict=True)):
+            vars(copied).update({name: getattr(segment.sample, name) for name in _OF_SEGMENT})
+            entry = {"segment": number, "num_segments": len(segments), "num_turns": segment.num_turns}
+            copied.metadata = {**(segment.sample.metadata or {}), **(copied.metadata or {}), SESSION: entry}
+            copied.reward = copy.copy(reward)
         if error is not None:
-            made[-1].metadata[SESSION]["error"] = error
+            samples[-1].metadata[SESSION]["error"] = error
         if error is not None or self.lacks_room:
-            made[-1].status = Sample.Status.TRUNCATED
-        return made
+            samples[-1].status = Sample.Status.TRUNCATED
+        return samples
 
 
 @asynccontextmanager
@@ -304,9 +309,9 @@ def _is_json(call: ToolCall) -> bool:
     return isinstance(arguments, dict)
 
 
-def _tell_once(names: tuple[str, ...], what: str) -> None:
+def _tell_once(names: tuple[str, ...], description: str) -> None:
     """Say once of each field of agents' requests what becomes of it."""
     for name in names:
         if name not in _told:
             _told.add(name)
-            logger.warning("an agent's request sets %s: %s", name, what)
+            logger.warning("an agent's request sets %s: %s", name, description)

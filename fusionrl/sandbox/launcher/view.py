@@ -56,14 +56,14 @@ def enter_namespaces() -> bool:
 def interpreter_folders() -> list[str]:
     """The folders of the interpreter, its standard library and its packages that lie outside of `SYSTEM`."""
     executable = os.path.abspath(sys.executable)
-    found = {os.path.abspath(sys.base_prefix), os.path.realpath(sys.base_prefix)}
-    found.add(os.path.dirname(os.path.dirname(os.path.realpath(executable))))
+    folders = {os.path.abspath(sys.base_prefix), os.path.realpath(sys.base_prefix)}
+    folders.add(os.path.dirname(os.path.dirname(os.path.realpath(executable))))
     environment = os.path.dirname(os.path.dirname(executable))
     if os.path.exists(os.path.join(environment, "pyvenv.cfg")):
-        found.add(environment)
-    found.discard("/")  # an interpreter in /bin: its library lies in /usr or /lib
+        folders.add(environment)
+    folders.discard("/")  # an interpreter in /bin: its library lies in /usr or /lib
     outer: list[str] = []
-    for place in sorted(found):
+    for place in sorted(folders):
         if not any((place + "/").startswith(known + "/") for known in (*SYSTEM, *outer)):
             outer.append(place)
     return outer

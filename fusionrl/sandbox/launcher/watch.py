@@ -15,13 +15,13 @@ _FREE_DESCRIPTORS, _SOCKET_BYTES = 32, 208 << 10  # what is queued in a socket i
 
 def descendants(of: int) -> list[int]:
     """Processes that descend from `of`, without itself."""
-    found: list[int] = []
+    descendants: list[int] = []
     waiting = [of]
     while waiting:
         children = _children(waiting.pop())
-        found += children
+        descendants += children
         waiting += children
-    return found
+    return descendants
 
 
 def _children(pid: int) -> list[int]:
