@@ -35,7 +35,7 @@ from fusionrl.rollout.generate import GroupContext, generate_group
 from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.teacher import Teacher
 
-_BEGUN = get_args(events.Begun)
+_STARTED = get_args(events.Started)
 _FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
 _AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
 Groups = list[list[Sample]]
@@ -218,11 +218,11 @@ class Stream(LoopThread):
         assert answer is not None
         if isinstance(action, events.Fetch):  # before it is applied, so that the message names the sample
             check_bound([self._live[ordinal].finished for ordinal in action.ordinals], self._label, self.knobs)
-        if isinstance(action, _BEGUN):
+        if isinstance(action, _STARTED):
             apply(self.state, self.knobs, action)
         self._answer = None
         answer.set_result(action)
-        return isinstance(action, _BEGUN)
+        return isinstance(action, _STARTED)
 
     def _admit(self, action: events.Admit) -> None:
         """Begin the first of the groups that may begin; the others in the loop's next turn."""

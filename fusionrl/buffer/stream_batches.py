@@ -220,7 +220,7 @@ class BatchStream(Stream):
 
     def _give(self, ordinal: int, held: StreamGroup, *, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)
-        oldest = known.born if known is not None and known.begun else None
+        oldest = known.born if known is not None and known.has_tokens else None
         apply(self.state, self.knobs, events.Admitted(ordinal, len(held.blank), oldest, is_spare))
         self._live[ordinal] = held
         group = copy.deepcopy(held.parked or held.blank)

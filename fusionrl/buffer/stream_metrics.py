@@ -17,7 +17,7 @@ def state_numbers(state: State, knobs: Knobs) -> dict[str, float]:
         "pipeline/in_flight": float(state.samples_in_flight),
         "pipeline/running": float(len(state.of("running"))),
         "pipeline/ready": float(len(state.of("ready"))),
-        "pipeline/parked": float(sum(group.begun for group in state.of("pending"))),
+        "pipeline/parked": float(sum(group.has_tokens for group in state.of("pending"))),
         "pipeline/admitted": float(state.committed),
         "pipeline/credits": float(max(0, base_limit(state, knobs) + knobs.spare_groups - fetched)),
         "pipeline/credits_used": float(max(0, state.committed - fetched)),

@@ -17,7 +17,7 @@ from fusionrl.data.sample_json import pack_sample, unpack_sample
 from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.events import Drop
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import Ended, Group, State
+from fusionrl.pipeline.state import EndedGroups, Group, State
 
 
 class SavedStream(TypedDict):
@@ -101,13 +101,11 @@ def fresh_state(knobs: Knobs, num_trained: int) -> State:
     """Return the state after `num_trained` fetches, where nothing is under way."""
     num_groups = num_trained * knobs.groups_per_fetch
     return State(
-        ended=Ended(num_groups),
+        ended=EndedGroups(num_groups),
         next_ordinal=num_groups,
         version=num_trained // knobs.fetches_per_push,
         num_fetched=num_trained,
         num_trained=num_trained,
-        last_eval=num_trained,
-        last_save=num_trained,
     )
 
 

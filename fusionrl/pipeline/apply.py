@@ -1,4 +1,4 @@
-"""Note in the state what has happened."""
+"""Apply an event to the controller's state."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import singledispatch
 
 from fusionrl.pipeline import events
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import Group, State, moved
+from fusionrl.pipeline.state import Group, State, update_group
 
 
-def apply(state: State, knobs: Knobs, event: events.Event | events.Begun) -> State:
-    """Change `state` by what has happened, or by an action that begins. Returns the same object.
+def apply(state: State, knobs: Knobs, event: events.Event | events.Started) -> State:
+    """Change `state` by an event, or by an action that starts. Returns the same object.
 
-    An event that cannot happen in this state is a defect of the caller: AssertionError, and the state is as it was.
-    What comes late for a group that was dropped is ignored.
+    An event that cannot happen in this state is a defect of the caller: AssertionError, and the state is unchanged.
+    A late event of a dropped group is ignored.
     """
     _apply(event, state, knobs)
     return state
@@ -36,7 +36,7 @@ def _(event: events.Admitted, state: State, knobs: Knobs) -> None:
         state.groups[event.ordinal] = Group(event.ordinal, "running", born, event.num_samples, is_spare=spare)
         return
     assert known.phase == "pending", known
-    moved(state, event.ordinal, phase="running", born=born, num_running=event.num_samples, begun=False)
+    update_group(state, event.ordinal, phase="running", born=born, num_running=event.num_samples, has_tokens=False)
 
 
 @_apply.register
@@ -46,7 +46,7 @@ def _(event: events.SampleDone, state: State, knobs: Knobs) -> None:
         return
     assert group.phase == "running" and group.num_running > 0, (event, group)
     left = group.num_running - 1
-    moved(state, event.ordinal, num_running=left, phase="running" if left else "scoring")
+    update_group(state, event.ordinal, num_running=left, phase="running" if left else "scoring")
 
 
 @_apply.register
@@ -56,7 +56,7 @@ def _(event: events.GroupReady, state: State, knobs: Knobs) -> None:
         return
     assert group.phase == "scoring", (event, group)
     born = group.born if event.oldest is None else min(group.born, event.oldest)
-    moved(state, event.ordinal, phase="ready", born=born)
+    update_group(state, event.ordinal, phase="ready", born=born)
     state.failures = 0
 
 
@@ -67,8 +67,8 @@ def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
         return
     assert group.phase in ("running", "scoring"), (event, group)
     if group.num_tries < knobs.max_tries:
-        # It is sampled anew, so its age begins anew as well.
-        moved(
+        # It is sampled again from its prompt, so its age starts again too.
+        update_group(
             state,
             event.ordinal,
             phase="pending",
@@ -79,7 +79,7 @@ def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
         return
     _end(state, event.ordinal, dropped=True)
     state.failures += 1
-    if state.failures == knobs.max_failures_in_row:  # what fails after it changes nothing
+    if state.failures == knobs.max_failures_in_row:  # later failures change nothing
         state.failure = f"{state.failures} groups failed one after the other; the last one: {event.reason}"
 
 
@@ -89,9 +89,9 @@ def _(event: events.Parked, state: State, knobs: Knobs) -> None:
     if group is None:
         return
     assert group.phase in ("running", "scoring"), (event, group)
-    # Without tokens it is sampled anew, so its age begins anew as well.
+    # Without tokens it is sampled again from its prompt, so its age starts again too.
     born = state.version if event.oldest is None else min(group.born, event.oldest)
-    moved(state, event.ordinal, phase="pending", born=born, num_running=0, begun=event.oldest is not None)
+    update_group(state, event.ordinal, phase="pending", born=born, num_running=0, has_tokens=event.oldest is not None)
 
 
 @_apply.register
@@ -106,11 +106,11 @@ def _(event: events.Fetch, state: State, knobs: Knobs) -> None:
     for ordinal in event.ordinals:
         group = state.groups[ordinal]
         assert group.phase == "ready", group
-        # The bound, where it is kept: at the optimizer.
+        # The bound on staleness is enforced here, at the optimizer.
         staleness = event.version - group.born
         assert staleness <= knobs.max_staleness, f"group {ordinal} is {staleness} versions old"
     for ordinal in event.ordinals:
-        moved(state, ordinal, phase="leased")
+        update_group(state, ordinal, phase="leased")
     state.lease = event.ordinals
     state.num_fetched += 1
 
@@ -138,49 +138,12 @@ def _(event: events.Pushed, state: State, knobs: Knobs) -> None:
 
 
 @_apply.register
-def _(event: events.Eval, state: State, knobs: Knobs) -> None:
-    assert not state.evaluating and not state.pushing and event.version == state.version, event
-    state.evaluating = True
-    state.eval_begun = state.num_trained
-
-
-@_apply.register
-def _(event: events.EvalDone, state: State, knobs: Knobs) -> None:
-    assert state.evaluating
-    state.evaluating = False
-    state.last_eval = state.eval_begun
-
-
-@_apply.register
-def _(event: events.Save, state: State, knobs: Knobs) -> None:
-    assert not state.saving and not state.lease, event
-    state.saving = True
-    state.last_save = state.num_trained
-
-
-@_apply.register
-def _(event: events.Saved, state: State, knobs: Knobs) -> None:
-    assert state.saving
-    state.saving = False
-
-
-@_apply.register
-def _(event: events.EnginesAre, state: State, knobs: Knobs) -> None:
-    state.num_engines = event.count
-
-
-@_apply.register
 def _(event: events.StreamEnd, state: State, knobs: Knobs) -> None:
     state.stream_ended = True
 
 
-@_apply.register
-def _(event: events.Failed, state: State, knobs: Knobs) -> None:
-    state.failure = event.reason
-
-
 def _living(state: State, ordinal: int) -> Group | None:
-    """Return the group; None where it has ended, and what is told of it comes late."""
+    """Return the group; None: it has ended, and the event comes late."""
     assert ordinal in state.groups or ordinal in state.ended, ordinal
     return state.groups.get(ordinal)
 

@@ -1,7 +1,7 @@
-"""What to do next: the pipelines' one set of rules.
+"""The one set of rules by which all pipelines decide what to do next.
 
-Three questions, each asked of the state alone: may the trainers begin something, may weights be pushed, may the engines
-be given more. What may not is a `Wait` that says why and for whom, so that no run stands still in silence.
+Three questions, answered from the state alone: may the trainers start something, may weights be pushed, may the engines
+get more groups. Where the answer is no, a `Wait` gives the reason and the groups, so that a stalled run can show why.
 """
 
 from __future__ import annotations
@@ -9,54 +9,41 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from fusionrl.pipeline.events import Action, Admit, Drop, Eval, Fetch, Push, Save, Stop, Wait
+from fusionrl.pipeline.events import Action, Admit, Drop, Fetch, Push, Stop, Wait
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import Group, State
 
 
 def decide(state: State, knobs: Knobs) -> tuple[Action, ...]:
-    """Return what may begin now, in this order, or what is waited for; never nothing.
+    """Return the actions that may start now, in this order, or what the run waits for; never nothing.
 
-    The caller applies each action of `Begun` when it begins it, and of `Admit` the groups' `Admitted`. Then it asks
-    again, until all that is left are waits or the end.
+    The caller applies each `Started` action when it starts it, and for `Admit` an `Admitted` event per group. Then it
+    asks again, until only waits or the end are left.
     """
     if state.failure:
         return (Stop(state.failure),)
     trainers = trainer_actions(state, knobs)
     if not all(isinstance(action, Wait) for action in trainers):
-        return trainers  # what the engines may begin depends on it
+        return trainers  # the engines' actions depend on these
     return (*trainers, *engine_actions(state, knobs))
 
 
 # ------------------------------------------------------------------------------------------------------------ trainers
 def trainer_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
-    """Return what the trainers begin: a push, an evaluation or a save that is due, the next fetch, or the end."""
+    """Return what the trainers start: a push that is due, the next fetch, or the end."""
     if state.lease:
         return (Wait("trainers", "they train", state.lease),)
     if state.pushing:
         return (Wait("trainers", "weights are being pushed"),)
-    if state.saving:
-        return (Wait("trainers", "a checkpoint is being written"),)
-    if save_is_due(state, knobs):
-        return (Save(state.num_trained),)
     if push_is_due(state, knobs):
         return push_actions(state, knobs)
-    if eval_is_due(state, knobs):
-        return (Eval(state.version),)
-    if all_trained(state, knobs):
-        return (Wait("trainers", "the evaluation is under way"),) if state.evaluating else (Stop(),)
-    if state.evaluating and knobs.exclusive:
-        return (Wait("trainers", "the evaluation has the devices"),)
+    if knobs.num_fetches is not None and state.num_trained >= knobs.num_fetches:
+        return (Stop(),)
     return fetch_actions(state, knobs)
 
 
-def all_trained(state: State, knobs: Knobs) -> bool:
-    """Return whether every fetch of the run is trained."""
-    return knobs.num_fetches is not None and state.num_trained >= knobs.num_fetches
-
-
 def all_fetched(state: State, knobs: Knobs) -> bool:
-    """Return whether the last fetch of the run has begun."""
+    """Return whether the last fetch of the run has started."""
     return knobs.num_fetches is not None and state.num_fetched >= knobs.num_fetches
 
 
@@ -65,33 +52,18 @@ def push_is_due(state: State, knobs: Knobs) -> bool:
     return state.num_trained // knobs.fetches_per_push > state.version
 
 
-def eval_is_due(state: State, knobs: Knobs) -> bool:
-    """Return whether the fetches since the last evaluation reach the interval, and the engines have the weights."""
-    interval = knobs.eval_interval
-    reached = interval is not None and state.num_trained // interval > state.last_eval // interval
-    return reached and not state.evaluating and state.num_trained % knobs.fetches_per_push == 0
-
-
-def save_is_due(state: State, knobs: Knobs) -> bool:
-    """Return whether the fetches since the last save reach the interval."""
-    interval = knobs.save_interval
-    return interval is not None and state.num_trained // interval > state.last_save // interval
-
-
 def push_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
-    """Return the push, or what it waits for: an evaluation, which has one version, and the samples where they drain."""
-    if state.evaluating:
-        return (Wait("trainers", "a push would change the weights of the evaluation that is under way"),)
+    """Return the push, or the samples in flight that it waits for (`in_flight` drain)."""
     if knobs.in_flight == "drain" and (running := state.of("running")):
         return (Wait("trainers", "a push waits until no sample is in flight", _ordinals(running)),)
     return (Push(state.version + 1),)
 
 
 def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
-    """Return the next fetch, with the groups that it leaves behind for good, or what it waits for."""
+    """Return the next fetch, with drops of the groups that it leaves behind for good, or what it waits for."""
     ready = in_dispatch_order(state.of("ready"))
     unready = state.unready()
-    # A pending group beyond the bound may never go on.
+    # A pending group beyond the bound may never be admitted again.
     busy = [group for group in unready if not (group.is_spare and group.phase == "pending")]
     if knobs.exclusive and busy:
         return (Wait("trainers", "the engines have the devices", _ordinals(busy)),)
@@ -110,7 +82,7 @@ def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
 
 
 def in_dispatch_order(groups: Iterable[Group]) -> list[Group]:
-    """Return the groups, the longest admitted first: who is fetched first does not depend on how long it took."""
+    """Return the groups, the longest admitted first: the order of fetches does not depend on how long a group took."""
     return sorted(groups, key=lambda group: group.order)
 
 
@@ -122,7 +94,7 @@ def may_come(state: State, knobs: Knobs) -> bool:
 def latecomers(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Group]:
     """Return the groups of `left` that no fetch can train in time if the next one goes without them.
 
-    Those due by version d must fit into the fetches up to the end of d, for each d. Spare groups need not.
+    For each version d, the groups due by d must fit into the fetches up to the end of d; spare groups need not.
     """
     left = [group for group in left if not group.is_spare]
     allowed = surplus(state, knobs)
@@ -150,13 +122,13 @@ def surplus(state: State, knobs: Knobs) -> int:
 
 
 def base_limit(state: State, knobs: Knobs) -> int:
-    """Return how many groups may be committed, spare ones apart: those of all versions so far, and the lead."""
+    """Return how many groups may be committed without spare ones: those of all versions so far, and the lead."""
     limit = int((state.version + 1 + knobs.lead) * knobs.groups_per_version)
     return limit if knobs.num_fetches is None else min(limit, knobs.num_fetches * knobs.groups_per_fetch)
 
 
 def left_behind(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Drop]:
-    """Return the drops of groups that are too old after a version's last fetch, or that the run's last one leaves."""
+    """Return drops of the groups that are too old after a version's last fetch, or left over by the run's last one."""
     is_last = knobs.num_fetches is not None and state.num_fetched + 1 >= knobs.num_fetches
     if slots_after_fetch(state, knobs) and not is_last:
         return []
@@ -164,7 +136,7 @@ def left_behind(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Drop]
     latest_first = [group for group in reversed(in_dispatch_order(due)) if not group.is_spare]
     spare = {group.ordinal for group in latest_first[: surplus(state, knobs)]}
     spare |= {group.ordinal for group in due if group.is_spare}
-    if is_last and knobs.at_deadline == "wait":  # groups beyond the bound were trained in the place of these
+    if is_last and knobs.at_deadline == "wait":  # groups beyond the bound were trained instead
         spare |= {group.ordinal for group in due}
     return [Drop(group.ordinal, "surplus" if group.ordinal in spare else "deadline") for group in due]
 
@@ -180,7 +152,7 @@ def _ended_early(state: State, knobs: Knobs, num_ready: int) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- engines
 def engine_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
-    """Return the groups that the engines begin, or why they get none."""
+    """Return the groups that the engines start, or why they get none."""
     count, why = permits(state, knobs)
     if not count:
         return (Wait("engines", why, _ordinals(state.of("running"))),)
@@ -193,32 +165,28 @@ def engine_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
 
 
 def permits(state: State, knobs: Knobs) -> tuple[int, str]:
-    """(groups that engines may begin now, by their concurrency; why none)."""
-    if state.num_engines == 0:
-        return 0, "no engine is living"
+    """Return (groups that the engines may start now, by their concurrency; why none)."""
     if state.pushing:
         return 0, "weights are being pushed"
     if knobs.in_flight == "drain" and push_is_due(state, knobs):
         return 0, "they drain for a push"
-    if (state.evaluating or eval_is_due(state, knobs)) and (knobs.eval_alone or knobs.exclusive):
-        return 0, "an evaluation goes first"
     if knobs.exclusive and state.lease:
         return 0, "the trainers have the devices"
     in_flight = state.samples_in_flight
     room = (knobs.max_samples_in_flight - in_flight) // knobs.samples_per_group
     if room < 1:
-        # A group that is larger than the limit would never begin.
+        # A group that is larger than the limit would never start.
         return (1, "") if not in_flight else (0, f"{in_flight} samples are in flight")
     return room, ""
 
 
 def new_permits(state: State, knobs: Knobs) -> int:
-    """Return how many further groups of the data stream may be committed: the bound on staleness, by arithmetic."""
+    """Return how many more groups of the data stream may be committed without breaking the bound on staleness."""
     return max(0, base_limit(state, knobs) + spare_now(state, knobs) - state.committed)
 
 
 def trainable(state: State, knobs: Knobs) -> int:
-    """Return how many groups that begin now would be trained before they are too old, beside all that live."""
+    """Return how many groups that start now would be trained in time, in addition to all live ones."""
     slots = slots_after_fetch(state, knobs) + knobs.groups_per_fetch
     if version_is_fetched(state, knobs):
         slots = 0
@@ -227,12 +195,12 @@ def trainable(state: State, knobs: Knobs) -> int:
 
 
 def spare_now(state: State, knobs: Knobs) -> int:
-    """Return the spare groups that may be committed; none once the fetch has begun that drops them."""
+    """Return the spare groups that may be committed; none once the fetch that drops them has started."""
     return 0 if version_is_fetched(state, knobs) or all_fetched(state, knobs) else knobs.spare_groups
 
 
 def version_is_fetched(state: State, knobs: Knobs) -> bool:
-    """Return whether the last fetch of this version has begun."""
+    """Return whether the last fetch of this version has started."""
     return state.num_fetched >= (state.version + 1) * knobs.fetches_per_push
 
 

@@ -1,4 +1,4 @@
-"""What happens to a pipeline, and what the controller wants done. An action that is begun is applied like an event."""
+"""Events of a pipeline, and the actions that the controller decides on. A started action is applied like an event."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Admitted:
-    """A group's samples are on their way.
+    """The engines start a group's samples.
 
-    oldest    version of its oldest token, where it has tokens already
-    is_spare  beyond what may be admitted
+    oldest    version of its oldest token, if it has tokens already
+    is_spare  admitted beyond the bound
     """
 
     ordinal: int
@@ -22,7 +22,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class SampleDone:
-    """One sample of a group has ended, well or not."""
+    """One sample of a group has ended, successfully or not."""
 
     ordinal: int
 
@@ -37,8 +37,8 @@ class GroupReady:
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """A group cannot be trained; it is tried again (`Knobs.max_tries`), or dropped. Its samples have been ended before:
-    nothing of this try is told any more.
+    """A group cannot be trained; it is retried (up to `Knobs.max_tries`) or dropped. Its samples have ended: no event
+    of this try follows.
     """
 
     ordinal: int
@@ -47,9 +47,9 @@ class GroupFailed:
 
 @dataclass(frozen=True)
 class Parked:
-    """A group was handed back before it was ready, with the tokens that it has; it goes on when it is admitted again.
+    """A group was handed back unfinished, with its tokens so far; it continues when it is admitted again.
 
-    oldest  version of its oldest token, None where it has none
+    oldest  version of its oldest token; None: it has no tokens
     """
 
     ordinal: int
@@ -67,37 +67,13 @@ class Pushed:
 
 
 @dataclass(frozen=True)
-class EvalDone:
-    """The evaluation has ended."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The checkpoint may be relied on, or is written from a copy."""
-
-
-@dataclass(frozen=True)
-class EnginesAre:
-    """So many engines live now."""
-
-    count: int
-
-
-@dataclass(frozen=True)
 class StreamEnd:
     """The data stream has no further group."""
 
 
 @dataclass(frozen=True)
-class Failed:
-    """The run cannot go on."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Admit:
-    """Admit these pending groups, and `num_new` from the data stream. Their `Admitted` events tell which they were."""
+    """Admit these pending groups, and `num_new` from the data stream. `Admitted` events say which they were."""
 
     pending: tuple[int, ...] = ()
     num_new: int = 0
@@ -114,7 +90,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Drop:
-    """Give a group up: end its samples, count it by `reason`. Its place is free for another."""
+    """Give up a group: end its samples, count it by `reason`. Another group may take its place."""
 
     ordinal: int
     reason: Literal["filtered", "failed", "deadline", "surplus"]
@@ -128,31 +104,17 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Eval:
-    """Evaluate by the engines' weights."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class Save:
-    """Save after `num_trained` fetches."""
-
-    num_trained: int
-
-
-@dataclass(frozen=True)
 class Stop:
-    """The run has ended; `reason` is "" where it has done all of its work."""
+    """The run has ended; `reason` is "" if it has done all of its work."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do for `who` now: for a person who asks, and for the watchdog.
+    """`who` has nothing to do now. The watchdog and `fusionrl status` show why.
 
-    reason  of trainers that want a batch: too few groups are ready, or one that is due is not; whose time is told apart
+    reason  why trainers get no batch: too few groups are ready, or a group that is due is not; timed separately
     """
 
     who: Literal["engines", "trainers"]
@@ -161,7 +123,6 @@ class Wait:
     reason: Literal["", "batch", "deadline"] = ""
 
 
-Happened = Admitted | SampleDone | GroupReady | GroupFailed | Parked | TrainDone | Pushed | EvalDone | Saved
-Event = Happened | EnginesAre | StreamEnd | Failed
-Begun = Fetch | Drop | Push | Eval | Save  # actions that are applied when they begin
-Action = Begun | Admit | Stop | Wait
+Event = Admitted | SampleDone | GroupReady | GroupFailed | Parked | TrainDone | Pushed | StreamEnd
+Started = Fetch | Drop | Push  # actions that are applied when they start
+Action = Started | Admit | Stop | Wait

@@ -1,4 +1,4 @@
-"""The settings of the controller, and the pipelines that are presets of them."""
+"""The controller's settings, and the pipelines, which are presets of them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ AtDeadline = Literal["wait", "drop"]
 class Knobs:
     """One pipeline.
 
-    A fetch is what trainers get at once: a rollout's batch of groups. Weights are pushed after every `fetches_per_push`
+    A fetch is one rollout's batch of groups for the trainers. Weights are pushed after every `fetches_per_push`
     fetches, so the weights of version v train fetches v * fetches_per_push up to (v + 1) * fetches_per_push - 1.
 
     groups_per_fetch       F
     fetches_per_push       U: fetches trained between two pushes (slime's --update-weights-interval)
-    num_fetches            of the whole run, None: until the data end
+    num_fetches            of the whole run; None: until the data end
     max_staleness          K: versions between the weights that sampled a token and those that it trains, at most
     lead                   L, 0 ≤ L ≤ K: how far ahead of need groups are admitted, in versions
-    in_flight              at a push: drain waits until no sample is in flight, the others push into running samples.
-                           retract computes their KV cache again under the new weights, in_place keeps it
-    at_deadline            at a version's last fetch, where groups that are due are not ready: wait for them, or drop
-                           them, which trains fewer long answers
+    in_flight              at a push: drain waits until no sample is in flight; retract and in_place push into running
+                           samples: retract recomputes their KV cache under the new weights, in_place keeps it
+    at_deadline            if groups that are due are not ready at a version's last fetch: wait for them, or drop them,
+                           which trains fewer long answers
     spare_groups           admitted beyond what a version trains (over-sampling); the last ones are dropped
     samples_per_group      samples of one prompt
     max_samples_in_flight  over all engines; one group is admitted in any case
     max_tries              of a group whose samples fail, before it is dropped and replaced
-    max_failures_in_row    groups that were dropped as failed since one was ready; then the run ends
-    exclusive              engines and trainers share devices: one of them works at a time
-    eval_interval          fetches between evaluations, None: none
-    eval_alone             no training sample is generated during an evaluation
-    save_interval          fetches between saves, None: none
+    max_failures_in_row    groups dropped as failed since one became ready, before the run ends
+    exclusive              engines and trainers share devices and alternate
     """
 
     groups_per_fetch: int
@@ -49,9 +46,6 @@ class Knobs:
     max_tries: int = 1
     max_failures_in_row: int = 1 << 30
     exclusive: bool = False
-    eval_interval: int | None = None
-    eval_alone: bool = False
-    save_interval: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other.
@@ -64,10 +58,8 @@ class Knobs:
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least {value}")
-        for name in ("num_fetches", "eval_interval", "save_interval"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"{name} is {count}; give at least 1, or none")
+        if self.num_fetches is not None and self.num_fetches < 1:
+            raise ValueError(f"num_fetches is {self.num_fetches}; give at least 1, or none")
         if not 0 <= self.lead <= self.max_staleness:
             raise ValueError(
                 f"lead is {self.lead:g}; give 0 to max_staleness ({self.max_staleness}): groups admitted further ahead"
@@ -76,7 +68,7 @@ class Knobs:
         if self.spare_groups and self.max_staleness:
             raise ValueError(
                 f"spare_groups is {self.spare_groups} with max_staleness {self.max_staleness}: spare groups are dropped"
-                " at the end of their version, and these may be trained later; give lead in its place"
+                " at the end of their version, and these may be trained later; give lead instead"
             )
         if self.exclusive and (self.max_staleness or self.in_flight != "drain"):
             raise ValueError(
@@ -84,8 +76,8 @@ class Knobs:
             )
         if self.in_flight != "drain" and not self.max_staleness:
             raise ValueError(
-                f"in_flight is {self.in_flight}: samples go on under new weights, so their first tokens are a version"
-                " old; give max_staleness of at least 1"
+                f"in_flight is {self.in_flight}: samples continue under new weights, so their first tokens are a"
+                " version old; give max_staleness of at least 1"
             )
 
     @property
@@ -94,9 +86,9 @@ class Knobs:
         return self.groups_per_fetch * self.fetches_per_push
 
 
-# Name → what the pipeline sets; what a user gives goes before it. The leads of async and async-partial are chosen by
-# `python -m tools.bench.pipelines paced --virtual`: less leaves trainers waiting, more makes tokens older and no step
-# shorter. Where pushes drain, what is admitted beyond one batch only waits.
+# Name → knobs that the pipeline sets; flags override them. The leads of async and async-partial were measured with
+# `python -m tools.bench.pipelines paced --virtual`: a smaller lead leaves trainers waiting, a larger one makes tokens
+# older and no step shorter. If pushes drain, groups admitted beyond one batch only wait.
 PIPELINES: dict[str, dict[str, int | float | str]] = {
     "on-policy": {"max_staleness": 0, "lead": 0.0, "fetches_per_push": 1, "in_flight": "drain"},
     "stream": {"max_staleness": 0, "lead": 0.0, "fetches_per_push": 4, "in_flight": "drain"},

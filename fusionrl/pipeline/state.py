@@ -1,4 +1,4 @@
-"""What the controller knows: the groups and their phases, the versions, and what is under way."""
+"""The controller's state: groups and their phases, versions, and the fetch or push in progress."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Group:
     born         version of the weights when it was admitted, or of its oldest token, whichever is older
     num_running  samples in flight
     num_tries    how often it has been admitted
-    begun        pending, with tokens that were saved: it goes on with them, and is as old as they are
-    is_spare     admitted beyond the bound, as a user's function could not go on: dropped where it comes too late
+    has_tokens   pending, with saved tokens: it continues from them, and is as old as they are
+    is_spare     admitted beyond the bound, because a user's function was stuck without it: dropped if it is too late
     """
 
     ordinal: int
@@ -28,18 +28,18 @@ class Group:
     born: int
     num_running: int = 0
     num_tries: int = 1
-    begun: bool = False
+    has_tokens: bool = False
     is_spare: bool = False
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Order of dispatch, which is that of training; those beyond the bound come last."""
+        """Order of dispatch and of training; groups beyond the bound come last."""
         return self.is_spare, self.born, self.ordinal
 
 
 @dataclass
-class Ended:
-    """Groups that are trained or dropped: all below `frontier`, and those of `beyond`, which are at or above it."""
+class EndedGroups:
+    """Groups that are trained or dropped: all below `frontier`, and those in `beyond`, which are at or above it."""
 
     frontier: int = 0
     beyond: set[int] = field(default_factory=set)
@@ -61,28 +61,25 @@ class Ended:
 
 @dataclass
 class State:
-    """All of it. Belongs to one owner, who changes it by `apply` alone.
+    """The whole state. It has one owner, which changes it only through `apply`.
 
     groups         ordinal → group, of those that have not ended
-    ended          trained and dropped ones
-    num_dropped    of `ended`, those that were dropped
+    ended          trained and dropped groups
+    num_dropped    of `ended`, the dropped ones
     num_spare      groups that were admitted beyond the bound and not dropped
-    next_ordinal   of the next group that the data stream gives
+    next_ordinal   of the next group from the data stream
     version        of the engines' weights: pushes so far
-    num_fetched    fetches that trainers have begun
+    num_fetched    fetches that the trainers have started
     num_trained    fetches that are trained
-    lease          ordinals of the fetch that is being trained, () where none is
-    pushing        a push is under way; `evaluating`, `saving` likewise
-    last_eval      fetches that were trained when the newest finished evaluation began; `last_save`: of the newest save
-    eval_begun     the same of the evaluation that is under way
-    num_engines    that live, None: not told
+    lease          ordinals of the fetch that is being trained, () between fetches
+    pushing        a push is in progress
     stream_ended   the data stream has no further group
     failures       groups dropped as failed since one became ready
-    failure        why the run must end, "" where it goes on
+    failure        why the run must end, "" while it continues
     """
 
     groups: dict[int, Group] = field(default_factory=dict)
-    ended: Ended = field(default_factory=Ended)
+    ended: EndedGroups = field(default_factory=EndedGroups)
     num_dropped: int = 0
     num_spare: int = 0
     next_ordinal: int = 0
@@ -91,12 +88,6 @@ class State:
     num_trained: int = 0
     lease: tuple[int, ...] = ()
     pushing: bool = False
-    evaluating: bool = False
-    saving: bool = False
-    last_eval: int = 0
-    eval_begun: int = 0
-    last_save: int = 0
-    num_engines: int | None = None
     stream_ended: bool = False
     failures: int = 0
     failure: str = ""
@@ -106,27 +97,27 @@ class State:
         return [group for group in self.groups.values() if group.phase in phases]
 
     def unready(self) -> list[Group]:
-        """Return the groups that have an age and are not ready: those under way, and pending ones that were begun."""
-        return [g for g in self.groups.values() if g.phase in ("running", "scoring") or g.begun]
+        """Return the groups that have an age and are not ready: running, scoring, and pending ones with tokens."""
+        return [g for g in self.groups.values() if g.phase in ("running", "scoring") or g.has_tokens]
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the samples that engines work on."""
+        """Return how many samples the engines work on."""
         return sum(group.num_running for group in self.groups.values())
 
     @property
     def committed(self) -> int:
-        """Return the groups that were admitted and not dropped: what is or will be trained."""
+        """Return how many groups were admitted and not dropped: they are or will be trained."""
         return len(self.groups) + len(self.ended) - self.num_dropped
 
     def to_dict(self, num_trained: int | None = None) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as it is after `num_trained` fetches (None: those that are trained).
+        """Return the state for a checkpoint after `num_trained` fetches (None: those that are trained).
 
-        A fetch that is being trained counts as trained where `num_trained` says so; else its groups come again.
+        The fetch that is being trained counts as trained if `num_trained` includes it; else its groups come again.
         """
         is_trained = num_trained is not None and num_trained == self.num_trained + 1
         assert num_trained in (None, self.num_trained) or (is_trained and self.lease), (num_trained, self.num_trained)
-        ended = Ended(self.ended.frontier, set(self.ended.beyond))
+        ended = EndedGroups(self.ended.frontier, set(self.ended.beyond))
         for ordinal in self.lease if is_trained else ():
             ended.add(ordinal)
         live = [group for group in self.groups.values() if group.ordinal not in ended]
@@ -137,43 +128,40 @@ class State:
             "num_spare": self.num_spare,
             "next_ordinal": self.next_ordinal,
             "num_trained": self.num_trained + is_trained,
-            "last_eval": self.last_eval,
             "stream_ended": self.stream_ended,
             "groups": [[g.ordinal, g.phase, g.born, g.num_tries, g.is_spare] for g in live],
         }
 
     @classmethod
     def from_dict(
-        cls, data: Mapping[str, Any], fetches_per_push: int, ready_ages: Mapping[int, int] | None = None
+        cls, data: Mapping[str, Any], fetches_per_push: int, saved_ages: Mapping[int, int] | None = None
     ) -> State:
         """Return the state of a checkpoint, after the engines have its weights.
 
-        kept  ordinal → version of the oldest token, of the groups whose samples, whole or begun, were saved with it.
-              The others are admitted again from their prompts, under their ordinals.
+        saved_ages  ordinal → version of the oldest token, of the groups whose finished or partial samples were saved.
+                    The others are admitted again from their prompts, under their ordinals.
         """
-        ready_ages = ready_ages or {}
+        saved_ages = saved_ages or {}
         trained = data["num_trained"]
         state = cls(
-            ended=Ended(data["frontier"], set(data["beyond"])),
+            ended=EndedGroups(data["frontier"], set(data["beyond"])),
             num_dropped=data["num_dropped"],
             num_spare=data["num_spare"],
             next_ordinal=data["next_ordinal"],
             version=trained // fetches_per_push,
             num_fetched=trained,
             num_trained=trained,
-            last_eval=data["last_eval"],
-            last_save=trained,
             stream_ended=data["stream_ended"],
         )
         for ordinal, phase, born, num_tries, is_spare in data["groups"]:
-            is_kept = ordinal in ready_ages
+            is_kept = ordinal in saved_ages
             now: Phase = "ready" if phase == "ready" and is_kept else "pending"
-            born = min(born, ready_ages[ordinal]) if is_kept else state.version
-            begun = is_kept and now == "pending"
-            state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, begun=begun, is_spare=is_spare)
+            born = min(born, saved_ages[ordinal]) if is_kept else state.version
+            has_tokens = is_kept and now == "pending"
+            state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, has_tokens=has_tokens, is_spare=is_spare)
         return state
 
 
-def moved(state: State, ordinal: int, **changes: Any) -> None:
+def update_group(state: State, ordinal: int, **changes: Any) -> None:
     """Change a group's fields."""
     state.groups[ordinal] = replace(state.groups[ordinal], **changes)

@@ -16,7 +16,8 @@ from tests.pipeline.world import World, run
 
 
 def world_of(pipeline: str, **values: Any) -> World:
-    world = World(Knobs(**{**PIPELINES[pipeline], "groups_per_fetch": 2, **values}))
+    save_interval = values.pop("save_interval", None)
+    world = World(Knobs(**{**PIPELINES[pipeline], "groups_per_fetch": 2, **values}), save_interval=save_interval)
     world.settle()
     return world
 
@@ -108,7 +109,6 @@ def test_areal_1345_a_resume_begins_no_burst() -> None:
     for _ in range(10):
         finish(world, *sorted(group.ordinal for group in world.state.of("running"))[:2])
         world.happen(events.TrainDone())
-        world.happen(events.Saved())
         world.happen(events.Pushed())
     before = len(world.state.groups)
     world.restart()
@@ -160,15 +160,6 @@ def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
     while not world.stopped:
         world.happen(world.possible()[0])
     assert "the data ended after 2 of 10 fetches" in world.stopped.reason
-
-
-def test_areal_1396_engines_that_all_died_are_told_and_come_back() -> None:
-    world = world_of("on-policy", num_fetches=2, max_tries=2)
-    world.happen(events.EnginesAre(0))
-    world.happen(events.GroupFailed(0, "the engine died"))
-    assert why(world, "engines").why == "no engine is living" and world.state.groups[0].phase == "pending"
-    world.happen(events.EnginesAre(1))
-    assert world.state.groups[0].phase == "running"
 
 
 def test_miles_1697_steps_between_two_pushes_are_within_the_bound_of_versions() -> None:
@@ -243,7 +234,7 @@ def test_openrlhf_1322_spare_groups_are_kept_over_a_resume() -> None:
     world = world_of("stream", spare_groups=4, num_fetches=8, save_interval=1)
     finish(world, *range(7))
     train(world)
-    assert world.checkpoint is not None and len(world.state.of("ready")) == 5
+    assert world.checkpoint is not None and len(world.state.of("ready", "leased")) == 5
     world.restart()
     ready = [group.ordinal for group in world.state.of("ready", "leased")]
     assert sorted(ready) == [2, 3, 4, 5, 6] and world.state.next_ordinal == 12
@@ -257,8 +248,7 @@ def test_verl_7759_a_resume_submits_nothing_beside_what_was_submitted() -> None:
         world.happen(events.TrainDone())
     going_on, killed = worlds
     killed.restart()
-    for event in (events.Saved(), events.Pushed()):
-        going_on.happen(event)
+    going_on.happen(events.Pushed())
     assert killed.state.next_ordinal == going_on.state.next_ordinal
     assert sorted(killed.state.groups) == sorted(going_on.state.groups)
     run(killed, random.Random(9))
@@ -309,27 +299,6 @@ def test_what_is_replayed_elsewhere_is_there(report: str) -> None:
     assert report in (ast.get_docstring(function) or ""), "its docstring names the report"
 
 
-def test_slime_2339_an_evaluation_sees_one_version() -> None:
-    world = world_of("async-partial", num_fetches=8, eval_interval=2)
-    while not world.state.evaluating:
-        world.happen(next(one for one in world.possible() if not isinstance(one, events.EvalDone)))
-    version = world.state.version
-    while others := [one for one in world.possible() if not isinstance(one, events.EvalDone)]:
-        world.happen(others[0])
-    assert world.state.version == version and "evaluation" in why(world, "trainers").why
-    world.happen(events.EvalDone())
-    assert world.state.pushing
-
-
-def test_an_evaluation_that_a_kill_ended_comes_again() -> None:
-    world = world_of("on-policy", num_fetches=4, eval_interval=2, save_interval=3)
-    while world.checkpoint is None:
-        world.happen(next(one for one in world.possible() if not isinstance(one, events.EvalDone)))
-    assert world.state.evaluating  # since fetch 2; the save of fetch 3 came meanwhile
-    world.restart()
-    assert any(isinstance(event, events.Eval) for event in world.log[-4:])
-
-
 def test_one_step_off_generates_a_batch_while_it_trains_the_one_before() -> None:
     """slime's train_async: the next batch is on its way before the first one is trained, and is whole at the push."""
     world = world_of("one-step-off", num_fetches=3)
@@ -362,7 +331,7 @@ def test_trainers_and_engines_of_one_device_work_in_turn() -> None:
         ({"max_staleness": 1, "exclusive": True}, "share devices"),
         ({"max_staleness": 1, "spare_groups": 3}, "give lead"),
         ({"fetches_per_push": 0}, "fetches_per_push is 0"),
-        ({"eval_interval": 0}, "eval_interval is 0"),
+        ({"num_fetches": 0}, "num_fetches is 0"),
     ],
 )
 def test_knobs_that_contradict_each_other(values: dict[str, Any], words: str) -> None:

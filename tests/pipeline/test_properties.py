@@ -24,8 +24,6 @@ def some_knobs(choose: random.Random, **fixed: object) -> Knobs:
     values: dict = {**PIPELINES[choose.choice(list(PIPELINES))], "groups_per_fetch": choose.randint(1, 4)}
     values |= {"num_fetches": choose.randint(1, 12), "samples_per_group": choose.randint(1, 3)}
     values |= {"max_tries": choose.randint(1, 3), "max_samples_in_flight": choose.choice([1, 4, 9, 1000])}
-    values |= {"eval_interval": choose.choice([None, 1, 3]), "eval_alone": choose.random() < 0.5}
-    values |= {"save_interval": choose.choice([None, 1, 2, 3])}
     if choose.random() < 0.5:
         values["fetches_per_push"] = choose.randint(1, 4)
     if values["max_staleness"]:
@@ -40,10 +38,13 @@ def some_knobs(choose: random.Random, **fixed: object) -> Knobs:
     return Knobs(**values | fixed)
 
 
-def whole_run(seed: int, watched: tuple[str, ...] = (), **fixed: object) -> tuple[World, int]:
+def whole_run(
+    seed: int, watched: tuple[str, ...] = (), save_interval: int | None = None, **fixed: object
+) -> tuple[World, int]:
     """A run of random knobs to its end, with mishaps and restarts."""
     choose = random.Random(seed)
-    world = World(some_knobs(choose, **fixed), slow=choose.choice([2, 5]), watched=watched)
+    interval = choose.choice([None, 1, 2, 3]) if save_interval is None else save_interval
+    world = World(some_knobs(choose, **fixed), slow=choose.choice([2, 5]), watched=watched, save_interval=interval)
     rates = {"mishaps": choose.choice([0, 0.05, 0.3]), "restarts": choose.choice([0, 0.02])}
     count = run(world, choose, **rates, stragglers=choose.choice([0, 0.9, 0.99]))
     return world, count
@@ -77,7 +78,8 @@ class Pipeline(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 20))
     def start(self, seed: int) -> None:
-        self.world = World(some_knobs(random.Random(seed)))
+        choose = random.Random(seed)
+        self.world = World(some_knobs(choose), save_interval=choose.choice([None, 1, 2, 3]))
         self.world.settle()
 
     @precondition(lambda self: not self.world.stopped and self.world.possible())
@@ -96,11 +98,6 @@ class Pipeline(RuleBasedStateMachine):
     @rule()
     def killed_and_resumed(self) -> None:
         self.world.restart()
-
-    @precondition(lambda self: not self.world.stopped)
-    @rule(count=st.integers(0, 2))
-    def engines(self, count: int) -> None:
-        self.world.happen(events.EnginesAre(count))
 
     @precondition(lambda self: not self.world.stopped)
     @rule()

@@ -10,11 +10,11 @@ from fusionrl.pipeline import decide as rules
 from fusionrl.pipeline import events
 from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.events import Action
-from fusionrl.pipeline.invariants import violations, wrong_begin
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import State
+from tests.pipeline.invariants import violations, wrong_begin
 
-BEGUN = get_args(events.Begun)
+STARTED = get_args(events.Started)
 
 
 class Broken(AssertionError):
@@ -31,6 +31,7 @@ class World:
     stopped: events.Stop | None = None
     trained: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
+    save_interval: int | None = None  # fetches between checkpoints
     checkpoint: dict | None = None
     num_before: int = 0  # of `trained`, at the checkpoint
     log: list[object] = field(default_factory=list)  # what has happened, in order
@@ -45,6 +46,7 @@ class World:
     def settle(self) -> None:
         """Begin whatever may begin, until all that is left are waits or the end."""
         for _ in range(100_000):
+            self.save_if_due()
             actions = rules.decide(self.state, self.knobs)
             if not actions:
                 raise Broken("nothing is decided, not even a wait")
@@ -57,29 +59,33 @@ class World:
                 return
         raise Broken("it decides without end")
 
+    def save_if_due(self) -> None:
+        """Take a checkpoint after every `save_interval` fetches, as the driver does, before the push."""
+        last, trained = (self.checkpoint or {"num_trained": 0})["num_trained"], self.state.num_trained
+        if self.save_interval and not self.state.lease and trained // self.save_interval > last // self.save_interval:
+            self.checkpoint, self.num_before = self.state.to_dict(), len(self.trained)
+
     def begin(self, action: Action) -> bool:
         """Begin one action; returns whether that changed anything."""
         if isinstance(action, events.Stop):
             self.stopped = action
         elif isinstance(action, events.Admit):
             self.admit(action)
-        elif isinstance(action, BEGUN):
+        elif isinstance(action, STARTED):
             self.complain(wrong_begin(self.state, self.knobs, action))
             if isinstance(action, events.Fetch):
                 self.staleness += [action.version - self.state.groups[o].born for o in action.ordinals]
             self.do(action)
-            if isinstance(action, events.Save):
-                self.checkpoint, self.num_before = self.state.to_dict(), len(self.trained)
-        return isinstance(action, (events.Admit, *BEGUN))
+        return isinstance(action, (events.Admit, *STARTED))
 
     def admit(self, action: events.Admit) -> None:
         new = range(self.state.next_ordinal, self.state.next_ordinal + action.num_new)
         for ordinal in (*action.pending, *new):
             known = self.state.groups.get(ordinal)
-            oldest = known.born if known is not None and known.begun else None
+            oldest = known.born if known is not None and known.has_tokens else None
             self.do(events.Admitted(ordinal, self.knobs.samples_per_group, oldest))
 
-    def do(self, event: events.Event | events.Begun) -> None:
+    def do(self, event: events.Event | events.Started) -> None:
         self.log.append(event)
         apply(self.state, self.knobs, event)
 
@@ -100,8 +106,6 @@ class World:
         found += [events.GroupReady(group.ordinal) for group in state.of("scoring")]
         found += [events.TrainDone()] if state.lease else []
         found += [events.Pushed()] if state.pushing else []
-        found += [events.EvalDone()] if state.evaluating else []
-        found += [events.Saved()] if state.saving else []
         return found
 
     def mishap(self, choose: random.Random) -> events.Event | events.Drop | None:

@@ -1,4 +1,4 @@
-"""What holds in every state, told from the state alone: for tests, and for a run that checks itself."""
+"""Invariants of every state of the controller."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def violations(state: State, knobs: Knobs) -> list[str]:
     """Return what is wrong with a state, as "I<number>: …"; [] of a sound one."""
     problems = []
     spare = knobs.spare_groups
-    # What a user's function took beyond the bound is its own.
-    own = [group for group in state.groups.values() if group.is_spare]
+    # Groups that a user's function took beyond the bound are not bounded.
+    beyond = [group for group in state.groups.values() if group.is_spare]
     committed = state.committed - state.num_spare
     if committed > base_limit(state, knobs) + spare:
         problems.append(f"I1: {committed} groups are committed, {base_limit(state, knobs)} + {spare} may be")
     most = max(knobs.max_samples_in_flight, knobs.samples_per_group)
-    in_flight = state.samples_in_flight - sum(group.num_running for group in own)
+    in_flight = state.samples_in_flight - sum(group.num_running for group in beyond)
     if in_flight > most:
         problems.append(f"I1: {in_flight} samples are in flight, {most} may be")
     problems += [f"I2: {text}" for text in infeasible(state, knobs)]
@@ -49,7 +49,7 @@ def infeasible(state: State, knobs: Knobs) -> list[str]:
     return problems
 
 
-def wrong_begin(state: State, knobs: Knobs, action: events.Begun) -> list[str]:
+def wrong_begin(state: State, knobs: Knobs, action: events.Started) -> list[str]:
     """Return what is wrong with an action that is about to begin in `state`."""
     problems = []
     if isinstance(action, events.Fetch):
