@@ -18,7 +18,6 @@ from pathlib import Path
 from fusionrl import sandbox
 from fusionrl.buffer.collect import Collector
 from fusionrl.buffer.endpoints import EngineEndpoints
-from fusionrl.buffer.error_samples import writing_blamed
 from fusionrl.buffer.evaluation import Evaluation
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.prompt_source import PromptSource
@@ -28,6 +27,8 @@ from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.stream_messages import StreamMessages
 from fusionrl.buffer.trained_values import TrainedColumns
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError, user_code
+from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_tokenizers
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
@@ -222,3 +223,26 @@ def _ray_put(value: object) -> object:
     import ray
 
     return ray.put(value)
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def writing_blamed(writer: RolloutWriter, rollout_id: int, attempt: int, kind: str) -> Iterator[None]:
+    """Write the samples at which a user's function raised to a file of the run, and name it in the error."""
+    try:
+        yield
+    except HookError as error:
+        samples = [sample for sample in error.samples if isinstance(sample, Sample)]
+        if samples:
+            try:
+                rows = (sample.to_row() | {"error": str(error)} for sample in samples)
+                with user_code("attributes of the user's", None):
+                    path = writer.write(rollout_id, attempt, rows, kind=kind)
+            except HookError as failure:  # the user's own error goes first
+                logger.warning("the samples at which a user's function raised cannot be written: %s", failure)
+            else:
+                count = f"the {len(samples)} samples" if len(samples) > 1 else "the sample"
+                error.add(f"{count} that it was at: {path}")
+        raise

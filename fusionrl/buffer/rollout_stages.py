@@ -6,30 +6,31 @@ between them. The collection is the only stage that waits for engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.buffer.collect import CollectedSamples, Collector, limits_of
-from fusionrl.buffer.debug_rollouts import load_samples, save_samples
 from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.log_probs import warn_without_log_probs
 from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.buffer.rollout_report import report
-from fusionrl.buffer.sample_files import SampleFiles
+from fusionrl.buffer.sample_files import SampleFiles, load_samples, save_samples
 from fusionrl.buffer.scores import score
-from fusionrl.buffer.step_staleness import StepStaleness
+from fusionrl.buffer.staleness import StepStaleness
 from fusionrl.buffer.stream import Batch
 from fusionrl.buffer.train_shards import CutShards, cut
 from fusionrl.buffer.trained_values import TrainedSamples
 from fusionrl.buffer.training_samples import choose
 from fusionrl.config.config import Config
+from fusionrl.config.off_policy import corrects_by_default
+from fusionrl.data.sample import Sample, is_trained_on
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase, span
 from fusionrl.plan.flops import Work
 from fusionrl.plan.plan import Plan
+from fusionrl.rollout.weight_versions import warn_once
 
 
 @dataclass
@@ -149,4 +150,21 @@ class RolloutStages:
             facts=rollout_report.facts,
             glimpses=rollout_report.glimpses,
             work=work,
+        )
+
+
+def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:
+    """Warn once where nobody gave --use-tis, it is on by default, and a function sets no rollout_log_probs.
+
+    Such rollouts are trained uncorrected. Where the flag was given, they are an error of the loss.
+    """
+    if not corrects_by_default(config):
+        return
+    lacking = next((s for s in samples if is_trained_on(s) and s.rollout_log_probs is None), None)
+    if lacking is not None:
+        warn_once(
+            "rollout_log_probs of --use-tis",
+            f"sample {lacking.index} has no rollout_log_probs, so --use-tis, the default of --pipeline"
+            f" {config.run.pipeline}, does nothing in such rollouts: tokens of older weights are taken for tokens of"
+            " the newest. Let your function set them (docs/guides/multi-turn.md), or give --no-use-tis",
         )

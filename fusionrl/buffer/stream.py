@@ -10,29 +10,27 @@ import asyncio
 import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, get_args
 
-from fusionrl.buffer.dynamic_filter import GroupFilter
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version, without_answer
-from fusionrl.buffer.stream_metrics import state_numbers
+from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, reason_of, state_numbers
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
-from fusionrl.buffer.stream_waits import describe_waits
-from fusionrl.buffer.token_counts import TokenCounts
-from fusionrl.buffer.wait_times import StreamClock, reason_of
 from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.sample import Sample, Status
 from fusionrl.pipeline import events
 from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.decide import decide, engine_actions
+from fusionrl.pipeline.events import Action, Wait
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.rollout.client import RolloutClient
-from fusionrl.rollout.generate import GroupContext, generate_group
+from fusionrl.rollout.generate import GroupContext, apply_filter, generate_group
 from fusionrl.rollout.generate_state import sampling_params
+from fusionrl.rollout.sglang_rollout import check_filter_keeps
 from fusionrl.rollout.teacher import Teacher
 
 _STARTED = get_args(events.Started)
@@ -370,3 +368,47 @@ def why_failed(samples: list[Sample], *, replaces: bool) -> str:
     if not failed or not (replaces or len(failed) == len(samples)):
         return ""
     return f"{len(failed)} of {len(samples)} samples of prompt {samples[0].prompt!r:.60} failed"
+
+
+class GroupFilter:
+    """Asks --dynamic-sampling-filter-path."""
+
+    def __init__(self, num_wanted: int) -> None:
+        """`num_wanted`: groups of a batch."""
+        self._num_wanted = num_wanted
+        self._num_kept, self._refused = 0, Counter[str]()
+
+    def refuses(self, context: GroupContext, samples: list[Sample]) -> str:
+        """Return why it does not keep a group, "" where it does.
+
+        Raises:
+            HookError: it raised, or returned something else than a verdict.
+            ValueError: it keeps next to nothing.
+        """
+        verdict = apply_filter(context.filter_path, context.samples.args, samples)
+        if verdict.keep:
+            self._num_kept += 1
+            return ""
+        reason = verdict.reason or "filtered"
+        self._refused[reason] += 1
+        check_filter_keeps(context.filter_path, self._num_kept, self._refused, self._num_wanted)
+        return reason
+
+
+_MOST_NAMED = 5  # groups
+
+
+def describe_waits(actions: Iterable[Action], live: Mapping[int, StreamGroup]) -> str:
+    """Return why the trainers wait and for which samples, and why the engines get nothing new; "" where nobody waits.
+
+    live  ordinal → the samples of a group
+    """
+    why = {action.who: action for action in actions if isinstance(action, Wait)}
+    trainers, engines = why.get("trainers"), why.get("engines")
+    if trainers is None:
+        return ""
+    firsts = [live[ordinal].blank[0].index for ordinal in trainers.on if ordinal in live and live[ordinal].blank]
+    named = ", ".join(map(str, firsts[:_MOST_NAMED])) + ", …" * (len(firsts) > _MOST_NAMED)
+    plural = "s" * (len(firsts) != 1)
+    groups = f" (waited for: {len(firsts)} group{plural}, of sample{plural} {named})" if firsts else ""
+    return trainers.why + groups + (f"; engines get nothing new: {engines.why}" if engines is not None else "")

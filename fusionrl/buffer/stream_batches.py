@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from fusionrl.buffer.admission import AdmissionSource
-from fusionrl.buffer.drawn_groups import DrawnGroups
+from fusionrl.buffer.admission import AdmissionSource, DrawnGroups
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.stream import Groups, GroupSource, Stream, why_failed

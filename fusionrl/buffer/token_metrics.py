@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionrl.data.sample import Sample, is_trained_on, response_mask
-from fusionrl.data.short_arrays import are_equal, extremes, num_positive
 from fusionrl.data.token_versions import UNKNOWN_VERSION
 
 LAST_BIN = 8  # of the histogram: it also counts what is older
@@ -25,12 +24,7 @@ def training_version(samples: Sequence[Sample], pushed: int | None = None) -> in
             newest version that sampled any of their tokens, and None if no token has a version.
     """
     versions = [sample.array("weight_versions") for sample in samples]
-    known = [
-        int(extremes(token_versions)[1])
-        for token_versions in versions
-        if token_versions is not None and len(token_versions)
-    ]
-    newest = max(known, default=UNKNOWN_VERSION)
+    newest = max((int(v.max()) for v in versions if v is not None and len(v)), default=UNKNOWN_VERSION)
     newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
     return None if newest == UNKNOWN_VERSION else newest
 
@@ -49,7 +43,7 @@ def is_current(sample: Sample, version: int) -> np.ndarray:
 def is_all_current(sample: Sample, version: int) -> bool:
     """Return whether `is_current` is True for all tokens; most often one look at the oldest one shows it."""
     versions = sample.array("weight_versions")
-    if versions is None or not len(versions) or extremes(versions)[0] >= version:
+    if versions is None or not len(versions) or versions.min() >= version:
         return True
     return bool(is_current(sample, version).all())
 
@@ -98,7 +92,7 @@ def _num_trained(sample: Sample) -> int:
     mask = sample.array("loss_mask")
     if mask is None or not is_trained_on(sample):
         return sample.response_length if is_trained_on(sample) else 0
-    return num_positive(mask)
+    return int(np.count_nonzero(mask > 0))
 
 
 def _counted(sample: Sample, versions: np.ndarray) -> dict[int, int]:
@@ -106,7 +100,7 @@ def _counted(sample: Sample, versions: np.ndarray) -> dict[int, int]:
     num_trained = _num_trained(sample)
     if not num_trained:
         return {}
-    if are_equal(versions):
+    if (versions == versions[0]).all():
         return {int(versions[0]): num_trained}
     distinct, counts = np.unique(versions[response_mask(sample) > 0], return_counts=True)
     return dict(zip(distinct.tolist(), counts.tolist(), strict=True))
@@ -127,11 +121,7 @@ def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> d
         return {}
     tokens: Counter[int] = Counter()
     for sample_ages in ages:
-        for (
-            age,
-            count,
-        ) in sample_ages.items():  # of one sample it is mostly one, for which `update` costs ten times as much
-            tokens[age] += count
+        tokens.update(sample_ages)
     samples = Counter(max(sample_ages) for sample_ages in ages)
     metrics = {
         "rollout/staleness/token_mean": _mean(tokens),

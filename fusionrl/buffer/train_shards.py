@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from fusionrl.base.malloc import give_freed_back
-from fusionrl.buffer.step_staleness import StepStaleness
+from fusionrl.buffer.staleness import StepStaleness
 from fusionrl.buffer.token_metrics import is_all_current, is_current
 from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.data.attempts import attempts_of

@@ -14,7 +14,6 @@ import numpy as np
 
 from fusionrl.data.packed_lists import ListField, PromptField, RareField, disown, own, owner_of
 from fusionrl.data.request_counts import PrefixCacheInfo, SpecInfo
-from fusionrl.data.short_arrays import total
 from fusionrl.data.token_versions import (
     UNKNOWN_VERSION,
     extended_versions,
@@ -425,7 +424,7 @@ def trained_amount(sample: Sample) -> float:
     if not is_trained_on(sample):
         return 0.0
     mask = sample.array("loss_mask")
-    return float(sample.response_length if mask is None else total(mask))
+    return float(sample.response_length if mask is None else mask.sum())
 
 
 def _finish_reason(meta_info: Mapping[str, object]) -> str | None:

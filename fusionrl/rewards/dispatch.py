@@ -20,7 +20,6 @@ from typing import SupportsFloat, TypeGuard
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.observe.sample_timeline import part
-from fusionrl.rewards.future_queue import result_of
 from fusionrl.rewards.in_process import score_here
 from fusionrl.rewards.pool import LostReward, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
@@ -168,7 +167,7 @@ async def _score(
         if settings.in_process:
             args = _args_for(path, settings)
             return await score_here(settings.grading, args, samples, call=call, kwargs=kwargs, is_async=asynchronous)
-        return await result_of(_submit(settings, samples, call, path, kwargs, asynchronous))
+        return await asyncio.wrap_future(_submit(settings, samples, call, path, kwargs, asynchronous))
     except RewardRaised as error:
         blamed = [samples[position] for position in error.positions] or list(samples)
         error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionrl.buffer.step_staleness import StepStaleness
+from fusionrl.buffer.staleness import StepStaleness
 from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard

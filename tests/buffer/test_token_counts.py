@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionrl.buffer.stream_metrics import state_numbers
-from fusionrl.buffer.token_counts import TokenCounts, prefilled_again
-from fusionrl.buffer.wait_times import StreamClock, reason_of
+from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, prefilled_again, reason_of, state_numbers
 from fusionrl.data.sample import Sample
 from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.decide import decide

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.data.sample import Sample, reward_value
+from fusionrl.data.sample import Sample, response_mask, reward_value, trained_amount
 from fusionrl.data.token_versions import token_versions
 from fusionrl.observe.json_values import json_line
 
@@ -202,3 +202,12 @@ def test_one_number_of_a_reward() -> None:
 @pytest.mark.parametrize("version", ["default", "99999999999", "--3", "\u00b2", "", None])
 def test_a_version_that_no_push_gave_is_the_checkpoint_s(version: Any) -> None:
     assert token_versions({"weight_version": version}, 2).tolist() == [0, 0]
+
+
+def test_the_amount_that_is_trained_on_is_the_sum_of_the_mask() -> None:
+    sample = Sample(tokens=[1, 2, 3, 4], response_length=3)
+    for mask in (None, [1, 0, 1], np.array([0, 0, 0], np.int32), [0.5, 0.25, 0.1], [True, False, True]):
+        sample.loss_mask = mask
+        assert trained_amount(sample) == response_mask(sample).sum()
+    sample.remove_sample = True
+    assert trained_amount(sample) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionrl.buffer.log_probs import warn_without_log_probs
+from fusionrl.buffer.rollout_stages import warn_without_log_probs
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard

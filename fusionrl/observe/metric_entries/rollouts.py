@@ -157,11 +157,11 @@ ROLLOUTS: Table = {
         "steps",
         "Optimizer steps between the weights that sampled a trained token and those that train it, mean over the"
         " tokens. Of a rollout's n steps the first trains tokens of the newest push at 0, the last at n - 1.",
-        "buffer/step_staleness.py",
+        "buffer/staleness.py",
         "known weight versions, --mode rl",
     ),
     "rollout/steps_since_sampled/max": Entry(
-        "steps", "The same of the oldest token.", "buffer/step_staleness.py", "known weight versions, --mode rl"
+        "steps", "The same of the oldest token.", "buffer/staleness.py", "known weight versions, --mode rl"
     ),
     "rollout/partial_samples": Entry(
         "samples",

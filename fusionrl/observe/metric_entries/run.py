@@ -20,13 +20,13 @@ TIMES: Table = {
     "perf/time_wait_batch_s": Entry(
         "seconds",
         "Of that, while fewer groups were ready than a batch takes.",
-        "buffer/wait_times.py",
+        "buffer/stream_metrics.py",
         "--pipeline that runs ahead",
     ),
     "perf/time_wait_deadline_s": Entry(
         "seconds",
         "Of that, while a batch was ready and stood back for groups that would be too old later.",
-        "buffer/wait_times.py",
+        "buffer/stream_metrics.py",
         "--pipeline that runs ahead",
     ),
     "perf/engines_idle": Entry(
@@ -74,7 +74,7 @@ TIMES: Table = {
 }
 
 _AHEAD = "--pipeline that runs ahead"
-_STATE, _TALLY = "buffer/stream_metrics.py", "buffer/token_counts.py"
+_STATE = "buffer/stream_metrics.py"
 
 # When a batch is taken out of the stream, and of tokens since the batch before.
 PIPELINE: Table = {
@@ -96,28 +96,28 @@ PIPELINE: Table = {
     "pipeline/tokens_generated": Entry(
         "tokens",
         "Response tokens of samples that ended since the batch before, tools' tokens included.",
-        _TALLY,
+        _STATE,
         _AHEAD,
     ),
-    "pipeline/tokens_trained": Entry("tokens", "Of the batch, with a loss mask.", _TALLY, _AHEAD),
+    "pipeline/tokens_trained": Entry("tokens", "Of the batch, with a loss mask.", _STATE, _AHEAD),
     "pipeline/tokens_dropped": Entry(
         "tokens",
         "Of samples that ended and whose group was dropped: by a filter, at a deadline, as surplus.",
-        _TALLY,
+        _STATE,
         _AHEAD,
     ),
     "pipeline/tokens_prefilled_again": Entry(
         "tokens",
         "Prompt and response tokens whose KV cache was computed again because a push came while their sample was under"
         " way, of samples that ended; 0 with --in-flight drain and in_place.",
-        _TALLY,
+        _STATE,
         _AHEAD,
     ),
     "pipeline/length_trained_by_offered": Entry(
         "ratio",
         "Mean response length of the samples that were trained, divided by that of all that were generated, since"
         " the run was started or resumed. Below 1: long answers are trained less often.",
-        _TALLY,
+        _STATE,
         _AHEAD,
     ),
 }
