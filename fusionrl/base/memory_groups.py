@@ -65,7 +65,7 @@ def limited_groups(root: Path = ROOT) -> list[MemoryGroup]:
     groups = []
     for folder in _folders(root):
         for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit, used = _number(folder / most), _number(folder / now)
+            limit, used = kernel_number(folder / most), kernel_number(folder / now)
             if limit is not None and limit < _NO_LIMIT:
                 # Usage is with the groups below. Version 1 has rows for a group alone, and total_ ones that fit to it.
                 rows = (_row(folder / "memory.stat", name) for name in ("total_inactive_file", "inactive_file"))
@@ -132,12 +132,12 @@ def _times_full(folder: Path) -> float:
     number = _row(folder / "memory.events.local", "oom") or 0.0
     for counter in _COUNTERS_V1:
         names = ("failcnt", "max_usage_in_bytes", "limit_in_bytes")
-        failures, most, limit = (_number(folder / f"{counter}.{name}") for name in names)
+        failures, most, limit = (kernel_number(folder / f"{counter}.{name}") for name in names)
         number += (failures or 0.0) + (most is not None and limit is not None and most > limit - _NEAR)
     return number
 
 
-def _number(path: Path) -> float | None:
+def kernel_number(path: Path) -> float | None:
     """Return the number in a file of the kernel's; None: not there, or "max"."""
     try:
         return float(path.read_text(encoding="utf-8"))

@@ -243,7 +243,7 @@ def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train")
 def as_ranges(numbers: Iterable[int]) -> str:
     """Whole numbers, shortened: 1, 2, 3, 7 → "1-3, 7"."""
     ranges: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
         else:

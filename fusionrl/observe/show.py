@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -149,6 +150,16 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _last_change(run: Path) -> float:
     return max(path.stat().st_mtime for path in (run, run / "rollouts", run / "metrics.jsonl") if path.exists())
+
+
+def parse_steps(text: str | None) -> range | None:
+    """Return the steps of a --steps flag, such as 7 or 10-20."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ValueError(f"--steps {text}: expected a step or a range of steps, e.g. 10-20")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def _choose_file(run: Path, step: int | None, eval_name: str | None, is_failed: bool) -> RolloutFile:

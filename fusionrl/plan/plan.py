@@ -20,8 +20,7 @@ from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
 from fusionrl.plan.device_checks import check_device, check_placement
-from fusionrl.plan.device_sharing import StartOrder, start_order
-from fusionrl.plan.devices import Machine
+from fusionrl.plan.devices import Machine, StartOrder, start_order
 from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_policy
 from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
@@ -108,7 +107,7 @@ class Plan:
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether engines and trainers take turns on shared GPUs (`plan/device_sharing.py`)."""
+        """Return whether engines and trainers take turns on shared GPUs (`plan/devices.py`)."""
         return self.device == "cuda" and self.is_colocated
 
     @property

@@ -10,7 +10,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
-from fusionrl.plan.device_sharing import described as described_turns
+from fusionrl.plan.devices import described as described_turns
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.pipeline_knobs import described as described_knobs

@@ -125,7 +125,7 @@ class WeightSync:
         when = self._config.weights.verify_weights
         verifies = when == "always" or (when == "first" and is_first)
         check = self._verification(targets, num_own, version) if verifies else None
-        # On shared devices: first room for the engines' weights, then for their caches (`plan/device_sharing.py`).
+        # On shared devices: first room for the engines' weights, then for their caches (`plan/devices.py`).
         if self._plan.takes_turns:
             self._trainers.offload(keep_weights=True)
         is_away = self._engines.is_memory_away

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusionrl.observe.stalls.message import EngineLoad, named, ranks, sentence, spans
+from fusionrl.observe.rollouts import as_ranges
+from fusionrl.observe.stalls.message import EngineLoad, named, ranks, sentence
 from fusionrl.observe.stalls.processes import Seen
 from fusionrl.observe.stalls.stacks import Frame, main_thread, read_stacks
 from fusionrl.observe.stalls.thresholds import Late, Over, Phase, StallClock
@@ -135,7 +136,7 @@ def test_where_nobody_is_waited_for_the_driver_is_named() -> None:
 
 
 def test_names_and_numbers_are_taken_together() -> None:
-    assert spans([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
+    assert as_ranges([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
     names = [f"engine {index}: pause" for index in (1, 2)] + ["trainer 0", "the Buffer"]
     assert named(names, {}) == "engines 1-2: pause, trainer 0, the Buffer"
     assert named([f"trainer rank {rank}" for rank in range(512)], {"trainer rank": 512}) == "trainer ranks 0-511 of 512"

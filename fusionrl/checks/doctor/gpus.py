@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import TypeVar
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
+from fusionrl.observe.hardware.nvml import as_text, ask
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.visible_devices import VARIABLE, visible_names
-
-T = TypeVar("T")
 
 _CHECK = "gpu"
 _HOT = {
@@ -57,19 +54,19 @@ def _all(nvml: ModuleType) -> list[Finding]:
             cure = f"look at nvidia-smi, and at {VARIABLE}, where it is set"
             findings.append(fault(_CHECK, f"GPU {name}: NVML does not find it ({error})", cure))
             continue
-        kinds.append(_text(_asked(nvml, partial(nvml.nvmlDeviceGetName, handle))) or "a GPU without a name")
+        kinds.append(as_text(ask(nvml, partial(nvml.nvmlDeviceGetName, handle))) or "a GPU without a name")
         findings += _one(nvml, handle, f"GPU {name} ({kinds[-1]})")
     counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    driver = _text(_asked(nvml, nvml.nvmlSystemGetDriverVersion)) or "unknown"
-    cuda = _asked(nvml, nvml.nvmlSystemGetCudaDriverVersion)
+    driver = as_text(ask(nvml, nvml.nvmlSystemGetDriverVersion)) or "unknown"
+    cuda = ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     version = "" if cuda is None else f" for CUDA {cuda // 1000}.{cuda % 1000 // 10}"
     return [fact(_CHECK, f"{counted or 'no GPU'}; driver {driver}{version}"), *findings]
 
 
 def _one(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
     findings = []
-    memory = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    processes = _asked(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    memory = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    processes = ask(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
     other_pids = [process.pid for process in processes if process.pid != os.getpid()]
     if other_pids or (memory is not None and memory.used > _BUSY):
         who = f"processes {', '.join(map(str, other_pids))}" if other_pids else "a process that is not seen from here"
@@ -78,7 +75,7 @@ def _one(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
         cure = "end what is left of an earlier run (nvidia-smi shows it), or choose other GPUs: CUDA_VISIBLE_DEVICES"
         findings.append(warning(_CHECK, text, cure))
     kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter))
+    errors = ask(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter))
     if errors:
         cure = "reset the GPU (nvidia-smi -r, as root) or the machine; replace the card if they come back"
         findings.append(fault(_CHECK, f"{name}: {errors} uncorrected memory errors since the driver was loaded", cure))
@@ -92,17 +89,5 @@ def _one(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
 def _throttled(nvml: ModuleType, handle: object) -> list[str]:
     read = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
     read = read or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
-    reasons = _asked(nvml, lambda: read(handle)) or 0
+    reasons = ask(nvml, lambda: read(handle)) or 0
     return list(dict.fromkeys(text for name, text in _HOT.items() if reasons & getattr(nvml, name, 0)))
-
-
-def _asked(nvml: ModuleType, question: Callable[[], T]) -> T | None:
-    """The answer; None where this card or driver does not support the question."""
-    try:
-        return question()
-    except nvml.NVMLError:
-        return None
-
-
-def _text(value: str | bytes | None) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from fusionrl.base.memory_groups import limited_groups
+from fusionrl.base.memory_groups import kernel_number, limited_groups
 from fusionrl.base.open_files import most_open_files
 from fusionrl.base.spelling import existing_parent
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
@@ -45,7 +45,7 @@ def limit_findings(root: Path = ROOT) -> list[Finding]:
     files = most_open_files()
     limits = {"ulimit -u": _finite(resource.getrlimit(resource.RLIMIT_NPROC)[1])}
     for name in ("sys/fs/cgroup/pids.max", "sys/fs/cgroup/pids/pids.max"):
-        limits[f"/{name}"] = _number(root / name)
+        limits[f"/{name}"] = kernel_number(root / name)
     findings = []
     if files < FEWEST_FILES:
         cure = (
@@ -109,8 +109,8 @@ def _quota(root: Path) -> float | None:
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()[:2]
         return None if quota == "max" else float(quota) / float(period)
     except (OSError, ValueError):
-        quota_us = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-        period_us = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
+        quota_us = kernel_number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+        period_us = kernel_number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
         return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
 
 
@@ -147,14 +147,6 @@ def disk_findings(folders: dict[str, Path], needed: Mapping[str, tuple[str, floa
 def temporary_folder() -> Path:
     """Return the folder in which Ray keeps its sockets and spills what does not fit into memory."""
     return Path(tempfile.gettempdir())
-
-
-def _number(path: Path) -> float | None:
-    """Return the number in a file of the kernel's; None: not there, or "max"."""
-    try:
-        return float(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _finite(limit: int) -> float | None:

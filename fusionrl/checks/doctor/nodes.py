@@ -28,7 +28,7 @@ from fusionrl.checks.doctor.host import (
     temporary_folder,
 )
 from fusionrl.checks.doctor.network import network_findings
-from fusionrl.checks.doctor.versions import CURE, installed_versions, version_findings
+from fusionrl.checks.doctor.packages import CURE, installed_versions, version_findings
 from fusionrl.plan.plan import Plan
 
 if TYPE_CHECKING:

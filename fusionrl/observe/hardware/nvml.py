@@ -79,10 +79,10 @@ class Device:
         nvml, handle = self._nvml, self._handle
         ecc, limit = self._ask(nvml.nvmlDeviceGetEccMode), self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
-        links = [_asked(nvml, functools.partial(nvml.nvmlDeviceGetNvLinkState, handle, i)) for i in range(_MOST_LINKS)]
+        links = [ask(nvml, functools.partial(nvml.nvmlDeviceGetNvLinkState, handle, i)) for i in range(_MOST_LINKS)]
         return Inventory(
-            name=_text(self._ask(nvml.nvmlDeviceGetName)),
-            uuid=_text(self._ask(nvml.nvmlDeviceGetUUID)),
+            name=as_text(self._ask(nvml.nvmlDeviceGetName)),
+            uuid=as_text(self._ask(nvml.nvmlDeviceGetUUID)),
             driver=self._driver,
             memory_bytes=None if memory is None else int(memory.total),
             num_nvlinks=sum(link == 1 for link in links),
@@ -96,9 +96,9 @@ class Device:
         nvml, handle = self._nvml, self._handle
         busy, memory = self._ask(nvml.nvmlDeviceGetUtilizationRates), self._ask(nvml.nvmlDeviceGetMemoryInfo)
         power = self._ask(nvml.nvmlDeviceGetPowerUsage)
-        temperature = _asked(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        temperature = ask(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
-        errors = _asked(
+        errors = ask(
             nvml,
             lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -115,13 +115,13 @@ class Device:
 
     def cpus(self) -> tuple[int, ...]:
         """The numbers of the CPUs of its NUMA node; none where they are unknown."""
-        words = _asked(self._nvml, lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, _num_words()))
+        words = ask(self._nvml, lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, _num_words()))
         if words is None:
             return ()
         return tuple(_BITS * i + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
 
     def _ask(self, function: Callable[[Any], T]) -> T | None:
-        return _asked(self._nvml, lambda: function(self._handle))
+        return ask(self._nvml, lambda: function(self._handle))
 
 
 class Nvml:
@@ -129,7 +129,7 @@ class Nvml:
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
-        self.driver = _text(_asked(nvml, nvml.nvmlSystemGetDriverVersion))
+        self.driver = as_text(ask(nvml, nvml.nvmlSystemGetDriverVersion))
 
     def devices(self, names: Sequence[str] | None = None) -> list[Device]:
         """Return GPUs by names of CUDA_VISIBLE_DEVICES (numbers of the machine, UUIDs); None: all of the machine.
@@ -139,14 +139,14 @@ class Nvml:
         return [device for name in (self._all() if names is None else names) for device in self._find(name)]
 
     def _all(self) -> list[str]:
-        return [str(index) for index in range(_asked(self._nvml, self._nvml.nvmlDeviceGetCount) or 0)]
+        return [str(index) for index in range(ask(self._nvml, self._nvml.nvmlDeviceGetCount) or 0)]
 
     def _find(self, name: str) -> Iterator[Device]:
         nvml = self._nvml
         if name.isdigit():
-            handle = _asked(nvml, lambda: nvml.nvmlDeviceGetHandleByIndex(int(name)))
+            handle = ask(nvml, lambda: nvml.nvmlDeviceGetHandleByIndex(int(name)))
         else:
-            handle = _asked(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(name))
+            handle = ask(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(name))
         if handle is not None:
             yield Device(nvml, handle, self.driver)
 
@@ -166,7 +166,7 @@ def open_nvml() -> Nvml | None:
     return Nvml(pynvml)
 
 
-def _asked(nvml: Any, function: Callable[[], T]) -> T | None:
+def ask(nvml: Any, function: Callable[[], T]) -> T | None:
     """Return what the library answers; None where the card or the driver does not support the question."""
     try:
         return function()
@@ -175,7 +175,7 @@ def _asked(nvml: Any, function: Callable[[], T]) -> T | None:
         return None
 
 
-def _text(value: str | bytes | None) -> str:
+def as_text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 

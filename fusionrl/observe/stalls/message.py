@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fusionrl.observe.rollouts import as_ranges
 from fusionrl.observe.stalls.processes import Seen
 from fusionrl.observe.stalls.thresholds import Late
 
@@ -88,19 +89,8 @@ def named(names: Iterable[str], sizes: Mapping[str, int]) -> str:
     for (group, rest), numbers in groups.items():
         size = f" of {sizes[group]}" if group in sizes else ""
         plural = "s" * (len(set(numbers)) > 1)
-        texts.append(f"{group}{plural} {spans(numbers)}{size}" + (f":{rest}" if rest else ""))
+        texts.append(f"{group}{plural} {as_ranges(numbers)}{size}" + (f":{rest}" if rest else ""))
     return ", ".join(texts + other_calls)
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers, with those that follow one another as a span: "0-2, 5"."""
-    bounds: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if bounds and number == bounds[-1][1] + 1:
-            bounds[-1][1] = number
-        else:
-            bounds.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in bounds)
 
 
 def troubles(seen: Sequence[Seen]) -> list[str]:
@@ -146,4 +136,4 @@ def ranks(seen: Sequence[Seen], group: str = "trainer") -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {spans(numbers)}"
+    return f"rank{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 
-from fusionrl.observe.show import EXIT_USER, find_run
+from fusionrl.observe.show import EXIT_USER, find_run, parse_steps
 from fusionrl.observe.timeline.check import faults
 from fusionrl.observe.timeline.record_check import read_measured_times, record_faults
 from fusionrl.observe.timeline.records import attempts, read_attempt
@@ -67,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     measured = read_measured_times(run, attempt) if options.check else None  # before the record; see there
     recorded = read_attempt(run, attempt)
     by_step = steps_of(run, recorded)
-    trace = build(run, recorded, by_step, Choice(_range(options.steps), options.samples))
+    trace = build(run, recorded, by_step, Choice(parse_steps(options.steps), options.samples))
     path = Path(options.out) if options.out else run / TRACE_FILE
     try:
         size = write(trace.events, path, recorded.wall_ns)
@@ -87,12 +86,3 @@ def _run(options: argparse.Namespace) -> int:
     for fault in messages:
         print(f"fault: {fault}", file=sys.stderr)
     return EXIT_FAILED if messages else 0
-
-
-def _range(text: str | None) -> range | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise ValueError(f"--steps {text}: expected a step or a range of steps, e.g. 10-20")
-    return range(int(match[1]), int(match[2] or match[1]) + 1)

@@ -15,8 +15,7 @@ from fusionrl.observe.show import EXIT_USER, find_run
 from fusionrl.observe.track.adapters import ADAPTERS, Target, flat_config, open_tracker
 from fusionrl.observe.track.metric_lines import read_lines
 from fusionrl.observe.track.prometheus import Prometheus
-from fusionrl.observe.track.send import Sending, TrackerError, say_who_holds, until_stopped
-from fusionrl.observe.track.sent_state import Memory, Sent, new_sent
+from fusionrl.observe.track.send import Memory, Sending, Sent, TrackerError, new_sent, say_who_holds, until_stopped
 
 TRACKERS = ADAPTERS | {"prometheus": Prometheus}
 LIVE = frozenset({"prometheus"})  # they hold the newest values alone

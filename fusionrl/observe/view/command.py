@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from fusionrl.observe.show import (
     find_run,
     may_color,
     painter,
+    parse_steps,
     reward_key,
     sample_block,
     write_text,
@@ -111,7 +111,7 @@ def _write_html(options: argparse.Namespace) -> str:
     for number, run in enumerate(runs):
         share = room // (len(runs) - number)
         try:
-            block = build_run(run, number, share, _range(options.steps), options.tokenizer or "")
+            block = build_run(run, number, share, parse_steps(options.steps), options.tokenizer or "")
         except NoRoomError as error:
             least = math.ceil((FRAME + error.needed * len(runs)) / _MEGABYTE * 10 + 1) / 10
             raise ValueError(f"--mb {megabytes}: {error}; give at least --mb {least}") from error
@@ -140,15 +140,6 @@ def _serve(options: argparse.Namespace) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
-
-
-def _range(text: str | None) -> range | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise ValueError(f"--steps {text}: expected a step or a range of steps, e.g. 10-20")
-    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def _print_sample(options: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ from fusionrl.checks.doctor.nodes import (
     reach_findings,
     reduce_findings,
 )
-from fusionrl.checks.doctor.versions import installed_versions
+from fusionrl.checks.doctor.packages import installed_versions
 from tests.checks.doctor.test_machine import one
 
 OWN, OTHER, THIRD = "10.0.0.1", "10.0.0.2", "10.0.0.3"
