@@ -1,7 +1,7 @@
 """Hold the memory estimate of `fusionrl plan` against Megatron-core: parameter bytes by rank, and autograd's tensors.
 
     python tools/memory_check.py [--states] [--activations] [--step] [--published] [--only TEXT ...]
-        [--markdown docs/guides/memory.md] [--json FILE]
+        [--markdown docs/results/memory.md] [--json FILE]
 
 --states       For every layout of tools/parity.py and every rank of it: builds Megatron's real model, its data-parallel
                buffers and its distributed optimizer, and counts their bytes. Parameters and buffers must be equal.

@@ -1,7 +1,7 @@
 """Prove that every parallel layout computes the same thing: one rank against many, and one rank against transformers.
 
     python tools/parity.py [--only TEXT] [--max-ranks N] [--logits] [--json FILE]
-        [--markdown docs/guides/parallelism.md]
+        [--markdown docs/results/parallelism.md]
 
 Tiny models in fp32 on this machine's CPU, gloo between processes. A row is one layout, trained for three steps on
 packed sequences of different lengths and compared with one rank: the loss and the gradient norm of each step, and at

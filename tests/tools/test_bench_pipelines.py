@@ -53,7 +53,7 @@ def test_in_virtual_time_overlap_hides_generation() -> None:
 
 
 def test_the_table_of_the_docs_is_of_rows_that_are_made() -> None:
-    text = (ROOT / "docs" / "guides" / "pipelines.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "pipelines.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(async\S*)`, ([\d.]+)(?:, (\d) rollouts a push)? \|", text, re.MULTILINE)
     assert len(rows) >= 8
     made = set()
