@@ -10,7 +10,7 @@ import pytest
 
 import fusionrl.runtime.run
 from fusionrl import cli
-from fusionrl.cli.end_message import ending
+from fusionrl.cli.end_message import end_message
 from fusionrl.cli.train import debug, explain
 from fusionrl.config.config import Config
 from fusionrl.observe.metrics import MetricsSink
@@ -26,7 +26,7 @@ def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values
     with MetricsSink(path, attempt) as sink:
         for step in steps:
             sink.log(step, {"train/loss": 1.0})
-    return ending(Config.from_flat(values), path, attempt)
+    return end_message(Config.from_flat(values), path, attempt)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_damaged_folder_hides_no_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("?\n?\n")
     (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000002" / "manifest.json").write_text("?")
-    assert "nothing is trained yet" in ending(Config(), tmp_path, 1)
+    assert "nothing is trained yet" in end_message(Config(), tmp_path, 1)
 
 
 def test_pdb_opens_where_the_first_error_was_raised(

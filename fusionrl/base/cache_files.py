@@ -15,7 +15,7 @@ from typing import BinaryIO
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
-def kept_path(name: str, facts: Iterable[str]) -> Path:
+def cache_path(name: str, facts: Iterable[str]) -> Path:
     """Return the file of an answer that is valid for these facts, and for this Python.
 
     Raises:
@@ -55,7 +55,7 @@ def open_kept(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_kept(path: Path) -> Json:
+def read_cache(path: Path) -> Json:
     """Return the answer in a file that only this user may write; None without one."""
     try:
         with open_kept(path) as file:
@@ -65,7 +65,7 @@ def read_kept(path: Path) -> Json:
     return content
 
 
-def write_kept(path: Path, answer: object) -> None:
+def write_cache(path: Path, answer: object) -> None:
     """Keep an answer.
 
     Raises:

@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusionrl.base.cache_files import Json, file_fact, kept_path, read_kept, write_kept
+from fusionrl.base.cache_files import Json, cache_path, file_fact, read_cache, write_cache
 
 T = TypeVar("T")
 Structure = dict[frozenset[str], dict[str, set[str]]]
@@ -36,7 +36,7 @@ _RECORDS = ("METADATA", "PKG-INFO", "top_level.txt", "RECORD", "SOURCES.txt", "i
 
 
 @contextmanager
-def kept_scans() -> Iterator[None]:
+def cached_scans() -> Iterator[None]:
     """Import transformers within it. Nothing is done where it is imported already, or is being imported."""
     if _TRANSFORMERS in sys.modules:
         yield
@@ -57,7 +57,7 @@ def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[s
     facts = _record_facts()
     if facts is None:
         return original()
-    return _kept("packages", facts, original, dict, _as_distributions)
+    return _cached("packages", facts, original, dict, _as_distributions)
 
 
 def _record_facts() -> list[str] | None:
@@ -135,7 +135,7 @@ class _Scan:
 
     def _kept_structure(self) -> Structure:
         find_out = functools.partial(self._usual, self._models)
-        return _kept("transformers-models", self._facts(), find_out, _to_json, _as_structure)
+        return _cached("transformers-models", self._facts(), find_out, _to_json, _as_structure)
 
     def _facts(self) -> Iterator[str]:
         yield file_fact(self._source, self._source.stat())
@@ -168,7 +168,7 @@ def _as_structure(content: Any) -> Structure:
 
 
 # ---------------------------------------------------------------------------------------- the files
-def _kept(
+def _cached(
     name: str,
     facts: Iterable[str],
     find_out: Callable[[], T],
@@ -177,16 +177,16 @@ def _kept(
 ) -> T:
     """Return an answer that is valid for these facts: from its file, or found out and kept."""
     try:
-        path = kept_path(name, [_FORM, *facts])
+        path = cache_path(name, [_FORM, *facts])
     except (RuntimeError, OSError):  # a user without a home; a file that goes at this moment
         return find_out()
     with contextlib.suppress(TypeError, ValueError, AttributeError):  # there is none, or of another form
-        return from_json(read_kept(path))
+        return from_json(read_cache(path))
     answer = find_out()
     with contextlib.suppress(OSError, TypeError, ValueError, AttributeError):  # another transformers': not kept
         plain = to_json(answer)
         if from_json(_copied(plain)) == answer:
-            write_kept(path, plain)
+            write_cache(path, plain)
     return answer
 
 

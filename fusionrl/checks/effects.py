@@ -46,7 +46,7 @@ class Scope:
     of_flags: bool = False
 
 
-def _beside(holds: Callable[[Config], bool], missing: str) -> Scope:
+def _only_with(holds: Callable[[Config], bool], missing: str) -> Scope:
     return Scope(holds, missing, of_flags=True)
 
 
@@ -104,7 +104,7 @@ def policy_loss(config: Config) -> str | None:
 
 def _of_losses(field: str) -> Scope:
     names = losses_that_read(field)
-    return _beside(lambda c: policy_loss(c) in (None, *names), f"without --policy-loss {' or '.join(names)}")
+    return _only_with(lambda c: policy_loss(c) in (None, *names), f"without --policy-loss {' or '.join(names)}")
 
 
 def _moves(config: Config) -> bool:
@@ -134,74 +134,74 @@ def _with_role(role: Role) -> tuple[str, ...]:
 def _of_estimators(*names: str) -> Scope:
     *first, last = names
     listed = f"{', '.join(first)} or {last}" if first else last
-    return _beside(lambda c: c.algorithm.advantage_estimator in names, f"without --advantage-estimator {listed}")
+    return _only_with(lambda c: c.algorithm.advantage_estimator in names, f"without --advantage-estimator {listed}")
 
 
-MOVES = _beside(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
-NOT_DPO = _beside(lambda c: c.algorithm.policy_loss != "dpo", "with --policy-loss dpo")
-KL_LOSS = _beside(lambda c: c.algorithm.use_kl_loss, "without --use-kl-loss")
-REFERENCE = _beside(
+MOVES = _only_with(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
+NOT_DPO = _only_with(lambda c: c.algorithm.policy_loss != "dpo", "with --policy-loss dpo")
+KL_LOSS = _only_with(lambda c: c.algorithm.use_kl_loss, "without --use-kl-loss")
+REFERENCE = _only_with(
     lambda c: needs_reference(c.algorithm), "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)"
 )
-ESTIMATOR = _beside(
+ESTIMATOR = _only_with(
     lambda c: c.reward.custom_reward_post_process_path is None, "with --custom-reward-post-process-path"
 )
 DEVIATION = _of_estimators(*names_where(lambda estimator: estimator.plain_group is not None))
-OF_SAMPLES = _beside(
+OF_SAMPLES = _only_with(
     lambda c: estimator_of(c.algorithm).group is not None,
     f"with --advantage-estimator {' or '.join(names_where(lambda estimator: estimator.group is None))}",
 )
-WHITENS = _beside(
+WHITENS = _only_with(
     lambda c: not estimator_of(c.algorithm).is_whitened or c.algorithm.normalize_advantages,
     "with an --advantage-estimator that always whitens",
 )
-AGGREGATED = _beside(
+AGGREGATED = _only_with(
     lambda c: c.run.mode != "rl" or (c.algorithm.loss_aggregation == "auto" and c.algorithm.policy_loss != "dpo"),
     "with --loss-aggregation or --policy-loss dpo",
 )
-AGENT = _beside(_may_be_agent, "without --custom-generate-function-path")
-PARTIAL = _beside(lambda c: c.rollout.partial_rollout, "without --partial-rollout")
-HAS_SETS = _beside(lambda c: c.eval.has_sets, "without --eval-prompt-data or --eval-config")
-IS_DUE = _beside(
+AGENT = _only_with(_may_be_agent, "without --custom-generate-function-path")
+PARTIAL = _only_with(lambda c: c.rollout.partial_rollout, "without --partial-rollout")
+HAS_SETS = _only_with(lambda c: c.eval.has_sets, "without --eval-prompt-data or --eval-config")
+IS_DUE = _only_with(
     lambda c: c.run.mode == "eval" or c.eval.eval_interval is not None or not c.eval.skip_eval_before_train,
     "with --skip-eval-before-train and without --eval-interval",
 )
-SAVING = _beside(lambda c: not c.checkpoint.no_save, "with --no-save")
-CHECKS_SAVES = _beside(lambda c: not c.checkpoint.no_save or c.run.resume, "with --no-save")
-DECAY = _beside(lambda c: c.train.lr_decay_style != "constant", "with --lr-decay-style constant")
-WARM_UP = _beside(
+SAVING = _only_with(lambda c: not c.checkpoint.no_save, "with --no-save")
+CHECKS_SAVES = _only_with(lambda c: not c.checkpoint.no_save or c.run.resume, "with --no-save")
+DECAY = _only_with(lambda c: c.train.lr_decay_style != "constant", "with --lr-decay-style constant")
+WARM_UP = _only_with(
     lambda c: (
         max(c.train.lr_warmup_iters, c.critic.critic_lr_warmup_iters or 0, c.prm.prm_lr_warmup_iters or 0) > 0
         or bool(c.train.lr_warmup_fraction)
     ),
     "without --lr-warmup-iters",
 )
-EPOCHS = _beside(lambda c: c.run.num_rollout is None, "with --num-rollout")
-COLOCATED = _beside(lambda c: c.cluster.colocate, "without --colocate")
-OFFLOADS = _beside(lambda c: c.cluster.offload_train != "never", "with --offload-train never")
-PROCESSES = _beside(lambda c: not c.run.in_process, "with --in-process")
-LOCAL_RAY = _beside(lambda c: c.cluster.ray_address is None, "with --ray-address")
-OTHER_RAY = _beside(lambda c: c.cluster.ray_address is not None, "without --ray-address")
-FAULT_TOLERANCE = _beside(lambda c: c.rollout.use_fault_tolerance, "without --use-fault-tolerance")
-FILTERS = _beside(
+EPOCHS = _only_with(lambda c: c.run.num_rollout is None, "with --num-rollout")
+COLOCATED = _only_with(lambda c: c.cluster.colocate, "without --colocate")
+OFFLOADS = _only_with(lambda c: c.cluster.offload_train != "never", "with --offload-train never")
+PROCESSES = _only_with(lambda c: not c.run.in_process, "with --in-process")
+LOCAL_RAY = _only_with(lambda c: c.cluster.ray_address is None, "with --ray-address")
+OTHER_RAY = _only_with(lambda c: c.cluster.ray_address is not None, "without --ray-address")
+FAULT_TOLERANCE = _only_with(lambda c: c.rollout.use_fault_tolerance, "without --use-fault-tolerance")
+FILTERS = _only_with(
     lambda c: c.rollout.dynamic_sampling_filter_path not in (None, NONZERO_STD),
     f"without --dynamic-sampling-filter-path {ACCURACY}",
 )
-REWARD_MODEL = _beside(lambda c: c.reward.rm_model is not None, "without --rm-model")
-OVERLONG = _beside(lambda c: c.reward.overlong_buffer_len is not None, "without --overlong-buffer-len")
-PROFILED = _beside(lambda c: bool(c.run.profile_steps), "without --profile-steps")
-ON_GPUS = _beside(lambda c: c.cluster.device != "cpu", "with --device cpu")
-ON_A_CPU = _beside(lambda c: c.cluster.device != "cuda", "with --device cuda")
-PRICE = _beside(lambda c: c.algorithm.kl_coef > 0, "without --kl-coef")
-TIS = _beside(lambda c: c.algorithm.use_tis or _corrects_itself(c), "without --use-tis")
-REJECTION = _beside(
+REWARD_MODEL = _only_with(lambda c: c.reward.rm_model is not None, "without --rm-model")
+OVERLONG = _only_with(lambda c: c.reward.overlong_buffer_len is not None, "without --overlong-buffer-len")
+PROFILED = _only_with(lambda c: bool(c.run.profile_steps), "without --profile-steps")
+ON_GPUS = _only_with(lambda c: c.cluster.device != "cpu", "with --device cpu")
+ON_A_CPU = _only_with(lambda c: c.cluster.device != "cuda", "with --device cuda")
+PRICE = _only_with(lambda c: c.algorithm.kl_coef > 0, "without --kl-coef")
+TIS = _only_with(lambda c: c.algorithm.use_tis or _corrects_itself(c), "without --use-tis")
+REJECTION = _only_with(
     lambda c: c.algorithm.rejection_level is not None or _corrects_itself(c), "without --rejection-level"
 )
-OPSM = _beside(lambda c: c.algorithm.use_opsm, "without --use-opsm")
-DISTILLS = _beside(lambda c: c.algorithm.use_opd, "without --use-opd")
-TEACHER_ENGINES = _beside(lambda c: c.algorithm.opd_type == "sglang", "with --opd-type megatron")
-CONSTANT = _beside(lambda c: c.algorithm.loss_aggregation == "constant", "without --loss-aggregation constant")
-VERIFIES = _beside(lambda c: c.weights.verify_weights != "never", "with --verify-weights never")
+OPSM = _only_with(lambda c: c.algorithm.use_opsm, "without --use-opsm")
+DISTILLS = _only_with(lambda c: c.algorithm.use_opd, "without --use-opd")
+TEACHER_ENGINES = _only_with(lambda c: c.algorithm.opd_type == "sglang", "with --opd-type megatron")
+CONSTANT = _only_with(lambda c: c.algorithm.loss_aggregation == "constant", "without --loss-aggregation constant")
+VERIFIES = _only_with(lambda c: c.weights.verify_weights != "never", "with --verify-weights never")
 
 _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((RL,), ("pipeline",)),

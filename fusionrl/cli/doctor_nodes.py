@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.doctor.findings import Finding
-    from fusionrl.checks.doctor.nodes import Look
+    from fusionrl.checks.doctor.nodes import NodeReport
     from fusionrl.runtime.node_actors import NodeActors
 
 
@@ -27,8 +27,8 @@ def cluster_findings(examined: Examined) -> list[Finding]:
         return []
     from fusionrl.checks.doctor.findings import has_fault, of_messages
     from fusionrl.checks.doctor.nodes import (
-        Look,
         NodeDoctor,
+        NodeReport,
         Order,
         clock_findings,
         device_findings,
@@ -46,7 +46,7 @@ def cluster_findings(examined: Examined) -> list[Finding]:
             own_node = next(node.name for node in every.nodes if node.is_own)
             looks = every.ask("look", Order(examined.plan, examined.device, paths))
             findings += look_findings({name: _as_look(answer) for name, answer in looks.items()}, own_node, displayed)
-            every.nodes = [node for node in every.nodes if isinstance(looks[node.name], Look)]
+            every.nodes = [node for node in every.nodes if isinstance(looks[node.name], NodeReport)]
             if len(every.nodes) > 1:
                 ways = reach_findings(_ways(every))
                 findings += ways + clock_findings(_offsets(every))
@@ -97,10 +97,10 @@ def _mark(run_dir: Path) -> Iterator[str]:
         Path(path).unlink(missing_ok=True)
 
 
-def _as_look(answer: object) -> Look | Exception:
-    from fusionrl.checks.doctor.nodes import Look
+def _as_look(answer: object) -> NodeReport | Exception:
+    from fusionrl.checks.doctor.nodes import NodeReport
 
-    return answer if isinstance(answer, Look | Exception) else RuntimeError(str(answer))
+    return answer if isinstance(answer, NodeReport | Exception) else RuntimeError(str(answer))
 
 
 def _ways(every: NodeActors) -> dict[str, Mapping[str, str] | Exception]:

@@ -17,7 +17,7 @@ def saves_at_the_end_only(config: Config) -> bool:
     return saves(config) and changes_weights(config) and not options.no_save and not options.save_interval
 
 
-def ending(config: Config, path: Path, attempt: int, *, has_failed: bool = False) -> str:
+def end_message(config: Config, path: Path, attempt: int, *, has_failed: bool = False) -> str:
     """Say after which step the run in `path` ended, what is lost, and how to resume it; "" if nothing is saved.
 
     Everything is read from the run's folder, so it holds however the run ended. For a run that `has_failed` before

@@ -77,7 +77,7 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
     `early_start` started already.
     """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
-    from fusionrl.cli.end_message import ending
+    from fusionrl.cli.end_message import end_message
     from fusionrl.observe.run_dir import RunDir, umask_of
     from fusionrl.observe.spans import stop_recording
 
@@ -105,7 +105,7 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
         return 0
     code, message = explain(failure)
     has_failed = code not in (EXIT_INTERRUPTED, EXIT_TERMINATED)
-    if text := ending(config, path, run_dir.attempt, has_failed=has_failed):
+    if text := end_message(config, path, run_dir.attempt, has_failed=has_failed):
         message += f"\nthe run ended{text}" if has_failed else text
     print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
     if config.run.pdb and code in (EXIT_FAILURE, EXIT_USER):

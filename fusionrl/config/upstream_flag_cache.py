@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fusionrl.base.cache_files import file_fact, kept_path, read_kept, write_kept
+from fusionrl.base.cache_files import cache_path, file_fact, read_cache, write_cache
 
 _TYPES: dict[str, Callable[[str], object] | None] = {"": None, "int": int, "float": float, "str": str}
 _SWITCHES: dict[type[argparse.Action], str] = {
@@ -110,7 +110,7 @@ def kept_parser(
     """
     try:
         facts = [file_fact(source, source.stat()) for source in sorted(sources)]
-        path = kept_path(f"{package}-flags", [str(_FORM), version, *facts])
+        path = cache_path(f"{package}-flags", [str(_FORM), version, *facts])
     except RuntimeError:  # a user without a home
         return real()
     options = _read(path)
@@ -119,12 +119,12 @@ def kept_parser(
             return KeptParser(options, real)
     parser = real()
     with contextlib.suppress(OSError, TypeError, ValueError):  # a folder that is not there, an option that is no JSON
-        write_kept(path, describe(parser))
+        write_cache(path, describe(parser))
     return parser
 
 
 def _read(path: Path) -> list[dict[str, Any]] | None:
-    found = read_kept(path)
+    found = read_cache(path)
     if not isinstance(found, list):
         return None
     options = [one for one in found if isinstance(one, dict)]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fusionrl.base.imports import without_collections
-from fusionrl.base.scan_cache import kept_scans
+from fusionrl.base.scan_cache import cached_scans
 
 _ROPE, _CONFIG = "transformers.modeling_rope_utils", "transformers.configuration_utils"
 _FACTORY = "transformers.models.auto.auto_factory"
@@ -33,7 +33,7 @@ _LEAVING_OUT = threading.RLock()
 def import_auto_tokenizer() -> None:
     """Import `transformers.AutoTokenizer`. Idempotent, and models can be imported as usual before and after it."""
     with without_collections():
-        with kept_scans():
+        with cached_scans():
             import transformers
 
         try:

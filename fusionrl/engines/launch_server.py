@@ -93,10 +93,10 @@ def import_model() -> None:
 @contextmanager
 def _light() -> Iterator[None]:
     """Import parts of SGLang within it, without what no run uses."""
-    from fusionrl.base.scan_cache import kept_scans
+    from fusionrl.base.scan_cache import cached_scans
     from fusionrl.engines.lazy_endpoints import endpoints_later
 
-    with without_collections(), kept_scans(), endpoints_later(), ExitStack() as on_cpu:
+    with without_collections(), cached_scans(), endpoints_later(), ExitStack() as on_cpu:
         if _is_on_cpu():
             from fusionrl.cpu.lazy_torch import symbols_later, uncompiled
 

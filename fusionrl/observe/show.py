@@ -212,7 +212,7 @@ class Entry:
     status: str
 
 
-class Shown(TypedDict):
+class SampleRecord(TypedDict):
     """All that is shown of a sample, as JSON can hold it; texts whole."""
 
     step: int
@@ -292,7 +292,7 @@ class Samples:
             raise ValueError(f"--sample {index}: no sample of step {self.file.step} has this index; {there}")
         return entries
 
-    def record(self, entry: Entry) -> Shown:
+    def record(self, entry: Entry) -> SampleRecord:
         """Collect what is shown of a sample."""
         row, trained = self.file.row_at(entry.offset), self.trained.get(entry.line, {})
         reward = row.get("reward")
@@ -377,7 +377,7 @@ def reward_number(reward: object, key: str | None) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------ text
-def sample_block(record: Shown, limit: int, paint: Paint) -> str:
+def sample_block(record: SampleRecord, limit: int, paint: Paint) -> str:
     """One sample, a line of numbers and its texts."""
     parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
     if record["advantage"] is not None:

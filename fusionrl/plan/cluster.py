@@ -81,7 +81,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
     has_trainers = {"actor_num_nodes", "actor_num_gpus_per_node"} & set_fields
     shares = flags.colocate or config.run.mode == "sft" or config.run.debug_train_only
     only_engines = not uses_trainers(config)
-    num_other_devices = _others(config)
+    num_other_devices = _num_other_devices(config)
     left = cluster.size - num_other_devices
     if only_engines:
         if "rollout_num_gpus" not in set_fields:
@@ -109,7 +109,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
     return config.model_copy(update={"cluster": flags.model_copy(update=update)})
 
 
-def _others(config: Config) -> int:
+def _num_other_devices(config: Config) -> int:
     """Count the devices of evaluation engines, scorers and second trained models that have their own."""
     algorithm, run = config.algorithm, config.run
     count = config.eval.eval_num_gpus

@@ -102,7 +102,7 @@ def host_memory(root: Path = Path("/")) -> float | None:
 StartOrder = Literal["together", "engines first", "trainers first"]
 
 
-def described(order: StartOrder) -> str:
+def describe_start_order(order: StartOrder) -> str:
     """Return who holds the shared devices when, for plan.txt."""
     if order == "engines first":
         return (

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fusionrl.engines.http import call
 from fusionrl.observe.stalls.message import EngineLoad
-from fusionrl.observe.stalls.processes import Seen, look
+from fusionrl.observe.stalls.processes import ProcessState, look
 from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher
@@ -103,7 +103,7 @@ def _progress(buffer: BufferHandle) -> Sequence[str]:
     return [text] if text else []
 
 
-def _elsewhere(launcher: Launcher) -> Sequence[Seen]:
+def _elsewhere(launcher: Launcher) -> Sequence[ProcessState]:
     """Processes on the other nodes of the run. A node that does not answer is left out."""
     if not is_running():
         return []
@@ -112,7 +112,7 @@ def _elsewhere(launcher: Launcher) -> Sequence[Seen]:
     return look_on(nodes, launcher.run_dir / "logs") if nodes else []
 
 
-def look_on(nodes: Sequence[str], logs: Path) -> list[Seen]:
+def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
     """Look at the run's processes on nodes of the cluster."""
     task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(_look_at)
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
@@ -120,11 +120,11 @@ def look_on(nodes: Sequence[str], logs: Path) -> list[Seen]:
     done, late = ray.wait(looks, num_returns=len(looks), timeout=_NODE_S)
     for reference in late:
         ray.cancel(reference, force=True)
-    seen: list[Seen] = []
+    seen: list[ProcessState] = []
     for reference in done:
         seen += ray.get(reference)
     return seen
 
 
-def _look_at(logs: str) -> list[Seen]:
+def _look_at(logs: str) -> list[ProcessState]:
     return look(Path(logs))

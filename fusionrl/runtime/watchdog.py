@@ -21,10 +21,10 @@ from typing import Self, TypeVar
 
 from fusionrl.base.pending_calls import waited_for
 from fusionrl.observe import spans
-from fusionrl.observe.stalls.message import EngineLoad, seconds, sentence
-from fusionrl.observe.stalls.processes import Seen, look
+from fusionrl.observe.stalls.message import EngineLoad, seconds, stall_line
+from fusionrl.observe.stalls.processes import ProcessState, look
 from fusionrl.observe.stalls.stacks import Frame
-from fusionrl.observe.stalls.thresholds import FLOOR_S, Late, Over, Phase, StallClock
+from fusionrl.observe.stalls.thresholds import FLOOR_S, EndedPhase, LatePhase, Phase, StallClock
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ProgressProbes:
     sizes: Callable[[], Mapping[str, int]] = dict
     engines: Callable[[], Sequence[EngineLoad]] = list
     progress: Callable[[], Sequence[str]] = list
-    elsewhere: Callable[[], Sequence[Seen]] = list
+    elsewhere: Callable[[], Sequence[ProcessState]] = list
 
 
 @dataclass
@@ -102,14 +102,14 @@ class Watchdog:
             phases = spans.main_phases()
             phase = _phase(phases)
             event = clock.look(time.monotonic(), phase, phases.lasted)
-            if isinstance(event, Over):
+            if isinstance(event, EndedPhase):
                 logger.warning('"%s" has ended after %s', event.phase, seconds(event.seconds))
             elif event is not None:
                 self._speak(event, phase)
                 if self.verdict is not None:
                     return
 
-    def _speak(self, late: Late, phase: Phase | None) -> None:
+    def _speak(self, late: LatePhase, phase: Phase | None) -> None:
         """Say the line; end the run where it is time, and the phase has not ended while the line was made."""
         try:
             line = self.report(late)
@@ -125,7 +125,7 @@ class Watchdog:
             assert main is not None
             signal.pthread_kill(main, _WAKE_SIGNAL)
 
-    def report(self, late: Late) -> str:
+    def report(self, late: LatePhase) -> str:
         """Examine all processes, write the stacks, and return the line."""
         self._num_reports += 1
         waits = [item if isinstance(item, str) else self.probes.name_of(item) for item in waited_for()]
@@ -136,7 +136,7 @@ class Watchdog:
         path = self.logs / f"stall-{self._num_reports}.a{self.attempt}.txt"
 
         def line_of(file: str) -> str:
-            return sentence(
+            return stall_line(
                 late,
                 [name for name in waits if name],
                 seen,

@@ -18,7 +18,7 @@ from fusionrl.observe.timeline.record_check import read_measured_times, record_f
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.observe.timeline.shares import driver_shares, pools
 from fusionrl.observe.timeline.steps import steps_of
-from fusionrl.observe.timeline.trace_file import Choice, build
+from fusionrl.observe.timeline.trace_file import Selection, build
 from fusionrl.observe.view.packing import unpack
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
 from fusionrl.observe.view.terminal import column_of, token_texts
@@ -108,7 +108,7 @@ def _check_timeline(folder: Path) -> None:
     }
     by_step = steps_of(folder, recorded)
     assert {step: len(courses) for step, courses in by_step.items() if step} == dict.fromkeys((1, 2, 3), 32)
-    trace = build(folder, recorded, by_step, Choice())
+    trace = build(folder, recorded, by_step, Selection())
     assert faults({"traceEvents": trace.events}) == []
     spans = {event["name"] for event in trace.events if event["ph"] == "X"}
     assert {"wait", "turn", "reward", "forward", "backward", "optimizer", "gather", "cut", "save", "pause"} <= spans

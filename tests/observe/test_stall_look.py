@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.base.stack_signal import ask_for_stacks
-from fusionrl.observe.stalls.processes import Seen, look
+from fusionrl.observe.stalls.processes import ProcessState, look
 
 ANSWERING = "from fusionrl.base.stack_signal import answer_with_stacks; answer_with_stacks()\n"
 BLOCKED = """
@@ -71,7 +71,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         child.wait()
 
 
-def _functions(one: Seen) -> list[str]:
+def _functions(one: ProcessState) -> list[str]:
     return [frame.function for thread in one.threads for frame in thread.frames]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fusionrl.observe.rollouts import as_ranges
-from fusionrl.observe.stalls.message import EngineLoad, named, ranks, sentence
-from fusionrl.observe.stalls.processes import Seen
+from fusionrl.observe.stalls.message import EngineLoad, describe_ranks, join_names, stall_line
+from fusionrl.observe.stalls.processes import ProcessState
 from fusionrl.observe.stalls.stacks import Frame, main_thread, read_stacks
-from fusionrl.observe.stalls.thresholds import Late, Over, Phase, StallClock
+from fusionrl.observe.stalls.thresholds import EndedPhase, LatePhase, Phase, StallClock
 
 IN_COLLECTIVE = """Current thread 0x00007f01 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2891 in all_reduce
@@ -25,8 +25,8 @@ another line
 """
 
 
-def _seen(role: str, stacks: str = "", trouble: str = "", pid: int = 7) -> Seen:
-    return Seen(role, pid, "n1", "python", trouble, stacks)
+def _seen(role: str, stacks: str = "", trouble: str = "", pid: int = 7) -> ProcessState:
+    return ProcessState(role, pid, "n1", "python", trouble, stacks)
 
 
 class _Run:
@@ -36,7 +36,7 @@ class _Run:
         self.clock, self.now = clock, 0.0
         self.lasted: dict[str, list[float]] = {}
 
-    def phase(self, name: str, seconds: int) -> list[Late | Over]:
+    def phase(self, name: str, seconds: int) -> list[LatePhase | EndedPhase]:
         begun, told = Phase(name, self.now), []
         for _ in range(seconds):
             told.append(self.clock.look(self.now, begun, self.lasted))
@@ -53,7 +53,10 @@ def test_a_phase_is_late_after_five_medians_and_never_before_the_floor() -> None
         assert run.phase("push", 1) == []
     assert [one.seconds for one in run.phase("push", 70)] == [60.0]
     told = run.phase("train", 120)
-    assert [(type(one), one.phase, one.seconds) for one in told] == [(Over, "push", 70.0), (Late, "train", 105.0)]
+    assert [(type(one), one.phase, one.seconds) for one in told] == [
+        (EndedPhase, "push", 70.0),
+        (LatePhase, "train", 105.0),
+    ]
     assert told[1].usual_s == 21.0
 
 
@@ -62,7 +65,7 @@ def test_it_speaks_with_pauses_that_double_and_of_the_end() -> None:
     run.phase("train", 2)
     told = run.phase("train", 1000)
     assert [(one.seconds, one.number) for one in told] == [(60.0, 1), (120.0, 2), (240.0, 3), (480.0, 4), (960.0, 5)]
-    assert run.phase("push", 10) == [Over("train", 1000.0)]
+    assert run.phase("push", 10) == [EndedPhase("train", 1000.0)]
 
 
 def test_the_first_of_its_kind_is_given_five_times_the_floor() -> None:
@@ -99,7 +102,7 @@ def test_stacks_are_read_out_of_a_log() -> None:
 def test_a_hung_collective_names_the_ranks_that_did_not_arrive() -> None:
     seen = [_seen(f"trainer-{rank}", IN_COLLECTIVE) for rank in (0, 1, 2, 5)]
     seen += [_seen("trainer-3", trouble="stopped by a signal", pid=4711), _seen("trainer-4", IN_HOOK)]
-    assert ranks(seen) == (
+    assert describe_ranks(seen) == (
         "ranks 0-2, 5 wait in all_reduce of reduce_gradients (trainer/gradients.py:40),"
         " where rank 3 (stopped by a signal), rank 4 (in my_loss (rewards/hooks.py:17)) did not arrive"
     )
@@ -107,14 +110,14 @@ def test_a_hung_collective_names_the_ranks_that_did_not_arrive() -> None:
 
 def test_ranks_in_different_collectives_are_told_apart() -> None:
     seen = [_seen("trainer-0", IN_COLLECTIVE), _seen("trainer-1", IN_COLLECTIVE.replace("all_reduce", "broadcast"))]
-    assert ranks(seen).startswith("the ranks wait in different collectives: rank 0 waits in all_reduce of")
-    assert ranks(seen[:1]).startswith("rank 0 waits in all_reduce")
-    assert ranks([_seen("trainer-0", IN_HOOK)]) == ""
+    assert describe_ranks(seen).startswith("the ranks wait in different collectives: rank 0 waits in all_reduce of")
+    assert describe_ranks(seen[:1]).startswith("rank 0 waits in all_reduce")
+    assert describe_ranks([_seen("trainer-0", IN_HOOK)]) == ""
 
 
 def test_the_line_names_who_is_waited_for_and_how_far_the_others_are() -> None:
-    late = Late("train", 312.4, 21.0, 1)
-    line = sentence(
+    late = LatePhase("train", 312.4, 21.0, 1)
+    line = stall_line(
         late,
         ["trainer rank 3", "trainer rank 7"],
         [_seen("engine-1", trouble="stopped by a signal", pid=12)],
@@ -131,15 +134,18 @@ def test_the_line_names_who_is_waited_for_and_how_far_the_others_are() -> None:
 
 
 def test_where_nobody_is_waited_for_the_driver_is_named() -> None:
-    line = sentence(Late("save", 60.0, None, 1), [], driver="publish (runtime/checkpoints.py:80)")
+    line = stall_line(LatePhase("save", 60.0, None, 1), [], driver="publish (runtime/checkpoints.py:80)")
     assert line == '"save" has taken 60 s (the first of its kind); the driver is in publish (runtime/checkpoints.py:80)'
 
 
 def test_names_and_numbers_are_taken_together() -> None:
     assert as_ranges([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
     names = [f"engine {index}: pause" for index in (1, 2)] + ["trainer 0", "the Buffer"]
-    assert named(names, {}) == "engines 1-2: pause, trainer 0, the Buffer"
-    assert named([f"trainer rank {rank}" for rank in range(512)], {"trainer rank": 512}) == "trainer ranks 0-511 of 512"
+    assert join_names(names, {}) == "engines 1-2: pause, trainer 0, the Buffer"
+    assert (
+        join_names([f"trainer rank {rank}" for rank in range(512)], {"trainer rank": 512})
+        == "trainer ranks 0-511 of 512"
+    )
 
 
 def test_a_frame_is_fusionrl_s_by_the_package_s_files_and_not_by_the_name_of_a_folder() -> None:

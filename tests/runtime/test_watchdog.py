@@ -16,7 +16,7 @@ import pytest
 from fusionrl.base.pending_calls import waited_for, waiting
 from fusionrl.observe import spans
 from fusionrl.observe.stalls.message import EngineLoad
-from fusionrl.observe.stalls.thresholds import Late
+from fusionrl.observe.stalls.thresholds import LatePhase
 from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.watchdog import ProgressProbes, Stalled, Watchdog
 
@@ -157,7 +157,7 @@ def test_the_line_of_a_path_with_a_comma_and_every_thread_s_stack(logs: Path) ->
     watchdog = Watchdog(logs, 1)
 
     def ask() -> None:
-        asker = threading.Thread(target=lambda: lines.append(watchdog.report(Late("train", 9.0, None, 1))))
+        asker = threading.Thread(target=lambda: lines.append(watchdog.report(LatePhase("train", 9.0, None, 1))))
         asker.start()
         asker.join()
 

@@ -32,14 +32,14 @@ def gpu_findings() -> list[Finding]:
     try:
         pynvml.nvmlInit()
         try:
-            return _all(pynvml)
+            return _all_findings(pynvml)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         return [fault(_CHECK, f"NVML: {error}", "look at nvidia-smi: the driver does not answer")]
 
 
-def _all(nvml: ModuleType) -> list[Finding]:
+def _all_findings(nvml: ModuleType) -> list[Finding]:
     try:
         visible = visible_names(os.environ.get(VARIABLE))
     except ValueError as error:
@@ -55,7 +55,7 @@ def _all(nvml: ModuleType) -> list[Finding]:
             findings.append(fault(_CHECK, f"GPU {name}: NVML does not find it ({error})", cure))
             continue
         kinds.append(as_text(ask(nvml, partial(nvml.nvmlDeviceGetName, handle))) or "a GPU without a name")
-        findings += _one(nvml, handle, f"GPU {name} ({kinds[-1]})")
+        findings += _device_findings(nvml, handle, f"GPU {name} ({kinds[-1]})")
     counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     driver = as_text(ask(nvml, nvml.nvmlSystemGetDriverVersion)) or "unknown"
     cuda = ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)
@@ -63,7 +63,7 @@ def _all(nvml: ModuleType) -> list[Finding]:
     return [fact(_CHECK, f"{counted or 'no GPU'}; driver {driver}{version}"), *findings]
 
 
-def _one(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
+def _device_findings(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
     findings = []
     memory = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     processes = ask(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []

@@ -57,7 +57,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Look:
+class NodeReport:
     """One node's answer.
 
     versions  of Python, packages and fusionrl's sources; packages that are not installed are not in it
@@ -77,14 +77,14 @@ class NodeDoctor:
         self._server: socket.socket | None = None
         self._store: FileStore | TCPStore | None = None
 
-    def look(self, order: Order) -> Look:
+    def look(self, order: Order) -> NodeReport:
         """Examine this node."""
         findings = [*shared_memory_findings(), *limit_findings(), *memory_findings(order.plan), *core_findings(0)]
         findings += [*network_findings(), *disk_findings({"TMPDIR": temporary_folder()}, {})]
         if order.device == "cuda":
             findings += gpu_findings()
         missing = [flag for flag, folder in order.folders.items() if not Path(folder).exists()]
-        return Look(installed_versions(), missing, findings)
+        return NodeReport(installed_versions(), missing, findings)
 
     def listen(self, address: str) -> int:
         """Accept connections at this node's address from now on; return the port."""
@@ -162,12 +162,14 @@ def device_findings(devices: Mapping[str, int], plan: Plan | None) -> list[Findi
     return [fact("nodes", text)]
 
 
-def look_findings(looks: Mapping[str, Look | Exception], own_node: str, folders: Mapping[str, str]) -> list[Finding]:
-    """Compare what the nodes see. `own`: the node of this process, whose limits are examined already."""
+def look_findings(
+    looks: Mapping[str, NodeReport | Exception], own_node: str, folders: Mapping[str, str]
+) -> list[Finding]:
+    """Compare what the nodes see. `own_node`: the node of this process, whose limits are examined already."""
     findings: list[Finding] = []
-    seen: dict[str, Look] = {}
+    seen: dict[str, NodeReport] = {}
     for name, look in looks.items():
-        if isinstance(look, Look):
+        if isinstance(look, NodeReport):
             seen[name] = look
             continue
         cure = f"install the environment of this machine there, at the same place; `ray status` shows if {name} lives"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionrl.observe.rollouts import as_ranges
-from fusionrl.observe.stalls.processes import Seen
-from fusionrl.observe.stalls.thresholds import Late
+from fusionrl.observe.stalls.processes import ProcessState
+from fusionrl.observe.stalls.thresholds import LatePhase
 
 _MOST_PLACES = 4
 _NUMBERED = re.compile(r"^(?P<group>.*?)[ -](?P<number>\d+)$")
@@ -35,10 +35,10 @@ class EngineLoad:
         return f"{self.name}: {self.running} running{queued}, {self.tokens_per_s:.0f} tok/s"
 
 
-def sentence(
-    late: Late,
+def stall_line(
+    late: LatePhase,
     waited_for: Sequence[str],
-    seen: Sequence[Seen] = (),
+    seen: Sequence[ProcessState] = (),
     *,
     driver: str = "",
     progress: Sequence[str] = (),
@@ -57,11 +57,11 @@ def sentence(
     usual_time = "the first of its kind" if late.usual_s is None else f"median {seconds(late.usual_s)}"
     parts = [f'"{late.phase}" has taken {seconds(late.seconds)} ({usual_time})']
     if waited_for:
-        parts.append("waits for " + named(waited_for, sizes or {}))
+        parts.append("waits for " + join_names(waited_for, sizes or {}))
     elif driver:
         parts.append(f"the driver is in {driver}")
-    parts += troubles(seen)
-    if meeting := ranks(seen):
+    parts += describe_troubles(seen)
+    if meeting := describe_ranks(seen):
         parts.append(meeting)
     parts += progress
     parts += map(str, engines)
@@ -75,7 +75,7 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
 
 
-def named(names: Iterable[str], sizes: Mapping[str, int]) -> str:
+def join_names(names: Iterable[str], sizes: Mapping[str, int]) -> str:
     """Names with their numbers taken together: "trainer ranks 3, 7 of 8, engine 1: pause"."""
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     other_calls: list[str] = []
@@ -93,7 +93,7 @@ def named(names: Iterable[str], sizes: Mapping[str, int]) -> str:
     return ", ".join(texts + other_calls)
 
 
-def troubles(seen: Sequence[Seen]) -> list[str]:
+def describe_troubles(seen: Sequence[ProcessState]) -> list[str]:
     """One text for each process that is stopped, dead or blocked in the kernel."""
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for process in seen:
@@ -107,7 +107,7 @@ def troubles(seen: Sequence[Seen]) -> list[str]:
     ]
 
 
-def ranks(seen: Sequence[Seen], group: str = "trainer") -> str:
+def describe_ranks(seen: Sequence[ProcessState], group: str = "trainer") -> str:
     """Who of the ranks waits in a collective, and who did not arrive there; "" where no rank waits in one."""
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     away: defaultdict[str, list[int]] = defaultdict(list)

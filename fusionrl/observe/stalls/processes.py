@@ -29,7 +29,7 @@ _SAYS_NOTHING = "it has not answered SIGUSR1"
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessState:
     """A process of the run.
 
     role      as its log is called: "trainer-3", "buffer", "engine-0"
@@ -61,7 +61,7 @@ class Seen:
         return f"{head}\n    {self.title}\n{self.stacks.rstrip() or _SAYS_NOTHING}\n"
 
 
-def look(logs: Path, answer_s: float = ANSWER_S) -> list[Seen]:
+def look(logs: Path, answer_s: float = ANSWER_S) -> list[ProcessState]:
     """Return the run's processes on this machine with the folder `logs`, each with its stacks.
 
     Processes with logs of their own are asked at once; those that share one, one after the other, so that their stacks
@@ -79,7 +79,7 @@ def look(logs: Path, answer_s: float = ANSWER_S) -> list[Seen]:
         stacks |= _ask(batch, answer_s)
     host = socket.gethostname()
     return [
-        Seen(_role(log), pid, host, _title(pid), _STATES.get(_state(pid), ""), stacks.get(pid, ""))
+        ProcessState(_role(log), pid, host, _title(pid), _STATES.get(_state(pid), ""), stacks.get(pid, ""))
         for log, pid in processes
     ]
 

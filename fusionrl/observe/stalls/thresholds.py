@@ -23,7 +23,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Late:
+class LatePhase:
     """A phase of which to speak.
 
     seconds  since it began
@@ -40,7 +40,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Over:
+class EndedPhase:
     """A phase that was spoken of, and has ended after some `seconds`."""
 
     phase: str
@@ -57,7 +57,9 @@ class StallClock:
         self._next_s = 0.0
         self._number = 0
 
-    def look(self, now: float, phase: Phase | None, lasted: Mapping[str, Sequence[float]]) -> Late | Over | None:
+    def look(
+        self, now: float, phase: Phase | None, lasted: Mapping[str, Sequence[float]]
+    ) -> LatePhase | EndedPhase | None:
         """Return what to speak of now.
 
         phase   the innermost phase of now; None: none
@@ -75,17 +77,17 @@ class StallClock:
             return None
         self._number += 1
         self._next_s = 2 * seconds
-        return Late(phase.name, seconds, _usual(lasted.get(phase.name, ())), self._number, is_last)
+        return LatePhase(phase.name, seconds, _usual(lasted.get(phase.name, ())), self._number, is_last)
 
     def _begin(self, phase: Phase | None, lasted: Mapping[str, Sequence[float]]) -> None:
         self._phase, self._number = phase, 0
         usual_s = None if phase is None else _usual(lasted.get(phase.name, ()))
         self._next_s = FACTOR * self._floor_s if usual_s is None else max(self._floor_s, FACTOR * usual_s)
 
-    def _over(self, now: float) -> Over | None:
+    def _over(self, now: float) -> EndedPhase | None:
         if self._phase is None or not self._number:
             return None
-        return Over(self._phase.name, now - self._phase.since)
+        return EndedPhase(self._phase.name, now - self._phase.since)
 
 
 def _usual(lasted: Sequence[float]) -> float | None:

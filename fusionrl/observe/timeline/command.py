@@ -15,7 +15,7 @@ from fusionrl.observe.timeline.record_check import read_measured_times, record_f
 from fusionrl.observe.timeline.records import attempts, read_attempt
 from fusionrl.observe.timeline.report import report
 from fusionrl.observe.timeline.steps import steps_of
-from fusionrl.observe.timeline.trace_file import Choice, build, write
+from fusionrl.observe.timeline.trace_file import Selection, build, write
 
 TRACE_FILE = "timeline.json"
 EXIT_FAILED = 1
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     measured = read_measured_times(run, attempt) if options.check else None  # before the record; see there
     recorded = read_attempt(run, attempt)
     by_step = steps_of(run, recorded)
-    trace = build(run, recorded, by_step, Choice(parse_steps(options.steps), options.samples))
+    trace = build(run, recorded, by_step, Selection(parse_steps(options.steps), options.samples))
     path = Path(options.out) if options.out else run / TRACE_FILE
     try:
         size = write(trace.events, path, recorded.wall_ns)

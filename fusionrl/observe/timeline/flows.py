@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionrl.observe.timeline.records import BUFFER, Course, Recorded, Span
+from fusionrl.observe.timeline.records import BUFFER, RunRecord, SampleCourse, Span
 from fusionrl.observe.timeline.steps import first_token
 
 
@@ -21,7 +21,7 @@ class Stop:
 Flow = list[Stop]
 
 
-def flows(recorded: Recorded, courses_by_step: Mapping[int, Sequence[Course]]) -> list[Flow]:
+def flows(recorded: RunRecord, courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> list[Flow]:
     """Return the arrows of all steps; `shown`: step → the samples that are in the file."""
     arrows: list[Flow] = []
     cuts = {span.facts.get("step"): span for span in recorded.of(BUFFER, "cut")}
@@ -51,9 +51,9 @@ def flows(recorded: Recorded, courses_by_step: Mapping[int, Sequence[Course]]) -
     return arrows
 
 
-def first_users(courses: Sequence[Course]) -> list[Course]:
+def first_users(courses: Sequence[SampleCourse]) -> list[SampleCourse]:
     """Return for each version of the weights the sample that had a token of it first."""
-    first: dict[int, tuple[int, Course]] = {}
+    first: dict[int, tuple[int, SampleCourse]] = {}
     for course in courses:
         for turn in course.parts:
             version, time = _version(turn), first_token(turn)
@@ -62,7 +62,7 @@ def first_users(courses: Sequence[Course]) -> list[Course]:
     return [course for _, course in first.values()]
 
 
-def _first_turns(courses_by_step: Mapping[int, Sequence[Course]]) -> dict[int, Span]:
+def _first_turns(courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> dict[int, Span]:
     turns = [
         turn
         for courses in courses_by_step.values()

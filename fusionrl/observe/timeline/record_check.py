@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, read_metrics
-from fusionrl.observe.timeline.records import DRIVER, Recorded, Span
+from fusionrl.observe.timeline.records import DRIVER, RunRecord, Span
 from fusionrl.observe.timeline.shares import OTHER, driver_shares
 
 _CLOCK_US = 5_000
@@ -69,7 +69,7 @@ def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
     return MeasuredTimes(times, {int(row["step"]): float(row["time"]) for row in rows if "time" in row})
 
 
-def record_faults(recorded: Recorded, measured: MeasuredTimes) -> list[str]:
+def record_faults(recorded: RunRecord, measured: MeasuredTimes) -> list[str]:
     """Return what cannot be believed, one line each."""
     messages = [*_of_clocks(recorded), *_of_rows(recorded, measured)]
     for compared in _COMPARED:
@@ -77,7 +77,7 @@ def record_faults(recorded: Recorded, measured: MeasuredTimes) -> list[str]:
     return messages
 
 
-def _of_clocks(recorded: Recorded) -> list[str]:
+def _of_clocks(recorded: RunRecord) -> list[str]:
     return [  # the report names clocks that were never measured
         f"the clock of {name} on {machine.host} is known within {machine.error_us / 1e3:.1f} ms,"
         f" and not within {_CLOCK_US / 1e3:.0f}"
@@ -86,7 +86,7 @@ def _of_clocks(recorded: Recorded) -> list[str]:
     ]
 
 
-def _of_rows(recorded: Recorded, measured: MeasuredTimes) -> Iterator[str]:
+def _of_rows(recorded: RunRecord, measured: MeasuredTimes) -> Iterator[str]:
     """Each row is written within its step; the driver's phases add up to the time between the first and the last."""
     spans = _by_fact(recorded, ("step",), "step")
     rows = {step: round(time * 1e6 - recorded.wall_ns / 1e3) for step, time in measured.written.items()}
@@ -109,7 +109,7 @@ def _of_rows(recorded: Recorded, measured: MeasuredTimes) -> Iterator[str]:
         )
 
 
-def _of_phases(recorded: Recorded, compared: Comparison, seconds: Mapping[int, float]) -> Iterator[str]:
+def _of_phases(recorded: RunRecord, compared: Comparison, seconds: Mapping[int, float]) -> Iterator[str]:
     """Compare phases of the driver with a metric, which a clock of its own measures."""
     spans, name = _by_fact(recorded, compared.names, compared.fact), compared.names[0]
     if missing := [number for number in seconds if number not in spans]:
@@ -125,7 +125,7 @@ def _of_phases(recorded: Recorded, compared: Comparison, seconds: Mapping[int, f
         yield f"`{name}` takes {here / 1e6:.2f} s in the record and {there / 1e6:.2f} s in {METRICS_FILE}"
 
 
-def _by_fact(recorded: Recorded, names: tuple[str, ...], fact: str) -> dict[int, list[Span]]:
+def _by_fact(recorded: RunRecord, names: tuple[str, ...], fact: str) -> dict[int, list[Span]]:
     """Return the number in a fact → the driver's spans of it."""
     spans = defaultdict[int, list[Span]](list)
     for span in recorded.of(DRIVER, *names):

@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass
-class Course:
+class SampleCourse:
     """The course of a sample, with its parts in order."""
 
     process: str
@@ -70,7 +70,7 @@ class Machine:
 
 
 @dataclass
-class Recorded:
+class RunRecord:
     """The record of one attempt of a run.
 
     wall_ns         when it began, of the wall clock
@@ -81,7 +81,7 @@ class Recorded:
     attempt: int
     wall_ns: int
     spans: list[Span] = field(default_factory=list)
-    courses: list[Course] = field(default_factory=list)
+    courses: list[SampleCourse] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
     utc_offset_s: dict[str, int] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def attempts(run: Path) -> list[int]:
     return sorted(numbers)
 
 
-def read_attempt(run: Path, attempt: int) -> Recorded:
+def read_attempt(run: Path, attempt: int) -> RunRecord:
     """Read the record of one attempt.
 
     Raises:
@@ -147,7 +147,7 @@ def read_attempt(run: Path, attempt: int) -> Recorded:
         raise ValueError(f"{run}/{FOLDER} has no record of the driver for attempt {attempt}: the file is gone")
     lines = {process: list(_lines(path)) for process, path in files.items()}
     clock = _DriverClock(lines[DRIVER])
-    recorded = Recorded(attempt, clock.wall_ns)
+    recorded = RunRecord(attempt, clock.wall_ns)
     for process in sorted(files, key=_natural):
         _read_process(process, lines[process], clock, recorded)
     last = recorded.end
@@ -229,7 +229,7 @@ class _DriverClock:
 
 
 def _read_process(
-    process: str, lines: list[list[object] | dict[str, object]], clock: _DriverClock, into: Recorded
+    process: str, lines: list[list[object] | dict[str, object]], clock: _DriverClock, into: RunRecord
 ) -> None:
     begun = dict[tuple[str, str, int], Span]()
     place: Callable[[int], int] = int  # a file that lost its first line
@@ -278,13 +278,13 @@ _LANES = {"megatron": "trainer-0", "send": "trainer-0"}
 _LANES |= dict.fromkeys(("rollouts", "stages", "evaluations", "rewards"), BUFFER)
 
 
-def _course(process: str, line: list[object], place: Callable[[int], int]) -> Course:
+def _course(process: str, line: list[object], place: Callable[[int], int]) -> SampleCourse:
     start, duration, facts, raw_parts = _int(line[1]), _int(line[2]), _facts(line[3]), line[4]
     parts = []
     for part in raw_parts if isinstance(raw_parts, list) else ():
         at, end = place(_int(part[1])), place(_int(part[1]) + _int(part[2]))
         parts.append(Span(process, "", str(part[0]), at, end, _facts(part[3])))
-    return Course(process, place(start), place(start + duration), facts, parts)
+    return SampleCourse(process, place(start), place(start + duration), facts, parts)
 
 
 def _facts(value: object) -> Facts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fusionrl.base.plurals import counted
-from fusionrl.observe.timeline.records import DRIVER, Course, Recorded, Span
+from fusionrl.observe.timeline.records import DRIVER, RunRecord, SampleCourse, Span
 from fusionrl.observe.timeline.shares import compute_time, driver_shares, in_flight, pools
 from fusionrl.observe.timeline.steps import tokens_of
 
@@ -31,11 +31,11 @@ class Step:
     wall: int
     shares: Mapping[str, int]
     tail: int
-    waited: Course | None
+    waited: SampleCourse | None
     bound: str
 
 
-def summarize_steps(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> list[Step]:
+def summarize_steps(recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCourse]]) -> list[Step]:
     """Return the steps that have ended."""
     steps = []
     for span in recorded.of(DRIVER, "step"):
@@ -51,7 +51,7 @@ def summarize_steps(recorded: Recorded, by_step: Mapping[int, Sequence[Course]])
     return steps
 
 
-def _waited_for(courses: Sequence[Course], waiting: Span | None) -> tuple[Course | None, int]:
+def _waited_for(courses: Sequence[SampleCourse], waiting: Span | None) -> tuple[SampleCourse | None, int]:
     """The sample that ended last, and how long most others had ended by then."""
     if not courses or waiting is None:
         return None, 0
@@ -60,7 +60,7 @@ def _waited_for(courses: Sequence[Course], waiting: Span | None) -> tuple[Course
     return ended[-1], max(0, ended[-1].end - max(most.end, waiting.start))
 
 
-def _bound(recorded: Recorded, step: Span, shares: Mapping[str, int], waited: Course | None, tail: int) -> str:
+def _bound(recorded: RunRecord, step: Span, shares: Mapping[str, int], waited: SampleCourse | None, tail: int) -> str:
     name = max(shares, key=lambda phase: shares[phase])
     percent = f"{100 * shares[name] / max(1, step.duration):.0f} %"
     if name == "generate":
@@ -86,12 +86,12 @@ _WORDS = {
 _WORDS |= {"evaluate": "the evaluation", "wait for evaluation": "the evaluation", "drain": "samples in flight"}
 
 
-def _is_late(course: Course) -> bool:
+def _is_late(course: SampleCourse) -> bool:
     """Return whether most of a sample's time was its reward's."""
     return course.parts[-1].duration > 0.5 * (course.end - course.start)
 
 
-def slowest_rank(recorded: Recorded, start: int, end: int) -> tuple[str, int, float] | None:
+def slowest_rank(recorded: RunRecord, start: int, end: int) -> tuple[str, int, float] | None:
     """Return the trainer with the longest forward and backward passes, their µs, and how many times the median."""
     times = {rank: compute_time(recorded, rank, start, end) for rank in recorded.processes("trainer-")}
     if not any(times.values()):
@@ -100,7 +100,7 @@ def slowest_rank(recorded: Recorded, start: int, end: int) -> tuple[str, int, fl
     return slowest, times[slowest], times[slowest] / max(1.0, median(times.values()))
 
 
-def report(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> Iterator[str]:
+def report(recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCourse]]) -> Iterator[str]:
     """Yield the lines of the report on an attempt."""
     steps, end = summarize_steps(recorded, by_step), recorded.end
     shares = driver_shares(recorded, 0, end)
@@ -122,7 +122,7 @@ def report(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> Itera
         yield from _steps(steps)
 
 
-def _clocks(recorded: Recorded) -> Iterator[str]:
+def _clocks(recorded: RunRecord) -> Iterator[str]:
     errors = [machine.error_us for machine in recorded.machines.values()]
     if None in errors:
         lost = sorted({m.host for m in recorded.machines.values() if m.error_us is None})
@@ -132,7 +132,7 @@ def _clocks(recorded: Recorded) -> Iterator[str]:
     yield f"  {len(errors)} processes on {counted(hosts, 'machine')}; clocks agree within {known / 1000:.2f} ms"
 
 
-def _pools(recorded: Recorded, start: int, end: int) -> Iterator[str]:
+def _pools(recorded: RunRecord, start: int, end: int) -> Iterator[str]:
     yield "from the first step to the last   busy    push    idle     sum"
     for pool in pools(recorded, start, end):
         parts = [100 * micros / max(1, pool.total) for micros in (pool.busy, pool.push, pool.idle)]

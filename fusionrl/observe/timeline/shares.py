@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fusionrl.observe.timeline.records import BUFFER, DRIVER, Course, Recorded, Span
+from fusionrl.observe.timeline.records import BUFFER, DRIVER, RunRecord, SampleCourse, Span
 
 OTHER = "other"
 Intervals = list[tuple[int, int]]
@@ -30,7 +30,7 @@ class Pool:
         return self.total - self.busy - self.push
 
 
-def driver_shares(recorded: Recorded, start: int, end: int) -> dict[str, int]:
+def driver_shares(recorded: RunRecord, start: int, end: int) -> dict[str, int]:
     """Return phase of the driver → its microseconds between two times; the values add up to `end - start`.
 
     Of phases within each other the innermost one counts, but for the parts of a push. `OTHER` is in no phase.
@@ -78,7 +78,7 @@ _DRIVER_PHASES = frozenset(
 )
 
 
-def pools(recorded: Recorded, start: int, end: int) -> list[Pool]:
+def pools(recorded: RunRecord, start: int, end: int) -> list[Pool]:
     """Return the pools' shares between two times: engines, trainers (and those of a critic or prm), rewards."""
     window, rows = [(start, end)], []
     if engines := recorded.processes("engine-actor-"):
@@ -101,7 +101,7 @@ def pools(recorded: Recorded, start: int, end: int) -> list[Pool]:
     return rows
 
 
-def in_flight(courses: Iterable[Course], start: int, end: int) -> tuple[float, int]:
+def in_flight(courses: Iterable[SampleCourse], start: int, end: int) -> tuple[float, int]:
     """Return how many requests were at the engines between two times: in the mean of the busy time, and at most."""
     turns = [turn for turn in _parts(courses, "turn") if turn[1] > start and turn[0] < end]
     inside = [(max(turn[0], start), min(turn[1], end)) for turn in turns]
@@ -114,7 +114,7 @@ def in_flight(courses: Iterable[Course], start: int, end: int) -> tuple[float, i
     return (sum(turn[1] - turn[0] for turn in inside) / busy if busy else 0.0), most
 
 
-def compute_time(recorded: Recorded, rank: str, start: int, end: int) -> int:
+def compute_time(recorded: RunRecord, rank: str, start: int, end: int) -> int:
     """Return a rank's microseconds in forward and backward passes between two times: not in waits for other ranks."""
     spans = recorded.of(rank, "forward", "backward")
     first = bisect.bisect_left(spans, start, key=lambda span: span.start)
@@ -122,7 +122,7 @@ def compute_time(recorded: Recorded, rank: str, start: int, end: int) -> int:
     return sum(span.duration for span in spans[first:last] if span.end <= end)
 
 
-def _pauses(recorded: Recorded, engine: str) -> Intervals:
+def _pauses(recorded: RunRecord, engine: str) -> Intervals:
     """From the beginning of a pause to the end of the resume that follows."""
     intervals, paused = [], None
     for span in recorded.of(engine, "pause", "resume"):
@@ -134,7 +134,7 @@ def _pauses(recorded: Recorded, engine: str) -> Intervals:
     return intervals
 
 
-def _parts(courses: Iterable[Course], name: str) -> Intervals:
+def _parts(courses: Iterable[SampleCourse], name: str) -> Intervals:
     return [(part.start, part.end) for course in courses for part in course.parts if part.name == name]
 
 

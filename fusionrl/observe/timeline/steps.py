@@ -6,21 +6,21 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from fusionrl.observe.timeline.records import Course, Recorded, Span
+from fusionrl.observe.timeline.records import RunRecord, SampleCourse, Span
 
 _INDEX = re.compile(rb'"index":(\d+)')
 _NAME = re.compile(r"step_(\d+)\.train\.a(\d+)\.jsonl")
 _HEAD_BYTES = 400  # of a row: its index is at its beginning
 
 
-def steps_of(run: Path, recorded: Recorded) -> dict[int, list[Course]]:
+def steps_of(run: Path, recorded: RunRecord) -> dict[int, list[SampleCourse]]:
     """Return step → the courses of its samples, by `rollouts/`; of a step without a file, those that ended in it.
 
     Samples that no step trained are under 0: of evaluations, dropped, or under way at the end.
     """
     step_of_index = _indices(run / "rollouts", recorded.attempt)
     rollouts = recorded.of("buffer", "rollout")
-    courses_by_step: dict[int, list[Course]] = defaultdict(list)
+    courses_by_step: dict[int, list[SampleCourse]] = defaultdict(list)
     for course in recorded.courses:
         if course.facts.get("evaluation"):
             courses_by_step[0].append(course)
@@ -73,7 +73,7 @@ def first_token(part: Span) -> int:
     return next((span.start for span in detailed(part) if span.name == "decode"), part.start)
 
 
-def tokens_of(course: Course) -> int:
+def tokens_of(course: SampleCourse) -> int:
     """Return the tokens of a sample's response."""
     tokens = course.facts.get("tokens")
     return tokens if isinstance(tokens, int) else 0

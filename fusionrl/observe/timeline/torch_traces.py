@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from fusionrl.observe.timeline.records import Facts, Recorded, Span
+from fusionrl.observe.timeline.records import Facts, RunRecord, Span
 
 FOLDER = "profiles"
 # As torch names them for a trainer, and SGLang for each rank of an engine.
@@ -33,7 +33,7 @@ def trace_files(run: Path, attempt: int, steps: range | None) -> Iterator[tuple[
         yield process, (match["rank"] or "").removeprefix("-"), path
 
 
-def read_trace(path: Path, process: str, recorded: Recorded) -> dict[str, list[Span]]:
+def read_trace(path: Path, process: str, recorded: RunRecord) -> dict[str, list[Span]]:
     """Return the name of a thread, or of a stream of a GPU, → its spans on the timeline's clock.
 
     Raises:

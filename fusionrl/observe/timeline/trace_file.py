@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import orjson
 
 from fusionrl.observe.timeline.flows import Flow, first_users, flows
-from fusionrl.observe.timeline.records import BUFFER, DRIVER, Course, Recorded, Span
+from fusionrl.observe.timeline.records import BUFFER, DRIVER, RunRecord, SampleCourse, Span
 from fusionrl.observe.timeline.steps import detailed
 from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
 
@@ -24,7 +24,7 @@ _UNFINISHED = ("aborted", "failed")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """The choice of what goes into the file.
 
     steps    None: all
@@ -89,7 +89,7 @@ class Trace:
             self.events.append(event | ({"bp": "e"} if at else {}))
 
 
-def build(run: Path, recorded: Recorded, by_step: Mapping[int, Sequence[Course]], choice: Choice) -> Trace:
+def build(run: Path, recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCourse]], choice: Selection) -> Trace:
     """Make the events of an attempt."""
     trace, window = Trace(), _window(recorded, choice.steps)
     for process in (DRIVER, BUFFER):
@@ -121,11 +121,11 @@ def write(trace: Iterable[Event], path: Path, wall_ns: int) -> int:
         return file.tell()
 
 
-def chosen_samples(by_step: Mapping[int, Sequence[Course]], choice: Choice) -> dict[int, list[Course]]:
+def chosen_samples(by_step: Mapping[int, Sequence[SampleCourse]], choice: Selection) -> dict[int, list[SampleCourse]]:
     """Return step → its longest samples, all that were not finished, and the first ones of new weights."""
     everyone = [course for courses in by_step.values() for course in courses]
     first = {id(course) for course in first_users(everyone)} if choice.samples else set()
-    chosen: dict[int, list[Course]] = {}
+    chosen: dict[int, list[SampleCourse]] = {}
     for step, courses in by_step.items():
         if choice.steps is not None and step not in choice.steps:
             continue
@@ -136,7 +136,7 @@ def chosen_samples(by_step: Mapping[int, Sequence[Course]], choice: Choice) -> d
     return chosen
 
 
-def _window(recorded: Recorded, steps: range | None) -> tuple[int, int]:
+def _window(recorded: RunRecord, steps: range | None) -> tuple[int, int]:
     """The time of the chosen steps."""
     if steps is None:
         return -(1 << 60), 1 << 60
@@ -172,7 +172,7 @@ def _add_torch_trace(trace: Trace, process: str, rank: str, threads: Mapping[str
                 trace.span(span, pid, tid)
 
 
-def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[Course]]) -> None:
+def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> None:
     """Samples on as few tracks as it takes; each with its parts in it."""
     if not any(courses_by_step.values()):
         return
@@ -199,9 +199,9 @@ def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[Course]]) 
             trace.span(part, pid, tid)
 
 
-def _in_a_row(courses: Sequence[Course]) -> list[list[Course]]:
+def _in_a_row(courses: Sequence[SampleCourse]) -> list[list[SampleCourse]]:
     """Divide courses over tracks on which they follow each other."""
-    tracks: list[list[Course]] = []
+    tracks: list[list[SampleCourse]] = []
     for course in sorted(courses, key=lambda course: course.start):
         free = next((track for track in tracks if track[-1].end <= course.start), None)
         if free is None:
@@ -211,7 +211,7 @@ def _in_a_row(courses: Sequence[Course]) -> list[list[Course]]:
     return tracks
 
 
-def _add_loads(trace: Trace, run: Path, recorded: Recorded, window: tuple[int, int]) -> None:
+def _add_loads(trace: Trace, run: Path, recorded: RunRecord, window: tuple[int, int]) -> None:
     low, high = max(window[0], 0), min(window[1], recorded.end)
     for process in recorded.processes("engine-actor-"):
         number = process.removeprefix("engine-actor-")
@@ -225,7 +225,7 @@ def _add_loads(trace: Trace, run: Path, recorded: Recorded, window: tuple[int, i
                     trace.counter(process, f"{rank} {name}".strip(), time, {name: value})
 
 
-def _add_in_flight(trace: Trace, recorded: Recorded, window: tuple[int, int]) -> None:
+def _add_in_flight(trace: Trace, recorded: RunRecord, window: tuple[int, int]) -> None:
     """Curves of the samples that are at an engine, at a tool, and being scored."""
     names = {"turn": "at engines", "tool": "at tools", "reward": "being scored"}
     changes: dict[str, list[tuple[int, int]]] = {name: [] for name in names}

@@ -15,7 +15,15 @@ from fusionrl.observe.show import EXIT_USER, find_run
 from fusionrl.observe.track.adapters import ADAPTERS, Target, flat_config, open_tracker
 from fusionrl.observe.track.metric_lines import read_lines
 from fusionrl.observe.track.prometheus import Prometheus
-from fusionrl.observe.track.send import Memory, Sending, Sent, TrackerError, new_sent, say_who_holds, until_stopped
+from fusionrl.observe.track.send import (
+    Sender,
+    SentPart,
+    SentState,
+    TrackerError,
+    new_sent,
+    say_who_holds,
+    until_stopped,
+)
 
 TRACKERS = ADAPTERS | {"prometheus": Prometheus}
 LIVE = frozenset({"prometheus"})  # they hold the newest values alone
@@ -73,12 +81,12 @@ def _send(run: Path, options: argparse.Namespace) -> int:
     if options.to in LIVE:
         return _send_from(run, options, new_sent(), None)
     key = f"{options.to} {options.project}" + (" offline" if options.offline else "") + f" {options.address}".rstrip()
-    with closing(Memory(run, key)) as memory:
+    with closing(SentState(run, key)) as memory:
         sent = new_sent() if options.again else memory.read()
         return _send_from(run, options, sent, memory)
 
 
-def _send_from(run: Path, options: argparse.Namespace, sent: Sent, memory: Memory | None) -> int:
+def _send_from(run: Path, options: argparse.Namespace, sent: SentPart, memory: SentState | None) -> int:
     if not options.follow and not any(True for _ in read_lines(run, sent.bytes)):
         return 0  # a run of the tracker is not opened for nothing
     target = Target(
@@ -95,4 +103,4 @@ def _send_from(run: Path, options: argparse.Namespace, sent: Sent, memory: Memor
         say_who_holds(run)
     with until_stopped():
         tracker = open_tracker(options.to, target, TRACKERS)
-        return Sending(run, options.to, tracker, sent, memory).send(options.follow)
+        return Sender(run, options.to, tracker, sent, memory).send(options.follow)

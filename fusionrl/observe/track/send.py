@@ -31,13 +31,13 @@ class TrackerError(Exception):
     """A tracker failed; what has arrived is remembered."""
 
 
-class Sending:
+class Sender:
     """Sends lines, and remembers a line when the tracker says that it has arrived: at a flush, or at its close.
 
     So a line may come twice after a crash, and none is lost. Without a `memory` nothing is remembered.
     """
 
-    def __init__(self, run: Path, kind: str, tracker: Tracker, sent: Sent, memory: Memory | None) -> None:
+    def __init__(self, run: Path, kind: str, tracker: Tracker, sent: SentPart, memory: SentState | None) -> None:
         self._run, self._kind, self._tracker, self._sent, self._memory = run, kind, tracker, sent, memory
         self._end = sent.bytes  # of the lines that the tracker was given
         self._count = 0
@@ -126,7 +126,7 @@ _RUN_ID = re.compile(r"[\w-]{1,64}")  # some trackers make a file name of it
 
 
 @dataclass
-class Sent:
+class SentPart:
     """The part of a run that one tracker has.
 
     run_id  of the run there; the tracker's own where it gives one
@@ -139,12 +139,12 @@ class Sent:
     is_new: bool = True
 
 
-def new_sent() -> Sent:
+def new_sent() -> SentPart:
     """Return a new name for a run of which nothing was sent."""
-    return Sent(secrets.token_hex(4))
+    return SentPart(secrets.token_hex(4))
 
 
-class Memory:
+class SentState:
     """`trackers.json`, for one tracker. Passwords in an address are not part of its key.
 
     Raises ValueError if another process sends to the same tracker, or the run's folder cannot be written.
@@ -169,7 +169,7 @@ class Memory:
                 f"another fusionrl track sends {run} there ({self._key}); wait for it or stop it"
             ) from error
 
-    def read(self) -> Sent:
+    def read(self) -> SentPart:
         """Return what has arrived; of a tracker that has nothing yet, a new name for the run there."""
         record = _read(self._path).get(self._key)
         if (
@@ -177,10 +177,10 @@ class Memory:
             and isinstance(record.get("bytes"), int)
             and _RUN_ID.fullmatch(str(record.get("run_id")))
         ):
-            return Sent(record["run_id"], max(record["bytes"], 0), is_new=False)
+            return SentPart(record["run_id"], max(record["bytes"], 0), is_new=False)
         return new_sent()
 
-    def write(self, sent: Sent) -> None:
+    def write(self, sent: SentPart) -> None:
         """Remember what has arrived, of a run that was opened there."""
         with self._alone():
             state = _read(self._path) | {self._key: {"run_id": sent.run_id, "bytes": sent.bytes}}

@@ -35,7 +35,7 @@ NEAR = 0.95  # of a memory: an estimate this close may be wrong either way
 
 
 @dataclass(frozen=True)
-class Starved:
+class CacheShortage:
     """An engine that has no room although the devices have: whose, and the explanation."""
 
     role: Literal["engine"] | ScorerRole
@@ -84,7 +84,7 @@ class MemoryReport:
         return self.machine.device_memory if self._counts_devices else self.machine.host_memory
 
     @property
-    def starved(self) -> Starved | None:
+    def starved(self) -> CacheShortage | None:
         """Return the first engine without room for the longest sample."""
         engines: list[tuple[Literal["engine"] | ScorerRole, str, EngineMemory | None]] = [
             ("engine", "engine", self.engine),
@@ -96,7 +96,7 @@ class MemoryReport:
                     f"the {name}'s KV cache has room for {max(engine.kv_tokens, 0)} tokens, and a sample may have"
                     f" {self.longest}: weights take {gib(engine.weights)} GiB of {engine.fraction:.2f} of the device"
                 )
-                return Starved(role, text)
+                return CacheShortage(role, text)
         return None
 
     @property

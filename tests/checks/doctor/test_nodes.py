@@ -19,8 +19,8 @@ import pytest
 from fusionrl.checks.doctor import nodes
 from fusionrl.checks.doctor.findings import Finding, fact, fault
 from fusionrl.checks.doctor.nodes import (
-    Look,
     NodeDoctor,
+    NodeReport,
     Order,
     clock_findings,
     device_findings,
@@ -37,7 +37,7 @@ OWN, OTHER, THIRD = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 def _looks(**changes: Any) -> list[Finding]:
     """Findings of two healthy nodes, but for `changes` of the other one's look."""
-    healthy = Look({"python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0"}, [], [])
+    healthy = NodeReport({"python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0"}, [], [])
     return look_findings({OWN: healthy, OTHER: replace(healthy, **changes)}, OWN, {"--run-dir": "/runs/x"})
 
 
@@ -71,7 +71,7 @@ def test_two_checkouts_of_one_version_differ(tmp_path: Path) -> None:
         versions.append(installed_versions(folder))
     assert versions[0] == versions[1]
     assert [name for name in versions[0] if versions[0][name] != versions[2].get(name)] == ["fusionrl"]
-    found = one(look_findings({OWN: Look(versions[0], [], []), OTHER: Look(versions[2], [], [])}, OWN, {}))
+    found = one(look_findings({OWN: NodeReport(versions[0], [], []), OTHER: NodeReport(versions[2], [], [])}, OWN, {}))
     assert found.check == "versions" and found.fact.count("(sources ") == 2
 
 
@@ -87,7 +87,7 @@ def test_the_limits_of_another_node_are_told_with_its_name() -> None:
 
 def test_a_node_that_cannot_be_asked() -> None:
     error = RuntimeError("ModuleNotFoundError: No module named 'fusionrl'")
-    found = one(look_findings({OWN: Look({"python": "3"}, [], []), OTHER: error}, OWN, {}))
+    found = one(look_findings({OWN: NodeReport({"python": "3"}, [], []), OTHER: error}, OWN, {}))
     assert "node 10.0.0.2: it cannot be examined (ModuleNotFoundError" in found.fact
 
 
