@@ -60,10 +60,10 @@ if [ -n "$only_unit" ] || [ $# -gt 0 ]; then
 fi
 
 [ "$status" -eq 0 ] || say_failed
-# What measures time, with nothing beside it; only the files that have such a test, as all take 15 s to collect.
+# Tests that measure time run alone; only the files that have such a test, as all take 15 s to collect.
 # shellcheck disable=SC2046 # a word is a file
 run_tests -m timed $(grep -rlw --include='test_*.py' timed tests)
-# Types are checked beside the first whole runs, which wait for processes some of the time.
+# Types are checked during the first whole runs, which wait for processes some of the time.
 { check_types || { say_failed; exit 1; }; } &
 types=$!
 # A whole run or a file each, in the order of tests/conftest.py.

@@ -18,13 +18,13 @@ SECTIONS = ("global", "install", ":env:")  # a later one counts more, as for `pi
 
 def read_settings(listing: str) -> dict[str, str]:
     """Read what `pip config list` prints: name → value, of all that concerns `pip install`."""
-    found: dict[str, tuple[int, str]] = {}
+    settings: dict[str, tuple[int, str]] = {}
     for line in listing.splitlines():
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
-        if section in SECTIONS and (name not in found or SECTIONS.index(section) >= found[name][0]):
-            found[name] = (SECTIONS.index(section), str(ast.literal_eval(value)))
-    return {name: value for name, (_, value) in found.items()}
+        if section in SECTIONS and (name not in settings or SECTIONS.index(section) >= settings[name][0]):
+            settings[name] = (SECTIONS.index(section), str(ast.literal_eval(value)))
+    return {name: value for name, (_, value) in settings.items()}
 
 
 def arguments(settings: dict[str, str]) -> list[str]:

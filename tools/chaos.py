@@ -111,7 +111,7 @@ def plan_case(options: argparse.Namespace, number: int) -> Case:
 
 
 def shape_of(case: Case, options: argparse.Namespace) -> check.Shape:
-    """Return what the run is asked for, with its data: as many prompts as it trains or drops."""
+    """Return the shape of the run, with its data: as many prompts as it trains or drops."""
     max_staleness, steps_per_push = PIPELINES[case.pipeline]
     rng = random.Random(f"{options.seed}/{case.number}/data")
     prompts: list[str] = []
@@ -158,21 +158,21 @@ def run_case(case: Case, options: argparse.Namespace, model: Path, folder: Path)
         is_complete = bool(rows) and rows[-1]["step"] == shape.num_steps
         launches.append(check.Launch(first_step, rows, is_last=end.code == 0))
         name = f"attempt {len(launches)}"
-        found = check_end(end, kill.victim if kill and end.state else None, is_complete)
+        violations = check_end(end, kill.victim if kill and end.state else None, is_complete)
         if kill:
             outcome.kills.append((kill, end.state))
             outcome.longest_end_s = max(outcome.longest_end_s, end.seconds if end.state else 0.0)
         if waiting is not None:
-            found += [f"the attempt before has left a process: {text}" for text in waiting.left()]
+            violations += [f"the attempt before has left a process: {text}" for text in waiting.left()]
             waiting = None
-        if case.at_once and kill and kill.victim == "driver" and end.state and not found:
+        if case.at_once and kill and kill.victim == "driver" and end.state and not violations:
             waiting = attempt
         else:
-            found += [f"a process is left: {text}" for text in attempt.left()]
+            violations += [f"a process is left: {text}" for text in attempt.left()]
         saved = check.trained_rows(run_dir, check.newest_checkpoint(run_dir))
-        found += check.check_doubled(shape, saved) + check.check_bound(shape, saved)
-        outcome.violations += [f"{name}: {text}" for text in found]
-        if end.code == 0 or found:
+        violations += check.check_doubled(shape, saved) + check.check_bound(shape, saved)
+        outcome.violations += [f"{name}: {text}" for text in violations]
+        if end.code == 0 or violations:
             break
     outcome.num_attempts, outcome.seconds = len(launches), time.monotonic() - since
     steps, (rows, num_torn) = check.trained_rows(run_dir), check.metric_lines(run_dir)
@@ -226,8 +226,8 @@ def proves_little(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[st
     if not outcomes:
         return ["no run was made"]
     killed = {kill.victim for outcome in outcomes for kill, state in outcome.kills if state is not None}
-    wanted = dict.fromkeys(case.kills[0].victim for case in cases)
-    return [f"in no run the {victim} was killed" for victim in wanted if victim not in killed]
+    victims = dict.fromkeys(case.kills[0].victim for case in cases)
+    return [f"in no run the {victim} was killed" for victim in victims if victim not in killed]
 
 
 # ------------------------------------------------------------------------------------------------------- command line

@@ -1,7 +1,7 @@
 """Check the folder of a run that was killed and resumed: each prompt is trained once, the bound holds, metrics fit.
 
 Everything is read from what the run has saved (`rollouts/`, `metrics.jsonl`, `checkpoints/`) and compared with what the
-run was asked for (`Shape`). Each function returns its violations as sentences; no sentence, no violation.
+run was to do (`Shape`). Each function returns its violations as sentences; no sentence, no violation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run was asked for.
+    """The task of a run.
 
     prompts  of the data, in the order in which the run draws them; all different
     refused  prompts that the run's filter drops
@@ -58,7 +58,7 @@ class Shape:
 class Launch:
     """One attempt, as `metrics.jsonl` shows it.
 
-    first_step  step of the checkpoint that it went on from; 0 without one
+    first_step  step of the checkpoint that it resumed from; 0 without one
     rows        its lines
     is_last     it ended by itself, with all steps
     """
@@ -97,8 +97,12 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 def leftovers(run_dir: Path) -> list[str]:
     """Name half-written files that a finished run has left in its folder."""
-    found = [*run_dir.glob("checkpoints/.writing_*"), *run_dir.glob("rollouts/**/.*.tmp"), *run_dir.glob("weights/*")]
-    return [str(path.relative_to(run_dir)) for path in sorted(found)]
+    paths = [
+        *run_dir.glob("checkpoints/.writing_*"),
+        *run_dir.glob("rollouts/**/.*.tmp"),
+        *run_dir.glob("weights/*"),
+    ]
+    return [str(path.relative_to(run_dir)) for path in sorted(paths)]
 
 
 # ----------------------------------------------------------------------------------------------------------- checking
@@ -111,9 +115,9 @@ def check_prompts(shape: Shape, steps: Mapping[int, Sequence[Row]], *, num_dropp
     violations = [f"steps without samples: {_some(missing_steps)}"] if missing_steps else []
     violations += check_doubled(shape, steps)
     trained = set(_prompts(steps))
-    wanted = shape.wanted
-    places = [place for place, prompt in enumerate(wanted) if prompt in trained]
-    lost = [prompt for prompt in wanted[: max(places, default=-1) + 1] if prompt not in trained]
+    expected = shape.wanted
+    places = [place for place, prompt in enumerate(expected) if prompt in trained]
+    lost = [prompt for prompt in expected[: max(places, default=-1) + 1] if prompt not in trained]
     if len(lost) > (num_dropped if shape.drops_late else 0):
         dropped = f", but {num_dropped} groups were dropped" if shape.drops_late else ""
         violations.append(f"{len(lost)} prompts lost{dropped}: {_some(lost)}")
@@ -121,7 +125,7 @@ def check_prompts(shape: Shape, steps: Mapping[int, Sequence[Row]], *, num_dropp
 
 
 def check_doubled(shape: Shape, steps: Mapping[int, Sequence[Row]]) -> list[str]:
-    """Check steps of a run that may go on: whole groups, each prompt and each sample once, none from elsewhere."""
+    """Check steps of a run that may resume: whole groups, each prompt and each sample once, none from elsewhere."""
     violations = []
     for step, rows in sorted(steps.items()):
         groups: dict[object, list[Row]] = {}
@@ -134,7 +138,7 @@ def check_doubled(shape: Shape, steps: Mapping[int, Sequence[Row]]) -> list[str]
         if mixed := [index for index, group in groups.items() if len({row["prompt"] for row in group}) > 1]:
             violations.append(f"step {step}: samples of different prompts in group {_some(mixed)}")
     prompts = _prompts(steps)
-    violations += [f"{what} trained twice: {_some(found)}" for what, found in _twice(steps, prompts) if found]
+    violations += [f"{unit} trained twice: {_some(repeated)}" for unit, repeated in _twice(steps, prompts) if repeated]
     if refused := [prompt for prompt in prompts if prompt in shape.refused]:
         violations.append(f"prompts trained that the filter drops: {_some(refused)}")
     if strange := sorted(set(prompts) - set(shape.prompts)):
@@ -193,7 +197,7 @@ def largest_age(shape: Shape, steps: Mapping[int, Sequence[Row]]) -> int:
 
 
 def check_metrics(shape: Shape, launches: Sequence[Launch]) -> list[str]:
-    """Check the lines of all attempts: each goes on from its checkpoint, has each step once, and versions go up."""
+    """Check the lines of all attempts: each resumes from its checkpoint, has each step once, and versions go up."""
     violations = []
     numbers: list[object] = []
     for place, launch in enumerate(launches, start=1):
@@ -237,6 +241,6 @@ def num_dropped_late(rows: Iterable[Row]) -> int:
     return sum(int(row.get("rollout/dropped_deadline", 0)) for row in last.values())  # type: ignore[call-overload]
 
 
-def _some(things: Sequence[object]) -> str:
-    more = f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
-    return ", ".join(map(str, things[:_SHOWN])) + more
+def _some(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more

@@ -40,7 +40,7 @@ _LOG_OF = {"buffer": r"/buffer\.a\d+\.log", "trainer": r"/trainer-\d+\.a\d+\.log
 
 @dataclass(frozen=True)
 class Kill:
-    """Whom to kill, and when: `delay_s` after the moment has begun for the first time with `after_step` finished."""
+    """Whom to kill, and when: `delay_s` after the moment starts for the first time with `after_step` finished."""
 
     victim: str
     moment: str
@@ -71,7 +71,7 @@ class End:
 
 
 class Console:
-    """What the run has said so far, read as it comes."""
+    """The output of the run so far, read as it comes."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open(encoding="utf-8", errors="replace")
@@ -91,7 +91,7 @@ class Console:
                 self.status = line
 
     def is_at(self, kill: Kill) -> bool:
-        """Return whether the moment has begun; `any` begins with the line of its step."""
+        """Return whether the moment started; `any` begins with the line of its step."""
         return self.last_step >= kill.after_step and kill.moment in ("any", self.moment)
 
     @property
@@ -101,7 +101,7 @@ class Console:
 
 
 class Attempt:
-    """A running command (`fusionrl train`), and all processes that come of it."""
+    """A running command (`fusionrl train`), and all its descendants."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         """Start it in the repository's root; its console goes to the file `output`."""
@@ -137,8 +137,8 @@ class Attempt:
     def _look(self) -> None:
         """Note who belongs to the run: children's children, and who carries its mark; both have holes.
 
-        A child whose parent has died is no one's child, and a process that gives itself a title (Ray's do) writes it
-        over its environment.
+        A child whose parent died is not found through it; a process that gives itself a title (Ray's do) writes it over
+        its environment.
         """
         with self._lock:
             roots = [psutil.Process(self.process.pid)] if psutil.pid_exists(self.process.pid) else []
@@ -159,17 +159,17 @@ class Attempt:
         """Processes of the run that are alive; `is_running` knows a number that another process has taken over."""
         self._look()
         with self._lock:
-            found = [process for process in self._family.values() if process.pid != os.getpid()]
-        return [process for process in found if process.is_running() and _status(process) != psutil.STATUS_ZOMBIE]
+            processes = [process for process in self._family.values() if process.pid != os.getpid()]
+        return [process for process in processes if process.is_running() and _status(process) != psutil.STATUS_ZOMBIE]
 
     def left(self, grace_s: float = _GRACE_S) -> list[str]:
         """Wait until every process is gone; returns the command lines of those that stay, and ends them."""
         deadline = time.monotonic() + grace_s
         while (living := self.living()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        told = [f"{process.pid} {_command(process)[:120]}" for process in living]
+        lines = [f"{process.pid} {_command(process)[:120]}" for process in living]
         self._end(living)
-        return told
+        return lines
 
     def _end(self, processes: list[psutil.Process]) -> None:
         for process in processes:
@@ -244,7 +244,7 @@ class Attempt:
 def check_end(end: End, victim: str | None, is_complete: bool) -> list[str]:
     """Check how an attempt ended: in time, with the right exit code, and one message that names who died.
 
-    victim       who was killed; None: nobody
+    victim       who was killed; None: no process
     is_complete  all its steps are done: then it may have ended well, as the kill came too late
     """
     if end.missed is not None:

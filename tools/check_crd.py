@@ -19,22 +19,22 @@ import yaml
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
     """Return an OpenAPI schema of Kubernetes as JSON schema, in which unknown fields are errors."""
-    made = {key: value for key, value in schema.items() if not key.startswith(("x-kubernetes-", "description"))}
+    node = {key: value for key, value in schema.items() if not key.startswith(("x-kubernetes-", "description"))}
     if schema.get("x-kubernetes-int-or-string"):
-        made.pop("type", None)
-        made["anyOf"] = [
+        node.pop("type", None)
+        node["anyOf"] = [
             {"type": "integer"},
-            {"type": "string", **({"pattern": p} if (p := made.pop("pattern", "")) else {})},
+            {"type": "string", **({"pattern": p} if (p := node.pop("pattern", "")) else {})},
         ]
-        return made
+        return node
     if "properties" in schema:
-        made["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
+        node["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            made.setdefault("additionalProperties", False)
+            node.setdefault("additionalProperties", False)
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
-            made[key] = strict(schema[key])
-    return made
+            node[key] = strict(schema[key])
+    return node
 
 
 def manifest_errors(definition: dict[str, Any], manifest: dict[str, Any]) -> list[str]:
@@ -50,8 +50,8 @@ def manifest_errors(definition: dict[str, Any], manifest: dict[str, Any]) -> lis
         return [f"apiVersion {group}/{version}: served are {', '.join(served)}"]
     schema = strict(served[version])
     schema["properties"] |= {"metadata": {"type": "object", "required": ["name"]}}
-    found = jsonschema.Draft202012Validator(schema).iter_errors(manifest)
-    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in found]
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(manifest)
+    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
 
 
 def count_values(value: object) -> int:

@@ -93,32 +93,32 @@ class _File:
                 continue
             self._expressions(statement, function, local)
             if isinstance(statement, ast.If | ast.While):
-                found, text = value(statement.test, self._names, local), _short(statement.test)
-                if found is False:
+                truth, text = value(statement.test, self._names, local), _short(statement.test)
+                if truth is False:
                     self._add(function, f"if {text}", statement.body)
-                elif found is True and statement.orelse:
+                elif truth is True and statement.orelse:
                     self._add(function, f"else of {text}", statement.orelse)
-                if found is True and _leaves(statement.body) and not statement.orelse and block[index + 1 :]:
+                if truth is True and _leaves(statement.body) and not statement.orelse and block[index + 1 :]:
                     self._add(function, f"rest after {text}", block[index + 1 :])
             for inner_block in _blocks(statement):
                 self._block(inner_block, function, local)
 
     def _local(self, function: Function) -> dict[str, bool]:
         """Names that are given a known value once."""
-        found: dict[str, list[bool | None]] = {}
+        truths: dict[str, list[bool | None]] = {}
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                found.setdefault(node.targets[0].id, []).append(value(node.value, self._names, {}))
-        return {name: values[0] for name, values in found.items() if len(values) == 1 and values[0] is not None}
+                truths.setdefault(node.targets[0].id, []).append(value(node.value, self._names, {}))
+        return {name: values[0] for name, values in truths.items() if len(values) == 1 and values[0] is not None}
 
     def _expressions(self, statement: ast.AST, function: str, local: dict[str, bool]) -> None:
         """Conditional expressions, `and`, `or` and filters; of a compound statement only its head."""
         for node in _own(statement):
             if isinstance(node, ast.IfExp):
-                found = value(node.test, self._names, local)
-                if found is not None:
-                    arm = "if" if found is False else "else of"
-                    self._add(function, f"{arm} {_short(node.test)}", [node.orelse if found else node.body])
+                truth = value(node.test, self._names, local)
+                if truth is not None:
+                    arm = "if" if truth is False else "else of"
+                    self._add(function, f"{arm} {_short(node.test)}", [node.orelse if truth else node.body])
             elif isinstance(node, ast.BoolOp):
                 ends = isinstance(node.op, ast.Or)  # the value that ends the evaluation
                 for index, part in enumerate(node.values[:-1]):
@@ -192,12 +192,12 @@ class _Named:
             for number, name in uses:
                 (within if number in inside else outside).add(name)
         names = within - outside
-        found: dict[str, list[ast.AST]] = {}
+        callers: dict[str, list[ast.AST]] = {}
         for file, definitions in self._definitions.items():
             for node in definitions:
                 if node.name in names:
-                    found.setdefault(file, []).append(node)
-        return found
+                    callers.setdefault(file, []).append(node)
+        return callers
 
 
 def scan(folder: Path = ROOT / "fusionrl") -> list[Branch]:
@@ -209,8 +209,8 @@ def scan(folder: Path = ROOT / "fusionrl") -> list[Branch]:
     trees = {file: tree for file, tree in trees.items() if file not in LEFT_OUT}
     names = names_of(trees.values())
     files = {file: _File(file, tree, names) for file, tree in trees.items()}
-    only = {file: [node for _, node in found.only] for file, found in files.items()}
-    branches = [branch for found in files.values() for branch in found.branches]
+    only = {file: [node for _, node in file_scan.only] for file, file_scan in files.items()}
+    branches = [branch for file_scan in files.values() for branch in file_scan.branches]
     named = _Named(trees)
     while True:
         more = named.only_in(only)
@@ -259,15 +259,15 @@ def _numbered(branches: list[Branch]) -> Iterator[Branch]:
         yield Branch(branch.file, branch.function, branch.arm + again, branch.span)
 
 
-def _qualified(tree: ast.Module, wanted: ast.AST) -> str:
+def _qualified(tree: ast.Module, target: ast.AST) -> str:
     """The name of the function around a node, or of the function or class that it is."""
 
     def search(node: ast.AST, name: str) -> str | None:
         for child in ast.iter_child_nodes(node):
             inner = f"{name}.{child.name}".lstrip(".") if isinstance(child, Function | ast.ClassDef) else name
-            found = inner if child is wanted else search(child, inner)
-            if found is not None:
-                return found
+            qualified = inner if child is target else search(child, inner)
+            if qualified is not None:
+                return qualified
         return None
 
     return search(tree, "") or ""

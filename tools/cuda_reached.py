@@ -64,9 +64,9 @@ class Watch:
         for index, (line, _, column, _) in enumerate(code.co_positions()):
             if line is None or column is None or line == code.co_firstlineno == 0:
                 continue
-            found = [one for one in branches if one.span[:2] <= (line, column) < one.span[2:]]
-            if found:
-                yield 2 * index, found
+            reached = [branch for branch in branches if branch.span[:2] <= (line, column) < branch.span[2:]]
+            if reached:
+                yield 2 * index, reached
 
 
 WATCH: Watch | None = None

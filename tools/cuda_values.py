@@ -33,8 +33,8 @@ def value(node: ast.expr, names: Names, local: dict[str, bool]) -> bool | None:
         parts, ends = [value(part, names, local) for part in node.values], isinstance(node.op, ast.Or)
         return ends if ends in parts else None if None in parts else not ends
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        found = value(node.operand, names, local)
-        return None if found is None else not found
+        operand = value(node.operand, names, local)
+        return None if operand is None else not operand
     if isinstance(node, ast.NamedExpr):
         return value(node.value, names, local)
     if isinstance(node, ast.Call):
@@ -83,17 +83,19 @@ def names_of(trees: Iterable[ast.Module]) -> Names:
     """Return the functions, properties and attributes that are computed from such conditions alone."""
     names, trees = Names(), list(trees)
     while True:
-        found: dict[str, set[bool | None]] = {}
+        truths: dict[str, set[bool | None]] = {}
         for tree in trees:
             for node in ast.walk(tree):
                 if isinstance(node, Function) and _returns_bool(node):
-                    found.setdefault(node.name, set()).update(_returned(node, names))
+                    truths.setdefault(node.name, set()).update(_returned(node, names))
                 elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-                    found.setdefault(node.targets[0].attr, set()).add(value(node.value, names, {}))
+                    truths.setdefault(node.targets[0].attr, set()).add(value(node.value, names, {}))
                 elif isinstance(node, ast.keyword) and node.arg is not None:  # a field of a dataclass
-                    found.setdefault(node.arg, set()).add(value(node.value, names, {}))
+                    truths.setdefault(node.arg, set()).add(value(node.value, names, {}))
         new = {
-            name: one for name, values in found.items() if len(values) == 1 and (one := next(iter(values))) is not None
+            name: truth
+            for name, values in truths.items()
+            if len(values) == 1 and (truth := next(iter(values))) is not None
         }
         if new.items() <= names.values.items():
             return names

@@ -433,7 +433,7 @@ def text_mutations() -> Iterator[Mutation]:
 
 # ------------------------------------------------------------------------------------------------ paths
 def path_mutations() -> Iterator[Mutation]:
-    """Things that a path may name besides a file."""
+    """Paths that do not name a regular file."""
     kind, text = "paths", jsonl(good_rows("text"))
 
     def spec(suffix: str) -> Write:
@@ -480,8 +480,8 @@ def table_mutations() -> Iterator[Mutation]:
 
     def columns(**changes: Any) -> Any:
         rows = good_rows("text")
-        made = {"prompt": [row["prompt"] for row in rows], "label": [row["label"] for row in rows]} | changes
-        return pa.table({name: column for name, column in made.items() if column is not None})
+        values = {"prompt": [row["prompt"] for row in rows], "label": [row["label"] for row in rows]} | changes
+        return pa.table({name: column for name, column in values.items() if column is not None})
 
     kind = "parquet"
     good, prompts, labels = parquet(columns()), columns()["prompt"], columns()["label"]
@@ -706,9 +706,11 @@ class Judge:
             return "refused"
         if warnings:
             return "warned"
-        wanted = [(row["prompt"], row["label"]) for row in good_rows(mode)]
-        read = [(one.prompt if mode in ("text", "sft") else _bare(one.messages), one.label) for one in samples]
-        return "same" if read == wanted else "valid"
+        expected = [(row["prompt"], row["label"]) for row in good_rows(mode)]
+        read = [
+            (sample.prompt if mode in ("text", "sft") else _bare(sample.messages), sample.label) for sample in samples
+        ]
+        return "same" if read == expected else "valid"
 
     def _faults(
         self, mutation: Mutation, verdict: str, errors: dict[str, list[str]], warnings: dict[str, list[str]]
@@ -834,7 +836,9 @@ def render(outcomes: Sequence[tuple[Mutation, Outcome]]) -> str:
 def main() -> None:
     """Print the page; end with the faults where there are any."""
     outcomes = list(run_all(catalogue()))
-    faults = [f"{one.kind}: {one.name}: {fault}" for one, outcome in outcomes for fault in outcome.faults]
+    faults = [
+        f"{mutation.kind}: {mutation.name}: {fault}" for mutation, outcome in outcomes for fault in outcome.faults
+    ]
     if faults:
         raise SystemExit("\n".join(faults))
     print(render(outcomes), end="")

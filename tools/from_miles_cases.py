@@ -46,10 +46,10 @@ def _ask(base_url: str) -> str:
 def _nemo_gym(site: Site) -> Iterator[list[str]]:
     """A server of episodes; its first one fails before it sends a request to the model."""
 
-    def answer(asked: dict) -> dict:
+    def answer(request: dict) -> dict:
         if server.num_requests == 0:
             return {"reward": 0.0}
-        return {"reward": float("7" in _ask(asked["policy_base_url"])), "metadata": {"resolved": True}}
+        return {"reward": float("7" in _ask(request["policy_base_url"])), "metadata": {"resolved": True}}
 
     server = StubServer("/run", answer)
     site.env["NEMO_GYM_URL"] = server.url.removesuffix("/run")
@@ -62,8 +62,8 @@ def _nemo_gym(site: Site) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _harbor(site: Site) -> Iterator[list[str]]:
-    def answer(asked: dict) -> dict:
-        text = _ask(asked["base_url"])
+    def answer(request: dict) -> dict:
+        text = _ask(request["base_url"])
         return {"reward": float("7" in text), "exit_status": "Submitted", "agent_metrics": {"turns": 1}}
 
     server = StubServer("/run", answer)
@@ -78,7 +78,7 @@ def _harbor(site: Site) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _skills(site: Site) -> Iterator[list[str]]:
     """A server of evaluations, and a file with its address and a set of the run's own."""
-    server = StubServer("/evaluate", lambda asked: {"raw_metrics": {asked["benchmarks"][0]["name"]: {"pass": 0.5}}})
+    server = StubServer("/evaluate", lambda request: {"raw_metrics": {request["benchmarks"][0]["name"]: {"pass": 0.5}}})
     site.counts["evaluations"] = lambda: server.num_requests
     path, rows = site.folder / "sets.yaml", site.folder / "held.jsonl"
     rows.write_text(json.dumps({"prompt": "What is 3 + 4?", "label": "7"}) + "\n", encoding="utf-8")
@@ -296,7 +296,7 @@ MILES_CASES: Sequence[Case] = (
         server=_environment(GEMINI_API_KEY="none"),
         evidence=(
             more_samples(32),
-            _of_groups("rewards differ in each group", lambda group: len({one["reward"] for one in group}) > 1),
+            _of_groups("rewards differ in each group", lambda group: len({sample["reward"] for sample in group}) > 1),
         ),
         exact=False,  # it makes tokens of the engines' text
     ),
@@ -337,7 +337,8 @@ MILES_CASES: Sequence[Case] = (
         ),
         evidence=(
             _of_groups(
-                "each answer goes on to the limit", lambda group: {one["status"] for one in group} == {"truncated"}
+                "each answer goes on to the limit",
+                lambda group: {sample["status"] for sample in group} == {"truncated"},
             ),
         ),
     ),

@@ -30,7 +30,7 @@ class Site:
 
 @dataclass
 class Outcome:
-    """What a run left: rows of metrics, and the samples of its rollouts."""
+    """The results of a run: rows of metrics, and the samples of its rollouts."""
 
     metrics: list[dict]
     samples: list[dict]

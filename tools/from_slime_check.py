@@ -52,17 +52,17 @@ class Found:
 
 def functions_of(file: Path) -> list[tuple[str, str]]:
     """(flag, name) of the functions of a file that a flag may name, by their parameters."""
-    found = []
+    hooks = []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
         names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
         keywords = {arg.arg for arg in node.args.kwonlyargs} | set(names)
         flags = [flag for first, flag in KINDS if tuple(names[: len(first)]) == first]
-        flags += [flag for flag, wanted in KEYWORDS.items() if wanted <= keywords]
+        flags += [flag for flag, required in KEYWORDS.items() if required <= keywords]
         is_helper = isinstance(node, ast.AsyncFunctionDef) and flags[:1] == ["rollout_function_path"]
-        found += [(flags[0], node.name)] if flags and not is_helper else []
-    return found
+        hooks += [(flags[0], node.name)] if flags and not is_helper else []
+    return hooks
 
 
 def is_program(file: Path) -> bool:
@@ -102,8 +102,8 @@ def _missing(module: str, name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     # A class may be derived from what begins with a capital letter.
-    made = {"__module__": module, "__init__": lambda self, *args, **kwargs: None}
-    return type(name, (), made) if name[0].isupper() else MagicMock(name=f"{module}.{name}")
+    members = {"__module__": module, "__init__": lambda self, *args, **kwargs: None}
+    return type(name, (), members) if name[0].isupper() else MagicMock(name=f"{module}.{name}")
 
 
 def load(path: str, hooks: list[tuple[str, str]]) -> None:
@@ -161,8 +161,8 @@ def check(root: Path, file: Path) -> Found:
         return Found(name, "fail", f"not loaded after {LOAD_TIMEOUT_S:.0f} s", labels)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        return Found(name, "fail", said[-1] if said else f"exit code {done.returncode}", labels)
+        stderr = done.stderr.strip().splitlines()
+        return Found(name, "fail", stderr[-1] if stderr else f"exit code {done.returncode}", labels)
     errors, missing = json.loads(lines[-1])
     needs = [f"with empty stand-ins for what is not installed: {', '.join(missing)}"] if missing else []
     return Found(name, "fail" if errors else "pass", "; ".join(errors + needs), labels)
@@ -190,15 +190,15 @@ def main() -> int:
     for name in ("slime", "miles"):
         if importlib.util.find_spec(name) is not None:
             parser.error(f"{name} itself is installed, and would be loaded; use an environment without it")
-    found = [check(root, file) for file in files_of(root, options.only)]
-    for one in found:
-        print(f"{one.verdict}  {one.file}{': ' + ', '.join(one.functions) if one.functions else ''}")
-        if one.reason and one.verdict != "skip":
-            print(f"      {one.reason}")
-    hooks = [one for one in found if one.functions]
-    passed = sum(one.verdict == "pass" for one in hooks)
-    loaded = sum(one.verdict == "pass" for one in found)
-    tried = sum(one.verdict != "skip" for one in found)
+    results = [check(root, file) for file in files_of(root, options.only)]
+    for result in results:
+        print(f"{result.verdict}  {result.file}{': ' + ', '.join(result.functions) if result.functions else ''}")
+        if result.reason and result.verdict != "skip":
+            print(f"      {result.reason}")
+    hooks = [result for result in results if result.functions]
+    passed = sum(result.verdict == "pass" for result in hooks)
+    loaded = sum(result.verdict == "pass" for result in results)
+    tried = sum(result.verdict != "skip" for result in results)
     print(f"{passed} of {len(hooks)} files with functions of flags pass; {loaded} of {tried} files load")
     return 0 if passed >= options.least else 1
 

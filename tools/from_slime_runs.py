@@ -5,7 +5,7 @@
 DIR may be a checkout of miles, a fork, too: it has cases of its own.
 
 Each case is a `fusionrl train` of its own with two prompts of eight samples a rollout; a few functions that work
-together (a generate function and its reward) share one. What an example talks to is stood in for by a server of our
+together (a generate function and its reward) share one. An example talks to a stub server of our
 own, and packages that are not installed by the little that the example calls; nothing of the checkout is changed or
 copied. A case passes if the run ends well, both steps trained on tokens with a finite loss, at least one of them with a
 gradient, and the evidence is there that the functions did their work. One line a function: pass, fail or skip, with the
@@ -72,9 +72,9 @@ def run_case(case: Case, site: Site, model: Path) -> str:
     except OSError as error:  # a port that an example names is taken
         return f"its server could not start: {error}"
     if code:
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         ended = f"no end after {TIMEOUT_S:.0f} s" if code == NO_END else f"exit code {code}"
-        return f"{ended}: " + "\n          ".join(said[-6:])
+        return f"{ended}: " + "\n          ".join(lines[-6:])
     return _judge(case, _outcome(site.folder / "run", counts))
 
 
@@ -120,7 +120,7 @@ def _judge(case: Case, outcome: Outcome) -> str:
     worst = max((row.get("train/logprob_diff_mean") or 0.0 for row in trained), default=0.0)
     if case.exact and worst > LARGEST_DIFFERENCE:
         problems.append(f"log-probs of engines and trainers differ by {worst:.2g}")
-    problems += [f"no evidence: {words}" for words, shown in case.evidence if not shown(outcome)]
+    problems += [f"no evidence: {words}" for words, holds in case.evidence if not holds(outcome)]
     return "; ".join(problems)
 
 
@@ -138,7 +138,7 @@ def main() -> int:
     cases = MILES_CASES if (root / "miles").is_dir() else CASES
     if unknown := set(options.only or ()) - {case.name for case in cases}:
         known = ", ".join(case.name for case in cases)
-        parser.error(f"--only {' '.join(sorted(unknown))}: there is no such case; there are {known}")
+        parser.error(f"--only {' '.join(sorted(unknown))}: unknown case; known are {known}")
     for name in ("slime", "miles"):
         if importlib.util.find_spec(name) is not None:
             parser.error(f"{name} itself is installed, and would be run; use an environment without it")
@@ -153,8 +153,8 @@ def main() -> int:
         counts[_report(case, root, work, model)] += len(case.functions)
     if not options.keep:
         shutil.rmtree(work, ignore_errors=True)
-    told = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-    print(f"{counts['pass']} of {sum(counts.values())} functions run two steps ({told})")
+    totals = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+    print(f"{counts['pass']} of {sum(counts.values())} functions run two steps ({totals})")
     return 0 if counts["pass"] >= options.least else 1
 
 
@@ -171,9 +171,9 @@ def _report(case: Case, root: Path, work: Path, model: Path) -> str:
     if case.packages:
         names = sorted({name.partition("/")[0].removesuffix(".py") for name in case.packages})
         notes.append(f"with stand-ins for {', '.join(names)}")
-    told = f" ({', '.join(notes)})" if notes else ""
+    suffix = f" ({', '.join(notes)})" if notes else ""
     for function in case.functions:
-        print(f"{verdict}  {function}{told}")
+        print(f"{verdict}  {function}{suffix}")
     if reason:
         print(f"      {reason}")
     sys.stdout.flush()

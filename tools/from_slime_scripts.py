@@ -92,9 +92,9 @@ def is_launch_file(path: Path, text: str) -> bool:
 def family_of(launch: Launch, claims: Mapping[str, object]) -> str:
     """The `model_type` that the launch's model has."""
     words = " ".join(map(plain, launch.argv)).lower()
-    found = next((family for part, family in FAMILIES.items() if part in words), None)
-    if found:
-        return found
+    family_of_name = next((family for part, family in FAMILIES.items() if part in words), None)
+    if family_of_name:
+        return family_of_name
     if "multi_latent_attention" in claims:
         return "deepseek_v3"
     if claims.get("moe_router_score_function") == "sigmoid":
@@ -210,8 +210,8 @@ def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) ->
         errors += error.errors
     # What `from-slime` marks as NOT HERE is refused whatever its value is.
     certain = [*apart.errors, *translated.errors]
-    others = [error for error in errors if not any(part in error for part in unknown)]
-    known = dict.fromkeys([*certain, *others])
+    other_errors = [error for error in errors if not any(part in error for part in unknown)]
+    known = dict.fromkeys([*certain, *other_errors])
     return Result(family if raw else "?", tuple(known), tuple(limits), is_here, tuple(apart.custom))
 
 
@@ -222,8 +222,10 @@ def flags_without_a_place(folder: Path) -> list[str]:
         path = folder / "slime" / file
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
             if isinstance(node, ast.Call):
-                given = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
-                names |= {value[2:].replace("-", "_") for value in map(str, given) if re.fullmatch(r"--[\w-]+", value)}
+                constants = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+                names |= {
+                    value[2:].replace("-", "_") for value in map(str, constants) if re.fullmatch(r"--[\w-]+", value)
+                }
     of_sglang = {name for name in names if name.startswith(("sglang_", "router_"))}  # passed to the parts by their name
     return sorted(names - of_sglang - FIELDS.keys() - TABLE.keys())
 
@@ -241,7 +243,9 @@ def show(place: str, results: Sequence[Result]) -> None:
     """Print what became of one file."""
     errors = list(dict.fromkeys(error for result in results for error in result.errors))
     family = ", ".join(
-        dict.fromkeys(one.family if one.is_family_here else f"{one.family}: no family here" for one in results)
+        dict.fromkeys(
+            result.family if result.is_family_here else f"{result.family}: no family here" for result in results
+        )
     )
     print(f"{'refused' if errors else 'parses ':8}{place} ({family})")
     limits = dict.fromkeys(f"to change: {limit}" for result in results for limit in result.limits)
@@ -269,9 +273,11 @@ def main() -> int:
             print(f"flags of {folder.name}'s own parser without a place: {', '.join(missing)}")
     everything = [results for files in rows.values() for results in files]
     for name, files in {**rows, "all": everything}.items():
-        parsed = [results for results in files if not any(one.errors for one in results)]
-        num_planned = sum(not any(one.limits or not one.is_family_here for one in results) for results in parsed)
-        num_custom = sum(any(one.custom for one in results) for results in parsed)
+        parsed = [results for results in files if not any(result.errors for result in results)]
+        num_planned = sum(
+            not any(result.limits or not result.is_family_here for result in results) for results in parsed
+        )
+        num_custom = sum(any(result.custom for result in results) for results in parsed)
         print(
             f"{name}: {len(parsed)} of {len(files)} files parse, {num_custom} of them with flags of their own;"
             f" {num_planned} run as they stand"

@@ -99,9 +99,9 @@ class StubServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 is_known = self.path == path
-                body = json.dumps(answer(asked) if is_known else {"error": "no such path"}).encode()
+                body = json.dumps(answer(request) if is_known else {"error": "no such path"}).encode()
                 with lock:
                     owner.num_requests += is_known
                 self.send_response(200 if is_known else 404)
@@ -123,15 +123,15 @@ class StubServer:
         self._server.server_close()
 
 
-def search_answer(asked: dict) -> dict:
+def search_answer(request: dict) -> dict:
     """Answer as a retrieval server: one document for each query."""
-    return {"result": [[{"id": "1", "contents": '"Seven"\nIt was 7.'}] for _ in asked["queries"]]}
+    return {"result": [[{"id": "1", "contents": '"Seven"\nIt was 7.'}] for _ in request["queries"]]}
 
 
-def teacher_answer(asked: dict) -> dict:
+def teacher_answer(request: dict) -> dict:
     """Answer as an SGLang server that reads tokens: a log-prob of each, and none of the first."""
-    draw = random.Random(len(asked["input_ids"]))
-    scored = [[-draw.random(), token, None] for token in asked["input_ids"]]
+    draw = random.Random(len(request["input_ids"]))
+    scored = [[-draw.random(), token, None] for token in request["input_ids"]]
     scored[0][0] = None
     meta = {"prompt_tokens": len(scored), "completion_tokens": 0, "input_token_logprobs": scored}
     return {"text": "", "meta_info": meta}

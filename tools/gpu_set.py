@@ -52,10 +52,10 @@ def _read_line(pattern: str) -> Callable[[Setting, int, str], Figures]:
     """The last line of the output with this pattern."""
 
     def read(setting: Setting, code: int, output: str) -> Figures:
-        found = [line for line in output.splitlines() if re.search(pattern, line)]
-        if code or not found:
-            raise Failed(found[-1] if found else "the program failed")
-        return {"it says": found[-1].strip()}
+        lines = [line for line in output.splitlines() if re.search(pattern, line)]
+        if code or not lines:
+            raise Failed(lines[-1] if lines else "the program failed")
+        return {"it says": lines[-1].strip()}
 
     return read
 
@@ -82,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds of a step")
     options = parser.parse_args(argv)
     names = [step.name for step in STEPS]
-    wanted = options.only.split(",") if options.only else names
-    if unknown := sorted(set(wanted) - set(names)):
-        print(f"error: --only {','.join(unknown)}: there is no such step; known: {', '.join(names)}", file=sys.stderr)
+    chosen = options.only.split(",") if options.only else names
+    if unknown := sorted(set(chosen) - set(names)):
+        print(f"error: --only {','.join(unknown)}: unknown step; known: {', '.join(names)}", file=sys.stderr)
         return 2
     if options.list:
         print("\n".join(names))
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     out: Path = options.out.absolute()
     facts = machine.facts(rehearses=True)
     print(f"Python {sys.version.split()[0]}; {facts['versions']}", flush=True)
-    results = [_run_one(step, out, options.limit_s, facts) for step in STEPS if step.name in wanted]
+    results = [_run_one(step, out, options.limit_s, facts) for step in STEPS if step.name in chosen]
     failed = [result.stage for result in results if result.status == "failed"]
     print(f"{len(results) - len(failed)} of {len(results)} steps passed; outputs: {out}")
     return int(bool(failed))

@@ -1,7 +1,7 @@
 """Import, without a GPU, the packages that only the GPU requirement set has, and every module of fusionrl.
 
 The packages of OURS must import: trainers and engines on a CPU need them, or have no other way to be compiled wrongly
-and found out here. The others are SGLang's; what they say without CUDA's driver is printed, and is no failure.
+and found out here. The others are SGLang's; their messages without CUDA's driver are printed, and are not failures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def error_of(name: str) -> str | None:
     """Import a module; return the kind of its error and the first line that says something."""
     try:
         importlib.import_module(name)
-    except Exception as error:  # whatever a package raises is what is asked for
+    except Exception as error:  # any exception of the package is the answer
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
     return None
@@ -63,8 +63,8 @@ def failed_in(command: Sequence[str]) -> int:
     """
     code = subprocess.run(command, check=False).returncode
     if code < 0:
-        what = "in the import of the one after the last line" if command[-1] == "packages" else "in its import"
-        print(f"{command[-1]}: ended by {signal.Signals(-code).name} {what}", flush=True)
+        place = "in the import of the one after the last line" if command[-1] == "packages" else "in its import"
+        print(f"{command[-1]}: ended by {signal.Signals(-code).name} {place}", flush=True)
     return max(code, int(code != 0))
 
 

@@ -50,7 +50,7 @@ def generate_rows(task: str, train_size: int, eval_size: int, seed: int, templat
     """Rows in the order in which reasoning-gym generates them.
 
     `config` goes to reasoning-gym's data set. Raises `ValueError` where that refuses it, or does not yield `eval_size`
-    different prompts and others besides.
+    different prompts as well.
     """
     # Ten times as many draws as rows: enough unless the space of prompts is nearly used up.
     size = 10 * (train_size + eval_size)
@@ -106,11 +106,11 @@ def settings_of(task: str) -> dict[str, Any]:
     """Settings of a task and their defaults, but for seed and size."""
     from reasoning_gym.factory import DATASETS
 
-    found = {}
+    sums = {}
     for field in fields(DATASETS[task][1]):
         factory = field.default_factory
-        found[field.name] = factory() if factory is not MISSING else field.default
-    return {name: value for name, value in found.items() if name not in ("seed", "size")}
+        sums[field.name] = factory() if factory is not MISSING else field.default
+    return {name: value for name, value in sums.items() if name not in ("seed", "size")}
 
 
 def read_settings(texts: Sequence[str], chosen: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -147,13 +147,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--config", nargs="+", default=[], metavar="[TASK.]KEY=VALUE", help="settings of a task; see --list"
     )
-    for name, what in (
+    for name, help_text in (
         ("min-terms", "fewest numbers in a sum (2)"),
         ("max-terms", "most numbers in a sum (2)"),
         ("min-digits", "fewest digits of a number (1)"),
         ("max-digits", "most digits of a number (1)"),
     ):
-        parser.add_argument(f"--{name}", type=int, help=f"{SUMS}: {what}")
+        parser.add_argument(f"--{name}", type=int, help=f"{SUMS}: {help_text}")
     parser.add_argument("--allow-negation", action="store_true", help=f"{SUMS}: numbers may be negative")
     parser.add_argument("--seed", type=int, default=0, help="seed of generation")
     parser.add_argument(
@@ -190,10 +190,12 @@ def parse_args() -> argparse.Namespace:
 
 def _check_sums(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Fill in the settings of sums, which have flags of their own."""
-    given = [name for name in ("min_terms", "max_terms", "min_digits", "max_digits") if getattr(args, name) is not None]
-    given += ["allow_negation"] if args.allow_negation else []
-    if given and SUMS not in args.task:
-        parser.error(f"--{given[0].replace('_', '-')} belongs to --task {SUMS}; others have --config")
+    passed = [
+        name for name in ("min_terms", "max_terms", "min_digits", "max_digits") if getattr(args, name) is not None
+    ]
+    passed += ["allow_negation"] if args.allow_negation else []
+    if passed and SUMS not in args.task:
+        parser.error(f"--{passed[0].replace('_', '-')} belongs to --task {SUMS}; others have --config")
     for low, high, default in (("min_terms", "max_terms", 2), ("min_digits", "max_digits", 1)):
         for name in (low, high):
             setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
@@ -223,9 +225,9 @@ def main() -> None:
     folders = {task: args.out / task if len(args.task) > 1 else args.out for task in args.task}
     for task, folder in folders.items():
         is_sums = task == SUMS
-        own = {name: getattr(args, name) for name in names} if is_sums else {}
+        sizes = {name: getattr(args, name) for name in names} if is_sums else {}
         template = args.template or (SUMS_TEMPLATE if is_sums else TEMPLATE)
-        config = own | args.settings[task]
+        config = sizes | args.settings[task]
         try:
             rows = generate_rows(task, args.train_size, args.eval_size, args.seed, template, config)
         except ValueError as error:

@@ -36,7 +36,7 @@ PADDED = 64  # the vocabulary is a multiple of it
 
 
 def small_config(config: Mapping[str, object], num_tokens: int, num_layers: int) -> dict[str, object]:
-    """Return `config` at a small size. What is no size stays: norms, biases, rotary embeddings, tied embeddings.
+    """Return `config` at a small size. Everything but sizes stays: norms, biases, rotary embeddings, tied embeddings.
 
     num_tokens  of the tokenizer: ids of the model go from 0 to at least one less
     """

@@ -94,7 +94,7 @@ def main() -> None:
         print(f"{out} is complete already")
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SystemExit(f"{out} exists and is no complete model; name another folder or remove it")
+        raise SystemExit(f"{out} exists and is not a complete model; name another folder or remove it")
     write_model(find_gguf(), out)
     print(f"{out}: written")
 

@@ -61,21 +61,21 @@ def main() -> None:
     try:
         env_args = json.loads(args.env_args)
     except json.JSONDecodeError as error:
-        parser.error(f"--env-args {args.env_args!r} is no JSON ({error})")
+        parser.error(f"--env-args {args.env_args!r} is not JSON ({error})")
     if not isinstance(env_args, dict):
-        parser.error(f"--env-args {args.env_args!r} is no JSON object")
+        parser.error(f"--env-args {args.env_args!r} is not a JSON object")
     try:
-        found = {
+        entry = {
             split: make_rows(args.env, env_args, split, size)
             for split, size in (("train", args.train_size), ("eval", args.eval_size))
         }
     except ValueError as error:
         parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
-    for split, rows in found.items():
+    for split, rows in entry.items():
         if rows:
             (args.out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{args.out}: train {len(found['train'])}, eval {len(found['eval'])}")
+    print(f"{args.out}: train {len(entry['train'])}, eval {len(entry['eval'])}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 def parser_defaults(source: str) -> dict[str, object]:
     """Name of an option → its default, for all calls of `add_argument` whose default is a literal."""
-    found: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
@@ -26,14 +26,16 @@ def parser_defaults(source: str) -> dict[str, object]:
             continue
         values = {word.arg: word.value for word in node.keywords}
         try:
-            given = {name: ast.literal_eval(values[name]) for name in ("dest", "action", "default") if name in values}
+            keywords = {
+                name: ast.literal_eval(values[name]) for name in ("dest", "action", "default") if name in values
+            }
         except ValueError:  # a default that is computed
             continue
-        action = given.get("action")
+        action = keywords.get("action")
         switch = {"store_true": False, "store_false": True}.get(action) if isinstance(action, str) else None
-        name = str(given.get("dest") or max(names, key=len).lstrip("-").replace("-", "_"))
-        found[name] = given.get("default", switch)
-    return found
+        name = str(keywords.get("dest") or max(names, key=len).lstrip("-").replace("-", "_"))
+        defaults[name] = keywords.get("default", switch)
+    return defaults
 
 
 def class_defaults() -> dict[tuple[str, str], object]:

@@ -128,8 +128,8 @@ def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> di
                 state = inner.optimizer.state[param].values()
                 tensors = [value for value in state if isinstance(value, torch.Tensor)]
                 # In fp32 the shard is a view of the model's own parameter.
-                own = [param] if precision == "bf16" else []
-                optimizer += sum(t.numel() * t.element_size() for t in (*tensors, *own))
+                shard = [param] if precision == "bf16" else []
+                optimizer += sum(t.numel() * t.element_size() for t in (*tensors, *shard))
     return {
         "parameters": parameters,
         "weights": sum(b.param_data.numel() * b.param_data.element_size() for b in buffers),
@@ -168,26 +168,26 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     least: list[int] = []
     is_equal, worst, total, sizes = True, 0.0, 0, []
     for rank in range(layout.world_size):
-        found = counted_states(row, shape, rank, precision)
+        measured = counted_states(row, shape, rank, precision)
         stage = layout.coordinates(rank).pp
         want = estimates[stage]
-        wanted = counted[stage].count * options.weight_bytes
-        is_equal &= found["parameters"] == wanted
-        is_equal &= (found["weights"], found["gradients"]) == (want.weights, want.gradients)
+        weight_bytes = counted[stage].count * options.weight_bytes
+        is_equal &= measured["parameters"] == weight_bytes
+        is_equal &= (measured["weights"], measured["gradients"]) == (want.weights, want.gradients)
         # Where a buffer ends in padding, the rank that has it holds less: the estimate is that of the others.
-        is_equal &= found["optimizer"] <= want.optimizer
-        worst = max(worst, (want.optimizer - found["optimizer"]) / want.optimizer)
-        total += found["optimizer"]
-        sizes.append(found["parameters"])
-        least.append(found["weights"])
+        is_equal &= measured["optimizer"] <= want.optimizer
+        worst = max(worst, (want.optimizer - measured["optimizer"]) / want.optimizer)
+        total += measured["optimizer"]
+        sizes.append(measured["parameters"])
+        least.append(measured["weights"])
     replicas = {"dense": layout.dp * layout.cp, "expert": layout.expert_dp}
     per_stage = layout.world_size // layout.pp
-    whole = sum(
+    expected_total = sum(
         options.optimizer_bytes
         * (p.num_dense * per_stage // replicas["dense"] + p.num_expert * per_stage // replicas["expert"])
         for p in counted
     )
-    is_equal &= total == whole  # of all ranks together the optimizer is exact
+    is_equal &= total == expected_total  # of all ranks together the optimizer is exact
     return {
         "model": row.model,
         "layout": name,
@@ -209,10 +209,10 @@ def parity_shape(name: str) -> ModelShape:
 
 def states_line(entry: dict[str, Any]) -> str:
     """One row of the table."""
-    shown = " / ".join(str(size) for size in entry["parameters"])
+    parameters = " / ".join(str(size) for size in entry["parameters"])
     buffers = " / ".join(str(size) for size in entry["buffers"])
     return (
-        f"| {entry['model']} | {entry['layout']} | {entry['ranks']} | {shown} | {buffers} |"
+        f"| {entry['model']} | {entry['layout']} | {entry['ranks']} | {parameters} | {buffers} |"
         f" at most {entry['optimizer_over']:.1%} over | {'yes' if entry['holds'] else 'NO'} |"
     )
 
@@ -343,14 +343,14 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     shard = _shard(case.lengths, shape.vocab_size)
     batch = build_micro_batch(shard, list(range(len(case.lengths))), shard.steps[0], options)
     (module,) = modules
-    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    kept: dict[int, Any] = {}
+    own_storages = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    saved: dict[int, Any] = {}
     routed = 0
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # alive, so that no other gets its address
+        if storage._cdata not in own_storages:
+            saved[storage._cdata] = storage  # alive, so that no other gets its address
         return tensor
 
     def count(_: Any, inputs: tuple[Any, ...], __: Any) -> None:
@@ -368,8 +368,8 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     tokens = batch.tokens.size(1)
     split = layout.tp if transformer.sequence_parallel else 1
     even = len(experts) * tokens / split * layout.etp * (shape.moe.topk if shape.moe else 1)
-    # What was given back at the end of the forward pass (recomputed outputs) has a size of 0 by now.
-    return sum(storage.nbytes() for storage in kept.values()), tokens, routed / even if experts else 1.0
+    # Storages freed at the end of the forward pass (recomputed outputs) have a size of 0 by now.
+    return sum(storage.nbytes() for storage in saved.values()), tokens, routed / even if experts else 1.0
 
 
 def layer_shape(case: LayerCase, num_layers: int) -> ModelShape:
@@ -399,11 +399,11 @@ def _shard(lengths: Sequence[int], vocab_size: int, prompt_length: int = 1) -> T
 
 def measure_layer(case: LayerCase) -> dict[str, Any]:
     """Bytes a token that one more layer keeps, against the estimate; a block of recomputed layers by its whole."""
-    # The pieces of a whole model that are no layers (embedding, last norm, loss) fall out of the difference.
+    # The difference drops the parts of a model outside the layers (embedding, last norm, loss).
     first, second = 2, 4
-    one, tokens, imbalance_one = kept_bytes(case, first)
+    shallow, tokens, imbalance_one = kept_bytes(case, first)
     two, _, imbalance_two = kept_bytes(case, second)
-    measured = (two - one) / tokens / (second - first)
+    measured = (two - shallow) / tokens / (second - first)
     routed = (second * imbalance_two - first * imbalance_one) / (second - first)
     longest = max(case.lengths) - 1
     estimate = []
@@ -530,9 +530,9 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
 def step_line(entry: dict[str, Any]) -> str:
     """One row of the table."""
     sizes = (entry["states"], entry["states_estimate"], entry["peak"], entry["estimate"])
-    shown = " | ".join(f"{size / 2**20:.1f}" for size in sizes)
+    cells = " | ".join(f"{size / 2**20:.1f}" for size in sizes)
     without = f"{entry['of_total']:+.1%} ({entry['difference']:+.1%} without the states)"
-    return f"| {entry['name']} | {shown} | {without}{'' if entry['holds'] else ' (OVER)'} |"
+    return f"| {entry['name']} | {cells} | {without}{'' if entry['holds'] else ' (OVER)'} |"
 
 
 # -------------------------------------------------------------------------------------------- published
@@ -603,12 +603,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for name in chosen:
         check, line = CHECKS[name]
         start = time.perf_counter()
         print(_HEAD[name], flush=True)
-        rows = found[name] = check(options.only, lambda entry, line=line: print(line(entry), flush=True))
+        rows = results[name] = check(options.only, lambda entry, line=line: print(line(entry), flush=True))
         failed = sum(not row["holds"] for row in rows)
         print(f"\n{name}: {len(rows)} rows in {time.perf_counter() - start:.0f} s, {failed} out of bounds\n")
         if options.markdown:
@@ -617,11 +617,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             before, after = text.split(first)[0], text.split(last)[1]
             table = "\n".join([_HEAD[name], *map(line, rows)])
             options.markdown.write_text(f"{before}{first}\n{table}\n{last}{after}", encoding="utf-8")
-    if not any(found.values()):
+    if not any(results.values()):
         parser.error(f"--only {' '.join(options.only)}: no row has that text")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(not row["holds"] for rows in found.values() for row in rows) else 0
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(not row["holds"] for rows in results.values() for row in rows) else 0
 
 
 if __name__ == "__main__":

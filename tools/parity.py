@@ -69,7 +69,7 @@ def make_model(name: str, folder: Path) -> Any:
 
 def checkpoint_gradients(model: Any) -> dict[str, np.ndarray]:
     """Checkpoint name → gradient. In memory transformers keeps a layer's experts in two tensors, on disk one by one."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     mixtral = model.config.model_type == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -79,16 +79,16 @@ def checkpoint_gradients(model: Any) -> dict[str, np.ndarray]:
         grad = param.grad.numpy().copy()
         head, _, tail = name.partition(".mlp.experts.")
         if not tail:
-            found[name.replace(".mlp.gate.", f".{block}.gate.")] = grad
+            arrays[name.replace(".mlp.gate.", f".{block}.gate.")] = grad
             continue
         for expert, part in enumerate(grad):
             prefix = f"{head}.{block}.experts.{expert}"
             if tail == "down_proj":
-                found[f"{prefix}.{down}.weight"] = part
+                arrays[f"{prefix}.{down}.weight"] = part
             else:
                 half = len(part) // 2
-                found[f"{prefix}.{gate}.weight"], found[f"{prefix}.{up}.weight"] = part[:half], part[half:]
-    return found
+                arrays[f"{prefix}.{gate}.weight"], arrays[f"{prefix}.{up}.weight"] = part[:half], part[half:]
+    return arrays
 
 
 class Batch:
@@ -152,8 +152,8 @@ def first_gradients(actor: Any) -> dict[str, np.ndarray] | None:
     """Gradients of the last step, on rank 0."""
     from fusionrl.trainer.gradients import whole_gradients
 
-    found = whole_gradients(actor.trained, actor.shape)
-    return {name: tensor.cpu().numpy().copy() for name, tensor in found.items()} if actor.rank == 0 else None
+    gradients = whole_gradients(actor.trained, actor.shape)
+    return {name: tensor.cpu().numpy().copy() for name, tensor in gradients.items()} if actor.rank == 0 else None
 
 
 def all_logits(actor: Any, shard: TrainShard, groups: list[list[int]]) -> list[np.ndarray] | None:
@@ -170,16 +170,16 @@ def all_logits(actor: Any, shard: TrainShard, groups: list[list[int]]) -> list[n
     options = actor.batch_options
     batches = [dataclasses.replace(build_micro_batch(shard, ids, None, options), selection=None) for ids in groups]
     outputs = forward_log_probs(actor.trained, batches)  # without a selection the model gives logits
-    found, group = [], parallel_state.get_tensor_model_parallel_group()
+    rows, group = [], parallel_state.get_tensor_model_parallel_group()
     for ids, batch, output in zip(groups, batches, outputs, strict=False):
         parts = [torch.empty_like(output) for _ in range(group.size())]
         dist.all_gather(parts, output.contiguous(), group=group)
-        whole = torch.cat(parts, dim=-1)[0, :, : actor.shape.vocab_size]
+        logits = torch.cat(parts, dim=-1)[0, :, : actor.shape.vocab_size]
         # Where each sequence is padded, they stand apart; else one follows the other.
         fed, padded = [int(shard.total_lengths[i]) - 1 for i in ids], batch.layout.lengths
         starts = np.cumsum([0, *(padded if len(padded) == len(ids) else fed)])
-        found.append(torch.cat([whole[start : start + n] for start, n in zip(starts, fed, strict=False)]).numpy())
-    return found or None
+        rows.append(torch.cat([logits[start : start + n] for start, n in zip(starts, fed, strict=False)]).numpy())
+    return rows or None
 
 
 def run_logits(models: Sequence[str], report: Any, shared: LocalRanks | None = None) -> list[dict[str, Any]]:

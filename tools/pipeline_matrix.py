@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for pipeline in options.pipelines
         for generation in options.generation
         for transport in options.transport
-        # With nothing that bounds it, the worker's samples are of any age.
+        # Without a bound, the worker's samples may have any age.
         if not (generation == "worker" and pipeline == "on-policy")
     ]
     outcomes = []
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(shown(outcome)), flush=True)
         for fault in outcome.faults:
             print(f"    {row.name}: {fault}", file=sys.stderr, flush=True)
-    failed = [one for one in outcomes if one.faults or (one.refused and not options.allow_refused)]
+    failed = [outcome for outcome in outcomes if outcome.faults or (outcome.refused and not options.allow_refused)]
     print(f"\n{len(outcomes)} rows, {len(failed)} failed")
     return 1 if failed or not outcomes else 0
 
@@ -259,16 +259,22 @@ HEADER = [
 
 def shown(outcome: Outcome) -> list[str]:
     """Return the row's cells."""
-    row, found = outcome.row, outcome.rescored
+    row, rescored = outcome.row, outcome.rescored
     cells = [row.pipeline, row.generation, row.transport]
     if outcome.refused is not None:
         return cells + ["–"] * (len(HEADER) - 4) + [f"refused: {outcome.refused}"]
     pause = f"{1000 * statistics.median(outcome.pauses):.0f}" if outcome.pauses else "–"
-    tokens = f"{found.tokens}" + (f" ({found.unchecked} unchecked)" if found.unchecked else "")
+    tokens = f"{rescored.tokens}" + (f" ({rescored.unchecked} unchecked)" if rescored.unchecked else "")
     return [
         *cells,
-        *(str(found.samples), tokens, str(found.stale_tokens), str(found.spanning), f"{found.largest_gap:.1e}"),
-        *(f"{found.other_version:.1e}" if found.other_version else "–", str(found.max_staleness)),
+        *(
+            str(rescored.samples),
+            tokens,
+            str(rescored.stale_tokens),
+            str(rescored.spanning),
+            f"{rescored.largest_gap:.1e}",
+        ),
+        *(f"{rescored.other_version:.1e}" if rescored.other_version else "–", str(rescored.max_staleness)),
         *(str(row.max_staleness), f"{outcome.prefilled_again:.0f}", pause),
         "FAILED" if outcome.faults else f"ok, {outcome.seconds:.0f} s",
     ]
@@ -280,12 +286,12 @@ def _line(cells: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ pauses
 def compare_pauses(options: argparse.Namespace) -> int:
-    """Compare how long engines stand still at a push, on-policy and async-partial by turns; 1 where it is longer."""
+    """Compare how long engines pause at a push, alternating on-policy and async-partial; return 1 if it is longer."""
     code = 0
     for transport in options.transport:
         medians: dict[str, list[float]] = {"on-policy": [], "async-partial": []}
         for turn in range(options.pauses):
-            for pipeline, found in medians.items():
+            for pipeline, pauses in medians.items():
                 row = Row(pipeline, "default", transport)
                 folder = options.out / f"pauses-{row.name}-{turn}"
                 outcome = Outcome(row)
@@ -293,15 +299,18 @@ def compare_pauses(options: argparse.Namespace) -> int:
                     print(f"{folder}: exit code {status}", file=sys.stderr)
                     return 1
                 read_metrics(folder, outcome)
-                found.append(statistics.median(outcome.pauses))
+                pauses.append(statistics.median(outcome.pauses))
         ratios = [late / early for early, late in zip(*medians.values(), strict=True)]
-        for pipeline, found in medians.items():
+        for pipeline, pauses in medians.items():
             print(
-                f"{transport}, {pipeline}: pause of a push " + ", ".join(f"{1000 * one:.0f}" for one in found) + " ms"
+                f"{transport}, {pipeline}: pause of a push "
+                + ", ".join(f"{1000 * pause:.0f}" for pause in pauses)
+                + " ms"
             )
         ratio = statistics.median(ratios)
         print(
-            f"{transport}: async-partial / on-policy {ratio:.2f} (at most {MOST_LONGER}), by turns {ratios}", flush=True
+            f"{transport}: async-partial / on-policy {ratio:.2f} (at most {MOST_LONGER}), turns {ratios}",
+            flush=True,
         )
         code |= int(ratio > MOST_LONGER)
     return code

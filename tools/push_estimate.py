@@ -8,7 +8,7 @@ every byte once (SGLang's broadcast cannot leave out other ranks' experts), one 
 
     seconds = bytes / rate + buckets * seconds a call
 
-where the rate is that of a broadcast as the engines see it. Gathers run beside the sends of other sources and are left
+where the rate is that of a broadcast as the engines see it. Gathers overlap the sends of other sources and are left
 out.
 """
 
@@ -103,12 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| model | GPUs | trainers | engines | GB | sources | buckets | extra memory of a rank | estimated |")
     print("|---|---|---|---|---|---|---|---|---|")
     for case in cases:
-        found = estimate(case, options.bucket_mb * MB, options.gb_per_s, options.call_s)
+        estimated = estimate(case, options.bucket_mb * MB, options.gb_per_s, options.call_s)
         layout = case.layout
         print(
             f"| {case.name} | {case.num_gpus} | {layout.world_size}: TP {layout.tp}, PP {layout.pp}, EP {layout.ep} |"
-            f" {case.num_engines} x TP {case.engine_tp} | {found['num_bytes'] / 1e9:.0f} | {found['sources']} |"
-            f" {found['buckets']} | {found['peak_bytes'] / 1e9:.1f} GB | {found['seconds']:.1f} s |"
+            f" {case.num_engines} x TP {case.engine_tp} | {estimated['num_bytes'] / 1e9:.0f} | {estimated['sources']} |"
+            f" {estimated['buckets']} | {estimated['peak_bytes'] / 1e9:.1f} GB | {estimated['seconds']:.1f} s |"
         )
 
 

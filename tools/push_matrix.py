@@ -150,18 +150,18 @@ def make_weights(model: str, folder: Path) -> tuple[list[Path], list[Any]]:
     paths, models = [], []
     for seed in range(NUM_WEIGHTS):
         torch.manual_seed(seed)
-        made = AutoModelForCausalLM.from_config(config).eval()
+        model_ = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
-            for key, param in made.named_parameters():
+            for key, param in model_.named_parameters():
                 if key.endswith("norm.weight"):
                     param.add_(0.2 * torch.randn_like(param))
                 elif key.endswith("gate.weight"):
                     param.normal_(std=0.4)  # routers that choose clearly
         path = folder / f"{model}-{seed}"
-        made.save_pretrained(path)
+        model_.save_pretrained(path)
         _save_tokenizer(path)
         paths.append(path)
-        models.append(made)
+        models.append(model_)
     return paths, models
 
 
@@ -301,9 +301,9 @@ class Bench:
         files = load_file(self.paths[which] / "model.safetensors")
         num_tensors, difference = 0, 0.0
         for target in self.targets:
-            wanted = engine_checksums(files.items(), self.shape, target.tp_size, mlp_multiple=CPU_MULTIPLE)
-            found = ray.get(target.handle.weight_checksums.remote())
-            for want, have in zip(wanted, found, strict=True):
+            expected = engine_checksums(files.items(), self.shape, target.tp_size, mlp_multiple=CPU_MULTIPLE)
+            checksums = ray.get(target.handle.weight_checksums.remote())
+            for want, have in zip(expected, checksums, strict=True):
                 assert compare_checksums(want, have) == [], compare_checksums(want, have)
                 num_tensors += len(want)
             tokens, log_probs, versions = self.ask(target.index)
@@ -329,12 +329,12 @@ class Bench:
         """transformers' log-probs of `tokens` after each prompt, under the weights of number `which`."""
         import torch
 
-        found = []
+        rows = []
         for prompt, answer in zip(PROMPTS, tokens, strict=True):
             with torch.no_grad():
                 logits = self.models[which](torch.tensor([prompt + list(answer)])).logits[0, len(prompt) - 1 : -1]
-            found.append(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].numpy())
-        return np.concatenate(found)
+            rows.append(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].numpy())
+        return np.concatenate(rows)
 
     def close(self) -> None:
         """End the engines and the ranks."""
@@ -351,24 +351,24 @@ def bench(
     model: str, folder: Path, engines: Sequence[int], server_args: dict[str, Any] | None = None
 ) -> Iterator[Bench]:
     """A `Bench` in a running Ray; ended with all its processes."""
-    made = Bench(model, folder, engines, server_args or {})
+    bench = Bench(model, folder, engines, server_args or {})
     try:
-        yield made
+        yield bench
     finally:
-        made.close()
+        bench.close()
 
 
 def run(chosen: Sequence[Row], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Push and check `chosen`, by every executor; a dictionary for each row, which `report` is told as well."""
+    """Push and check `chosen`, by every executor; return a dictionary for each row, which `report` gets too."""
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         for model in dict.fromkeys(row.model for row in chosen):
-            own = [row for row in chosen if row.model == model]
-            engines = sorted({index for row in own for index in ENGINES[row.engines]})
+            model_rows = [row for row in chosen if row.model == model]
+            engines = sorted({index for row in model_rows for index in ENGINES[row.engines]})
             with bench(model, Path(scratch), engines) as stack:
-                for layout in dict.fromkeys(row.layout for row in own):
+                for layout in dict.fromkeys(row.layout for row in model_rows):
                     stack.lay_out(LAYOUTS[layout])
-                    for row in (row for row in own if row.layout == layout):
+                    for row in (row for row in model_rows if row.layout == layout):
                         entry: dict[str, Any] = vars(row) | {"holds": True}
                         for executor in EXECUTORS:
                             checked = stack.check(stack.push(ENGINES[row.engines], executor))

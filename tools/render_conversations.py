@@ -55,17 +55,17 @@ def conversations() -> dict[str, tuple[list[Message], list[Message], list[Messag
     """Name → (as data sets write it, as clients write it, tools); the last message is the assistant's."""
     user, answer = say("user", "Hi there"), say("assistant", "Hello you")
     city = {"city": 'Zürich "am See"'}
-    asked, rain = say("user", "Weather?"), say("assistant", "It rains.")
+    question, rain = say("user", "Weather?"), say("assistant", "It rains.")
     result = say("tool", "rain", tool_call_id="call00001", name="weather")
     plain = [user, answer]
     return {
         "one turn": (plain, plain, None),
         "a system message": ([say("system", "Be brief."), *plain], [say("system", "Be brief."), *plain], None),
-        "several turns": ([user, answer, asked, rain], [user, answer, asked, rain], None),
+        "several turns": ([user, answer, question, rain], [user, answer, question, rain], None),
         "parts": (plain, [say("user", [{"type": "text", "text": "Hi there"}]), answer], None),
         "several parts": (
-            [say("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]), answer, asked, rain],
-            [say("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]), answer, asked, rain],
+            [say("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]), answer, question, rain],
+            [say("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]), answer, question, rain],
             None,
         ),
         "nulls": (
@@ -74,31 +74,31 @@ def conversations() -> dict[str, tuple[list[Message], list[Message], list[Messag
             None,
         ),
         "no tools": (plain, plain, []),
-        "a call": ([asked, call(1, city)], [asked, call(1, json.dumps(city, ensure_ascii=False), None)], TOOLS),
+        "a call": ([question, call(1, city)], [question, call(1, json.dumps(city, ensure_ascii=False), None)], TOOLS),
         "a call and its answer": (
-            [asked, call(1, city), result, rain],
-            [asked, call(1, json.dumps(city), None), {k: v for k, v in result.items() if k != "name"}, rain],
+            [question, call(1, city), result, rain],
+            [question, call(1, json.dumps(city), None), {k: v for k, v in result.items() if k != "name"}, rain],
             TOOLS,
         ),
         "text beside a call": (
-            [asked, call(1, city, "I look."), result, rain],
-            [asked, call(1, json.dumps(city), "I look."), result, rain],
+            [question, call(1, city, "I look."), result, rain],
+            [question, call(1, json.dumps(city), "I look."), result, rain],
             TOOLS,
         ),
-        "a call without arguments": ([asked, call(1, {})], [asked, call(1, "", None)], TOOLS),
+        "a call without arguments": ([question, call(1, {})], [question, call(1, "", None)], TOOLS),
         "a thought": (
             [user, say("assistant", "Hello you", reasoning_content="They greet me.")],
             [user, say("assistant", "Hello you", reasoning="They greet me.")],
             None,
         ),
         "a thought and a call": (
-            [asked, call(1, city) | {"reasoning_content": "I look."}],
-            [asked, call(1, json.dumps(city), None) | {"thinking": "I look."}],
+            [question, call(1, city) | {"reasoning_content": "I look."}],
+            [question, call(1, json.dumps(city), None) | {"thinking": "I look."}],
             TOOLS,
         ),
         "a weight": (
-            [user, say("assistant", "Hello you", weight=0), asked, rain],
-            [user, say("assistant", "Hello you", weight=0), asked, say("assistant", "It rains.", weight=1)],
+            [user, say("assistant", "Hello you", weight=0), question, rain],
+            [user, say("assistant", "Hello you", weight=0), question, say("assistant", "It rains.", weight=1)],
             None,
         ),
     }
@@ -141,8 +141,8 @@ def _prompt(tokenizer: Any, messages: list[Message], tools: Any) -> str:
 
 
 def _session(tokenizer: Any, messages: list[Message], tools: Any) -> str:
-    asked = read({"messages": [{k: v for k, v in m.items() if k != "weight"} for m in messages], "tools": tools})
-    return str(Segments(tokenizer, {}, Sample()).begun(asked, {}).prompt)
+    conversation = read({"messages": [{k: v for k, v in m.items() if k != "weight"} for m in messages], "tools": tools})
+    return str(Segments(tokenizer, {}, Sample()).begun(conversation, {}).prompt)
 
 
 def check(template: Path, tokenizer: Any) -> tuple[Counter[str], list[str]]:
@@ -152,11 +152,11 @@ def check(template: Path, tokenizer: Any) -> tuple[Counter[str], list[str]]:
     counts: Counter[str] = Counter()
     differences = []
     for name in conversations():
-        found: dict[str, list[str]] = {"whole": [], "prompt": []}
+        masks: dict[str, list[str]] = {"whole": [], "prompt": []}
         for way, text in texts(tokenizer, name):
-            found[way].append(text)
+            masks[way].append(text)
         is_refused = False
-        for way, several in found.items():
+        for way, several in masks.items():
             refusals = [text for text in several if text.startswith("refused: ")]
             is_refused |= bool(refusals)
             if len(set(several)) > 1 and len(refusals) < len(several):

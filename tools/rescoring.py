@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BOUND = 1e-4
 _BATCH = 32  # samples that are scored at once
-_SHOWN = 5  # faults that are told of one run
+_SHOWN = 5  # faults that are reported of one run
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Rescored:
 
 def saved_samples(run_dir: Path, fetches_per_push: int = 1) -> list[SavedSample]:
     """Return the trained samples of a run; version v of its weights is that after v steps."""
-    found = []
+    saved = []
     for file in list_rollouts(run_dir, "train"):
         trained_by = (file.step - 1) // fetches_per_push * fetches_per_push
         for line, row in enumerate(file.rows()):
-            found.append(_sample(row, f"{file.path.name}:{line + 1}", trained_by))
-    return found
+            saved.append(_sample(row, f"{file.path.name}:{line + 1}", trained_by))
+    return saved
 
 
 def _sample(row: Mapping[str, Any], where: str, trained_by: int) -> SavedSample:
@@ -117,14 +117,14 @@ def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -
     """Convert the checkpoints of a run with --save-interval 1; version 0 is --hf-checkpoint `model`."""
     from tools.convert import to_hf
 
-    found = {0: model}
+    models = {0: model}
     for checkpoint in sorted((run_dir / "checkpoints").glob("step_??????")):
         version = int(checkpoint.name.removeprefix("step_"))
         if version % fetches_per_push == 0:
-            found[version] = run_dir / "versions" / str(version)
-            if not found[version].is_dir():
-                to_hf(str(model), str(checkpoint), found[version], "fp32")
-    return found
+            models[version] = run_dir / "versions" / str(version)
+            if not models[version].is_dir():
+                to_hf(str(model), str(checkpoint), models[version], "fp32")
+    return models
 
 
 def rescore(
@@ -144,23 +144,23 @@ def rescore(
     result = Rescored(samples=len(samples))
     for sample in samples:
         _count(sample, result, weights, max_staleness, fetches_per_push)
-    found = {version: _log_probs_of(samples, version, weights) for version in sorted(weights)}
-    others = []
+    log_probs = {version: _log_probs_of(samples, version, weights) for version in sorted(weights)}
+    differences = []
     for number, sample in enumerate(samples):
-        wanted, checked = _expected(sample, found, number, keeps_cache)
+        expected, checked = _expected(sample, log_probs, number, keeps_cache)
         result.unchecked += int((sample.sampled & ~checked).sum())
-        gaps = np.where(checked, np.abs(sample.log_probs - wanted), 0.0)
+        gaps = np.where(checked, np.abs(sample.log_probs - expected), 0.0)
         result.largest_gap = max(result.largest_gap, float(np.nan_to_num(gaps, nan=np.inf).max(initial=0.0)))
         result.faults += [
             f"{sample.where}: token {i} of version {sample.versions[i]} has log-prob {sample.log_probs[i]:.6f},"
-            f" transformers' is {wanted[i]:.6f}"
+            f" transformers' is {expected[i]:.6f}"
             for i in np.flatnonzero(~(gaps <= bound))  # also NaN
         ]
         stale = checked & (sample.versions < sample.trained_by)
-        other = found.get(sample.trained_by, {}).get(number)
-        if stale.any() and other is not None:
-            others.append(float(np.abs(sample.log_probs - other)[stale].max()))
-    result.other_version = float(np.median(others)) if others else 0.0
+        trained = log_probs.get(sample.trained_by, {}).get(number)
+        if stale.any() and trained is not None:
+            differences.append(float(np.abs(sample.log_probs - trained)[stale].max()))
+    result.other_version = float(np.median(differences)) if differences else 0.0
     return result
 
 
@@ -189,16 +189,16 @@ def _count(
 
 
 def _expected(
-    sample: SavedSample, found: Mapping[int, Mapping[int, np.ndarray]], number: int, keeps_cache: bool
+    sample: SavedSample, log_probs: Mapping[int, Mapping[int, np.ndarray]], number: int, keeps_cache: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the scorer's log-probs of the response, each under its token's version, and which are to be compared."""
-    wanted, checked = np.full(len(sample.versions), np.nan), np.zeros(len(sample.versions), bool)
-    for version in set(sample.versions[sample.sampled].tolist()) & set(found):
+    expected, checked = np.full(len(sample.versions), np.nan), np.zeros(len(sample.versions), bool)
+    for version in set(sample.versions[sample.sampled].tolist()) & set(log_probs):
         here = sample.sampled & (sample.versions == version)
-        wanted[here], checked[here] = found[version][number][here], True
+        expected[here], checked[here] = log_probs[version][number][here], True
     if keeps_cache and (changes := np.flatnonzero(np.diff(sample.versions))).size:
         checked[changes[0] + 1 :] = False
-    return wanted, checked
+    return expected, checked
 
 
 def _log_probs_of(samples: Sequence[SavedSample], version: int, weights: Mapping[int, Path]) -> dict[int, np.ndarray]:
@@ -211,13 +211,13 @@ def _log_probs_of(samples: Sequence[SavedSample], version: int, weights: Mapping
     if not concerned:
         return {}
     model = load_model(weights[version])
-    found: dict[int, np.ndarray] = {}
+    by_number: dict[int, np.ndarray] = {}
     concerned.sort(key=lambda number: len(samples[number].tokens))
     for start in range(0, len(concerned), _BATCH):
         numbers = concerned[start : start + _BATCH]
         scored = response_log_probs(model, [(samples[n].tokens, len(samples[n].versions)) for n in numbers])
-        found |= dict(zip(numbers, scored, strict=True))
-    return found
+        by_number |= dict(zip(numbers, scored, strict=True))
+    return by_number
 
 
 def load_model(folder: Path) -> PreTrainedModel:

@@ -74,7 +74,7 @@ def measure(folder: Path) -> Shape:
             elif isinstance(node, ast.ClassDef) and f"{place} {node.name}" not in EXCEPTIONS:
                 name = f"{place}:{node.lineno} {node.name}"
                 shape.classes.append((_num_lines(node), name))
-                shape.methods.append((sum(isinstance(one, Function) for one in node.body), name))
+                shape.methods.append((sum(isinstance(statement, Function) for statement in node.body), name))
             elif isinstance(node, ast.ExceptHandler) and _is_broad(node):
                 shape.broad_excepts.append(f"{place}:{node.lineno}")
     for sizes in (shape.files, shape.functions, shape.classes, shape.methods):
@@ -97,7 +97,7 @@ def _is_broad(handler: ast.ExceptHandler) -> bool:
 def _annotations(node: Function) -> Iterator[ast.expr]:
     arguments = node.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    yield from (one.annotation for one in every if one is not None and one.annotation is not None)
+    yield from (argument.annotation for argument in every if argument is not None and argument.annotation is not None)
     if node.returns is not None:
         yield node.returns
 

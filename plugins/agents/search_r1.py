@@ -36,8 +36,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
         answer = await generate_turn(args, sample, sampling_params)
         if answer is None or sample.status != sample.Status.COMPLETED:
             return sample
-        said, closed, _ = answer.text.partition("</search>")  # the last token may hold more than the stop string
-        _, opened, query = said.rpartition("<search>")
+        answered, closed, _ = answer.text.partition("</search>")  # the last token may hold more than the stop string
+        _, opened, query = answered.rpartition("<search>")
         if not (opened and closed):
             return sample
         if turn + 1 < args.max_turns:

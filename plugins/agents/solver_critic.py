@@ -3,7 +3,7 @@
     --custom-generate-function-path plugins.agents.solver_critic.generate --apply-chat-template --rm-type math_verify
 
 All three get the reward of the final solution, so that the critic is paid for what its critique brings about. They
-stand in one group, and so share its baseline.
+share one group and its baseline.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> l
     messages, samples = list(sample.messages), []
     for instruction in (None, CRITIC, REVISE):
         if instruction is not None:
-            said = {"role": "assistant", "content": samples[-1].response}
-            messages = [*messages, said, {"role": "user", "content": instruction}]
-        one = await generate_one(args, _with_prompt(args, sample, messages), sampling_params)
-        samples.append(one)
-        if one.status == one.Status.ABORTED:
+            reply = {"role": "assistant", "content": samples[-1].response}
+            messages = [*messages, reply, {"role": "user", "content": instruction}]
+        generated = await generate_one(args, _with_prompt(args, sample, messages), sampling_params)
+        samples.append(generated)
+        if generated.status == generated.Status.ABORTED:
             return samples
     reward = await async_rm(args, samples[-1])
-    for one in samples:
-        one.reward = reward
+    for generated in samples:
+        generated.reward = reward
     return samples
 
 
 def _with_prompt(args: Any, sample: Any, messages: list[dict[str, Any]]) -> Any:
     """A copy of the sample with another prompt."""
-    made = copy.deepcopy(sample)
+    prompted = copy.deepcopy(sample)
     columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=args.apply_chat_template_kwargs)
-    made.messages = messages
-    made.prompt = render_prompt(messages, load_tokenizer(args.hf_checkpoint), columns, sample.metadata.get("tools"))
-    made.prompt_tokens = None
-    return made
+    prompted.messages = messages
+    prompted.prompt = render_prompt(messages, load_tokenizer(args.hf_checkpoint), columns, sample.metadata.get("tools"))
+    prompted.prompt_tokens = None
+    return prompted

@@ -7,7 +7,7 @@
 
 The environment asks its client for messages; ours answers with what the engines sample, tokens in, tokens out: what
 was sampled is kept as it was, what the environment said after it is rendered by the chat template with mask 0. A
-request that does not go on from what was said (an environment that rewrites its history, several agents in one) begins
+request that does not continue the conversation (an environment that rewrites its history, several agents in one) begins
 a new sample; all samples of one rollout share its reward. A row's metadata names its environment, so that a mixture may
 have several.
 """
@@ -69,8 +69,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     env = load_env(row["env"], json.dumps(row.get("env_args") or {}, sort_keys=True))
     client = EngineClient(args, sample, sampling_params)
     state = await env.rollout({**row["input"], "prompt": sample.messages}, client, args.hf_checkpoint)
-    samples = [one.sample for one in client.conversations] or [sample]
-    if any(one.status == Sample.Status.ABORTED for one in samples):
+    samples = [conversation.sample for conversation in client.conversations] or [sample]
+    if any(part.status == Sample.Status.ABORTED for part in samples):
         status = Sample.Status.ABORTED
     elif state.get("error") is not None or not client.conversations:
         status = Sample.Status.FAILED
@@ -79,14 +79,14 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         status = Sample.Status.TRUNCATED if cut else Sample.Status.COMPLETED
         await env.rubric.score_rollout(state)
     await env.rubric.cleanup(state)
-    for one in samples:
-        one.status = status
-        one.metadata["num_turns"] = len(state["trajectory"])
-        one.metadata["stop_condition"] = state.get("stop_condition")
+    for part in samples:
+        part.status = status
+        part.metadata["num_turns"] = len(state["trajectory"])
+        part.metadata["stop_condition"] = state.get("stop_condition")
         if status == Sample.Status.FAILED:
-            one.metadata["verifiers_error"] = repr(state.get("error") or "the environment took no turn of the model")
+            part.metadata["verifiers_error"] = repr(state.get("error") or "the environment took no turn of the model")
         elif status != Sample.Status.ABORTED:
-            one.metadata["rubric"] = {**(state["metrics"] or {}), "reward": float(state["reward"])}
+            part.metadata["rubric"] = {**(state["metrics"] or {}), "reward": float(state["reward"])}
     return samples[0] if len(samples) == 1 else samples
 
 
@@ -110,7 +110,7 @@ def load_env(name: str, env_args: str) -> Any:
     except Exception as error:  # an environment's own code may raise anything; all of it is said the same way
         raise ValueError(f"the environment {name!r} with {env_args} cannot be made: {error!r}") from error
     if not isinstance(env, vf.Environment):
-        raise ValueError(f"{name!r} made {type(env).__name__}, which is no verifiers.Environment")
+        raise ValueError(f"{name!r} made {type(env).__name__}, which is not a verifiers.Environment")
     if env.requires_group_rollouts:
         raise ValueError(f"the rubric of {name!r} has functions of a whole group; only those of one rollout are run")
     return env
@@ -119,7 +119,7 @@ def load_env(name: str, env_args: str) -> Any:
 # ------------------------------------------------------------------------------------------------ the client
 @dataclass
 class Conversation:
-    """A sample, and the messages that stand for its tokens; the last is what the model said."""
+    """A sample, and the messages of its tokens; the last is the model's."""
 
     sample: Sample
     messages: list[dict[str, Any]]
@@ -143,23 +143,25 @@ class EngineClient(Client):
         """Let the model answer; `vf.OverlongPromptError` where no room is left, `vf.ModelError` after an abort.
 
         Raises:
-            ValueError: a message that is no text, or sampling arguments that the run's flags decide.
+            ValueError: a message that is not text, or sampling arguments that the run's flags decide.
         """
         params, longest = self._sampling_params(sampling_args)
         messages = [as_chat(message) for message in prompt]
         schemas = [as_schema(tool) for tool in tools or []]
-        one = self._go_on(messages, schemas, params) or self._start(messages, schemas)
-        asked = len(one.sample.tokens)
-        answer = await generate_turn(self.args, one.sample, params, longest=longest)
-        if one.sample.status == Sample.Status.ABORTED:
+        conversation = self._go_on(messages, schemas, params) or self._start(messages, schemas)
+        num_prompt = len(conversation.sample.tokens)
+        answer = await generate_turn(self.args, conversation.sample, params, longest=longest)
+        if conversation.sample.status == Sample.Status.ABORTED:
             raise vf.ModelError("the rollout was aborted")
         if answer is None:
-            raise vf.OverlongPromptError(f"{asked} tokens leave no room for a turn")
-        one.end_token = end_of_turn(answer)
-        message = await self._message(one, answer)
-        one.messages = [*messages, as_chat(message)]
-        made = len(answer.tokens)
-        usage = Usage(prompt_tokens=asked, reasoning_tokens=0, completion_tokens=made, total_tokens=asked + made)
+            raise vf.OverlongPromptError(f"{num_prompt} tokens leave no room for a turn")
+        conversation.end_token = end_of_turn(answer)
+        message = await self._message(conversation, answer)
+        conversation.messages = [*messages, as_chat(message)]
+        num_new = len(answer.tokens)
+        usage = Usage(
+            prompt_tokens=num_prompt, reasoning_tokens=0, completion_tokens=num_new, total_tokens=num_prompt + num_new
+        )
         number = str(answer.meta_info.get("id", ""))
         return Response(id=number, created=int(time.time()), model=model, usage=usage, message=message)
 
@@ -167,27 +169,27 @@ class EngineClient(Client):
         self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]], params: dict[str, Any]
     ) -> Conversation | None:
         """The conversation that `messages` continue, word for word, with what is new in them appended."""
-        for one in reversed(self.conversations):
-            done = len(one.messages)
+        for conversation in reversed(self.conversations):
+            done = len(conversation.messages)
             new = messages[done:]
-            known = messages[:done] == one.messages and schemas == one.schemas
+            known = messages[:done] == conversation.messages and schemas == conversation.schemas
             if known and new and all(message["role"] in FOLLOWS for message in new):
                 break
         else:
             return None
         limit = self.args.max_tool_response_len
         new = [message | {"content": plain_text(self.tokenizer, message["content"], limit)} for message in new]
-        names = {call["id"]: call["function"]["name"] for call in one.messages[-1].get("tool_calls", [])}
+        names = {call["id"]: call["function"]["name"] for call in conversation.messages[-1].get("tool_calls", [])}
         for message in new:
             if message["role"] == "tool":
                 message["name"] = names.get(message["tool_call_id"], "tool")
         kwargs = self.args.apply_chat_template_kwargs
         tokens = tokens_after_assistant(
-            new, self.tokenizer, end_token=one.end_token, template_kwargs=kwargs, tools=schemas or None
+            new, self.tokenizer, end_token=conversation.end_token, template_kwargs=kwargs, tools=schemas or None
         )
-        if not append_tokens(self.args, one.sample, params, tokens, self.tokenizer.decode(tokens)):
+        if not append_tokens(self.args, conversation.sample, params, tokens, self.tokenizer.decode(tokens)):
             raise vf.OverlongPromptError(f"{len(tokens)} tokens more leave no room for a turn")
-        return one
+        return conversation
 
     def _start(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> Conversation:
         """A sample of a prompt of its own; the first is the row's sample itself."""
@@ -201,33 +203,33 @@ class EngineClient(Client):
         self.conversations.append(Conversation(sample, messages, schemas))
         return self.conversations[-1]
 
-    async def _message(self, one: Conversation, answer: Generation) -> ResponseMessage:
+    async def _message(self, conversation: Conversation, answer: Generation) -> ResponseMessage:
         """A turn as the environment reads it: a call that cannot be read is text, as with an OpenAI-style server."""
-        tokens = answer.tokens if one.end_token is None else answer.tokens[:-1]
+        tokens = answer.tokens if conversation.end_token is None else answer.tokens[:-1]
         cut = answer.finish_reason == "length"
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         calls: list[ToolCall] = []
-        if one.schemas and not cut:
+        if conversation.schemas and not cut:
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-            said, found = await parse_tool_calls(self.args, self.tokenizer, one.schemas, text)
-            if found and not any(call.error for call in found):
-                content = said
-                first = sum(len(message.get("tool_calls", [])) for message in one.messages)
+            reply, tool_calls = await parse_tool_calls(self.args, self.tokenizer, conversation.schemas, text)
+            if tool_calls and not any(call.error for call in tool_calls):
+                content = reply
+                first = sum(len(message.get("tool_calls", [])) for message in conversation.messages)
                 calls = [
                     ToolCall(id=f"call{first + i:05d}", name=call.name, arguments=call.arguments)
-                    for i, call in enumerate(found)
+                    for i, call in enumerate(tool_calls)
                 ]
         reason = "length" if cut else "tool_calls" if calls else "stop"
         return ResponseMessage(content=content, tool_calls=calls or None, finish_reason=reason, is_truncated=cut)
 
-    def _sampling_params(self, asked: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    def _sampling_params(self, sampling: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """The run's, with an environment's own stop strings; and its limit of tokens of this turn."""
-        asked = {name: value for name, value in asked.items() if value is not None and value not in ({}, [])}
-        limits = [asked.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in asked]
-        stop = asked.pop("stop", [])
-        if asked.pop("n", 1) != 1 or asked:
+        sampling = {name: value for name, value in sampling.items() if value is not None and value not in ({}, [])}
+        limits = [sampling.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in sampling]
+        stop = sampling.pop("stop", [])
+        if sampling.pop("n", 1) != 1 or sampling:
             raise ValueError(
-                f"the environment asks for sampling arguments of its own ({asked}); samples that are trained on have"
+                f"the environment asks for sampling arguments of its own ({sampling}); samples that are trained on have"
                 " those of the run's flags, --rollout-temperature and its like"
             )
         params = dict(self.sampling_params)
@@ -263,7 +265,7 @@ def as_chat(message: Any) -> dict[str, Any]:
     """A message of verifiers, or a dict, as chat templates read it.
 
     Raises:
-        ValueError: it holds what is no text.
+        ValueError: it holds content other than text.
     """
     get = message.get
     content = get("content")
@@ -273,14 +275,14 @@ def as_chat(message: Any) -> dict[str, Any]:
             raise ValueError(f"a message of the environment holds {sorted(kinds)}; only text can be rendered")
         content = "".join(part.get("text") for part in content)
     role = "user" if get("role") == "text" else get("role")
-    made: dict[str, Any] = {"role": role, "content": content or ""}
+    fields: dict[str, Any] = {"role": role, "content": content or ""}
     if get("tool_call_id") is not None:
-        made["tool_call_id"] = get("tool_call_id")
+        fields["tool_call_id"] = get("tool_call_id")
     if get("reasoning_content") is not None:
-        made["reasoning_content"] = get("reasoning_content")
+        fields["reasoning_content"] = get("reasoning_content")
     if calls := get("tool_calls"):
-        made["tool_calls"] = [_as_call(call) for call in calls]
-    return made
+        fields["tool_calls"] = [_as_call(call) for call in calls]
+    return fields
 
 
 def _as_call(call: Any) -> dict[str, Any]:

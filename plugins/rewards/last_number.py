@@ -18,8 +18,8 @@ NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\
 
 def last_number(text: str) -> str | None:
     """The last number in `text` as written there, without thousands separators; None where there is none."""
-    found = NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    numbers = NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def is_same_number(answer: str | None, expected: str) -> bool:

@@ -29,8 +29,8 @@ def find_answer(response: str, label: Any) -> str | None:
     """The answer in a response; None where there is none. Of the label only the kind counts: a number, or text."""
     text = response.rpartition("</think>")[2]
     if "<answer>" in text:
-        found = _TAG.findall(text)
-        return found[-1].strip() or None if found else None  # a tag that is never closed was cut off
+        answers = _TAG.findall(text)
+        return answers[-1].strip() or None if answers else None  # a tag that is never closed was cut off
     if NUMBER.fullmatch(str(label)):
         return last_number(text)
     return text.strip() or None
@@ -39,7 +39,7 @@ def find_answer(response: str, label: Any) -> str | None:
 async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
     """The verifier's score in [0, 1] of the answer in `sample.response`; 0.0 where there is no answer.
 
-    Raises `ValueError` where the sample's metadata lacks `source_dataset` or `entry`, or is of another task.
+    Raises `ValueError` where the sample's metadata lacks `source_dataset` or `entry`, or belongs to another task.
     """
     metadata = sample.metadata or {}
     missing = [key for key in ("source_dataset", "entry") if key not in metadata]

@@ -79,7 +79,7 @@ def score(task: str, config: Mapping[str, Any], answer: str, entry: Mapping[str,
             verifier(answer=entry.get("answer"), entry=entry)
         except Exception:
             keys = ", ".join(entry)
-            raise ValueError(f"metadata.entry is no entry of {task}: it has {keys} ({error!r})") from error
+            raise ValueError(f"metadata.entry is not an entry of {task}: it has {keys} ({error!r})") from error
         return 0.0
 
 
@@ -130,7 +130,7 @@ def _parsed(answer: str) -> ast.expr | None:
 
 
 def _is_literal(answer: str) -> bool:
-    """Return whether `eval` does nothing with it: it is no expression, a name alone, or made of lists and constants."""
+    """Return whether `eval` does nothing with it: not an expression, a lone name, or lists and constants."""
     try:
         tree = _parsed(answer)
     except (RecursionError, MemoryError):
@@ -203,13 +203,13 @@ def gold_answer(task: str, item: Mapping[str, Any]) -> str | None:
 
 def _move_boxes(state: Mapping[str, list[str]]) -> list[dict[str, str]]:
     """One move a step: each box goes square by square to a target of its colour."""
-    places = {(tuple(float(number) for number in square.split("_"))): list(things) for square, things in state.items()}
+    places = {(tuple(float(number) for number in square.split("_"))): list(items) for square, items in state.items()}
     steps = []
     for start in list(places):
-        for box in [thing for thing in places[start] if thing.startswith("box_")]:
+        for box in [item for item in places[start] if item.startswith("box_")]:
             target = "target_" + box.removeprefix("box_")
             square = list(start)
-            goal = next(other for other, things in places.items() if target in things)
+            goal = next(place for place, items in places.items() if target in items)
             places[goal].remove(target)
             for axis in (0, 1):
                 while square[axis] != goal[axis]:

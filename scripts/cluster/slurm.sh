@@ -4,7 +4,7 @@
 #   sbatch --nodes=4 scripts/cluster/slurm.sh bash scripts/models/glm-4.5-air.sh
 #
 # The command finds the cluster's address in RAY_ADDRESS. The recipes take it from there, and the run's folder from RUN_DIR.
-# A job that is requeued, or submitted again with the same RUN_DIR, goes on from the last checkpoint if its command has
+# A job that is requeued, or submitted again with the same RUN_DIR, resumes from the last checkpoint if its command has
 # --resume. docs/guides/multinode.md
 #SBATCH --job-name=fusionrl
 #SBATCH --nodes=2
@@ -14,7 +14,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
 #SBATCH --requeue
-# Ten minutes before the end this shell is told, and tells the run, which saves a checkpoint and ends.
+# Ten minutes before the end Slurm signals this shell, which signals the run; it saves a checkpoint and ends.
 #SBATCH --signal=B:USR1@600
 set -euo pipefail
 
@@ -46,7 +46,7 @@ note=$PWD/.slurm-$SLURM_JOB_ID
 trap 'rm -f "$note.pid" "$note.status"' EXIT
 rm -f "$note.pid" "$note.status"
 
-# Only the command is told: a signal for Ray itself would end the run before it has saved.
+# Only the command gets the signal: a signal for Ray itself would end the run before it has saved.
 # shellcheck disable=SC2329 # the trap calls it
 tell() {
     [ -s "$note.pid" ] || return 0

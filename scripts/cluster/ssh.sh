@@ -28,7 +28,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ "${1:-}" = -- ] || die "give the other hosts, then -- and the command: ssh.sh node2 node3 -- bash scripts/models/…"
 shift
-[ $# -gt 0 ] || die "there is no command behind --"
+[ $# -gt 0 ] || die "no command after --"
 twice=$(printf '%s\n' "${hosts[@]}" | sort | uniq -d)
 [ -z "$twice" ] || die "host ${twice%%$'\n'*} is given twice: a machine is one node; name each once"
 
@@ -130,8 +130,8 @@ until [ "$present" -eq "$wanted" ]; do
 done
 echo "ssh.sh: $wanted nodes are there"
 
-# In the background, so that a signal for this shell is heard at once and passed on; and in a process group of its own, so
-# that it does not hear a terminal's Ctrl-C twice, from there and from here.
+# In the background, so that this shell handles a signal at once and passes it on; and in a process group of its own, so
+# that it does not receive a terminal's Ctrl-C twice, from there and from here.
 set -m
 (apart "$@") </dev/null &
 command=$!

@@ -16,7 +16,7 @@ die() {
     exit 2
 }
 
-# Sets COMMON. The placement is CLUSTER's: `plan` is told the cluster, `train` the nodes.
+# Sets COMMON. The placement is CLUSTER's: `plan` gets the cluster, `train` the nodes.
 common_flags() {
     local name nodes
     name=$(basename "$0" .sh)

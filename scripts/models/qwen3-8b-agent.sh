@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-8B as an agent that computes with Python over several turns: one node of 8 H100 (80 GB), at least 50 GiB host
-# memory. What the model writes runs in the sandbox (docs/guides/sandbox.md).
+# memory. Programs of the model run in the sandbox (docs/guides/sandbox.md).
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 CLUSTER=1x8xh100

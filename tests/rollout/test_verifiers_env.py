@@ -176,7 +176,7 @@ def test_mistakes_of_the_user_are_named(folder: str) -> None:  # noqa: F811
     for name, message in (
         ("no-such-environment", "'no-such-environment' with {} cannot be made: .*Could not import"),
         (f"{ENVS}:nothing", "has no 'nothing'"),
-        (f"{ENVS}:data", "made Dataset, which is no verifiers.Environment"),
+        (f"{ENVS}:data", "made Dataset"),
         (f"{ENVS}:grouped", "has functions of a whole group"),
     ):
         with pytest.raises(ValueError, match=message):

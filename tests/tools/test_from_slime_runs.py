@@ -52,7 +52,7 @@ def test_no_function_is_counted_twice(tool: Any) -> None:
 def test_mistakes_of_the_user(tmp_path: Path) -> None:
     assert "has no folder examples" in run("--slime", tmp_path).stderr
     (tmp_path / "examples").mkdir()
-    assert "--only serch: there is no such case" in run("--slime", tmp_path, "--only", "serch").stderr
+    assert "--only serch" in run("--slime", tmp_path, "--only", "serch").stderr
 
 
 def test_a_run_is_judged_by_what_it_left(tool: Any) -> None:

@@ -194,7 +194,7 @@ def test_an_entry_of_another_task_is_an_error_and_a_bad_answer_is_not() -> None:
     row = {"label": "4", "metadata": {"source_dataset": "countdown", "entry": {"answer": "4", "metadata": {}}}}
     assert score("<answer>__import__('os')</answer>", row) == 0.0
     row["metadata"] = {"source_dataset": "n_queens", "entry": {"answer": "Q", "metadata": {}}}
-    with pytest.raises(ValueError, match="metadata.entry is no entry of n_queens"):
+    with pytest.raises(ValueError, match="metadata.entry .*n_queens"):
         score("<answer>Q _</answer>", row)
     row["metadata"] = {"source_dataset": "gcd", "entry": {"answer": "4"}, "config": {"max_valu": 3}}
     with pytest.raises(ValueError, match="gcd does not take the settings"):

@@ -2,7 +2,7 @@
 
     python tools/bench/bare.py --model runs/smollm2-135m/model [--prompts 4 --samples 8 --new-tokens 32] [--turns 5]
 
-`tools/bench/step.py` measures these rows by turns with a step of fusionrl; alone, the program prints them:
+`tools/bench/step.py` alternates these rows with a step of fusionrl; alone, the program prints them:
 
 | row | what is timed |
 |---|---|
@@ -114,8 +114,8 @@ class Bare:
 
     def seconds(self) -> dict[str, float]:
         """Time of each row, measured once, one after the other."""
-        found: dict[str, float] = json.loads(self._worker.ask("go"))
-        return found
+        seconds: dict[str, float] = json.loads(self._worker.ask("go"))
+        return seconds
 
     def close(self) -> None:
         """End the process."""

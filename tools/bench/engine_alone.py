@@ -1,6 +1,6 @@
 """An engine alone: requests straight to its HTTP server, by a sender that does as little as one can.
 
-`tools/bench/step.py` measures it by turns with the rollouts of a run, which go through Buffer, client and router to the
+`tools/bench/step.py` alternates it with the rollouts of a run, which go through Buffer, client and router to the
 same engine: same prompts, number of tokens and sampling, and an empty cache of prompts. The sender has the requests'
 bytes ready before the clock starts, and looks for no more in the answers than their number of tokens.
 """

@@ -125,7 +125,7 @@ class PacedBatch:
         self._fill()
 
     def leave(self, request: Request) -> None:
-        """Forget a request: nobody waits for it."""
+        """Forget a request that its client no longer waits for."""
         if request in self.running:
             self._stop(request)
             self._fill()
@@ -139,7 +139,7 @@ class PacedBatch:
         return min(request.num_tokens, request.done + self.progress - request.begun)
 
     def advance(self, now: float) -> list[Request]:
-        """Let the time go on to `now`; returns the requests that ended meanwhile, in their order."""
+        """Advance the time to `now`; return the requests that ended meanwhile, in order."""
         ended: list[Request] = []
         while True:
             left = now - self.now
@@ -185,7 +185,7 @@ class PacedBatch:
         self._ends.clear()
         self._prefill_s = 0.0
         if mode == "retract":
-            self.company.retracted[self._num_pauses] += sum(one.num_prompt + one.done for one in stopped)
+            self.company.retracted[self._num_pauses] += sum(request.num_prompt + request.done for request in stopped)
             self.waiting.extendleft(reversed(stopped))
             return []
         stopped += self.waiting
@@ -202,7 +202,7 @@ class PacedBatch:
         self._fill()
 
     def set_version(self, version: str) -> None:
-        """Have other weights from now on; what is cached is of the old ones."""
+        """Switch to new weights; the cache still holds values of the old weights."""
         for request in [*self.running, *self.waiting]:
             request.spans.append((self.version, self.tokens_of(request)))
             request.cached = False
@@ -214,9 +214,9 @@ class PacedBatch:
 
     # ------------------------------------------------------------------------------------ within
     def _token_s(self) -> float:
-        others = self.company
-        num_running = len(self.running) + others.share * others.num_running
-        return self.machine.token_s(num_running, self._context + others.share * others.context)
+        company = self.company
+        num_running = len(self.running) + company.share * company.num_running
+        return self.machine.token_s(num_running, self._context + company.share * company.context)
 
     def _count(self, num_running: int, context: float) -> None:
         """Count requests that begin or end here, and the growth of their contexts."""

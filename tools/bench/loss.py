@@ -10,7 +10,7 @@ turns in one process. Seconds are medians, `/ plain` the median over turns of th
 those of all threads, which other processes disturb less.
 
 Memory is the peak above what stood before (a CPU: resident, `VmHWM` of Linux; a GPU: torch's allocator), inputs thus
-left out. `beyond gradients` leaves out the gradients of hidden and weight as well, which every implementation returns:
+left out. `beyond gradients` also leaves out the gradients of hidden and weight, which every implementation returns:
 the larger of forward's peak and backward's less their size. (Plain's may peak before they are there; it is then
 measured too small, never ours.) Errors are against plain: the largest difference of a value, and the norm of a
 gradient's difference over its norm. Exit code 1 where ours needs over 1.35 of plain's time, over a tenth of its memory
@@ -63,8 +63,8 @@ def verls(hidden: Tensor, weight: Tensor, targets: Tensor, entropy_grad: bool) -
 def trls(hidden: Tensor, weight: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     from trl.kernels import ChunkedLogProbFunction
 
-    found = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, None, 1.0, ("entropy",))
-    return found[0], found[1] if entropy_grad else found[1].detach()
+    outputs = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, None, 1.0, ("entropy",))
+    return outputs[0], outputs[1] if entropy_grad else outputs[1].detach()
 
 
 class Memory:
@@ -93,9 +93,9 @@ class Memory:
 
     @staticmethod
     def _status(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found, f"/proc/self/status has no {name}"
-        return int(found[1]) * 1024
+        match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert match, f"/proc/self/status has no {name}"
+        return int(match[1]) * 1024
 
 
 class Case:
@@ -105,13 +105,13 @@ class Case:
         device = torch.device(options.device)
         dtype = torch.float32 if options.precision == "fp32" else torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
-        made = {"generator": generator, "device": device}
-        self.hidden = torch.randn(options.tokens, options.hidden, **made).to(dtype).requires_grad_()
+        tensor_options = {"generator": generator, "device": device}
+        self.hidden = torch.randn(options.tokens, options.hidden, **tensor_options).to(dtype).requires_grad_()
         # Logits of standard deviation 3.
-        weight = torch.randn(options.vocab, options.hidden, **made).mul_(3 / options.hidden**0.5)
+        weight = torch.randn(options.vocab, options.hidden, **tensor_options).mul_(3 / options.hidden**0.5)
         self.weight = weight.to(dtype).requires_grad_()
-        self.targets = torch.randint(0, options.vocab, (options.tokens,), **made)
-        self.grads = torch.randn(2, options.tokens, **made)
+        self.targets = torch.randint(0, options.vocab, (options.tokens,), **tensor_options)
+        self.grads = torch.randn(2, options.tokens, **tensor_options)
         self.memory = Memory(device)
 
     def run(self, function: LogProbs, entropy_grad: bool) -> tuple[dict[str, float], list[Tensor]]:
@@ -130,11 +130,11 @@ class Case:
         self._wait()
         figures = {"s": time.perf_counter() - wall, "CPU s": time.process_time() - cpu}
         backward = self.memory.peak()
-        found = [log_probs.detach(), entropy.detach(), self.hidden.grad, self.weight.grad]
-        returned = sum(grad.numel() * grad.element_size() for grad in found[2:])
+        values = [log_probs.detach(), entropy.detach(), self.hidden.grad, self.weight.grad]
+        returned = sum(grad.numel() * grad.element_size() for grad in values[2:])
         figures |= {"MiB": max(forward, backward) / 2**20}
         figures |= {"MiB beyond gradients": max(forward, backward - returned) / 2**20}
-        return figures, found
+        return figures, values
 
     def _wait(self) -> None:
         if self.memory.cuda:
@@ -158,11 +158,11 @@ def compare(case: Case, sides: dict[str, LogProbs], entropy_grad: bool, turns: i
     for _ in range(turns):
         for name, side in sides.items():
             rows[name].append(case.run(side, entropy_grad)[0])
-    for name, found in rows.items():
-        medians = {key: statistics.median(row[key] for row in found) for key in found[0]}
+    for name, figures in rows.items():
+        medians = {key: statistics.median(row[key] for row in figures) for key in figures[0]}
         ratios = {
-            f"{key} / plain": statistics.median(a[key] / b[key] for a, b in zip(found, rows["plain"], strict=True))
-            for key in found[0]
+            f"{key} / plain": statistics.median(a[key] / b[key] for a, b in zip(figures, rows["plain"], strict=True))
+            for key in figures[0]
         }
         result[name] = medians | ratios | result.get(name, {})
     return {name: result[name] for name in sides}
@@ -195,13 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{size}, {device}, torch {torch.__version__}")
     failed, results = False, {}
     for entropy_grad in (False, True):
-        found = results[f"entropy gradient: {entropy_grad}"] = compare(case, sides, entropy_grad, options.turns)
+        comparison = results[f"entropy gradient: {entropy_grad}"] = compare(case, sides, entropy_grad, options.turns)
         print(f"\nentropy gradient: {entropy_grad}")
-        columns = list(found["fusionrl"])
+        columns = list(comparison["fusionrl"])
         print("| | " + " | ".join(columns) + " |\n|---" + "|---" * len(columns) + "|")
-        for name, row in found.items():
+        for name, row in comparison.items():
             print(f"| {name} | " + " | ".join(f"{row[c]:.3g}" if c in row else "" for c in columns) + " |", flush=True)
-        row = found["fusionrl"]
+        row = comparison["fusionrl"]
         failed |= row["s / plain"] > MAX_TIME or row["MiB beyond gradients / plain"] > MAX_MEMORY
         failed |= max(row[name] for name in ERRORS) > MAX_ERROR[options.precision]
     if options.json:

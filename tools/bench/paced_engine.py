@@ -38,7 +38,7 @@ class Scale:
     tokens: float = 1.0
 
     def real_tokens(self, modelled: float) -> int:
-        """Return how many tokens stand for these; one at least."""
+        """Return the number of tokens after scaling; at least one."""
         return max(1, round(modelled * self.tokens))
 
 
@@ -109,7 +109,7 @@ class PacedEngine:
         return self.body(request, int(params.get("max_new_tokens", 128)))
 
     def give_up(self, request: Request) -> None:
-        """Forget a request for which nobody waits any more."""
+        """Forget a request that its client no longer waits for."""
         if self._futures.pop(request, None) is not None:
             self.now()
             self.batch.leave(request)
@@ -198,12 +198,12 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate: whole or streamed; several prompts in one request as well."""
-        asked = orjson.loads(await request.read())
-        ids, params = asked["input_ids"], asked.get("sampling_params") or {}
+        request_body = orjson.loads(await request.read())
+        ids, params = request_body["input_ids"], request_body.get("sampling_params") or {}
         if ids and isinstance(ids[0], list):
-            answers = await asyncio.gather(*(self.engine.answer(one, params) for one in ids))
+            answers = await asyncio.gather(*(self.engine.answer(prompt, params) for prompt in ids))
             return web.Response(body=b"[" + b",".join(answers) + b"]", content_type="application/json")
-        if asked.get("stream"):
+        if request_body.get("stream"):
             return await self._stream(request, ids, params)
         return web.Response(body=await self.engine.answer(ids, params), content_type="application/json")
 
@@ -212,15 +212,15 @@ class Server:
         most = int(params.get("max_new_tokens", 128))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        one, future = self.engine.begin(ids, params)
+        paced, future = self.engine.begin(ids, params)
         try:
             while not (await asyncio.wait([future], timeout=_STREAM_S))[0]:
                 self.engine.now()
-                if self.engine.batch.tokens_of(one) * self.engine._scale.tokens >= 1 and not future.done():
-                    await response.write(b"data: " + self.engine.body(one, most, is_last=False) + b"\n\n")
+                if self.engine.batch.tokens_of(paced) * self.engine._scale.tokens >= 1 and not future.done():
+                    await response.write(b"data: " + self.engine.body(paced, most, is_last=False) + b"\n\n")
         finally:
-            self.engine.give_up(one)
-        await response.write(b"data: " + self.engine.body(one, most) + b"\n\ndata: [DONE]\n\n")
+            self.engine.give_up(paced)
+        await response.write(b"data: " + self.engine.body(paced, most) + b"\n\ndata: [DONE]\n\n")
         return response
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -319,20 +319,20 @@ async def _serve(options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    found.add_argument("--engines", type=int, default=64)
-    found.add_argument("--gpus", type=int, default=Machine.gpus, help="of an engine (tensor parallel)")
-    found.add_argument("--overhead-s", type=float, default=Machine.overhead_s)
-    found.add_argument("--max-running", type=int, default=Machine.max_running)
-    found.add_argument("--time-scale", type=float, default=1.0, help="seconds that a modelled second takes")
-    found.add_argument("--token-scale", type=float, default=1.0, help="tokens that a modelled token becomes")
-    found.add_argument("--weight", type=float, default=1.0, help="modelled requests for each request")
-    found.add_argument("--median", type=float, default=Lengths.median, help="modelled tokens of an answer")
-    found.add_argument("--sigma", type=float, default=Lengths.sigma)
-    found.add_argument("--longest", type=int, default=Lengths.longest)
-    found.add_argument("--prompt", type=int, default=Lengths.prompt, help="modelled tokens of a prompt")
-    found.add_argument("--seed", type=int, default=0)
-    return found
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", type=int, default=64)
+    parser.add_argument("--gpus", type=int, default=Machine.gpus, help="of an engine (tensor parallel)")
+    parser.add_argument("--overhead-s", type=float, default=Machine.overhead_s)
+    parser.add_argument("--max-running", type=int, default=Machine.max_running)
+    parser.add_argument("--time-scale", type=float, default=1.0, help="seconds that a modelled second takes")
+    parser.add_argument("--token-scale", type=float, default=1.0, help="tokens that a modelled token becomes")
+    parser.add_argument("--weight", type=float, default=1.0, help="modelled requests for each request")
+    parser.add_argument("--median", type=float, default=Lengths.median, help="modelled tokens of an answer")
+    parser.add_argument("--sigma", type=float, default=Lengths.sigma)
+    parser.add_argument("--longest", type=int, default=Lengths.longest)
+    parser.add_argument("--prompt", type=int, default=Lengths.prompt, help="modelled tokens of a prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All pipelines by turns: step times over paced engines, and samples a second over real ones.
+"""Compare all pipelines: step times over paced engines, and samples a second over real ones.
 
     python -m tools.bench.pipelines paced [--turns 2] [--steps 6] [--json FILE]
     python -m tools.bench.pipelines paced --virtual
@@ -93,7 +93,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_name: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_name.setdefault(run["name"], []).append(run)
-    found = []
+    summaries = []
     for name, turns in by_name.items():
         row: dict[str, Any] = {"name": name, "turns": len(turns)}
         for key, value in turns[0].items():
@@ -102,19 +102,19 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 row[key] = (max if most else statistics.fmean)(turn[key] for turn in turns)
         if "buffer_cpu_s_per_1000" in row:
             row["control_cpu_s_per_1000"] = row["buffer_cpu_s_per_1000"] + row["router_cpu_s_per_1000"]
-        found.append(row)
-    base = next((row for row in found if row["name"] == "on-policy"), None)
+        summaries.append(row)
+    base = next((row for row in summaries if row["name"] == "on-policy"), None)
     if base is not None:
-        for row in found:
+        for row in summaries:
             row["speed_up"] = base["step_s"] / row["step_s"]
             row["speed_up_without"] = (base["step_s"] - base["log_probs_s"]) / (row["step_s"] - row["log_probs_s"])
-    return found
+    return summaries
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
     lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
-    for row in found:
+    for row in rows:
         cells = [
             str(row[key])
             if key == "name"
@@ -129,8 +129,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 def paced(options: argparse.Namespace) -> dict[str, Any]:
     """Run the paced part; prints a line for each run."""
-    given = {name: getattr(options, name) for name in ("engines", "gpus", "prompts", "samples", "weight")}
-    setting = Setting(**given, time_scale=options.time_scale, token_scale=options.token_scale)
+    sizes = {name: getattr(options, name) for name in ("engines", "gpus", "prompts", "samples", "weight")}
+    setting = Setting(**sizes, time_scale=options.time_scale, token_scale=options.token_scale)
     setting = replace(setting, lengths=Lengths(seed=options.seed))
     if options.virtual:
         chosen = [row for row in rows(setting) if not options.rows or row.name in options.rows]
@@ -151,30 +151,30 @@ def paced(options: argparse.Namespace) -> dict[str, Any]:
     return {"setting": asdict(setting), "rows": summary(runs), "runs": runs}
 
 
-def write(path: Path | None, found: dict[str, Any]) -> None:
+def write(path: Path | None, figures: dict[str, Any]) -> None:
     """Write the figures so far."""
     if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = found.add_subparsers(dest="part", required=True)
-    one = parts.add_parser("paced", help="modelled engines; the real router, Buffer and controller")
-    one.add_argument("--rows", nargs="+", help="names of the rows to run; default: all")
-    one.add_argument("--turns", type=int, default=1, help="with --virtual each has lengths of its own")
-    one.add_argument("--steps", type=int, default=6, help="measured steps of a turn")
-    one.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    one.add_argument("--engines", type=int, default=Setting.engines)
-    one.add_argument("--gpus", type=int, default=Setting.gpus, help="of an engine (tensor parallel)")
-    one.add_argument("--prompts", type=int, default=Setting.prompts, help="of a batch")
-    one.add_argument("--samples", type=int, default=Setting.samples, help="of a prompt")
-    one.add_argument("--weight", type=float, default=Setting.weight, help="modelled samples for each sample")
-    one.add_argument("--time-scale", type=float, default=Setting.time_scale)
-    one.add_argument("--token-scale", type=float, default=Setting.token_scale)
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--virtual", action="store_true", help="instead: the controller alone, in virtual time")
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = command.add_subparsers(dest="part", required=True)
+    paced_part = parts.add_parser("paced", help="modelled engines; the real router, Buffer and controller")
+    paced_part.add_argument("--rows", nargs="+", help="names of the rows to run; default: all")
+    paced_part.add_argument("--turns", type=int, default=1, help="with --virtual each has lengths of its own")
+    paced_part.add_argument("--steps", type=int, default=6, help="measured steps of a turn")
+    paced_part.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    paced_part.add_argument("--engines", type=int, default=Setting.engines)
+    paced_part.add_argument("--gpus", type=int, default=Setting.gpus, help="of an engine (tensor parallel)")
+    paced_part.add_argument("--prompts", type=int, default=Setting.prompts, help="of a batch")
+    paced_part.add_argument("--samples", type=int, default=Setting.samples, help="of a prompt")
+    paced_part.add_argument("--weight", type=float, default=Setting.weight, help="modelled samples for each sample")
+    paced_part.add_argument("--time-scale", type=float, default=Setting.time_scale)
+    paced_part.add_argument("--token-scale", type=float, default=Setting.token_scale)
+    paced_part.add_argument("--seed", type=int, default=0)
+    paced_part.add_argument("--virtual", action="store_true", help="instead: the controller alone, in virtual time")
     two = parts.add_parser("tool", help="real engines and trainers, with a slow tool")
     two.add_argument("--out", type=Path, required=True, help="folder of the runs and of results.jsonl")
     two.add_argument("--size", choices=sorted(pipelines_tool.SIZES), default="smoke")
@@ -184,17 +184,17 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--target", type=float, default=0.5, help="held-out accuracy; the time to it is given")
     two.add_argument("--again", action="store_true", help="also what has figures")
     two.add_argument("--report", action="store_true", help="run nothing: the table of what is there")
-    for part in (one, two):
+    for part in (paced_part, two):
         part.add_argument("--json", type=Path, help="write the figures here as well")
-    return found
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = parser().parse_args(argv)
     if options.part == "paced":
-        found = paced(options)
-        print(table(found["rows"]))
+        figures = paced(options)
+        print(table(figures["rows"]))
     else:
         task = pipelines_tool.SIZES[options.size]
         if options.rollouts is not None:
@@ -204,11 +204,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = pipelines_tool.of_task(pipelines_tool.results(options.out), options.size, task)
         else:
             runs = pipelines_tool.run_all(options.out, *which, options.again, task)
-        found = {"rows": pipelines_tool.summary(runs, options.target), "runs": runs}
-        print(pipelines_tool.table(found["rows"]))
-        for text in [*pipelines_tool.verdict(found["rows"]), *pipelines_tool.missing(runs, *which, task)]:
+        figures = {"rows": pipelines_tool.summary(runs, options.target), "runs": runs}
+        print(pipelines_tool.table(figures["rows"]))
+        for text in [*pipelines_tool.verdict(figures["rows"]), *pipelines_tool.missing(runs, *which, task)]:
             print(text)
-    write(options.json, found)
+    write(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class Engines:
         self._urls, self._setting = urls, setting
 
     async def push(self, version: int, mode: str) -> None:
-        """Pause all engines, let the modelled time of a push pass, and go on with the new weights."""
+        """Pause all engines, let the modelled time of a push pass, and resume with the new weights."""
         due = time.perf_counter() + self._setting.push_s * self._setting.time_scale
         async with aiohttp.ClientSession() as session:
             await self._all(session, "pause_generation", {"mode": mode})
@@ -176,7 +176,7 @@ class Engines:
             await self._all(session, "pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Let all engines go on."""
+        """Resume all engines."""
         async with aiohttp.ClientSession() as session:
             await self._all(session, "continue_generation", {})
 
@@ -190,13 +190,13 @@ class Engines:
     async def report(self) -> dict[str, Any]:
         """Return the sums over all engines."""
         async with aiohttp.ClientSession() as session, session.get(f"{self._urls[0]}/report") as response:
-            told = await response.json()
-        names = told["engines"][0]
-        found = {name: sum(one[name] for one in told["engines"]) for name in names}
-        return found | {
-            "cpu_s": told["cpu_s"],
-            "most_in_flight": max(one["most_in_flight"] for one in told["engines"]),
-            "latest_s": max(one["latest_s"] for one in told["engines"]),
+            report = await response.json()
+        names = report["engines"][0]
+        totals = {name: sum(engine[name] for engine in report["engines"]) for name in names}
+        return totals | {
+            "cpu_s": report["cpu_s"],
+            "most_in_flight": max(engine["most_in_flight"] for engine in report["engines"]),
+            "latest_s": max(engine["latest_s"] for engine in report["engines"]),
         }
 
 
@@ -291,8 +291,8 @@ class PacedRun:
         step.tokens += tokens
         for name in ("mean", "max"):
             # In pushes; the metric counts rollouts.
-            found = rollout.metrics.get(f"rollout/staleness/token_{name}", 0.0) / self._row.parts
-            setattr(step, f"staleness_{name}", max(getattr(step, f"staleness_{name}"), found))
+            staleness = rollout.metrics.get(f"rollout/staleness/token_{name}", 0.0) / self._row.parts
+            setattr(step, f"staleness_{name}", max(getattr(step, f"staleness_{name}"), staleness))
         share, start = tokens / self._mean, time.perf_counter()
         self._sleep(self._setting.log_probs_s * share if self._row.log_probs else 0.0)
         step.log_probs_s += self._since(start)
@@ -319,8 +319,8 @@ class CpuClock:
 
     def now(self) -> dict[str, float]:
         """Return the seconds so far."""
-        own, times = psutil.Process(), 0.0
-        for process in (own, *own.children(recursive=True)):
+        this_process, times = psutil.Process(), 0.0
+        for process in (this_process, *this_process.children(recursive=True)):
             if "fusionrl.engines.parse_worker" in process.cmdline():
                 times += sum(process.cpu_times()[:2])
         return {"buffer": time.process_time() + times, "router": sum(self.router.cpu_times()[:2])}

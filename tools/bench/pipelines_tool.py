@@ -1,7 +1,7 @@
 """The quickstart's task with a slow tool, on real engines, router and trainers: part (a) of `tools/bench/pipelines.py`.
 
 Every run is one `fusionrl train` with a folder of its own. Its figures are a line of results.jsonl, and a run that has
-its line is not run again: a program that was ended goes on where it was.
+its line is not run again: an interrupted program resumes where it stopped.
 
 The time of a run is the tool's: a step of on-policy waits 10 s for its slowest call, however few samples it has. So a
 rollout has twice the quickstart's samples and optimizer steps, and a run has a third of its rollouts. Further ones
@@ -30,7 +30,7 @@ PIPELINES: dict[str, list[str]] = {
     **{name: ["--pipeline", name] for name in PRESETS},
     "async-partial-k4": ["--pipeline", "async-partial", "--max-staleness", "4", "--admission-lead", "2"],
 }
-# Of a run of size `full` on two cores and nothing beside it, its start included; the supervised model of a seed takes
+# Of a run of size `full` on two idle cores, its start included; the supervised model of a seed takes
 # two more.
 MINUTES = {"on-policy": 8, "stream": 4, "one-step-off": 7, "async": 7, "async-partial": 4, "async-partial-k4": 4}
 LEAST_SPEED_UP, MOST_GAP = 2.0, 0.03  # of async-partial in samples a second; of every pipeline in final accuracy
@@ -93,26 +93,26 @@ def fusionrl(arguments: Sequence[str], log: Path) -> None:
 
 def prepare(folder: Path, seed: int, task: Task) -> Path:
     """Make the quickstart's data and supervised model of a seed, where they are not there yet; returns their folder."""
-    made = folder / f"task-s{seed}-sft{task.sft_steps}"
-    if (made / "sft-model" / "config.json").is_file():
-        return made
-    shutil.rmtree(made, ignore_errors=True)
-    command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), "--out", str(made), "--seed", str(seed)]
+    task_folder = folder / f"task-s{seed}-sft{task.sft_steps}"
+    if (task_folder / "sft-model" / "config.json").is_file():
+        return task_folder
+    shutil.rmtree(task_folder, ignore_errors=True)
+    command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), "--out", str(task_folder), "--seed", str(seed)]
     subprocess.run(command, check=True, capture_output=True)
-    flags = ["--mode", "sft", "--run-dir", str(made / "sft"), "--hf-checkpoint", str(made / "model")]
-    flags += ["--seed", str(seed), "--prompt-data", str(made / "sft.jsonl"), "--input-key", "messages"]
+    flags = ["--mode", "sft", "--run-dir", str(task_folder / "sft"), "--hf-checkpoint", str(task_folder / "model")]
+    flags += ["--seed", str(seed), "--prompt-data", str(task_folder / "sft.jsonl"), "--input-key", "messages"]
     flags += ["--rollout-shuffle", "--rollout-batch-size", "128", "--num-rollout", str(task.sft_steps)]
     flags += ["--lr", "1e-3", "--lr-warmup-iters", str(min(20, task.sft_steps // 2)), "--no-save"]
-    fusionrl([*flags, "--save-hf", str(made / "sft-model")], made / "sft.txt")
-    return made
+    fusionrl([*flags, "--save-hf", str(task_folder / "sft-model")], task_folder / "sft.txt")
+    return task_folder
 
 
-def flags_of(pipeline: str, seed: int, task: Task, made: Path, run_dir: Path) -> list[str]:
+def flags_of(pipeline: str, seed: int, task: Task, task_folder: Path, run_dir: Path) -> list[str]:
     """Return the command line of one run: the quickstart's, with the tool, on engines of its own."""
     num_samples = task.prompts * task.samples
     flags = ["--mode", "rl", *PIPELINES[pipeline], "--run-dir", str(run_dir), "--no-save", "--device", "cpu"]
-    flags += ["--hf-checkpoint", str(made / "sft-model"), "--seed", str(seed), "--rollout-seed", str(seed)]
-    flags += ["--prompt-data", str(made / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"]
+    flags += ["--hf-checkpoint", str(task_folder / "sft-model"), "--seed", str(seed), "--rollout-seed", str(seed)]
+    flags += ["--prompt-data", str(task_folder / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"]
     flags += ["--apply-chat-template", "--custom-rm-path", "plugins.rewards.digits.reward", "--rollout-shuffle"]
     flags += ["--custom-generate-function-path", TOOL, "--rollout-max-response-len", "5"]
     flags += ["--rollout-batch-size", str(task.prompts), "--n-samples-per-prompt", str(task.samples)]
@@ -123,20 +123,20 @@ def flags_of(pipeline: str, seed: int, task: Task, made: Path, run_dir: Path) ->
     if pipeline != "on-policy":
         flags += ["--use-tis"]  # tokens of older weights: log-probs before the step, and truncated ratios
     if task.eval_interval is not None:
-        flags += ["--eval-prompt-data", "held-out", str(made / "eval.jsonl"), "--eval-temperature", "0"]
+        flags += ["--eval-prompt-data", "held-out", str(task_folder / "eval.jsonl"), "--eval-temperature", "0"]
         flags += ["--skip-eval-before-train", "--eval-interval", str(task.eval_interval)]
     return flags
 
 
 def run_one(folder: Path, size: str, pipeline: str, seed: int, task: Task) -> dict[str, Any]:
     """Run one pipeline with one seed; returns its line."""
-    made = prepare(folder, seed, task)
+    task_folder = prepare(folder, seed, task)
     run_dir = folder / f"{size}-{pipeline}-s{seed}"
-    shutil.rmtree(run_dir, ignore_errors=True)  # one that was ended: its times are of no use
+    shutil.rmtree(run_dir, ignore_errors=True)  # an interrupted run: its times are useless
     start = time.monotonic()
-    fusionrl(flags_of(pipeline, seed, task, made, run_dir), folder / f"{run_dir.name}.txt")
-    found = figures(list(read_metrics(run_dir)), task)
-    return {"size": size, "pipeline": pipeline, "seed": seed, "wall_s": time.monotonic() - start, **found}
+    fusionrl(flags_of(pipeline, seed, task, task_folder, run_dir), folder / f"{run_dir.name}.txt")
+    measured = figures(list(read_metrics(run_dir)), task)
+    return {"size": size, "pipeline": pipeline, "seed": seed, "wall_s": time.monotonic() - start, **measured}
 
 
 def figures(metrics: Sequence[dict[str, float]], task: Task) -> dict[str, Any]:
@@ -171,16 +171,16 @@ def figures(metrics: Sequence[dict[str, float]], task: Task) -> dict[str, Any]:
 def _timed(metrics: Sequence[dict[str, float]], warm_up: int) -> list[dict[str, float]]:
     """Return the steps whose time tells the speed: `warm_up` of them are left out first, and after each evaluation.
 
-    Samples go on during an evaluation, so the next steps wait less than they cost.
+    Generation continues during an evaluation, so the next steps wait less than they cost.
     """
-    found, left = [], warm_up
+    rows, left = [], warm_up
     for row in metrics:
         if "perf/step_time_s" in row:
-            found += [row] if left <= 0 else []
+            rows += [row] if left <= 0 else []
             left -= 1
         if ACCURACY in row:
             left = warm_up
-    return found
+    return rows
 
 
 def time_to(curve: Sequence[Sequence[float]], target: float) -> float | None:
@@ -190,21 +190,21 @@ def time_to(curve: Sequence[Sequence[float]], target: float) -> float | None:
 
 def summary(lines: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:
     """Return a row for each pipeline: means over its seeds; compared with on-policy over the seeds that both have."""
-    found = []
+    rows = []
     for pipeline in PIPELINES:
-        own = [line for line in lines if line["pipeline"] == pipeline]
-        if not own:
+        its_lines = [line for line in lines if line["pipeline"] == pipeline]
+        if not its_lines:
             continue
-        row: dict[str, Any] = {"pipeline": pipeline, "seeds": len(own)}
+        row: dict[str, Any] = {"pipeline": pipeline, "seeds": len(its_lines)}
         for key in ("samples_per_s", "step_s", "wait_s", "drain_s", "train_s", "push_s", "staleness", "accuracy"):
-            values = [line[key] for line in own if line[key] is not None]
+            values = [line[key] for line in its_lines if line[key] is not None]
             row[key] = statistics.fmean(values) if values else None
-        row["staleness_max"] = max(line["staleness_max"] for line in own)
-        times = [time_to(line["curve"], target) for line in own]
+        row["staleness_max"] = max(line["staleness_max"] for line in its_lines)
+        times = [time_to(line["curve"], target) for line in its_lines]
         row["time_to_target_s"] = statistics.fmean(t for t in times if t is not None) if all(times) else None
-        found.append(row)
+        rows.append(row)
     base = {line["seed"]: line for line in lines if line["pipeline"] == "on-policy"}
-    for row in found:
+    for row in rows:
         pairs = [
             (line, base[line["seed"]]) for line in lines if line["pipeline"] == row["pipeline"] and line["seed"] in base
         ]
@@ -213,7 +213,7 @@ def summary(lines: Sequence[dict[str, Any]], target: float) -> list[dict[str, An
         row["speed_up"] = _mean_of(pairs, "samples_per_s", 0) / _mean_of(pairs, "samples_per_s", 1)
         if all(line["accuracy"] is not None for pair in pairs for line in pair):
             row["accuracy_gap"] = _mean_of(pairs, "accuracy", 0) - _mean_of(pairs, "accuracy", 1)
-    return found
+    return rows
 
 
 def _mean_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], key: str, place: int) -> float:
@@ -233,7 +233,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def run_all(
     folder: Path, size: str, pipelines: Sequence[str], seeds: Sequence[int], again: bool, task: Task
 ) -> list[dict[str, Any]]:
-    """Run what has no line yet, seed by seed and the pipelines by turns; returns all lines of this size."""
+    """Run what has no line yet, all pipelines of a seed in turn; return all lines of this size."""
     folder.mkdir(parents=True, exist_ok=True)
     file, lines = folder / RESULTS, results(folder)
     for number, seed in enumerate(seeds):
@@ -242,9 +242,9 @@ def run_all(
             if same and not again:
                 continue
             line = run_one(folder, size, pipeline, seed, task) | {"task": asdict(task)}
-            lines = [one for one in lines if one not in same] + [line]
+            lines = [earlier for earlier in lines if earlier not in same] + [line]
             part = file.with_suffix(".part")
-            part.write_text("".join(json.dumps(one) + "\n" for one in lines))
+            part.write_text("".join(json.dumps(earlier) + "\n" for earlier in lines))
             part.replace(file)
             print(f"{pipeline}, seed {seed}: {line['samples_per_s']:.1f} samples/s", file=sys.stderr, flush=True)
     return of_task(lines, size, task)
@@ -269,17 +269,19 @@ def of_task(lines: Sequence[dict[str, Any]], size: str, task: Task) -> list[dict
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Say of each claim whether the rows bear it out; nothing of one that they do not speak of."""
-    by_name, said = {row["pipeline"]: row for row in rows}, []
+    by_name, verdicts = {row["pipeline"]: row for row in rows}, []
     if (speed_up := by_name.get("async-partial", {}).get("speed_up")) is not None and "on-policy" in by_name:
         word = "holds" if speed_up >= LEAST_SPEED_UP else "FAILS"
-        said.append(f"{word}: async-partial {speed_up:.2f} x on-policy in samples a second ({LEAST_SPEED_UP:g} wanted)")
+        verdicts.append(
+            f"{word}: async-partial {speed_up:.2f} x on-policy in samples a second ({LEAST_SPEED_UP:g} wanted)"
+        )
     gaps = {row["pipeline"]: row["accuracy_gap"] for row in rows if row.get("accuracy_gap") is not None}
     gaps.pop("on-policy", None)
     if gaps:
-        name = max(gaps, key=lambda one: abs(gaps[one]))
+        name = max(gaps, key=lambda pipeline: abs(gaps[pipeline]))
         word = "holds" if abs(gaps[name]) <= MOST_GAP else "FAILS"
-        said.append(f"{word}: final accuracies within {MOST_GAP:g} of on-policy's; {name} has {gaps[name]:+.3f}")
-    return said
+        verdicts.append(f"{word}: final accuracies within {MOST_GAP:g} of on-policy's; {name} has {gaps[name]:+.3f}")
+    return verdicts
 
 
 def missing(

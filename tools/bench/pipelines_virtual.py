@@ -31,7 +31,7 @@ class Totals:
     prefilled_again: float
     stale_tokens: float  # of those that were trained, each counted as often as it is versions old
     tokens: float
-    most_parked: int  # samples that went on over a push
+    most_parked: int  # samples that continued across a push
 
 
 class VirtualRun:
@@ -89,7 +89,7 @@ class VirtualRun:
                 self._train_end = self.now + seconds
             elif isinstance(action, events.Push):
                 self._push_end = self.now + self._setting.push_s
-                self._most_parked = max(self._most_parked, sum(len(one.running) for one in self._engines))
+                self._most_parked = max(self._most_parked, sum(len(engine.running) for engine in self._engines))
                 for engine in self._engines:
                     engine.pause("in_place" if self.knobs.in_flight == "in_place" else "retract")
             elif not isinstance(action, events.Drop):
@@ -110,7 +110,7 @@ class VirtualRun:
         apply(self.state, self.knobs, events.Admitted(ordinal, count))
         self._left[ordinal], self._tokens[ordinal], self._oldest[ordinal] = count, 0.0, self.state.version
         self._versions[ordinal] = Counter()
-        engine = min(self._engines, key=lambda one: len(one.running) + len(one.waiting))
+        engine = min(self._engines, key=lambda engine: len(engine.running) + len(engine.waiting))
         for number in range(count):
             lengths = self._setting.lengths
             request = Request(lengths.prompt, lengths.of(ordinal, number), cached=number > 0)

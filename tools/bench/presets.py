@@ -4,7 +4,7 @@
 
 Runs the command line once for each (SFT first, where --out has none yet), one after the other, and prints held-out
 accuracy before and after with the seconds spent in rollout steps (starting up and evaluating are not counted); the
-curves go to OUT/accuracy.png, the figures to OUT/presets.json. What was run before in OUT is not run again.
+curves go to OUT/accuracy.png, the figures to OUT/presets.json. A preset that has figures in OUT is not run again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusionrl.observe.curves import compare_curves
 from fusionrl.observe.metrics import read_metrics
 
 ACCURACY = "eval/held-out/accuracy"
-# Beside what all have; chosen on seed 1. Losses with other units want other rates.
+# In addition to the shared flags; chosen on seed 1. Losses with other units need other rates.
 OWN_FLAGS: dict[str, list[str]] = {
     # Its reward model learns from answers that are right or wrong: no credit for single digits.
     "prime": ["--rm-type", "exact", "--prm-lr", "1e-3"],
@@ -50,7 +50,7 @@ def make_start(out: Path, seed: int) -> None:
 
 def run_preset(name: str, out: Path, seed: int) -> None:
     """One algorithm."""
-    own = OWN_FLAGS.get(name, [])
+    preset_flags = OWN_FLAGS.get(name, [])
     train(
         *("--mode", "rl", "--algorithm", name, "--run-dir", str(out / name), "--seed", str(seed)),
         *(
@@ -62,13 +62,13 @@ def run_preset(name: str, out: Path, seed: int) -> None:
             "prompt",
         ),
         *("--label-key", "label", "--apply-chat-template"),
-        *([] if "--rm-type" in own else ["--custom-rm-path", "plugins.rewards.digits.reward"]),
+        *([] if "--rm-type" in preset_flags else ["--custom-rm-path", "plugins.rewards.digits.reward"]),
         *("--rollout-max-response-len", "5", "--eval-prompt-data", "held-out", str(out / "eval.jsonl")),
         *("--eval-temperature", "0", "--eval-interval", "15", "--rollout-shuffle", "--rollout-seed", str(seed)),
         *("--rollout-batch-size", "32", "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "2"),
         *("--num-rollout", "75", "--lr", "1.2e-4", "--min-lr", "1e-5", "--adam-beta2", "0.99"),
         *("--lr-decay-style", "linear", "--lr-warmup-iters", "4", "--colocate", "--no-save"),
-        *("--sglang-max-running-requests", "256", *own),
+        *("--sglang-max-running-requests", "256", *preset_flags),
     )
 
 
@@ -89,17 +89,17 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     make_start(options.out, options.seed)
-    found = {}
+    accuracies = {}
     for name in options.algorithms:
         if not (options.out / name / "curves.png").is_file():
             run_preset(name, options.out, options.seed)
-        found[name] = result(options.out / name)
-        (options.out / "presets.json").write_text(json.dumps(found, indent=1) + "\n")
+        accuracies[name] = result(options.out / name)
+        (options.out / "presets.json").write_text(json.dumps(accuracies, indent=1) + "\n")
     print("| algorithm | accuracy before | after | gain | seconds of training |\n|---|---|---|---|---|")
-    for name, row in found.items():
+    for name, row in accuracies.items():
         gain = row["after"] - row["before"]
         print(f"| {name} | {row['before']:.3f} | {row['after']:.3f} | {gain:+.3f} | {row['train_s']:.0f} |")
-    runs = {name: read_metrics(options.out / name) for name in found}
+    runs = {name: read_metrics(options.out / name) for name in accuracies}
     compare_curves(runs, ACCURACY, options.out / "accuracy.png")
 
 

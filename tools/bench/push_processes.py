@@ -88,8 +88,8 @@ class Parts:
                 if rule.expert * self.layout.ep // self.shape.moe.num_experts != self._ep:
                     continue
                 place, size = self._etp, self.layout.etp
-            whole = whole_tensor(rule, DTYPES[self.dtype], seed).to(self.device)
-            self.own[rule.megatron] = (rule, convert.split(rule, whole, place, size).contiguous())
+            full = whole_tensor(rule, DTYPES[self.dtype], seed).to(self.device)
+            self.own[rule.megatron] = (rule, convert.split(rule, full, place, size).contiguous())
 
     def settle(self) -> None:
         """Nothing to reload."""
@@ -112,13 +112,13 @@ class Parts:
 
 def _group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup:
     """The group of `size` neighbours that `rank` is in; all ranks make all of them."""
-    found = None
+    own_group = None
     for first in range(0, world_size, size):
         group = dist.new_group(range(first, first + size))
         if first <= rank < first + size:
-            found = group
-    assert found is not None
-    return found
+            own_group = group
+    assert own_group is not None
+    return own_group
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,7 @@ class Process:
         """End it."""
         self.process.kill()
         self.process.join()
-        # The pipe closes with its last user: a thread that still polls it would go on with whatever gets its number.
+        # The pipe closes with its last user: a thread that still polls it would poll the next file with its number.
 
 
 @dataclass
@@ -458,7 +458,7 @@ def _serve_rank(pipe: Any, options: RankOptions, rank: int, port: int) -> None:
 
 
 class _RankCalls:
-    """One call after the other, as an actor takes them: also after one for which nobody waits any more."""
+    """Make one call after the other, as an actor does, even after a call that its caller abandoned."""
 
     def __init__(self, process: Process) -> None:
         self._process, self._lock = process, threading.Lock()
@@ -516,7 +516,11 @@ class DividedEngine:
 
     def update_weights_from_tensor(self, serialized: list[str], **payload: Any) -> None:
         """Each rank its own payload."""
-        self._ask("update_weights_from_tensor", [{"serialized": [one]} for one in serialized], **payload)
+        self._ask(
+            "update_weights_from_tensor",
+            [{"serialized": [payload_of_rank]} for payload_of_rank in serialized],
+            **payload,
+        )
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         if method.startswith("_") or method == "ranks":
@@ -526,8 +530,8 @@ class DividedEngine:
     def _ask(self, method: str, each: Sequence[dict[str, Any]], *args: Any, **payload: Any) -> None:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             calls = [
-                pool.submit(getattr(rank, method), *args, **payload, **own)
-                for rank, own in zip(self.ranks, each, strict=True)
+                pool.submit(getattr(rank, method), *args, **payload, **rank_payload)
+                for rank, rank_payload in zip(self.ranks, each, strict=True)
             ]
         for call in calls:
             call.result()

@@ -1,4 +1,4 @@
-"""Seconds of a test of --rm-type code, this checkout against another one, by turns.
+"""Seconds of a test of --rm-type code, this checkout alternating with another.
 
     git worktree add /tmp/before COMMIT
     python tools/bench/sandbox.py --against /tmp/before [--rounds 15] [--tests 8]
@@ -88,8 +88,10 @@ def main() -> None:
         for number in range(args.rounds):
             for name in sorted(workers, reverse=bool(number % 2)):
                 seconds[name].append(measure(workers[name], program, label) / args.tests)
-        this, other = (1e3 * statistics.median(seconds[name]) for name in ("this", "other"))
-        print(f"{kind:<8} {this:16.1f} {other:17.1f} {sum(seconds['this']) / sum(seconds['other']):13.3f}", flush=True)
+        this, baseline = (1e3 * statistics.median(seconds[name]) for name in ("this", "other"))
+        print(
+            f"{kind:<8} {this:16.1f} {baseline:17.1f} {sum(seconds['this']) / sum(seconds['other']):13.3f}", flush=True
+        )
     for worker in workers.values():
         assert worker.stdin
         worker.stdin.close()

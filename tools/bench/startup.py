@@ -1,4 +1,4 @@
-"""Time from a command to its first step, and from its last step to the end, by turns with another checkout.
+"""Time from a command to its first step, and from its last step to the end, alternating with another checkout.
 
     git worktree add ../before COMMIT
     python tools/bench/startup.py --against ../before [--rounds 3] [--modes rl eval sft] [--data DIR] [--json FILE]
@@ -75,7 +75,7 @@ class Watch:
         self._needle = f"{MARK}={mark}".encode()
         self._strangers: set[int] = set()
         self._kinds: dict[int, str] = {}
-        self._seconds: dict[tuple[int, str], float] = {}  # process and kind → seconds while it was of this kind
+        self._seconds: dict[tuple[int, str], float] = {}  # process and kind → seconds under this kind
         self._last: dict[int, float] = {}
         self.looks: list[tuple[float, dict[str, float]]] = []
 
@@ -84,10 +84,10 @@ class Watch:
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) not in self._strangers:
                 self._look_at(int(name))
-        found: Counter[str] = Counter()
+        cpu_by_kind: Counter[str] = Counter()
         for (_, kind), seconds in self._seconds.items():
-            found[kind] += seconds
-        self.looks.append((time.time(), dict(found)))
+            cpu_by_kind[kind] += seconds
+        self.looks.append((time.time(), dict(cpu_by_kind)))
 
     def _look_at(self, pid: int) -> None:
         try:
@@ -107,7 +107,7 @@ class Watch:
 
     def at(self, moment: float) -> dict[str, float]:
         """CPU seconds by kind at the last look before a moment."""
-        return next((found for when, found in reversed(self.looks) if when <= moment), {})
+        return next((look for when, look in reversed(self.looks) if when <= moment), {})
 
 
 def flags_of(mode: str, data: Path) -> list[str]:
@@ -152,27 +152,29 @@ def measure(checkout: Path, mode: str, data: Path, folder: Path) -> Measured:
     duration = "perf/time_eval_s" if mode == "eval" else "perf/step_time_s"
     first = next(row for row in rows if duration in row)
     began, last = first["time"] - first[duration], rows[-1]["time"]
-    before, after, whole = watch.at(began), watch.at(last), watch.at(end)
-    return Measured(began - start, end - last, before, sum(whole.values()) - sum(after.values()))
+    before, after, at_end = watch.at(began), watch.at(last), watch.at(end)
+    return Measured(began - start, end - last, before, sum(at_end.values()) - sum(after.values()))
 
 
 def report(name: str, rounds: list[dict[str, Measured]]) -> None:
     """Print the figures of one mode, the table's rows first."""
     for figure in ("first_step", "end", "total_cpu"):
-        medians = {side: statistics.median(getattr(one[side], figure) for one in rounds) for side in rounds[0]}
-        said = ", ".join(f"{side} {value:.1f} s" for side, value in medians.items())
+        medians = {side: statistics.median(getattr(round_[side], figure) for round_ in rounds) for side in rounds[0]}
+        line = ", ".join(f"{side} {value:.1f} s" for side, value in medians.items())
         if "other" in medians:
-            ratio = statistics.median(getattr(one["this"], figure) / getattr(one["other"], figure) for one in rounds)
-            said += f", this / other {ratio:.2f}"
-        print(f"{name:5} {figure.replace('total_', '').replace('_', ' '):11} {said}", flush=True)
-    kinds = sorted({kind for one in rounds for measured in one.values() for kind in measured.start_cpu})
+            ratio = statistics.median(
+                getattr(round_["this"], figure) / getattr(round_["other"], figure) for round_ in rounds
+            )
+            line += f", this / other {ratio:.2f}"
+        print(f"{name:5} {figure.replace('total_', '').replace('_', ' '):11} {line}", flush=True)
+    kinds = sorted({kind for round_ in rounds for measured in round_.values() for kind in measured.start_cpu})
     print(f"\n| {name}: CPU seconds until the first step | {' | '.join(rounds[0])} |\n|---|{'---|' * len(rounds[0])}")
     for kind in [*kinds, "all"]:
         cells = []
         for side in rounds[0]:
             of_kind = [
-                sum(one[side].start_cpu.values()) if kind == "all" else one[side].start_cpu.get(kind, 0.0)
-                for one in rounds
+                sum(round_[side].start_cpu.values()) if kind == "all" else round_[side].start_cpu.get(kind, 0.0)
+                for round_ in rounds
             ]
             cells.append(f"{statistics.median(of_kind):.1f}")
         print(f"| {kind} | {' | '.join(cells)} |")
@@ -180,7 +182,7 @@ def report(name: str, rounds: list[dict[str, Measured]]) -> None:
 
 
 def main() -> None:
-    """Measure by turns; see the module."""
+    """Alternate the checkouts and measure; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="root of the other checkout; without: this one"
@@ -201,14 +203,18 @@ def main() -> None:
         for number in range(options.rounds):
             for mode in options.modes:
                 sides = sorted(checkouts, reverse=bool(number % 2))
-                found = {side: measure(checkouts[side], mode, data, folder) for side in sides}
-                rounds[mode].append({side: found[side] for side in checkouts})
-                told = "; ".join(f"{side} {one.first_step:.1f} + {one.end:.1f} s" for side, one in found.items())
-                print(f"round {number}, {mode}: {told}", flush=True)
+                starts = {side: measure(checkouts[side], mode, data, folder) for side in sides}
+                rounds[mode].append({side: starts[side] for side in checkouts})
+                times = "; ".join(
+                    f"{side} {start.first_step:.1f} + {start.end:.1f} s" for side, start in starts.items()
+                )
+                print(f"round {number}, {mode}: {times}", flush=True)
     for mode, measured in rounds.items():
         report(mode, measured)
     if options.json:
-        plain = {mode: [{side: asdict(m) for side, m in one.items()} for one in all_] for mode, all_ in rounds.items()}
+        plain = {
+            mode: [{side: asdict(m) for side, m in round_.items()} for round_ in all_] for mode, all_ in rounds.items()
+        }
         options.json.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Time one GRPO step: generate, train, push weights; by turns with TRL's GRPOTrainer and with rows without our code.
+"""Time one GRPO step: generate, train, push weights; alternating with TRL's GRPOTrainer and with rows without our code.
 
     python tools/bench/step.py --model runs/smollm2-135m/model [--turns 5] [--steps 2] [--no-trl] [--precision bf16]
     bash scripts/quickstart.sh 1 runs/quickstart    # makes the model of the next line
@@ -7,7 +7,7 @@
 4 prompts x 8 samples, 32 new tokens each (the end token ignored on both sides), prompts of about 8 tokens. TRL runs in
 an environment of its own (`bash scripts/setup-trl-env.sh`), as a process that is started anew for each turn; its
 start-up is not counted. The first step of each side in a turn is a warm-up: our processes have slept until then, and
-TRL's is new. The bare rows (`tools/bench/bare.py`, on a CPU alone) are of the same prompts and tokens:
+TRL's is new. The bare rows (`tools/bench/bare.py`, on a CPU alone) use the same prompts and tokens:
 transformers' model in a plain loop, its forward and backward pass, and the matrix products alone. `engine_alone` are
 the same requests straight to the run's engine (`tools/bench/engine_alone.py`).
 
@@ -109,7 +109,7 @@ def our_step(actors: Actors, number: int) -> dict[str, float]:
 
 
 def trl_steps(options: argparse.Namespace, data: Path) -> list[float]:
-    """Seconds of each of TRL's steps, the first one left out as a warm-up.
+    """Return the seconds of each step in TRL, the first one left out as a warm-up.
 
     Raises:
         SystemExit: its environment is missing, or it failed.
@@ -212,7 +212,7 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _medians(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(one[name] for one in values), 3) for name in values[0]}
+    return {name: round(statistics.median(row[name] for row in values), 3) for name in values[0]}
 
 
 def main() -> None:

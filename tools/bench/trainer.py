@@ -123,9 +123,9 @@ def device_peak(actor: Any) -> tuple[str, float, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--shape", choices=sorted(QWEN3))
-    what.add_argument("--hf-checkpoint", help="folder with a config.json")
+    model_source = parser.add_mutually_exclusive_group(required=True)
+    model_source.add_argument("--shape", choices=sorted(QWEN3))
+    model_source.add_argument("--hf-checkpoint", help="folder with a config.json")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, before context parallelism")
     parser.add_argument("--sequence", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--micro-batches", type=int, default=2)

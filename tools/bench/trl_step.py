@@ -1,4 +1,4 @@
-"""Time the training step of TRL's GRPOTrainer on given prompts; the other side of tools/bench/step.py.
+"""Time the training step of GRPOTrainer, from TRL, on given prompts; the other side of tools/bench/step.py.
 
     bash scripts/setup-trl-env.sh
     .venv-trl/bin/python tools/bench/trl_step.py --model DIR --prompts FILE.jsonl

@@ -1,20 +1,20 @@
-"""Time a weight push between real processes, beside what the machine does bare: a gloo broadcast, and a memcpy.
+"""Time a weight push between real processes, next to a bare gloo broadcast and a memcpy on the same machine.
 
     python -m tools.bench.weight_push [--shape qwen3-0.6b] [--layouts tp1,tp2-pp2] [--receivers 1,2]
                                       [--buckets 64,256,1024] [--turns 5] [--engine] [--device cuda] [--json FILE]
 
 Ranks hold random tensors of the model's names and shapes in bf16, divided as Megatron divides them, and run the
 product's sender and protocol; receivers answer as an engine does and drop what they get (by shared memory they copy it
-out once). All of a row is measured by turns in one run; figures are medians over turns, ratios the medians of the
+out once). All of a row is measured in one run, alternating; figures are medians over turns, ratios the medians of the
 ratios within a turn. A push that is counted is the second of two, whose plan, groups and buffers stand, as in a run:
 
-broadcast, ipc   first byte sent to last byte received, after the preparation; `pause` is all that the engines stand for
+broadcast, ipc   first byte sent to last byte received, after the preparation; `pause` is how long the engines wait
 serial           the same by broadcast where no bucket is gathered before the one before is sent; compared by the pause,
                  and by the whole, which counts the buckets that are gathered before the pause
-tensor-by-tensor one gather, one call and one broadcast for each tensor, none beside the other, as verl and early slime
+tensor-by-tensor one gather, one call and one broadcast for each tensor, one at a time, as verl and early slime
 raw broadcast    the same bytes out of one buffer to as many receivers, with nothing else
 raw serial, raw overlapped
-                 that with a memcpy of each bucket into its buffer, before or beside the broadcasts: what an overlap
+                 that with a memcpy of each bucket into its buffer, before or during the broadcasts: what an overlap
                  brings on this machine, without the product
 raw memcpy       the same bytes from buffer to buffer
 
@@ -150,19 +150,19 @@ class Bench:
 
 def by_turns(turns: int, measured: dict[str, Callable[[], dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     """Each of `measured` once a turn, after one turn that is not counted; what they return, turn by turn."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in measured}
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in measured}
     for turn in range(turns + 1):
         for name, run in measured.items():
             value = run()
             if turn:
-                found[name].append(value)
-    return found
+                samples[name].append(value)
+    return samples
 
 
-def medians(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def medians(samples: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Of every figure."""
     return {
-        name: {key: _median([value[key] for value in values]) for key in values[0]} for name, values in found.items()
+        name: {key: _median([value[key] for value in values]) for key in values[0]} for name, values in samples.items()
     }
 
 
@@ -189,21 +189,21 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         measured["serial"] = lambda: bench.second_push("broadcast", bucket, overlapped=False)
         if baseline:
             measured["tensor-by-tensor"] = lambda: bench.push("broadcast", 1, overlapped=False)
-    found = by_turns(turns, measured)
+    samples = by_turns(turns, measured)
     key = "transfer_s"
     ratios = {
-        "broadcast / raw broadcast": _ratio(found["raw broadcast"], key, found["broadcast"]),
-        "ipc / raw memcpy": _ratio(found["raw memcpy"], key, found["ipc"]),
-        "pause / transfer, broadcast": _ratio(found["broadcast"], "sync/pause_s", found["broadcast"], key),
-        "pause / transfer, ipc": _ratio(found["ipc"], "sync/pause_s", found["ipc"], key),
+        "broadcast / raw broadcast": _ratio(samples["raw broadcast"], key, samples["broadcast"]),
+        "ipc / raw memcpy": _ratio(samples["raw memcpy"], key, samples["ipc"]),
+        "pause / transfer, broadcast": _ratio(samples["broadcast"], "sync/pause_s", samples["broadcast"], key),
+        "pause / transfer, ipc": _ratio(samples["ipc"], "sync/pause_s", samples["ipc"], key),
     }
-    if "serial" in found:
-        ratios["raw overlapped / serial"] = _ratio(found["raw overlapped"], key, found["raw serial"])
-        ratios["overlapped / serial, pause"] = _ratio(found["broadcast"], "sync/pause_s", found["serial"])
-        ratios["overlapped / serial, whole"] = _ratio(found["broadcast"], "total_s", found["serial"])
-    if "tensor-by-tensor" in found:
-        ratios["broadcast / tensor-by-tensor"] = _ratio(found["tensor-by-tensor"], key, found["broadcast"])
-    values = medians(found)
+    if "serial" in samples:
+        ratios["raw overlapped / serial"] = _ratio(samples["raw overlapped"], key, samples["raw serial"])
+        ratios["overlapped / serial, pause"] = _ratio(samples["broadcast"], "sync/pause_s", samples["serial"])
+        ratios["overlapped / serial, whole"] = _ratio(samples["broadcast"], "total_s", samples["serial"])
+    if "tensor-by-tensor" in samples:
+        ratios["broadcast / tensor-by-tensor"] = _ratio(samples["tensor-by-tensor"], key, samples["broadcast"])
+    values = medians(samples)
     rate = {name: bench.num_bytes / value[key] / 1e9 for name, value in values.items()}
     return {"gb_per_s": rate, "ratios": ratios, "medians": values}
 
@@ -234,12 +234,12 @@ def measure_engine(bench: Bench, bucket: int, turns: int, config: dict[str, Any]
                 name: (lambda name=name: bench.second_push(name, bucket, targets=[target]))
                 for name in ("broadcast", "ipc")
             }
-            found = medians(by_turns(turns, measured))
+            figures = medians(by_turns(turns, measured))
         finally:
             engine.shutdown()
     return {
-        "gb_per_s": {name: bench.num_bytes / values["sync/transfer_s"] / 1e9 for name, values in found.items()},
-        "medians": found,
+        "gb_per_s": {name: bench.num_bytes / values["sync/transfer_s"] / 1e9 for name, values in figures.items()},
+        "medians": figures,
     }
 
 
@@ -294,8 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 count, _, size = receivers.partition("x")
                 sizes = [int(size or 1)] * int(count)
                 ep_size = len(sizes) and (sizes[0] if shape.moe else 1)
-                with Receivers(sizes, device=options.device, ep_size=ep_size) as made:
-                    bench = Bench(ranks, made, shape, options.device)
+                with Receivers(sizes, device=options.device, ep_size=ep_size) as engines:
+                    bench = Bench(ranks, engines, shape, options.device)
                     for bucket in map(int, options.buckets.split(",")):
                         row: dict[str, Any] = {"shape": options.shape, "layout": layout, "bucket_mb": bucket}
                         row |= {"receiver": f"{receivers} dropping", "bytes": bench.num_bytes}

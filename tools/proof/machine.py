@@ -43,8 +43,8 @@ def facts(rehearses: bool) -> dict[str, object]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found: dict[str, object] = {"gpus": [] if rehearses else _gpus(), "versions": versions, "sources": _sources()}
-    return found
+    facts: dict[str, object] = {"gpus": [] if rehearses else _gpus(), "versions": versions, "sources": _sources()}
+    return facts
 
 
 def described(machine: Mapping[str, object]) -> str:

@@ -24,11 +24,11 @@ def passed_before(path: Path, machine: Mapping[str, object]) -> set[str]:
     last: dict[str, bool] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except json.JSONDecodeError:  # the program was killed while it wrote
             continue
-        if found["status"] != "skipped" and found["machine"] == dict(machine):
-            last[found["stage"]] = found["status"] == "passed"
+        if record["status"] != "skipped" and record["machine"] == dict(machine):
+            last[record["stage"]] = record["status"] == "passed"
     return {name for name, is_passed in last.items() if is_passed}
 
 
@@ -55,8 +55,8 @@ def with_result(page: str, row: str, where: str, result: Result) -> str:
 def _described(result: Result) -> str:
     if result.status != "passed":
         return f"{result.status}: {result.why}"
-    shown = [f"{name} {_short(value)}" for name, value in result.figures.items()]
-    return f"passed in {result.seconds:.0f} s" + "".join(f"; {text}" for text in shown)
+    figures = [f"{name} {_short(value)}" for name, value in result.figures.items()]
+    return f"passed in {result.seconds:.0f} s" + "".join(f"; {text}" for text in figures)
 
 
 def _short(value: object) -> str:

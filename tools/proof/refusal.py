@@ -1,4 +1,4 @@
-"""A group for a weight push with an engine that first refuses to join: the trainer is told at once, and goes on.
+"""A group for a weight push with an engine that first refuses to join: the trainer notices at once and continues.
 
     python -m tools.proof.refusal [--device cuda] [--json FILE]
 
@@ -30,7 +30,7 @@ NUM_BYTES = 64 * 2**20
 
 
 def serve(pipe: Connection, device: str) -> None:
-    """Be an engine's rank: join the groups that are asked for, and add up the bytes that come."""
+    """Be an engine's rank: join the requested groups, and add up the received bytes."""
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     group = None
@@ -88,11 +88,14 @@ def show(device: str) -> dict[str, float]:
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(child, theirs), daemon=True)
     process.start()
     try:
-        own = torch.device(ours)
-        if own.type == "cuda":
-            torch.cuda.set_device(own)
+        our_device = torch.device(ours)
+        if our_device.type == "cuda":
+            torch.cuda.set_device(our_device)
         engine = Engine(pipe, refuses=1)
-        broadcast, targets = Broadcast(backend, HOST, LIMIT_S, own), [EngineTarget(0, Threaded(engine), "", (0,))]
+        broadcast, targets = (
+            Broadcast(backend, HOST, LIMIT_S, our_device),
+            [EngineTarget(0, Threaded(engine), "", (0,))],
+        )
         start = time.perf_counter()
         try:
             broadcast.connect(targets)
@@ -101,11 +104,11 @@ def show(device: str) -> dict[str, float]:
             if "no group today" not in str(error):
                 raise
         else:
-            raise RuntimeError("the engine refused, and nobody was told")
+            raise RuntimeError("the engine refused, and the sender did not notice")
         start = time.perf_counter()
         broadcast.connect(targets)
         connected_s = time.perf_counter() - start
-        flat = (torch.arange(NUM_BYTES, device=own) % 251).to(torch.uint8)
+        flat = (torch.arange(NUM_BYTES, device=our_device) % 251).to(torch.uint8)
         start = time.perf_counter()
         broadcast.send([("w", flat)], flat, stamp_of(1), LIMIT_S)
         sent_s = time.perf_counter() - start

@@ -50,7 +50,7 @@ class Stage:
     command   what it runs
     read      its figures
     num_gpus  that it needs
-    packages  that it needs beside those of a run
+    packages  that it needs in addition to those of a run
     """
 
     name: str

@@ -44,7 +44,7 @@ def _on_this_device(flags: tuple[str, ...], setting: Setting) -> list[str]:
 
 
 def _read_run(limit: float) -> Callable[[Setting, int, str], Figures]:
-    """Figures of a run: `limit` is of the mean log-prob difference between engines and trainers."""
+    """Figures of a run: `limit` bounds the mean log-prob difference between engines and trainers."""
 
     def read(setting: Setting, code: int, output: str) -> Figures:
         if code:
@@ -78,8 +78,8 @@ def _read_json(*names: str) -> Callable[[Setting, int, str], Figures]:
     def read(setting: Setting, code: int, output: str) -> Figures:
         if code:
             raise Failed("the program failed")
-        found = json.loads(output[output.index("\n{") if not output.startswith("{") else 0 :])
-        return {name: found[name] for name in names}
+        figures = json.loads(output[output.index("\n{") if not output.startswith("{") else 0 :])
+        return {name: figures[name] for name in names}
 
     return read
 
@@ -105,10 +105,10 @@ def _loss(precision: str) -> Callable[[Setting], list[str]]:
 
 
 def _read_loss(setting: Setting, code: int, output: str) -> Figures:
-    found = json.loads((setting.folder / "loss.json").read_text())["entropy gradient: False"]["fusionrl"]
-    if code and not setting.rehearses:  # its bounds are of the real size
+    losses = json.loads((setting.folder / "loss.json").read_text())["entropy gradient: False"]["fusionrl"]
+    if code and not setting.rehearses:  # its bounds hold at the real size
         raise Failed("out of its bounds")
-    return {"time / plain": found["s / plain"], "memory / plain": found["MiB beyond gradients / plain"]}
+    return {"time / plain": losses["s / plain"], "memory / plain": losses["MiB beyond gradients / plain"]}
 
 
 def _push(setting: Setting) -> list[str]:
@@ -123,8 +123,8 @@ def _read_push(setting: Setting, code: int, output: str) -> Figures:
     if code:
         raise Failed("the program failed")
     rows = json.loads((setting.folder / "push.json").read_text())["rows"]
-    shown = [line for line in output.splitlines() if "dropping" in line or "SGLang" in line]
-    return {"rows": len(rows), "figures": "; ".join(shown)[-400:]}
+    lines = [line for line in output.splitlines() if "dropping" in line or "SGLang" in line]
+    return {"rows": len(rows), "figures": "; ".join(lines)[-400:]}
 
 
 def _step(setting: Setting) -> list[str]:
@@ -136,8 +136,8 @@ def _step(setting: Setting) -> list[str]:
 def _read_step(setting: Setting, code: int, output: str) -> Figures:
     if code:
         raise Failed("the program failed")
-    found = json.loads(output[output.rindex("\n{") if "\n{" in output else 0 :])
-    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+    figures = json.loads(output[output.rindex("\n{") if "\n{" in output else 0 :])
+    return {name: value for name, value in figures.items() if isinstance(value, int | float | str)}
 
 
 def _pytest(*arguments: str) -> Callable[[Setting], list[str]]:
@@ -166,8 +166,8 @@ def _refusal(setting: Setting) -> list[str]:
 def _read_refusal(setting: Setting, code: int, output: str) -> Figures:
     if code:
         raise Failed("the program failed")
-    found: Figures = json.loads((setting.folder / "refusal.json").read_text())
-    return found
+    figures: Figures = json.loads((setting.folder / "refusal.json").read_text())
+    return figures
 
 
 def _parity(setting: Setting) -> list[str]:
@@ -255,11 +255,11 @@ def of_names(names: str | None) -> list[Stage]:
     """
     if names is None:
         return list(STAGES)
-    wanted = names.split(",")
-    unknown = sorted(set(wanted) - {stage.name for stage in STAGES})
+    chosen = names.split(",")
+    unknown = sorted(set(chosen) - {stage.name for stage in STAGES})
     if unknown:
-        raise ValueError(f"--only {','.join(unknown)}: there is no such stage; see --list")
-    return [stage for stage in STAGES if stage.name in wanted]
+        raise ValueError(f"--only {','.join(unknown)}: unknown stage; see --list")
+    return [stage for stage in STAGES if stage.name in chosen]
 
 
 def pages_rows(root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the stages train on: the quickstart's task, and a model with experts beside it. Made from a seed."""
+"""Data and models of the stages: the quickstart's task and a model with experts, made from a seed."""
 
 from __future__ import annotations
 
