@@ -29,14 +29,10 @@ def kill_and_check(launched: Launched, folder: Path, is_time: Callable[[], bool]
     Ray's and aiohttp's text stays in the log.
     """
     path = folder / "logs" / log
-    try:
+    with launched:
         launched.wait_for(is_time)
         os.kill(_router_of(launched) if log == "router.log" else writer_of(path), signal.SIGKILL)
-        assert launched.wait(90) == 1
-    finally:
-        for pid in launched.living() if launched.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-    launched.assert_nothing_left()
+        assert launched.wait() == 1
     text = launched.output()
     message = text[text.index("failed: ") :]
     assert name in message.splitlines()[0], message

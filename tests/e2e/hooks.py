@@ -46,13 +46,35 @@ async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 async def late(args: Any, sample: Any, sampling_params: Any) -> Any:
-    """The default answer of an evaluation, some seconds later."""
+    """The default answer; while steps 1 to 3 are the newest in metrics.jsonl it waits, for two minutes at most."""
     import asyncio
+    import time
 
     from fusionrl.plugin_api import generate
 
-    await asyncio.sleep(4.0)
+    deadline = time.monotonic() + 120
+    while 1 <= _newest_step(args.run_dir) <= 3 and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
     return await generate(args, sample, sampling_params)
+
+
+def _newest_step(run_dir: str) -> int:
+    import re
+    from pathlib import Path
+
+    path = Path(run_dir) / "metrics.jsonl"
+    rows = [line for line in path.read_text().splitlines() if '"train/loss"' in line] if path.is_file() else []
+    return max((int(step) for row in rows for step in re.findall(r'"step": ?(\d+)', row)), default=0)
+
+
+def waits_at_rollout_10(args: Any, rollout_id: int, *_: Any) -> None:
+    """Before a training step: from the tenth rollout on, wait while the file of FUSIONRL_TEST_FILE exists."""
+    import os
+    import time
+
+    deadline = time.monotonic() + 120
+    while rollout_id >= 10 and os.path.exists(os.environ["FUSIONRL_TEST_FILE"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 async def never(args: Any, sample: Any, **kwargs: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.observe.glossary import undocumented
@@ -23,12 +24,28 @@ TOKEN_VARIABLE = "FUSIONRL_TEST_TOKEN"
 
 @dataclass
 class Launched:
-    """A running `fusionrl train`; every process of it carries a token in its environment."""
+    """A running `fusionrl train`; every process of it carries a token in its environment.
+
+    As a context manager it kills a run that has not ended, and then checks that nothing is left.
+    """
 
     process: subprocess.Popen[str]
     output_path: Path
     token: str
-    killed: list[int] = field(default_factory=list)
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.kill()
+        if error is None:
+            self.assert_nothing_left()
+
+    def kill(self) -> None:
+        """Kill every process of a run that has not ended."""
+        for pid in self.living() if self.process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def output(self) -> str:
         return self.output_path.read_text(errors="replace")
@@ -38,8 +55,7 @@ class Launched:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            for pid in self.living():
-                os.kill(pid, signal.SIGKILL)
+            self.kill()
             raise AssertionError(f"no end after {timeout_s} s:\n{self.output()[-3000:]}") from None
 
     def living(self) -> list[int]:
@@ -57,7 +73,7 @@ class Launched:
                 continue
         return found
 
-    def assert_nothing_left(self, grace_s: float = 20.0) -> None:
+    def assert_nothing_left(self, grace_s: float = 60.0) -> None:
         """Every process of the run is gone, within `grace_s` seconds of the driver's end."""
         deadline = time.monotonic() + grace_s
         while (left := self.living()) and time.monotonic() < deadline:
@@ -154,6 +170,12 @@ def undocumented_files(run_dir: Path) -> list[str]:
 def train_steps(run_dir: Path) -> list[tuple[int, int]]:
     """(attempt, step) of every line that reports training."""
     return [(row["attempt"], row["step"]) for row in metrics_of(run_dir) if "train/loss" in row]
+
+
+def samples_of_step(folder: Path, step: int) -> list[dict]:
+    """The samples that the first attempt trained in this step."""
+    path = folder / "rollouts" / f"step_{step:06d}.train.a1.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def trained_prompts(folder: Path) -> list[str]:

@@ -61,13 +61,17 @@ def twice_and_killed(flags: list[str], folder: Path) -> None:
     assert len({tuple(values) for values in want.values()}) > 1
 
     killed = [*flags, "--async-save", "--run-dir", str(folder / "killed"), "--resume"]
-    first = launch(killed, folder)
-    first.wait_for(lambda: any((folder / "killed").glob("checkpoints/step_00000[48]/manifest.json")))
+    killed += ["--custom-megatron-before-train-step-hook-path", "tests/e2e/hooks.py:waits_at_rollout_10"]
+    hold = folder / "hold"
+    hold.touch()
+    first = launch(killed, folder, FUSIONRL_TEST_FILE=str(hold))
+    first.wait_for(lambda: (folder / "killed" / "checkpoints" / "step_000008" / "manifest.json").is_file())
     os.kill(first.process.pid, signal.SIGKILL)
-    first.wait(30)
+    first.wait()
     first.assert_nothing_left()
-    run(killed, folder)
-    assert attempts(folder / "killed") == {1, 2}, "it was killed after the last step; nothing was resumed"
+    hold.unlink()
+    run(killed, folder, FUSIONRL_TEST_FILE=str(hold))
+    assert attempts(folder / "killed") == {1, 2}
     assert numbers(folder / "killed") == want, differing(folder / "whole", folder / "killed")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,7 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e import holds
-from tests.e2e.launch import Launched, launch, metrics_of
+from tests.e2e.launch import Launched, launch, metrics_of, samples_of_step
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +32,7 @@ def _server_of(scheduler: int) -> int:
 def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> None:
     """Two of three rollouts lose an engine, and no sample: one is killed, one hangs. Each is back with the weights."""
     folder = tmp_path / "run"
-    launched = launch(
+    with launch(
         [*rl_flags, "--rollout-num-gpus", "2", "--num-rollout", "3", "--run-dir", str(folder), "--no-save"]
         + ["--rollout-batch-size", "4"]
         + ["--use-fault-tolerance", "--stream-responses", "--verify-weights", "always"]
@@ -41,15 +40,10 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
         + ["--rollout-ignore-eos", "--rollout-max-response-len", str(NUM_TOKENS)]
         + holds.flags(folder, rollouts=[1, 2], num_streams=NUM_SAMPLES),
         tmp_path,
-    )
-    try:
+    ) as launched:
         _strike(launched, folder, 1, signal.SIGKILL)
         _strike(launched, folder, 2, signal.SIGSTOP)
         assert launched.wait(300) == 0, launched.output()[-3000:]
-    finally:
-        for pid in launched.living() if launched.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-    launched.assert_nothing_left()
 
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -63,8 +57,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
         assert (row["rollout/requests_retried"] > 0) == (row["rollout/engines_died"] > 0)
         assert (row["rollout/tokens_kept"] > 0) == (row["rollout/engines_died"] > 0)
     for rollout_id in range(3):
-        path = folder / "rollouts" / f"step_{rollout_id + 1:06d}.train.a1.jsonl"
-        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        samples = samples_of_step(folder, rollout_id + 1)
         assert len(samples) == NUM_SAMPLES
         for sample in samples:
             assert sample["response_length"] == len(sample["rollout_log_probs"]) == NUM_TOKENS

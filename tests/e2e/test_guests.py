@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import requests
 
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.observe.engine_list import read_states
-from tests.e2e.launch import launch, metrics_of, run
+from tests.e2e.launch import launch, metrics_of, run, samples_of_step
 
 pytestmark = pytest.mark.e2e
 KEY = "a-key-of-somebody-else"
@@ -83,8 +82,7 @@ def test_engines_of_others_join_and_leave_a_run(rl_flags: list[str], servers: li
     def has_step(number: int) -> bool:
         return any(row["step"] >= number for row in metrics_of(folder))
 
-    launched = launch(flags, tmp_path, FUSIONRL_ENGINE_KEY=KEY)
-    try:
+    with launch(flags, tmp_path, FUSIONRL_ENGINE_KEY=KEY) as launched:
         launched.wait_for(lambda: has_step(0))
         assert state_of(first) == "serving"
         engines("add", second.url, "--run-dir", str(folder))
@@ -95,11 +93,7 @@ def test_engines_of_others_join_and_leave_a_run(rl_flags: list[str], servers: li
         last = metrics_of(folder)[-1]["step"]
         launched.wait_for(lambda: has_step(last + 2))
         os.kill(launched.process.pid, signal.SIGTERM)
-        assert launched.wait(60) == 143, launched.output()[-3000:]
-    finally:
-        for pid in launched.living() if launched.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-    launched.assert_nothing_left()
+        assert launched.wait() == 143, launched.output()[-3000:]
 
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == list(range(len(rows)))
@@ -109,8 +103,7 @@ def test_engines_of_others_join_and_leave_a_run(rl_flags: list[str], servers: li
         assert row["sync/verify_logprob_diff"] < 1e-4
     for row in rows[1:]:
         assert row["train/logprob_diff_max"] < 1e-4 and row["rollout/failed"] == 0
-        path = folder / "rollouts" / f"step_{row['step']:06d}.train.a1.jsonl"
-        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        samples = samples_of_step(folder, row["step"])
         assert len(samples) == 32 and {sample["response_length"] for sample in samples} == {60}
         assert all(set(sample["weight_versions"]) == {row["step"] - 1} for sample in samples)
     assert first.num_prefills() > 0 and second.num_prefills() > 0

@@ -86,7 +86,7 @@ def test_breakpoints_stop_in_the_terminal(rl_flags: list[str], tmp_path: Path) -
     terminal.type("c")
     terminal.expect(r"done: ")
     launched = Launched(terminal.process, tmp_path / "none", token)  # type: ignore[arg-type]  # bytes, not text
-    assert terminal.process.wait(60) == 0
+    assert terminal.process.wait(180) == 0
     launched.assert_nothing_left()
     rows = metrics_of(tmp_path / "run")
     assert rows[-1]["step"] == 1 and "train/loss" in rows[-1]

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionrl.observe.rollouts import rollout_of_step
 from fusionrl.observe.timeline.check import faults
 from fusionrl.observe.timeline.record_check import read_measured_times, record_faults
 from fusionrl.observe.timeline.records import read_attempt
@@ -22,7 +21,7 @@ from fusionrl.observe.timeline.trace_file import Selection, build
 from fusionrl.observe.view.packing import unpack
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
 from fusionrl.observe.view.terminal import column_of, token_texts
-from tests.e2e.launch import metrics_of, run, show, undocumented_files
+from tests.e2e.launch import metrics_of, run, samples_of_step, show, undocumented_files
 
 pytestmark = pytest.mark.e2e
 
@@ -67,7 +66,7 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
     for rollout_id in range(3):
-        samples = _samples(folder, rollout_id)
+        samples = samples_of_step(folder, rollout_id + 1)
         assert len(samples) == 32
         for sample in samples:
             assert set(sample["weight_versions"]) == {rollout_id}
@@ -171,12 +170,6 @@ def _check_viewed(folder: Path, rows: list[dict]) -> None:
         assert np.mean(entropies) == pytest.approx(row["train/entropy"], rel=1e-3)
 
 
-def _samples(folder: Path, rollout_id: int) -> list[dict]:
-    path = rollout_of_step(folder, rollout_id + 1).path
-    assert path.name == f"step_{rollout_id + 1:06d}.train.a1.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
     """Several samples for one prompt, masks by hand, attributes of one's own: all of it reaches the trainers."""
     folder = tmp_path / "run"
@@ -187,7 +180,7 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert all(row["train/logprob_diff_mean"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
     for rollout_id, row in enumerate(rows):
-        samples = _samples(folder, rollout_id)
+        samples = samples_of_step(folder, rollout_id + 1)
         assert len(samples) == 8 * 4 * 2
         assert row["train/num_samples"] == 8 * 4, "two samples of one attempt are one"
         attempts = [samples[i : i + 2] for i in range(0, len(samples), 2)]
@@ -195,7 +188,7 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
         assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
         assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
         assert all(s["weight_versions"] == [rollout_id] * s["response_length"] for s in samples), "post notes them"
-    trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in _samples(folder, rollout_id))
+    trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in samples_of_step(folder, rollout_id + 1))
     assert sum(row["train/num_tokens"] for row in rows) == trained
     assert "my_own_setting" not in (folder / "config.json").read_text()
 
@@ -216,7 +209,7 @@ def test_a_task_of_slime_s_runs_with_its_own_imports(rl_flags: list[str], tmp_pa
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert len(rows) == 2 and all(row["train/logprob_diff_mean"] < 1e-4 for row in rows)
     for rollout_id in range(2):
-        samples = _samples(folder, rollout_id)
+        samples = samples_of_step(folder, rollout_id + 1)
         assert len(samples) == 8 * 4 * 2
         assert all(len(s["loss_mask"]) == s["response_length"] == len(s["weight_versions"]) for s in samples)
         assert all(version == rollout_id for s in samples for version in s["weight_versions"])

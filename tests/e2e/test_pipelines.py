@@ -25,16 +25,11 @@ LONG_ANSWERS = ["--rollout-max-response-len", "96", "--admission-lead", "2", "--
 def loses_an_engine(flags: list[str], folder: Path, tmp_path: Path) -> None:
     """Run with two engines, and kill one of them after a step or two; it comes back with the weights of a push."""
     flags += ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--rollout-health-check-interval", "2"]
-    launched = launch(flags, tmp_path)
-    try:
+    with launch(flags, tmp_path) as launched:
         launched.wait_for(lambda: max((row["step"] for row in metrics_of(folder)), default=0) >= 4)
         (server,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed 43 ")
         os.kill(server, signal.SIGKILL)
         assert launched.wait(300) == 0, launched.output()[-3000:]
-    finally:
-        for pid in launched.living() if launched.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-    launched.assert_nothing_left()
     assert "engine 1 is dead" in launched.output()
 
 

@@ -107,8 +107,7 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
     flags += ["--agent-path", "tests/e2e/session_agents.py:asks_once"]
     flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "100000"]
     flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
-    launched = launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL)
-    try:
+    with launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL) as launched:
         launched.wait_for(lambda: told.exists() and len(metrics_of(folder)) > 3, timeout_s=300)
         pids = _processes(launched)
 
@@ -159,11 +158,7 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
         num_lines = len(metrics_of(folder))
         launched.wait_for(lambda: len(metrics_of(folder)) > num_lines + 2)
         os.kill(launched.process.pid, signal.SIGTERM)
-        assert launched.wait(90) == 143
-    finally:
-        for pid in launched.living() if launched.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-    launched.assert_nothing_left()
+        assert launched.wait() == 143
     assert not private[0].exists()
     assert _files_with(folder, secrets) == []
     assert "***" in (folder / "logs" / "engine-0.log").read_text(), "SGLang prints its arguments"

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from fusionrl.compat.slime.api.aiohttp_threaded import run_app_in_thread
-from tests.e2e.launch import metrics_of, run
+from tests.e2e.launch import metrics_of, run, samples_of_step
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +48,7 @@ def test_a_fully_asynchronous_run_with_a_teacher_of_its_own(task: Path, tmp_path
     assert len(trained) == 2
     for row in trained:
         assert row["train/grad_norm"] > 0 and row["train/opd_excluded"] == 0
-        samples = _samples(folder, row["step"])
+        samples = samples_of_step(folder, row["step"])
         assert row["train/num_samples"] == 3 * 2 < len(samples), "attempts are counted"
         assert Counter(s["metadata"]["of"] for s in samples) == {
             index: 1 + index % 3 for index in {s["metadata"]["of"] for s in samples}
@@ -56,12 +56,7 @@ def test_a_fully_asynchronous_run_with_a_teacher_of_its_own(task: Path, tmp_path
         assert len({s["metadata"]["of"] for s in samples}) == 3 * 2, "three prompts, of two samples that branch each"
         assert all(s["teacher_log_probs"] == [TEACHER] * s["response_length"] for s in samples)
         assert all(s["weight_versions"] is not None for s in samples)
-    first = _samples(folder, 1)
+    first = samples_of_step(folder, 1)
     student = [value for sample in first for value in sample["rollout_log_probs"]]
     gap = sum(value - TEACHER for value in student) / len(student)
     assert trained[0]["train/opd_kl"] == pytest.approx(gap, abs=1e-3)
-
-
-def _samples(folder: Path, step: int) -> list[dict]:
-    (path,) = (folder / "rollouts").glob(f"step_{step:06d}.train.*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -53,7 +53,7 @@ def _examine(flags: list[str], run_dir: Path) -> None:
     """`fusionrl doctor` looks at both nodes, and finds that there are too few."""
     command = [sys.executable, "-m", "fusionrl.cli", "doctor", "--json", *flags]
     command += ["--rollout-num-gpus", "5", "--run-dir", str(run_dir)]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     found = {finding["check"]: finding for finding in json.loads(ran.stdout)}
     assert found["nodes"]["status"] == "fault" and found["nodes"]["fact"].startswith("2 nodes, 2 devices: "), ran.stderr
     assert found["nodes"]["fact"].endswith("the plan needs 6") and ran.returncode == 2
