@@ -90,6 +90,6 @@ def pair_slopes(
     if not order:
         return {}, means
     (slopes,) = torch.autograd.grad(losses.sum(), chosen)
-    found = {"dpo_loss": losses.detach()} | metrics
-    means |= {name: float(value.mean()) for name, value in found.items()}
+    values = {"dpo_loss": losses.detach()} | metrics
+    means |= {name: float(value.mean()) for name, value in values.items()}
     return dict(zip(order, slopes.tolist(), strict=True)), means

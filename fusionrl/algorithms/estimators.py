@@ -40,10 +40,10 @@ class Estimator:
     compares_siblings    the group stage measures a sample against the others of its prompt; alone it is worth 0
     needs_greedy_answer  the group stage needs the reward of a greedy answer to each prompt (`SampleBatch.baselines`)
     is_whitened  advantages are always whitened over the rollout; otherwise --normalize-advantages decides
-    role         the model that is trained besides the policy
+    role         the model that is trained in addition to the policy
     reads        fields of flags that only some estimators read
     policy_loss  the loss of --policy-loss auto
-    preset       fields and values that `--algorithm NAME` sets besides the estimator; None: no --algorithm of this name
+    preset       fields and values that `--algorithm NAME` adds to the estimator; None: no --algorithm of this name
     """
 
     group: GroupStage | None = None

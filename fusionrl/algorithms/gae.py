@@ -54,7 +54,7 @@ def truncated_values(values: Tensor, responses: Responses, truncated: Tensor) ->
 
     A response cut at its length limit did not end, and 0 after it would teach the critic that it had (partial-episode
     bootstrapping, arXiv 1712.00378, section 3). The value before the last token, which the critic has given already,
-    stands for the one after it.
+    represents the one after it.
 
     Args:
         values: [N]; truncated: [n] bool -> [n].

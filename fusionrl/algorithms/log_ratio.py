@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def comparable(log_probs: Tensor, other: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def comparable(log_probs: Tensor, reference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both log-probs [N] of the trained tokens, and 0 for both where either is not finite, or the token is untrained.
 
     A difference, or an estimate of KL, is then 0 there, and so is its gradient: such a token is left out. An engine
@@ -16,5 +16,5 @@ def comparable(log_probs: Tensor, other: Tensor, mask: Tensor) -> tuple[Tensor, 
         (log_probs [N], other [N], excluded []): the trained tokens left out are counted, int64.
     """
     trained = mask != 0
-    usable = trained & log_probs.isfinite() & other.isfinite()
-    return torch.where(usable, log_probs, 0.0), torch.where(usable, other, 0.0), (trained & ~usable).sum()
+    usable = trained & log_probs.isfinite() & reference.isfinite()
+    return torch.where(usable, log_probs, 0.0), torch.where(usable, reference, 0.0), (trained & ~usable).sum()

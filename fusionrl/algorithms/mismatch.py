@@ -26,7 +26,7 @@ def mismatch_sums(
     Args:
         train_log_probs, rollout_log_probs, mask: [N].
         limits: `token` decides which tokens count as off, and as not sampled by the engine: those have the log-prob 0
-            that stands for tokens of tools, while the trainer's is far from 0.
+            for tokens of tools, while the trainer's is far from 0.
 
     Returns:
         (sums [len(MISMATCH_SUMS)] fp64, largest |difference| [1] fp64, 0 without tokens)
@@ -60,7 +60,7 @@ def sample_differences(
 ) -> Tensor:
     """[count, 2] fp64: sum of |trainer - engine| over each sample's tokens, and how many were compared.
 
-    Tokens with mask 0 and those with a log-prob that is no number are left out, as in `mismatch_sums`.
+    Tokens with mask 0 and those with a log-prob that is not finite are left out, as in `mismatch_sums`.
 
     Args:
         train_log_probs, rollout_log_probs, mask: [N].
@@ -73,7 +73,7 @@ def sample_differences(
 
 
 def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:
-    """Metrics of `mismatch_sums` added up over everything; empty where there was no token at all.
+    """Metrics of `mismatch_sums` added up over everything; empty without any token.
 
     logprob_diff_mean, _max, _signed   of |trainer - engine|, and the mean of trainer - engine, in nats
     logprob_ratio_mean, _error   mean of the ratios w = trainer / engine, and its standard error
@@ -82,7 +82,7 @@ def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:
     logprob_ess          effective sample size `(sum w)^2 / (n sum w^2)`, 0 … 1
     logprob_not_sampled  share of tokens that look as if no engine had sampled them: the engine's log-prob is exactly 0,
                          the trainer's is off by more than the limit
-    logprob_not_finite   share of tokens with a log-prob that is no number, which the others leave out
+    logprob_not_finite   share of tokens with a log-prob that is not finite, which the others leave out
     """
     total = dict(zip(MISMATCH_SUMS, sums.tolist(), strict=True))
     compared, missing = total["compared"], total["not_finite"]

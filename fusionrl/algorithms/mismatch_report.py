@@ -44,9 +44,9 @@ def mismatch_warning(
     """
     limits = limits if limits is not None else MismatchLimits()
     mean = metrics.get("logprob_diff_mean", 0.0)
-    found, look = [], []
+    problems, look = [], []
     if metrics.get("logprob_not_finite", 0.0) > 0:
-        found.append(f"{metrics['logprob_not_finite']:.2%} of the tokens have a log-prob of -inf or NaN")
+        problems.append(f"{metrics['logprob_not_finite']:.2%} of the tokens have a log-prob of -inf or NaN")
         look.append("--rollout-top-p and --rollout-top-k (the engine may give log-probs of the cut distribution)")
     not_sampled = metrics.get("logprob_not_sampled", 0.0)
     # What no engine sampled is most of what is off: else engine and trainer differ in other tokens as well.
@@ -54,15 +54,15 @@ def mismatch_warning(
     off = mean > limits.mean or metrics.get("logprob_k3", 0.0) > limits.k3
     off = off or metrics.get("logprob_ess", 1.0) < limits.ess
     if off:
-        found.append(
+        problems.append(
             f"mean |difference| {mean:.2g} nats, largest {metrics['logprob_diff_max']:.2g}, k3 KL "
             f"{metrics['logprob_k3']:.2g}, effective sample size {metrics['logprob_ess']:.1%}"
         )
     elif earlier_mean is not None and mean > max(limits.drift * earlier_mean, limits.mean / 10):
-        found.append(f"mean |difference| {mean:.2g} nats, up from {earlier_mean:.2g}")
+        problems.append(f"mean |difference| {mean:.2g} nats, up from {earlier_mean:.2g}")
         off = True
     if is_mask and (off or not_sampled > limits.not_sampled):
-        found.insert(
+        problems.insert(
             0, f"{not_sampled:.1%} of the trained tokens have a log-prob of exactly 0, which no engine gives them"
         )
         look += _mask_suspects(functions)
@@ -72,9 +72,9 @@ def mismatch_warning(
         )
     elif off:
         look += _suspects(metrics)
-    if not found:
+    if not problems:
         return None
-    return f"engine and trainer disagree: {'; '.join(found)}. Look at: {'; '.join(look)}."
+    return f"engine and trainer disagree: {'; '.join(problems)}. Look at: {'; '.join(look)}."
 
 
 def _mask_suspects(functions: Sequence[str]) -> list[str]:

@@ -72,7 +72,7 @@ def clipped_surrogate(
     """PPO's loss of a ratio: `max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))`, with the dual clip at most `-A c`.
 
     Source: PPO (arXiv 1707.06347), equation 7; the asymmetric range is DAPO's (arXiv 2503.14476), section 3.1; the dual
-        clip, for A < 0 only, is of arXiv 1912.09729.
+        clip, for A < 0 only, is from arXiv 1912.09729.
 
     Args:
         ratio: [N] new over old probability, with gradient.

@@ -18,7 +18,7 @@ def guarded(loss: PolicyLoss) -> PolicyLoss:
 
     They have loss 0 and no gradient, and sequences are taken without them. Metrics are joined by `old_not_finite`, 1.0
     for a token left out so, and by `ppo_kl`, the estimate `old - new` of KL(old || new), 0.0 for such a token. A NaN of
-    the trained policy itself is no engine's doing: it stays in, and the loss is NaN.
+    the trained policy itself is not due to an engine: it stays in, and the loss is NaN.
     """
 
     @functools.wraps(loss)
@@ -34,7 +34,7 @@ def guarded(loss: PolicyLoss) -> PolicyLoss:
         """Return losses [N] and metrics [N] of `loss`; every tensor is [N], one value a token."""
         finite = old_log_probs.isfinite() | ~log_probs.isfinite()
         used = finite & (mask > 0)
-        # What is left out is replaced before it is used: NaN times a zero gradient would be NaN.
+        # Values left out are replaced before use: NaN times a zero gradient would be NaN.
         log_probs = torch.where(used, log_probs, 0.0)
         old_log_probs = torch.where(used, old_log_probs, 0.0)
         advantages = torch.where(used, advantages, 0.0)

@@ -44,7 +44,7 @@ def prime_advantages(
     """`sum_{s >= t} gamma^(s-t) (r_s - b)` of the process rewards plus the outcome's RLOO advantage.
 
     b is the mean over the group's other samples of their mean process reward. The two are made apart, for one is of
-    tokens and one of samples, and added. (The authors' program scales `r_s - mean` by K / (K - 1) besides; the
+    tokens and one of samples, and added. (The authors' program scales `r_s - mean` by K / (K - 1); the
     formula of the paper, which this is, does not.)
 
     Args:

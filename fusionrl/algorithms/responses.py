@@ -16,7 +16,7 @@ class Responses:
     mask     [N] bool or number: not 0 where the token is trained on, M times
     lengths  [n] int: response tokens of each sample; 0 is allowed, and so is a sample without a trained token
 
-    Tokens that the policy did not write (a tool's answer) are no step of it. The recursions of GAE and of returns
+    Tokens that the policy did not write (a tool's answer) are not steps of it. The recursions of GAE and of returns
     run from one trained token to the next as if nothing stood between them: what comes after a tool's answer
     reaches the token before it with one factor of gamma, however long the answer is. (So do verl 0.9.1's.)
     """

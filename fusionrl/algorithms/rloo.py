@@ -26,6 +26,6 @@ def leave_one_out(values: np.ndarray, group_index: np.ndarray) -> np.ndarray:
     known = ~np.isnan(values)
     _, group = np.unique(group_index, return_inverse=True)
     filled = np.where(known, values, 0.0)
-    others = np.bincount(group, filled)[group] - filled
+    group_rest = np.bincount(group, filled)[group] - filled
     count = np.bincount(group, known)[group] - known
-    return np.where(count > 0, others / np.maximum(count, 1), filled)
+    return np.where(count > 0, group_rest / np.maximum(count, 1), filled)

@@ -11,7 +11,7 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2` of each token.
 
-    Source: the clip is of OpenAI Baselines' PPO2; arXiv 2005.12729, section 3, describes it.
+    Source: the clip is from OpenAI Baselines' PPO2; arXiv 2005.12729, section 3, describes it.
 
     Args:
         values: [N] of the critic that is trained, with gradient.

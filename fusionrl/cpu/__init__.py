@@ -1,1 +1,1 @@
-"""Wing `cpu`: what exists only because there is no GPU: layers, kernels, the decode path, stand-ins for imports."""
+"""Wing `cpu`: all that a machine without a GPU needs: layers, kernels, the decode path, stand-ins for imports."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class BatchedAttentionBackend(TorchNativeAttnBackend):
-    """SGLang's backend of torch's attention, for all requests of a batch at once."""
+    """SGLang's torch attention backend, computed for all requests of a batch at once."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)

@@ -28,7 +28,7 @@ _PADDED_SHARE = 0.125
 _ROW_SCORES = 64
 """Scores that are computed in the time in which a row is read."""
 _GROUP_BYTES = 64 * 2**20
-"""Keys that a group of several requests copies; the values beside them are as many."""
+"""Keys that a group of several requests copies; their values are as many again."""
 _MASK_SCORES = 16 * 2**20
 """Scores of a mask, and of all masks that are kept from layer to layer (of `_with_one_mask`: once more)."""
 
@@ -161,12 +161,12 @@ def _with_one_mask(groups: list[Group], sizes: list[tuple[int, int]], dtype: tor
     prefix, new = max(sizes[i][0] for i in alone), max(sizes[i][1] for i in alone)
     if new * (prefix + new) > _MASK_SCORES:
         return groups
-    own = torch.arange(prefix, prefix + new)
-    whole = Seen(torch.arange(prefix + new)[None], own[None], None, dtype).mask()
+    new_positions = torch.arange(prefix, prefix + new)
+    full_mask = Seen(torch.arange(prefix + new)[None], new_positions[None], None, dtype).mask()
     groups = groups.copy()
     for i in alone:
         skipped = prefix - sizes[i][0]
-        part = whole[:, :, : sizes[i][1], skipped : skipped + sum(sizes[i])]
+        part = full_mask[:, :, : sizes[i][1], skipped : skipped + sum(sizes[i])]
         groups[i] = replace(groups[i], mask=part)
     return groups
 
@@ -273,7 +273,7 @@ def _grid(slots: Tensor) -> tuple[int, int, int] | None:
 class Workspace:
     """Memory into which keys and values are gathered, kept from layer to layer and from step to step.
 
-    What is allocated anew is mapped page by page: on long sequences that takes longer than the copy.
+    The kernel maps newly allocated memory page by page: on long sequences that takes longer than the copy.
     """
 
     def __init__(self) -> None:

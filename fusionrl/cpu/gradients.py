@@ -1,7 +1,7 @@
-"""Gradients and weights on a CPU stay where they are: no copies of them all beside them.
+"""Gradients and weights on a CPU stay where they are: without full copies of them.
 
 New memory is mapped page by page on a CPU, so a copy of all gradients costs about as much as the step of the optimizer.
-Megatron-core makes some, as it asks CUDA extensions for these things and stands in for them in a simple way:
+Megatron-core makes some, as it leaves this to CUDA extensions and replaces them in a simple way:
 
 | call | without this | here |
 |---|---|---|

@@ -67,13 +67,13 @@ def _load(compiler: str) -> ctypes.CDLL:
         write_bytes(path, code + hashlib.sha256(code).digest())
         library = _kept(path)
     if library is None:
-        # On some network file systems a new file belongs to somebody else, and it would be compiled at every start.
+        # On some network file systems a new file belongs to another user, and it would be compiled at every start.
         raise PermissionError(f"{path} is not this user's alone, or was not written whole")
     return library
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
-    """The library in a file that is whole, and that nobody else may write; None: there is none."""
+    """Return the library in a complete file that only this user may write, if there is one."""
     try:
         with open_kept(path) as file:
             code = file.read()

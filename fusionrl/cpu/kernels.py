@@ -2,8 +2,8 @@
 
 torch does each of these in several operations, each of which passes over memory and takes microseconds to begin; on
 small tensors that is most of their time. The functions here take tensors in a CPU's memory, as `fit` tells, all of fp32
-or all of bf16, and write new ones of that type; they compute in fp32. Where there is no library (`kernel_library.py`),
-`fit` says no, and callers go on with torch.
+or all of bf16, and write new ones of that type; they compute in fp32. Without a library (`kernel_library.py`)
+`fit` returns False, and callers use torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def fit(*tensors: Tensor) -> bool:
 
 
 def _is_half(*tensors: Tensor) -> bool:
-    """Return whether these are of bf16; all of them are of one type."""
+    """Return whether these tensors, which share a type, are bf16."""
     dtype = tensors[0].dtype
     assert all(tensor.dtype is dtype for tensor in tensors) and dtype in (torch.float32, torch.bfloat16)
     return dtype is torch.bfloat16
@@ -145,9 +145,9 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scale: Tenso
     assert grad.shape == hidden.shape and weight.shape == hidden.shape[-1:]
     (hidden, step), weight, grad = _rows(hidden), weight.contiguous(), grad.contiguous()
     out, grad_weight = grad.new_empty(grad.shape), torch.empty_like(weight)
-    others = (grad, weight, scale, out, grad_weight)
+    tensors = (grad, weight, scale, out, grad_weight)
     code = _library().rms_norm_backward(
-        *(hidden.data_ptr(), step, *(tensor.data_ptr() for tensor in others)),
+        *(hidden.data_ptr(), step, *(tensor.data_ptr() for tensor in tensors)),
         *(scale.numel(), weight.numel(), _is_half(grad, hidden, weight), torch.get_num_threads()),
     )
     _check(code, "")
@@ -308,7 +308,7 @@ def attend_new(
     """The attention of a decode step: `norm_heads`, `rotate_both`, `store_rows` and `attend_decode` in one call.
 
     Args:
-        qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; its numbers are of no use afterwards
+        qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; overwritten
         norms: weights [D] of the norms of queries and keys, dense; None: there are none
         angles, positions: as `table` and `positions` of `rotate_both`, dense
         slots: [B] int64 where the cache takes the new keys and values, dense

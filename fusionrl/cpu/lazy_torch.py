@@ -44,22 +44,22 @@ def uncompiled() -> Iterator[None]:
     import torch
 
     places = [(torch, "compile"), *((torch.compiler, name) for name in _DECORATORS)]
-    usual = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
-    for module, name, _ in usual:
+    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
+    for module, name, _ in originals:
         setattr(module, name, _as_it_is)
-    vars(torch)["_dynamo"] = stand_in = _Compiler(_COMPILER)  # torch imports it when somebody asks for it
+    vars(torch)["_dynamo"] = stand_in = _Compiler(_COMPILER)  # torch imports it at first use
     try:
         with imported_later(f"{_COMPILER}._trace_wrapped_higher_order_op", called=("TransformGetItemToIndex",)):
             yield
     finally:
-        for module, name, function in usual:
+        for module, name, function in originals:
             setattr(module, name, function)
         if vars(torch).get("_dynamo") is stand_in:
             del vars(torch)["_dynamo"]
 
 
 class _Compiler(types.ModuleType):
-    """In the place of torch's compiler as an attribute: decorators, which tell it of functions that it never sees."""
+    """Replaces the attribute for torch's compiler: its decorators concern functions that it never compiles."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

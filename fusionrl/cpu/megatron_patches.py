@@ -25,8 +25,8 @@ They do nothing where CUDA is there. Each shim answers a call of Megatron-core t
 | rotary | rotary embeddings of packed sequences (`rotary.py`) | time: a dozen passes over queries and keys |
 | uneven | `all_gather` of parts of different sizes, which gloo lacks: padded | expert tensor parallelism |
 
-What is missing without Transformer Engine, on a CPU or a GPU, is mended in `megatron_versions.py`, as is what differs
-between the versions of Megatron-core.
+`megatron_versions.py` mends what Megatron-core lacks without Transformer Engine, on a CPU or a GPU, and the differences
+between its versions.
 The optimizer's stand-in is in `adam.py`, because a GPU without Transformer Engine needs it as well.
 `OVERRIDES` are the TransformerConfig values without which a CPU run fails or, worse, is silently wrong.
 """
@@ -238,7 +238,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def _install_compiler(wrapper: Callable[..., object]) -> None:
-    """Let torch's compiler be imported by `wrapper`, of torch's `_disable_dynamo`, only where something else has it."""
+    """Let `wrapper`, made by `_disable_dynamo`, use the compiler only if another module imported it."""
     function = getattr(wrapper, "__wrapped__", None)
     if function is None:
         return  # this torch does not wrap it

@@ -76,8 +76,8 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def patch(attention: ModuleType) -> None:
     """Let the attention of Megatron-core, the module that has it, turn packed queries and keys here. Idempotent."""
-    usual = attention.apply_rotary_pos_emb
-    if getattr(usual, "is_rotary", False):
+    original = attention.apply_rotary_pos_emb
+    if getattr(original, "is_rotary", False):
         return
     last: list[_Angles] = []  # queries and keys of all layers have the same
 
@@ -93,7 +93,7 @@ def patch(attention: ModuleType) -> None:
         """As Megatron's: `t` [T, heads, d] of packed tokens, or [s, b, heads, d] → the same shape, turned."""
         is_plain = not (config.rotary_interleaved or config.multi_latent_attention or config.apply_rope_fusion or more)
         if cu_seqlens is None or cp_group is None or cp_group.size() > 1 or not is_plain or freqs.size(1) != 1:
-            return usual(t, freqs, config, cu_seqlens, mscale, cp_group, **more)
+            return original(t, freqs, config, cu_seqlens, mscale, cp_group, **more)
         made_of = (freqs, cu_seqlens, t.dtype)
         if not last or not last[0].are_of(made_of, mscale):
             angles = packed_angles(freqs, cu_seqlens.diff().tolist())

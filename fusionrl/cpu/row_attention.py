@@ -21,7 +21,7 @@ from fusionrl.cpu.kernels import RowTable
 
 
 def plan_rows(rows: Sequence[np.ndarray], num_tokens: int) -> RowTable | None:
-    """Make the table of sequences in a packed row of `num_tokens`; None: there are none, or there is no kernel.
+    """Make the table of sequences in a packed row of `num_tokens`; None without sequences or kernels.
 
     rows  packed tokens of each sequence, in its order; sequences may share tokens at their begin
     """

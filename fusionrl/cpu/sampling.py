@@ -21,7 +21,7 @@ def draw(probs: Tensor) -> Tensor:
     """Draw a token of each row of `probs` [B, V], non-negative, which need not sum to 1 → [B] int64.
 
     Sums are float64: a token of probability 1e-12 is drawn as often as it should be. One of probability 0 never is.
-    Where a row is no distribution, as after an overflow, `torch.multinomial` raises RuntimeError, as SGLang expects.
+    If a row is not a distribution, as after an overflow, `torch.multinomial` raises RuntimeError, as SGLang expects.
     """
     size = probs.size(1)
     if size <= _SMALL:
@@ -29,10 +29,10 @@ def draw(probs: Tensor) -> Tensor:
         if not _are_sums(ends):
             return torch.multinomial(probs, num_samples=1)[:, 0]
         return torch.searchsorted(ends, _target(ends), right=True)[:, 0]
-    whole = size // _BLOCK
-    sums = probs[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(-1, dtype=torch.float64)
-    if whole * _BLOCK < size:
-        sums = torch.cat((sums, probs[:, whole * _BLOCK :].sum(-1, dtype=torch.float64, keepdim=True)), 1)
+    num_blocks = size // _BLOCK
+    sums = probs[:, : num_blocks * _BLOCK].unflatten(1, (num_blocks, _BLOCK)).sum(-1, dtype=torch.float64)
+    if num_blocks * _BLOCK < size:
+        sums = torch.cat((sums, probs[:, num_blocks * _BLOCK :].sum(-1, dtype=torch.float64, keepdim=True)), 1)
     ends = sums.cumsum(1)  # [B, blocks]
     if not _are_sums(ends):
         return torch.multinomial(probs, num_samples=1)[:, 0]
@@ -67,15 +67,15 @@ def register() -> None:
     """Let SGLang's sampler of this process, and of those forked from it, use `draw`. Idempotent."""
     from sglang.srt.layers import sampler
 
-    usual = sampler.sampling_from_probs_torch
-    if getattr(usual, "is_draw", False):
+    original = sampler.sampling_from_probs_torch
+    if getattr(original, "is_draw", False):
         return
 
     def sampling_from_probs(
         probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         if sampling_seed is not None or probs.device.type != "cpu" or probs.numel() <= _FEW:
-            return usual(probs, sampling_seed, positions)
+            return original(probs, sampling_seed, positions)
         return draw(probs).to(torch.int32)
 
     sampling_from_probs.is_draw = True  # type: ignore[attr-defined]

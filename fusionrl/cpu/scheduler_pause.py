@@ -14,12 +14,12 @@ def register() -> None:
     """
     from sglang.srt.managers.scheduler import Scheduler
 
-    usual = Scheduler._record_scheduler_state_for_paused_engine
-    if getattr(usual, "sleeps", False):
+    original = Scheduler._record_scheduler_state_for_paused_engine
+    if getattr(original, "sleeps", False):
         return
 
     def record_and_sleep(self: Scheduler) -> None:
-        usual(self)
+        original(self)
         self.maybe_sleep_on_idle()
 
     record_and_sleep.sleeps = True  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Layers of SGLang's engines on a CPU by our own kernels (`kernels.py`), put into SGLang from outside.
+"""Layers of SGLang engines on a CPU by our own kernels (`kernels.py`), patched into SGLang.
 
-Without CPU kernels of its own, SGLang computes norms, gates and rotary embeddings by a chain of torch's operations
-each. What a kernel does not do (other types, other kinds of embeddings) SGLang computes as before.
+Without CPU kernels of its own, SGLang computes norms, gates and rotary embeddings by a chain of operations in torch
+each. SGLang still computes what a kernel does not do (other types, other kinds of embeddings).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from fusionrl.cpu import kernels
 
 Path: TypeAlias = Callable[..., object]
-_PATH = "forward_native"  # its name in every layer of SGLang's
+_PATH = "forward_native"  # its name in every SGLang layer
 
 
 def register() -> None:
@@ -35,24 +35,24 @@ def register() -> None:
 
 
 def _replace(layer: type, make: Callable[[Path], Path]) -> None:
-    """Put `make(usual)` in the place of the layer's torch path, which subclasses with a path of their own keep."""
-    usual: Path = getattr(layer, _PATH)
-    if not getattr(usual, "is_kernel", False):
-        path = make(usual)
+    """Replace the layer's torch path by `make(original)`; subclasses that define their own path keep it."""
+    original: Path = getattr(layer, _PATH)
+    if not getattr(original, "is_kernel", False):
+        path = make(original)
         path.is_kernel = True  # type: ignore[attr-defined]
         setattr(layer, _PATH, path)
 
 
 def _replace_function(module: str, name: str, make: Callable[[Path], Path], users: str = "") -> None:
-    """Put `make(usual)` in the place of a function, also in modules below `users` that have imported it by its name."""
-    usual: Path = getattr(importlib.import_module(module), name)
-    if getattr(usual, "is_kernel", False):
+    """Replace a function by `make(original)`, also in modules below `users` that imported it by name."""
+    original: Path = getattr(importlib.import_module(module), name)
+    if getattr(original, "is_kernel", False):
         return
-    path = make(usual)
+    path = make(original)
     path.is_kernel = True  # type: ignore[attr-defined]
     holders = [holder for key, holder in sys.modules.items() if key == module or (users and key.startswith(users))]
     for holder in holders:
-        if vars(holder).get(name) is usual:
+        if vars(holder).get(name) is original:
             setattr(holder, name, path)
 
 
@@ -62,8 +62,8 @@ def _fit(*tensors: Tensor) -> bool:
     return not needs_grad and kernels.fit(*tensors)
 
 
-def _norm(usual: Path) -> Path:
-    """RMSNorm's path: by the kernel where that computes the same, else `usual`."""
+def _norm(original: Path) -> Path:
+    """RMSNorm's path: by the kernel where that computes the same, else `original`."""
 
     def forward_native(
         self: torch.nn.Module,
@@ -75,15 +75,15 @@ def _norm(usual: Path) -> Path:
     ) -> object:
         """RMSNorm of x [..., h]; with `residual` (x + residual normed, x + residual), [..., h] each.
 
-        Further arguments are of other devices' paths: SGLang's path for a CPU takes them and does not use them.
+        Further arguments serve the paths of other devices: SGLang's path for a CPU ignores them.
         """
         if post_residual_addition is not None or not _is_plain(self, x):
-            return usual(self, x, residual, post_residual_addition, *args, **kwargs)
+            return original(self, x, residual, post_residual_addition, *args, **kwargs)
         weight, eps = self.weight, self.variance_epsilon
         if residual is None:
-            return kernels.rms_norm(x, weight, eps)[0] if _fit(x, weight) else usual(self, x)
+            return kernels.rms_norm(x, weight, eps)[0] if _fit(x, weight) else original(self, x)
         if residual.shape != x.shape or not _fit(x, residual, weight):
-            return usual(self, x, residual)
+            return original(self, x, residual)
         return kernels.add_rms_norm(x, residual, weight, eps)
 
     return forward_native
@@ -97,18 +97,18 @@ def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
     return is_same and norm.variance_size_override is None and x.size(-1) == norm.weight.numel() == norm.hidden_size
 
 
-def _gate(usual: Path) -> Path:
-    """SiluAndMul's path: by the kernel where that computes the same, else `usual`."""
+def _gate(original: Path) -> Path:
+    """SiluAndMul's path: by the kernel where that computes the same, else `original`."""
 
     def forward_native(self: torch.nn.Module, x: Tensor) -> object:
         """`silu(gate) * up` [..., f] of x [..., 2 f], the gate first."""
-        return kernels.swiglu(x) if _fit(x) else usual(self, x)
+        return kernels.swiglu(x) if _fit(x) else original(self, x)
 
     return forward_native
 
 
-def _rotary(usual: Path) -> Path:
-    """RotaryEmbedding's path: by the kernel where that computes the same, else `usual`."""
+def _rotary(original: Path) -> Path:
+    """RotaryEmbedding's path: by the kernel where that computes the same, else `original`."""
 
     def forward_native(
         self: torch.nn.Module,
@@ -130,7 +130,7 @@ def _rotary(usual: Path) -> Path:
         is_other = args or offsets is not None or any(value is not None for value in kwargs.values())
         is_plain = self.is_neox_style and positions.dtype is torch.int64 and not hasattr(self, "sin_cos_cache")
         if is_other or not is_plain or not _fit(query, key, angles):
-            return usual(self, positions, query, key, offsets, *args, **kwargs)
+            return original(self, positions, query, key, offsets, *args, **kwargs)
         shapes = query.shape, key.shape
         query, key = (values.flatten(1) for values in (query, key))
         turned = kernels.rotate_both(query, key, angles, positions.flatten(), self.head_size)
@@ -139,8 +139,8 @@ def _rotary(usual: Path) -> Path:
     return forward_native
 
 
-def _head_norms(usual: Path) -> Path:
-    """`apply_qk_norm`: by the kernel where that computes the same, else `usual`."""
+def _head_norms(original: Path) -> Path:
+    """`apply_qk_norm`: by the kernel where that computes the same, else `original`."""
 
     def apply_qk_norm(
         q: Tensor,
@@ -153,7 +153,7 @@ def _head_norms(usual: Path) -> Path:
     ) -> object:
         """RMSNorm of each head of q [T, heads * head_dim] and k; in their place, as SGLang's kernels for GPUs do it."""
         if not allow_inplace or not _are_heads(q, k, q_norm, k_norm, head_dim):
-            return usual(q, k, q_norm, k_norm, head_dim, alt_stream, allow_inplace)
+            return original(q, k, q_norm, k_norm, head_dim, alt_stream, allow_inplace)
         kernels.norm_heads(q, q_norm.weight, k, k_norm.weight, q_norm.variance_epsilon)
         return q, k
 
@@ -178,8 +178,8 @@ def _are_heads(q: Tensor, k: Tensor, q_norm: torch.nn.Module, k_norm: torch.nn.M
     return _is_plain(q_norm, q[:, :size]) and _is_plain(k_norm, k[:, :size])
 
 
-def _store(usual: Path) -> Path:
-    """`_set_kv_buffer_impl` of SGLang's cache: by the kernel where that writes the same, else `usual`."""
+def _store(original: Path) -> Path:
+    """The cache's `_set_kv_buffer_impl`: by the kernel where that writes the same, else `original`."""
 
     def _set_kv_buffer_impl(
         k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, *args: object, **kwargs: object
@@ -190,7 +190,7 @@ def _store(usual: Path) -> Path:
             IndexError: a slot is beyond the cache, or negative, which torch would count from the end.
         """
         if not _are_rows(k, v, k_cache, v_cache, indices):
-            return usual(k, v, k_cache, v_cache, indices, *args, **kwargs)
+            return original(k, v, k_cache, v_cache, indices, *args, **kwargs)
         kernels.store_rows(k, v, k_cache, v_cache, indices)
         return None
 

@@ -96,4 +96,4 @@ class StandInLoader(Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run: attributes appear when they are asked for."""
+        """Do nothing: attributes appear at first use."""

@@ -5,7 +5,7 @@ package registries do not have, and it then takes the likeliest token whatever t
 sampled. The functions here do the kernels' work with torch, and `sample_tree` samples.
 
 A draft is a tree of `n` nodes for each of B requests. Node 0 is the newest token; a node's ancestors come before it.
-The model reads all nodes at once. The walk begins at node 0, draws a token of the model's distribution there, goes on
+The model reads all nodes at once. The walk begins at node 0, draws a token of the model's distribution there, moves
 to the child that is this token, and ends where no child is. Each token is drawn from the model's own distribution, so
 drafts change the speed and nothing else.
 """
@@ -45,8 +45,8 @@ def read_tree(
     parents = torch.where(is_ancestor, nodes, -1).amax(-1)  # [B, n]
     is_child = parents[:, None] == nodes[:, None]  # [B, parent, node]
     is_sibling = (parents[:, None] == parents[..., None]) & (parents >= 0)[..., None] & (nodes > nodes[:, None])
-    for links, found in ((first_children, is_child), (next_siblings, is_sibling)):
-        links.copy_(torch.where(found.any(-1), found.int().argmax(-1), -1))
+    for links, is_linked in ((first_children, is_child), (next_siblings, is_sibling)):
+        links.copy_(torch.where(is_linked.any(-1), is_linked.int().argmax(-1), -1))
 
 
 def walk_tree(
@@ -59,7 +59,7 @@ def walk_tree(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Follow, in each tree, the children that are the tokens `target_predict`. The names are those of SGLang's calls.
+    """Follow, in each tree, the children that are the tokens `target_predict`. The names are those that SGLang passes.
 
     Args:
         predicts: [B * n], written at the nodes of the walk: the token that follows each of them
@@ -72,7 +72,9 @@ def walk_tree(
         target_predict: [B, n] token that follows each node
     """
     tokens, targets = candidates.tolist(), target_predict.tolist()
-    children, siblings, numbers = (one.tolist() for one in (retrive_next_token, retrive_next_sibling, retrive_index))
+    children, siblings, numbers = (
+        tensor.tolist() for tensor in (retrive_next_token, retrive_next_sibling, retrive_index)
+    )
     for row in range(len(tokens)):
         node, walk = 0, [0]
         while len(walk) < accept_index.shape[1]:
@@ -106,8 +108,8 @@ def pack_slots(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, out: T
     """
     places = torch.arange(width)
     is_in = (places >= starts[:, None]) & (places < ends[:, None])
-    found = table[rows.long()][is_in]
-    out[: len(found)] = found.to(out.dtype)
+    packed = table[rows.long()][is_in]
+    out[: len(packed)] = packed.to(out.dtype)
 
 
 def set_slots(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int) -> None:
@@ -120,8 +122,8 @@ def set_slots(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: 
 
 def pack_accepted(accept_index: Tensor, slots: Tensor, out: Tensor) -> None:
     """Write to `out` the slots of the nodes that `accept_index` names, but for -1, one after the other."""
-    found = slots[accept_index[accept_index >= 0].long()]
-    out[: len(found)] = found.to(out.dtype)
+    accepted = slots[accept_index[accept_index >= 0].long()]
+    out[: len(accepted)] = accepted.to(out.dtype)
 
 
 def keep_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ kernels of other devices. On a CPU that takes as long as the arithmetic of a sma
 of the plain kinds here is decided about once, when its engine starts. The kernels are those of `sglang_layers.py` and
 `attention_backend.py` in the same order, so results are the same bit by bit.
 
-What is no decode step of such a model SGLang computes as before: prompts, drafts, and models of other classes. Hooks
-that somebody puts on the layers after the start see no decode steps.
+SGLang still computes prompts, drafts, and models of other classes. Hooks put on the layers after the start see no
+decode steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MODELS = {
     "qwen2.Qwen2Model": ("qwen2.Qwen2DecoderLayer", "qwen2.Qwen2Attention", "qwen2.Qwen2MLP"),
     "qwen3.Qwen3Model": ("qwen3.Qwen3DecoderLayer", "qwen3.Qwen3Attention", "qwen2.Qwen2MLP"),
 }
-"""Classes of SGLang's models → those of their layers, attention and MLP. Subclasses compute something else."""
+"""SGLang's model classes → those of their layers, attention and MLP. Subclasses compute something else."""
 _OFF = (
     *("enable_lora", "speculative_algorithm", "rl_on_policy_target", "enable_torch_compile"),
     *("debug_tensor_dump_output_folder", "forward_hooks"),
@@ -92,18 +92,18 @@ class _Line:
         """
         if not kernels.loaded():
             raise _NotPlain("there are no kernels")
-        whole = getattr(runner, "model", None)
+        causal_model = getattr(runner, "model", None)
         self.model: Any
-        self.model = getattr(whole, "model", None)
-        if whole is None or _name_of(self.model) not in _MODELS:
-            raise _NotPlain(f"the model is a {_class_of(self.model if self.model is not None else whole)}")
+        self.model = getattr(causal_model, "model", None)
+        if causal_model is None or _name_of(self.model) not in _MODELS:
+            raise _NotPlain(f"the model is a {_class_of(self.model if self.model is not None else causal_model)}")
         if getattr(runner, "decode_attention_backend_str", ATTENTION_BACKEND) != ATTENTION_BACKEND:
             raise _NotPlain(f"its attention is by {runner.decode_attention_backend_str}")
-        given = [name for name in _OFF if getattr(runner.server_args, name, None)]
+        options = [name for name in _OFF if getattr(runner.server_args, name, None)]
         sizes = [getattr(runner.server_args, name, 1) for name in ("tp_size", "pp_size", "dp_size")]
-        if given or sizes != [1, 1, 1]:
-            raise _NotPlain(f"the engine has {given[0] if given else 'several ranks'}")
-        if any(module._forward_hooks or module._forward_pre_hooks for module in whole.modules()):
+        if options or sizes != [1, 1, 1]:
+            raise _NotPlain(f"the engine has {options[0] if options else 'several ranks'}")
+        if any(module._forward_hooks or module._forward_pre_hooks for module in causal_model.modules()):
             raise _NotPlain("somebody watches its layers")
         self._usual = self.model.forward
         self._backend = backend
@@ -178,7 +178,7 @@ class _Line:
 
 
 def _is_plain_pool(pool: Any) -> bool:
-    """Return whether keys and values stand in the pool a token after the other, as they are computed."""
+    """Return whether the pool stores keys and values token after token, in the type in which they are computed."""
     if _class_of(pool) != "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool" or pool.store_dtype != pool.dtype:
         return False
     is_other = getattr(pool, "is_quantized_kv_cache", False) or getattr(pool, "use_hnd", False)
@@ -191,9 +191,9 @@ def _is_plain_pool(pool: Any) -> bool:
 def _layer_of(layer: Any, model: Any) -> _Layer:
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    found = tuple(map(_name_of, (layer, attention, mlp)))
-    if found != _MODELS[_name_of(model)]:
-        raise _NotPlain(f"a layer is of {', '.join(found)}")
+    classes = tuple(map(_name_of, (layer, attention, mlp)))
+    if classes != _MODELS[_name_of(model)]:
+        raise _NotPlain(f"a layer is of {', '.join(classes)}")
     if _class_of(mlp.act_fn) != "sglang.srt.layers.activation.SiluAndMul":
         raise _NotPlain(f"the activation is {_class_of(mlp.act_fn)}")
     radix, rope, size = attention.attn, attention.rotary_emb, attention.head_dim

@@ -33,8 +33,8 @@ def quantize(weight: Tensor, block: tuple[int, int], ue8m0: bool = False) -> tup
 
 def _quantize(weight: Tensor, block: tuple[int, int], ue8m0: bool) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
-    whole = pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = whole.view(whole.size(0) // block[0], block[0], whole.size(1) // block[1], block[1])
+    padded = pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.view(padded.size(0) // block[0], block[0], padded.size(1) // block[1], block[1])
     scales = blocks.abs().amax((1, 3), keepdim=True) / LARGEST
     if ue8m0:
         mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
@@ -43,7 +43,7 @@ def _quantize(weight: Tensor, block: tuple[int, int], ue8m0: bool) -> tuple[Tens
     scales = torch.where(scales == 0, 1.0, scales)
     # Division may round to just above the largest number, which fp8 turns into NaN.
     values = (blocks / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return values.view(whole.shape)[:rows, :columns].contiguous(), scales[:, 0, :, 0].contiguous()
+    return values.view(padded.shape)[:rows, :columns].contiguous(), scales[:, 0, :, 0].contiguous()
 
 
 def dequantize(values: Tensor, scales: Tensor, block: tuple[int, int], first: tuple[int, int] = (0, 0)) -> Tensor:

@@ -28,7 +28,7 @@ from fusionrl.models.weight_files import INDEX, SINGLE
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# Weights in any of their forms; everything else of a model folder is copied beside exported weights.
+# Weights in any of their forms; everything else of a model folder is copied to exported weights.
 _WEIGHT_FILES = (
     "*.safetensors",
     "*.index.json",
@@ -43,7 +43,7 @@ _WEIGHT_FILES = (
 
 
 class HFReader:
-    """Tensors of a Hugging Face folder by name, each read when it is asked for; those in block-wise fp8 as fp32.
+    """Tensors of a Hugging Face folder by name, each read at its first use; those in block-wise fp8 as fp32.
 
     Raises (on construction and by `get`):
         ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be
@@ -94,17 +94,17 @@ class HFReader:
         file = self._files[name]
         try:
             stored = self._handle(file).get_slice(name)
-            found = tuple(stored.get_shape())
-            if found != tuple(shape):
+            sizes = tuple(stored.get_shape())
+            if sizes != tuple(shape):
                 raise ValueError(
-                    f"{self.flag} {self.folder / file}: tensor {name} has shape {found}; "
+                    f"{self.flag} {self.folder / file}: tensor {name} has shape {sizes}; "
                     f"by config.json it is {tuple(shape)}"
                 )
-            whole = part is None or part == slice(0, shape[dim])
-            tensor = self._handle(file).get_tensor(name) if whole else stored[part] if dim == 0 else stored[:, part]
+            is_all = part is None or part == slice(0, shape[dim])
+            tensor = self._handle(file).get_tensor(name) if is_all else stored[part] if dim == 0 else stored[:, part]
             if self.quantization is None or name not in self.quantization.names:
                 return tensor
-            scales = self.get(name + SCALE, self.quantization.scale_shape(found))
+            scales = self.get(name + SCALE, self.quantization.scale_shape(sizes))
             start = 0 if part is None else part.start
             return dequantize(tensor, scales, self.quantization.block, (start, 0) if dim == 0 else (0, start))
         except SafetensorError as error:
@@ -126,13 +126,13 @@ def read_part(reader: HFReader, rule: families.Rule, shape: ModelShape, rank: in
             tensors.append(reader.get(name, sizes))
         elif rule.split == "paired_rows" and rule.join == "copy":
             half = sizes[0] // 2
-            own = _share(half, rank, size)
-            halves = (own, slice(half + own.start, half + own.stop))
+            share = _share(half, rank, size)
+            halves = (share, slice(half + share.start, half + share.stop))
             tensors.append(torch.cat([reader.get(name, sizes, 0, rows) for rows in halves]))
         else:
             dim = 1 if rule.split == "columns" else 0
-            own = _share(sizes[dim], rank, size)
-            tensor = reader.get(name, sizes, dim, own)
+            share = _share(sizes[dim], rank, size)
+            tensor = reader.get(name, sizes, dim, share)
             missing = -(-sizes[dim] // size) - tensor.size(dim)
             if missing:  # of the vocabulary's rows
                 tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
@@ -245,12 +245,12 @@ def iter_hf_tensors(
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
     experts_per_rank = shape.moe.num_experts // ep_group.size() if shape.moe else 1
-    own = {name: tensor for name, _, tensor in local_tensors(model_chunks, shape)}
-    stages: list[set[str]] = [set(own)]
+    local = {name: tensor for name, _, tensor in local_tensors(model_chunks, shape)}
+    stages: list[set[str]] = [set(local)]
     if pp_group.size() > 1:
         stages = [set()] * pp_group.size()
-        dist.all_gather_object(stages, set(own), group=pp_group)
-    device = next(iter(own.values())).device if own else torch.device("cpu")
+        dist.all_gather_object(stages, set(local), group=pp_group)
+    device = next(iter(local.values())).device if local else torch.device("cpu")
     rules = families.model_rules(shape)
     for rule in rules.values():
         if rule.expert is not None and rule.expert >= experts_per_rank:
@@ -262,7 +262,7 @@ def iter_hf_tensors(
         owner = next(index for index, names in enumerate(stages) if mine.megatron in names)
         tensors: list[Tensor] | None = None
         if owner == pp_group.rank():
-            tensor = own[mine.megatron]
+            tensor = local[mine.megatron]
             full = _whole(rule, (tensor if value_of is None or rule.buffer else value_of(tensor)).detach())
             wholes = [full]
             if len(same_place) > 1:
@@ -270,10 +270,10 @@ def iter_hf_tensors(
                 dist.all_gather(wholes, full.contiguous(), group=ep_group)
             tensors = [
                 part
-                for one, whole in zip(same_place, wholes, strict=True)
-                for part in convert.take_apart(one, whole, shape)
+                for placed, gathered in zip(same_place, wholes, strict=True)
+                for part in convert.take_apart(placed, gathered, shape)
             ]
-        names = [(hf, sizes) for one in same_place for hf, sizes in one.hf.items()]
+        names = [(hf, sizes) for placed in same_place for hf, sizes in placed.hf.items()]
         if pp_group.size() > 1:
             if tensors is None:
                 dtype = torch.float32 if rule.buffer or value_of is not None else transformer_config.params_dtype

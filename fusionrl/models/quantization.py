@@ -65,11 +65,11 @@ def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[Mod
     """The shape of a Hugging Face folder, or of its config.json alone, and the quantisation that it describes.
 
     Raises:
-        ValueError: neither, or a config.json that is no supported model's; names `flag`.
+        ValueError: neither, or the config.json of an unsupported model; names `flag`.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ValueError(f"{flag} {path}: there is no config.json; give one, or a folder that has one")
+        raise ValueError(f"{flag} {path}: config.json is missing; give one, or a folder that has one")
     raw = read_json_object(file, f"{flag} {path}: it")
     shape = shape_from_hf_config(raw, f"{flag} {path}")
     return shape, described_quantization(raw, shape, f"{flag} {path}")

@@ -16,13 +16,13 @@ def shape_difference(path: str | Path, saved: Mapping[str, Any], shape: ModelSha
         A message with both values of the first field that differs; None where all are equal.
 
     Raises:
-        KeyError, TypeError, ValueError: `saved` is no shape of this version.
+        KeyError, TypeError, ValueError: another version wrote `saved`.
     """
     before = ModelShape(**saved).model_dump()
     for name, value in shape.model_dump().items():
         if before[name] != value:
             return (
-                f"checkpoint {path}: it is of a model with {name} {before[name]!r}, --hf-checkpoint "
+                f"checkpoint {path}: its model has {name} {before[name]!r}, --hf-checkpoint "
                 f"has {value!r}; give the model that the run was started with"
             )
     return None

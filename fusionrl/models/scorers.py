@@ -68,7 +68,7 @@ def read_scorer(folder: str, flag: str) -> ScorerModel:
 
 @functools.cache
 def same_tokens(first: str, second: str) -> bool:
-    """Return whether a token id stands for the same text in the tokenizers of two folders.
+    """Return whether a token id means the same text in the tokenizers of two folders.
 
     Read from tokenizer.json, which costs tenths of a second; a tokenizer that is kept otherwise is another one unless
     its file is the same byte by byte.
@@ -84,10 +84,10 @@ def same_tokens(first: str, second: str) -> bool:
 
 def _token_table(path: Path) -> dict[int, str] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        vocab = found["model"]["vocab"]
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        vocab = raw["model"]["vocab"]
         pairs = vocab.items() if isinstance(vocab, Mapping) else [(piece, i) for i, (piece, _) in enumerate(vocab)]
-        added: list[dict[str, Any]] = found.get("added_tokens") or []
+        added: list[dict[str, Any]] = raw.get("added_tokens") or []
         return {int(i): str(piece) for piece, i in pairs} | {int(token["id"]): token["content"] for token in added}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # no such file, or one of another form

@@ -122,7 +122,7 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
     """`folder`/config.json.
 
     Raises:
-        ValueError: no folder, no config.json, or one that is no JSON object; names `flag`.
+        ValueError: no folder, no config.json, or one that is not a JSON object; names `flag`.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -133,8 +133,8 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
     return read_json_object(path, f"{flag} {folder}: config.json")
 
 
-def read_json_object(file: Path, shown: str) -> dict[str, Any]:
-    """Read a file that has a JSON object. `shown`: how messages name it.
+def read_json_object(file: Path, subject: str) -> dict[str, Any]:
+    """Read a file that has a JSON object. `subject`: how messages name it.
 
     Raises:
         ValueError: it has none.
@@ -142,9 +142,9 @@ def read_json_object(file: Path, shown: str) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{shown} is not valid JSON ({error})") from error
+        raise ValueError(f"{subject} is not valid JSON ({error})") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{shown} is no JSON object")
+        raise ValueError(f"{subject} is no JSON object")
     return raw
 
 
@@ -155,7 +155,7 @@ def shape_from_hf_config(raw: Mapping[str, object], where: str = "config.json") 
         ValueError: family not supported, a size missing, or a feature that no trainer here computes.
     """
     if not is_hf_config(raw):
-        raise ValueError(f"{where}: config.json is no JSON object")
+        raise ValueError(f"{where}: config.json is not a JSON object")
     try:
         family = families.get_family(raw.get("model_type", ""))
         if raw.get("hidden_act", "silu") != "silu":
@@ -193,5 +193,5 @@ def _check_rope(fields: Mapping[str, Any], model_type: str) -> None:
 
 def _sizes(raw: Mapping[str, object]) -> str:
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    shown = ", ".join(f"{name} {raw.get(name)!r}" for name in names)
-    return f"a size that is no positive number ({shown})"
+    sizes = ", ".join(f"{name} {raw.get(name)!r}" for name in names)
+    return f"a size that is not a positive number ({sizes})"

@@ -1,4 +1,4 @@
-"""What a launch script says of the model's shape, in Megatron-LM's flags, compared with config.json. Pure."""
+"""Compare the model shape in a launch script's Megatron-LM flags with config.json. Pure."""
 
 from __future__ import annotations
 
@@ -110,19 +110,21 @@ def claim_errors(shape: ModelShape, claims: Mapping[str, object], where: str = "
             continue
         if right is None or not _is_equal(value, right):
             flag = "--" + name.replace("_", "-")
-            shown = flag if value is True else f"{flag} {value}"
-            errors.append(f"{shown}: {where} has {_shown(right, value is True)}; leave the flag out, or give its model")
+            flag_text = flag if value is True else f"{flag} {value}"
+            errors.append(
+                f"{flag_text}: {where} has {_shown(right, value is True)}; leave the flag out, or give its model"
+            )
     return errors
 
 
 def _is_vocabulary(claims: Mapping[str, object], size: int) -> bool:
     """A script may give the tokenizer's own size, which is padded to the model's."""
     try:
-        given = int(str(claims["vocab_size"]))
+        claimed = int(str(claims["vocab_size"]))
         divisor = int(str(claims.get("make_vocab_size_divisible_by", 128)))
     except ValueError:
         return False
-    return given == size or (divisor > 0 and given < size <= -(-given // divisor) * divisor)
+    return claimed == size or (divisor > 0 and claimed < size <= -(-claimed // divisor) * divisor)
 
 
 def _is_equal(value: object, right: bool | int | float | str | list[int] | object) -> bool:

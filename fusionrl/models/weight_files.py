@@ -54,7 +54,7 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     """Return the tensors of the folder by name, as a reader finds them: of a sharded one those that the index names.
 
     Raises:
-        ValueError: as `check_weight_files`, or sizes that are no numbers.
+        ValueError: as `check_weight_files`, or sizes that are not numbers.
     """
     folder = Path(folder)
     paths = _weight_files(folder, flag)
@@ -66,7 +66,7 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     else:
         single = [path for path in paths if path.name == SINGLE]
         files = {name: path for path in single or paths for name in _header(path, flag)}
-    found = {}
+    entries = {}
     for name, path in files.items():
         entry = _header(path, flag).get(name)
         if entry is None:
@@ -74,8 +74,8 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
         sizes = entry.get("shape")
         if not isinstance(sizes, list) or any(type(size) is not int for size in sizes):
             raise ValueError(f"{flag} {path}: malformed safetensors header (shape {sizes!r} of {name})")
-        found[name] = StoredTensor(tuple(sizes), str(entry.get("dtype")), path)
-    return found
+        entries[name] = StoredTensor(tuple(sizes), str(entry.get("dtype")), path)
+    return entries
 
 
 def _weight_files(folder: Path, flag: str) -> list[Path]:
@@ -122,7 +122,7 @@ def _read_header(path: Path, flag: str, size: int, _changed: int) -> dict[str, d
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"{flag} {path}: malformed safetensors header ({error!r})") from error
     if any(type(end) is not int or end < 0 for end in ends.values()):
-        raise ValueError(f"{flag} {path}: malformed safetensors header (places of tensors that are no numbers)")
+        raise ValueError(f"{flag} {path}: malformed safetensors header (places of tensors that are not numbers)")
     expected = 8 + length + max(ends.values(), default=0)
     if size != expected:
         raise ValueError(

@@ -33,19 +33,21 @@ def shape_errors(
         ValueError: files that are missing or damaged, as `check_weight_files`.
     """
     raw, stored = read_hf_config(folder, flag), stored_tensors(folder, flag)
-    wanted = families.hf_shapes(shape)
+    expected = families.hf_shapes(shape)
     optional = {name for rule in families.model_rules(shape).values() if rule.optional for name in rule.hf}
     if quantization is not None:
-        wanted |= {n + SCALE: quantization.scale_shape(wanted[n]) for n in tuple(wanted) if n in quantization.names}
+        expected |= {
+            n + SCALE: quantization.scale_shape(expected[n]) for n in tuple(expected) if n in quantization.names
+        }
     is_packed = _packed(stored) if raw.get("quantization_config") and quantization is None else lambda name: False
-    wrong = _wrong_shapes(flag, raw, wanted, stored, is_packed)
+    wrong = _wrong_shapes(flag, raw, expected, stored, is_packed)
     if wrong or not is_loaded:
         return wrong
     errors = []
-    if missing := [name for name in wanted if name not in stored and name not in optional]:
+    if missing := [name for name in expected if name not in stored and name not in optional]:
         errors.append(f"{flag} {folder}: tensor {_first(missing)} in none of its files; {_model(shape)}")
     ignored = families.ignored(shape)
-    if extra := sorted(name for name in stored if name not in wanted and not ignored.fullmatch(name)):
+    if extra := sorted(name for name in stored if name not in expected and not ignored.fullmatch(name)):
         errors.append(f"{flag} {folder}: tensor {_first(extra)} no part of the model; {_model(shape)}")
     return errors
 
@@ -53,19 +55,19 @@ def shape_errors(
 def _wrong_shapes(
     flag: str,
     raw: Mapping[str, object],
-    wanted: Mapping[str, Sizes],
+    expected: Mapping[str, Sizes],
     stored: Mapping[str, StoredTensor],
     is_packed: Callable[[str], bool],
 ) -> list[str]:
     errors: list[str] = []
     seen: set[tuple[Sizes, Sizes]] = set()  # sizes that a message has named: (by config.json, in the files)
-    for name, sizes in wanted.items():
-        found = stored.get(name)
-        if found is None or found.sizes == sizes or is_packed(name):
+    for name, sizes in expected.items():
+        in_file = stored.get(name)
+        if in_file is None or in_file.sizes == sizes or is_packed(name):
             continue
-        differing = {(sizes, found.sizes)}
-        if len(sizes) == len(found.sizes):
-            differing = {((a,), (b,)) for a, b in zip(sizes, found.sizes, strict=True) if a != b}
+        differing = {(sizes, in_file.sizes)}
+        if len(sizes) == len(in_file.sizes):
+            differing = {((a,), (b,)) for a, b in zip(sizes, in_file.sizes, strict=True) if a != b}
         if differing <= seen:
             continue
         described = {size for (size, *_), _ in differing - seen}
@@ -75,7 +77,7 @@ def _wrong_shapes(
         hint = f" ({', '.join(f'{key} {raw[key]}' for key in keys)})" if 0 < len(keys) <= 3 else ""
         seen |= differing
         errors.append(
-            f"{flag} {found.file}: tensor {name} has shape {list(found.sizes)}, but config.json{hint} describes"
+            f"{flag} {in_file.file}: tensor {name} has shape {list(in_file.sizes)}, but config.json{hint} describes"
             f" {list(sizes)}; take both from the same model"
         )
     return errors
@@ -84,7 +86,7 @@ def _wrong_shapes(
 def _packed(stored: Mapping[str, StoredTensor]) -> Callable[[str], bool]:
     """Return a test for tensors that may be packed, in a checkpoint whose quantisation only engines read.
 
-    Such a tensor is stored as integers, or has its scales or its state beside it (`…weight_scale`, `…weight.absmax`),
+    Such a tensor is stored as integers, or keeps scales or state in other tensors (`…weight_scale`, `…weight.absmax`),
     and then its sizes are the method's. fp8 values keep the sizes of the weight.
     """
     parts = (name.partition(".weight") for name in stored)

@@ -70,7 +70,7 @@ class Yarn:
 
 
 def is_yarn(scaling: Mapping[str, object] | None) -> bool:
-    """Return whether a config.json's `rope_scaling` is of the type yarn."""
+    """Return whether a config.json's `rope_scaling` has the type yarn."""
     return bool(scaling) and scaling.get("rope_type", scaling.get("type")) == "yarn"  # type: ignore[union-attr]
 
 
@@ -83,9 +83,9 @@ def check_yarn(scaling: Mapping[str, object], rotary_percent: float) -> None:
     factor = scaling.get("factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
         raise ValueError(f"rope_scaling {scaling}: yarn needs a factor of at least 1")
-    if others := sorted(scaling.keys() - _KNOWN):
+    if unknown := sorted(scaling.keys() - _KNOWN):
         raise ValueError(
-            f"rope_scaling {scaling}: SGLang and transformers read {', '.join(others)} in different ways; leave it out"
+            f"rope_scaling {scaling}: SGLang and transformers read {', '.join(unknown)} in different ways; leave it out"
         )
     if rotary_percent != 1.0:
         raise ValueError(f"rope_scaling {scaling}: yarn is not supported where only a part of a head is rotated")

@@ -77,14 +77,14 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     mask = columns["loss_mask"]
     responses = Responses(mask, torch.from_numpy(shard.response_lengths.astype(np.int64)))
     mean_of_others = functools.partial(_mean_of_others, shard)
-    found = options.stage(TokenInputs(columns["rewards"], responses, columns, options.constants, mean_of_others))
-    advantages = found.advantages
-    if found.returns is not None:
-        shard.fields["returns"] = found.returns.float().numpy()
+    computed = options.stage(TokenInputs(columns["rewards"], responses, columns, options.constants, mean_of_others))
+    advantages = computed.advantages
+    if computed.returns is not None:
+        shard.fields["returns"] = computed.returns.float().numpy()
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, KL, excluded; KL to the teacher, excluded
     sums[0] = float((mask != 0).sum())
-    if found.kl is not None:
-        sums[1:3] = found.kl
+    if computed.kl is not None:
+        sums[1:3] = computed.kl
     if options.is_whitened:
         advantages = whiten(advantages, mask, _added_up(moments(advantages, mask), device))
     if options.opd_coef is not None:
@@ -112,13 +112,13 @@ def _mean_of_others(shard: TrainShard, values: Tensor) -> Tensor:
 
 
 def _metrics(sums: list[float], options: AdvantageOptions) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     tokens = max(sums[0], 1.0)
     if options.constants.kl_coef > 0:
-        found |= {"kl": sums[1] / tokens, "kl_excluded": sums[2]}
+        metrics |= {"kl": sums[1] / tokens, "kl_excluded": sums[2]}
     if options.opd_coef is not None:
-        found |= {"opd_kl": sums[3] / tokens, "opd_excluded": sums[4]}
-    return found
+        metrics |= {"opd_kl": sums[3] / tokens, "opd_excluded": sums[4]}
+    return metrics
 
 
 def _added_up(values: Tensor, device: torch.device) -> Tensor:

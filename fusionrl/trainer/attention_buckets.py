@@ -72,8 +72,8 @@ def plan_buckets(
         prompts: how many tokens at its begin each row may share with others; None: none.
     """
     planner = _Planner(rows, num_tokens, device)
-    whole, families = _families(rows, prompts)
-    parts = [(group, 0) for group in _by_length(whole, [row.size for row in rows])]
+    unshared, families = _families(rows, prompts)
+    parts = [(group, 0) for group in _by_length(unshared, [row.size for row in rows])]
     for prompt, members in families:
         parts += [(group, prompt) for group in _by_length(members, [row.size - prompt for row in rows])]
     return [planner.bucket(sorted(group), prompt, is_alone=len(parts) == 1) for group, prompt in parts]
@@ -84,23 +84,23 @@ def _families(
 ) -> tuple[list[int], list[tuple[int, list[int]]]]:
     """(rows that are computed whole; (prompt, rows of which it is left out) of each long prompt that rows share)."""
     siblings: dict[tuple[int, int], list[int]] = defaultdict(list)
-    whole = []
+    unshared = []
     for i, row in enumerate(rows):
         prompt = prompts[i] if prompts is not None else 0
         if prompt >= LONG_PROMPT and row.size > prompt:
             siblings[int(row[0]), prompt].append(i)
         else:
-            whole.append(i)
+            unshared.append(i)
     families = []
     for (_, prompt), members in siblings.items():
         # The longest computes the prompt: it would pad the others most.
-        first, *others = sorted(members, key=lambda i: -rows[i].size)
-        whole.append(first)
-        left_out = [i for i in others if rows[i].size - prompt <= prompt]
-        whole += [i for i in others if rows[i].size - prompt > prompt]
+        first, *rest = sorted(members, key=lambda i: -rows[i].size)
+        unshared.append(first)
+        left_out = [i for i in rest if rows[i].size - prompt <= prompt]
+        unshared += [i for i in rest if rows[i].size - prompt > prompt]
         if left_out:
             families.append((prompt, left_out))
-    return whole, families
+    return unshared, families
 
 
 def _by_length(chosen: list[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -115,7 +115,7 @@ def _by_length(chosen: list[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 class _Planner:
-    """Makes buckets one after the other; each packed token is the output of the first that asks for it."""
+    """Makes buckets one after the other; each packed token is the output of the first bucket that has it."""
 
     def __init__(self, rows: Sequence[np.ndarray], num_tokens: int, device: torch.device | str) -> None:
         self.rows, self.num_tokens, self.device = rows, num_tokens, device

@@ -43,10 +43,10 @@ FORMAT, WITHOUT_HASHES = 2, 1
 COUNTERS = {"rollout_id", "optimizer_steps", "skipped"}
 # Where Megatron-LM says which checkpoint of a folder is the newest.
 TRACKER = "latest_checkpointed_iteration.txt"
-# What is no shard. Megatron-core 0.19 writes it as a shard, but prefers such a file where one is.
+# Values that are not shards. Megatron-core 0.19 writes them as one, but prefers this file if it exists.
 _COMMON = "common.pt"
 _BACKEND = "torch_dist"
-# How the optimizer's state is laid out; kept with the checkpoint, for Megatron asks for it when it loads.
+# How the optimizer's state is laid out; kept with the checkpoint, as Megatron needs it to load.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -141,7 +141,7 @@ def begin_save(
     """Take a copy of what is trained, for a checkpoint at `path`; collective.
 
     Args:
-        path: a folder; until the checkpoint is complete, it stands beside it, with ".partial" to its name.
+        path: a folder; an incomplete checkpoint has ".partial" added to its name.
         trained: what is saved; it may be trained on as soon as this returns.
         layout: of the ranks.
         shape: of the model.
@@ -197,7 +197,7 @@ def read_description(path: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is nested too deeply") from None
     if not isinstance(description, dict):
-        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is no JSON object")
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not a JSON object")
     if description.get("format") not in (FORMAT, WITHOUT_HASHES):
         raise ValueError(
             f"checkpoint {path}: format {description.get('format')!r:.40}, this version reads {WITHOUT_HASHES} and"
@@ -207,7 +207,7 @@ def read_description(path: str) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} has hashes, and the format that had none; it was changed")
     counters = description.get("counters")
     if not isinstance(counters, dict) or any(type(value) is not int for value in counters.values()):
-        raise ValueError(f"checkpoint {path}: the counters in {DESCRIPTION} are no whole numbers")
+        raise ValueError(f"checkpoint {path}: the counters in {DESCRIPTION} are not integers")
     if missing := COUNTERS - counters.keys():
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} has no counter {min(missing)}")
     return description
@@ -224,7 +224,7 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
         f"checkpoint {path}: it is damaged or incomplete",
         dist.get_world_size(),
     )
-    told: str | None = None
+    problem: str | None = None
     try:
         if isinstance(facts, dict) and facts:
             if _COMMON not in facts and os.path.lexists(Path(path) / _COMMON):
@@ -235,11 +235,11 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
         else:
             check_facts(Path(path), facts, where)
     except ValueError as error:
-        told = str(error)
+        problem = str(error)
     everyone: list[str | None] = [None] * size
-    dist.all_gather_object(everyone, told)
-    if found := [text for text in everyone if text is not None]:
-        raise ValueError(f"{found[0]}; resume from another one")
+    dist.all_gather_object(everyone, problem)
+    if problems := [text for text in everyone if text is not None]:
+        raise ValueError(f"{problems[0]}; resume from another one")
 
 
 def _check_backend(folder: str) -> None:
@@ -265,7 +265,7 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
         same_layout = TrainerLayout(**description["layout"]) == layout
         difference = shape_difference(path, description["shape"], shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is of another version ({error})") from error
+        raise ValueError(f"checkpoint {path}: another version wrote {DESCRIPTION} ({error})") from error
     if difference is not None:
         raise ValueError(difference)
     if description["format"] != WITHOUT_HASHES:
@@ -295,7 +295,7 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
 
 
 def _reason(error: BaseException) -> str:
-    """An error's last line; torch's own is of BaseException's kind and has every rank's."""
+    """Return an error's last line; torch's class derives from BaseException and holds the errors of all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()
@@ -341,7 +341,7 @@ def _weights_state(modules: list[torch.nn.Module]) -> dict[str, Any]:
 def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megatron-checkpoint") -> None:
     """Read the weights of a Megatron checkpoint, and nothing else of it, at this layout; collective.
 
-    The vocabulary may be padded to any multiple; what stands in its padding is never a token.
+    The vocabulary may be padded to any multiple; rows of padding are never tokens.
 
     Raises:
         ValueError: no such checkpoint, one of another model, or a damaged one.

@@ -1,11 +1,11 @@
-"""Writes Megatron's checkpoint files: with threads of this process, or in a writer process beside it.
+"""Writes Megatron's checkpoint files: with threads of this process, or in a separate writer process.
 
 Megatron's own ways fork this process and spawn another that runs the user's main module again. A fork of a process
 with many threads (Ray's, gloo's) is a risk; so files are written here, by the functions that Megatron's processes
 would run.
 
 The writer process is started with the trainer, before there is anything to write. It is handed a copy of the state in
-memory that both see (a memfd), so that training goes on the moment the copy is made.
+memory that both see (a memfd), so that training continues once the copy is made.
 """
 
 from __future__ import annotations
@@ -246,11 +246,11 @@ def _write_shared(
 
 # ------------------------------------------------------------------------------------------------ all ranks
 class PendingFiles:
-    """A save of Megatron's whose files are being written, or are: `finish` makes it complete; collective.
+    """A Megatron save whose files are being written, or are: `finish` completes it; collective.
 
     Args:
         request: Megatron's AsyncRequest.
-        results: the queue by which Megatron's finalisation is told what was written.
+        results: the queue from which Megatron's finalisation reads what was written.
         writer: process that writes; None writes at once, in this one.
     """
 
@@ -305,13 +305,13 @@ def failing_together() -> Iterator[None]:
 
     Without it the others would wait for the rank that failed, in whatever is collective next.
     """
-    told: str | None = None
+    problem: str | None = None
     try:
         yield
     except OSError as error:
-        told = str(error)
+        problem = str(error)
     everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    dist.all_gather_object(everyone, problem)
     _raise_first(everyone)
 
 

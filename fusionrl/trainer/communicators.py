@@ -56,7 +56,7 @@ class Communicators:
     def resume(self) -> None:
         """Wake what was suspended."""
         while self._suspended:
-            # A failure is no reason to try the same one again: it ends the run.
+            # Do not retry after a failure: it ends the run.
             method = getattr(self._suspended.pop(0), "resume")  # noqa: B009 (not of the protocol: torch 2.13's)
             method()
 

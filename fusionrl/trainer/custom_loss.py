@@ -66,7 +66,7 @@ class CustomLoss:
                         gives adds up over micro-batches and ranks
 
     Raises:
-        HookError: the function raised, or what it returned is no loss.
+        HookError: the function raised, or did not return a loss.
     """
 
     def __init__(self, options: CustomLossOptions, shard: TrainShard, step: TrainStep) -> None:
@@ -84,15 +84,15 @@ class CustomLoss:
         sizes = data.get("attempt_tokens") or [float(mask.sum()) for mask in data["loss_masks"]]
         shares = [mask.sum() / max(size, 1e-12) for mask, size in zip(data["loss_masks"], sizes, strict=True)]
         counts["sequences"] = torch.stack(shares).sum()
-        found = call_hook(FIELD, self.options.path, self.options.make_args(), data, logits, self._reducer(data))
-        loss, metrics = self._checked(found)
+        returned = call_hook(FIELD, self.options.path, self.options.make_args(), data, logits, self._reducer(data))
+        loss, metrics = self._checked(returned)
         # Every context-parallel rank has computed all of it, and each one's gradient reaches all of them.
         size = parallel_state.get_context_parallel_world_size()
         loss = loss / size
         sums = {"loss": loss} | {name: torch.as_tensor(value, device=loss.device) for name, value in metrics.items()}
-        kept = {name: value.detach().double() / (1 if name == "loss" else size) for name, value in sums.items()}
+        reported = {name: value.detach().double() / (1 if name == "loss" else size) for name, value in sums.items()}
         num = {name: value.double() / size for name, value in counts.items()}
-        return loss, LossSums(kept, {"tokens": num["tokens"]}, sequence_sums={"sequences": num["sequences"]})
+        return loss, LossSums(reported, {"tokens": num["tokens"]}, sequence_sums={"sequences": num["sequences"]})
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -102,16 +102,16 @@ class CustomLoss:
         padding = torch.arange(logits.size(-1), device=logits.device) >= num_valid
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
 
-    def _checked(self, found: object) -> tuple[Tensor, dict[str, Tensor]]:
+    def _checked(self, returned: object) -> tuple[Tensor, dict[str, Tensor]]:
         where = f"{flag_of(FIELD)} {self.options.path}"
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-            raise HookError(f"{where}: it returned {type(found).__name__}; expected (loss, dict of metrics)")
-        loss, metrics = found
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+            raise HookError(f"{where}: it returned {type(returned).__name__}; expected (loss, dict of metrics)")
+        loss, metrics = returned
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise HookError(f"{where}: its loss must be a tensor of one element with a gradient")
         for name, value in metrics.items():
             if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
-                raise HookError(f"{where}: its metric {name!r} is no single number")
+                raise HookError(f"{where}: its metric {name!r} is not a single number")
         return loss.reshape(()), {name: torch.as_tensor(value).reshape(()) for name, value in metrics.items()}
 
     def _of(self, batch: MicroBatch) -> dict[str, Any]:
@@ -129,14 +129,14 @@ class CustomLoss:
 
     def _reducer(self, data: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         options, step = self.options, self.step
-        given = (options.aggregation, step.num_tokens, step.num_samples, options.constant)
+        settings = (options.aggregation, step.num_tokens, step.num_samples, options.constant)
         masks = data["loss_masks"]
         sizes = data.get("attempt_tokens") or [None] * len(masks)
-        parts = (token_weights(m.cpu().numpy(), *given, size) for m, size in zip(masks, sizes, strict=True))
+        parts = (token_weights(m.cpu().numpy(), *settings, size) for m, size in zip(masks, sizes, strict=True))
         weights = torch.cat([torch.from_numpy(part) for part in parts]).to(masks[0])
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
-            # Not a product: what is masked may be anything, and 0 times infinity is no number.
+            # Not a product: what is masked may be anything, and 0 times infinity is NaN.
             return (torch.where(weights > 0, values.reshape(-1), 0.0) * weights).sum()
 
         return sum_of_sample_mean
@@ -205,10 +205,10 @@ def get_log_probs_and_entropy(
         targets.append(tokens[total - length :])
     chosen = logits[0].index_select(0, torch.cat(rows)) / args.rollout_temperature
     log_probs, entropy = _VocabularyParallel.apply(chosen.float(), torch.cat(targets), with_entropy)
-    found = {"log_probs": list(log_probs.split(list(response_lengths)))}
+    outputs = {"log_probs": list(log_probs.split(list(response_lengths)))}
     if with_entropy:
-        found["entropy"] = list(entropy.split(list(response_lengths)))
-    return logits.new_zeros(0), found
+        outputs["entropy"] = list(entropy.split(list(response_lengths)))
+    return logits.new_zeros(0), outputs
 
 
 def _packed_starts(total_lengths: Sequence[int], size: int) -> list[int]:

@@ -17,7 +17,7 @@ MAX_NAMED = 16  # samples in a message
 def naming_samples(run_dir: str, shard: TrainShard, rollout_id: int) -> Iterator[None]:
     """Name the samples at which a user's function raised, and the file of the run that has them.
 
-    Also of errors of the user's code that nobody calls as a hook, in the forward pass of a model, say.
+    Covers user code that is not called as a hook, too, such as the forward pass of a model.
     """
     try:
         with user_code("a user's code in a trainer", None, only_theirs=True):
@@ -25,7 +25,9 @@ def naming_samples(run_dir: str, shard: TrainShard, rollout_id: int) -> Iterator
     except HookError as error:
         if error.positions is not None:
             indices = [str(int(shard.fields["sample_index"][position])) for position in error.positions]
-            files = [one.path for one in list_rollouts(Path(run_dir), "train") if one.rollout_id == rollout_id]
-            shown = ", ".join(indices[:MAX_NAMED]) + (", …" if len(indices) > MAX_NAMED else "")
-            error.add(f"the samples that it was at: {shown}" + (f", in {files[-1]}" if files else ""))
+            files = [
+                rollout.path for rollout in list_rollouts(Path(run_dir), "train") if rollout.rollout_id == rollout_id
+            ]
+            listing = ", ".join(indices[:MAX_NAMED]) + (", …" if len(indices) > MAX_NAMED else "")
+            error.add(f"the samples that it was at: {listing}" + (f", in {files[-1]}" if files else ""))
         raise

@@ -48,7 +48,7 @@ def run_forward(
 
     chunks = trained.chunks
     iterators = [iter(batches) for _ in chunks]
-    found = get_forward_backward_func()(
+    results = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
@@ -59,7 +59,7 @@ def run_forward(
     )
     if routing is not None:
         routing.begin(None)
-    return found
+    return results
 
 
 @torch.no_grad()

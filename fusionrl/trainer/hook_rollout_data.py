@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 
-# Where slime calls a field otherwise. What has a value for each response token stands as a tensor [response_length].
+# Fields that slime names otherwise. A field with a value for each response token is a tensor [response_length].
 NAMES = {"loss_mask": "loss_masks", "raw_rewards": "raw_reward", "sample_index": "sample_indices"}
 _TENSOR_TYPES: dict[type, torch.dtype] = {np.int32: torch.int64, np.int16: torch.int16}
 _FREE = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "teacher_log_probs", "rollout_log_probs")
@@ -54,21 +54,21 @@ def take_back(shard: TrainShard, data: dict[str, Any], flag: str) -> None:
         if values is None:
             shard.fields.pop(name, None)
             continue
-        shown = f"{flag}: {NAMES.get(name, name)!r}"
+        label = f"{flag}: {NAMES.get(name, name)!r}"
         if len(values) != shard.num_samples:
-            raise ValueError(f"{shown} has {len(values)} entries for {shard.num_samples} samples")
+            raise ValueError(f"{label} has {len(values)} entries for {shard.num_samples} samples")
         parts = [np.asarray(torch.as_tensor(value).detach().cpu(), np.float32).reshape(-1) for value in values]
         for index, (part, length) in enumerate(zip(parts, shard.response_lengths, strict=True)):
             if part.size != length:
                 which = int(shard.fields["sample_index"][index])
-                raise ValueError(f"{shown} has {part.size} values for {length} response tokens of sample {which}")
+                raise ValueError(f"{label} has {part.size} values for {length} response tokens of sample {which}")
         column = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         if name == "loss_mask" and ((column > 0) & (shard.fields[name] == 0)).any():
-            raise ValueError(f"{shown} has a token that was masked: its log-probs are not known, it cannot be unmasked")
+            raise ValueError(f"{label} has a token that was masked: its log-probs are not known, it cannot be unmasked")
         shard.fields[name] = column
-    kept = {"total_lengths": shard.total_lengths, "response_lengths": shard.response_lengths}
-    kept |= {"rewards": shard.fields["rewards"], "tokens": shard.fields["tokens"]}
-    for name, before in kept.items():
+    replaced = {"total_lengths": shard.total_lengths, "response_lengths": shard.response_lengths}
+    replaced |= {"rewards": shard.fields["rewards"], "tokens": shard.fields["tokens"]}
+    for name, before in replaced.items():
         after = data[name] if name != "tokens" else [int(t) for part in data[name] for t in part]
         if len(after) != len(before) or not np.array_equal(np.asarray(after, before.dtype), before):
             raise ValueError(

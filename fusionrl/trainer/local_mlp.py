@@ -21,7 +21,7 @@ def adopt(model: torch.nn.Module) -> None:
 
 
 class LocalMLP(MLP):
-    """Megatron's MLP; what is no plain gated SiLU, or has biases, goes Megatron's own way."""
+    """Megatron's MLP; one with biases, or with another gate than plain SiLU, runs Megatron's forward pass."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: object

@@ -120,8 +120,8 @@ class LocalRanks:
         self.world_size = layout.world_size
         import torch
 
-        wanted, found = config.cluster.device, "cuda" if torch.cuda.is_available() else "cpu"
-        device: Literal["cpu", "cuda"] = "cuda" if "cuda" in (wanted, found) and wanted != "cpu" else "cpu"
+        configured, detected = config.cluster.device, "cuda" if torch.cuda.is_available() else "cpu"
+        device: Literal["cpu", "cuda"] = "cuda" if "cuda" in (configured, detected) and configured != "cpu" else "cpu"
         plan = trainer_plan(config, layout, device, len(os.sched_getaffinity(0)))
         host = "127.0.0.1"
         # The store of a group is the parent's, which outlives the actors.
@@ -137,7 +137,7 @@ class LocalRanks:
     def call_each(self, method: str, args: Sequence[tuple]) -> list[object]:
         """Call a method with own arguments on every rank."""
         assert len(args) == self.world_size
-        return self._all([("call", (method, *one)) for one in args])
+        return self._all([("call", (method, *values)) for values in args])
 
     def run(self, function: Callable[..., T], *args: object) -> list[T]:
         """Run `function(actor, *args)` on every rank."""
@@ -146,7 +146,7 @@ class LocalRanks:
     def run_on(self, rank: int, function: Callable[..., object], *args: object) -> object:
         """Run `function(actor, *args)` on one rank; ranks that work together are asked from a thread each.
 
-        Calls of one rank come one after the other, also after one for which nobody waits any more.
+        Calls of one rank come one after the other, also after one whose caller stopped waiting.
         """
         pipe = self._pipes[rank]
         try:
@@ -170,8 +170,8 @@ class LocalRanks:
         """Train on one shard a data-parallel rank; rank 0's metrics."""
         layout = layout or TrainerLayout(1)
         assert self.world_size == layout.world_size
-        own = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
-        return self._all([("call", ("train", rollout_id, shard)) for shard in own])[0]
+        shards_by_rank = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
+        return self._all([("call", ("train", rollout_id, shard)) for shard in shards_by_rank])[0]
 
     def close(self) -> None:
         """End the processes."""

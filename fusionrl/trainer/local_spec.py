@@ -2,7 +2,7 @@
 
 Megatron-core's own local spec has no norm for sequence parallelism, no context parallelism, no packed
 sequences and an attention whose memory is quadratic. The two modules here have them, by torch's
-scaled_dot_product_attention, or by a kernel of ours (`row_attention.py`).
+scaled_dot_product_attention, or by our own kernel (`row_attention.py`).
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ class LocalNorm(torch.nn.Module):
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron's description of packed sequences, and what the modules here need besides, made once a batch.
+    """Megatron's description of packed sequences, with more that the modules here need; built once per batch.
 
     lengths    padded length of each sequence over all context-parallel ranks
     buckets    attention calls of the batch; unused under context parallelism
     table      the same sequences for our own kernel, where that is for them
     positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
-               after the other; then Megatron is told of one sequence, and rotary embeddings are taken by
-               these
+               after the other; then Megatron sees one sequence, and rotary embeddings are taken by these
     """
 
     lengths: tuple[int, ...] = ()
@@ -83,7 +82,7 @@ def zigzag_positions(lengths: list[int] | tuple[int, ...], cp_size: int, cp_rank
         if cp_size == 1:
             pieces.append(torch.arange(start, start + length))
         else:
-            assert length % (2 * cp_size) == 0, f"length {length} is no multiple of {2 * cp_size}"
+            assert length % (2 * cp_size) == 0, f"length {length} is not a multiple of {2 * cp_size}"
             piece = length // (2 * cp_size)
             for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
                 pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
@@ -197,13 +196,13 @@ class SDPACoreAttention(MegatronModule):
         )
         out, local, start = [], 0, 0
         for length in layout.lengths:
-            own = length // size
+            num_local = length // size
             positions = zigzag_positions([length], size, rank)
             mask = (positions[:, None] >= torch.arange(length)[None, :]).to(query.device)
-            q = query[local : local + own].transpose(0, 1)[None]
+            q = query[local : local + num_local].transpose(0, 1)[None]
             k, v = (x[start : start + length].transpose(0, 1)[None] for x in (key, value))
             out.append(self._attend(q, k, v, mask)[0].transpose(0, 1))
-            local, start = local + own, start + length
+            local, start = local + num_local, start + length
         return torch.cat(out).reshape(query.size(0), -1)
 
 

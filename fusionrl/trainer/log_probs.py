@@ -40,7 +40,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        # Rows that pad the vocabulary are no tokens: no block holds them.
+        # No block holds the rows that pad the vocabulary.
         num_valid = min(max(vocab_size - rank * weight.size(0), 0), weight.size(0))
         local = targets - rank * weight.size(0)
         buffer, exp_buffer = (hidden.new_empty(hidden.size(0), width, dtype=torch.float32) for _ in range(2))
@@ -48,13 +48,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         peak = hidden.new_full((hidden.size(0),), torch.finfo(torch.float32).min, dtype=torch.float32)
         # sum exp(x - peak), sum x exp(x - peak), x of the target
         sums = hidden.new_zeros(3, hidden.size(0), dtype=torch.float32)
-        kept: list[Tensor] = []
+        block_logits: list[Tensor] = []
         for start in range(0, num_valid, width):
             block = weight[start : min(start + width, num_valid)]
-            out = torch.empty_like(buffer) if len(kept) < num_kept else buffer
+            out = torch.empty_like(buffer) if len(block_logits) < num_kept else buffer
             logits = _logits(hidden, block, temperature, out[:, : len(block)])
-            if len(kept) < num_kept:
-                kept.append(logits)
+            if len(block_logits) < num_kept:
+                block_logits.append(logits)
             higher = torch.maximum(peak, logits.amax(-1))
             sums[:2] *= (peak - higher).exp_()
             peak = higher
@@ -64,21 +64,21 @@ class _ChunkedLogProbs(torch.autograd.Function):
             sums[1] += exp.mul_(logits).sum(-1)
             sums[2] += logits.gather(-1, column)[:, 0] * inside
         if size > 1:
-            own = peak.clone()
+            local_peak = peak.clone()
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-            sums[:2] *= (own - peak).exp_()
+            sums[:2] *= (local_peak - peak).exp_()
             dist.all_reduce(sums, group=group)
         lse = peak + sums[0].log()
         entropy = lse - sums[1] / sums[0]
         ctx.num_valid, ctx.width, ctx.temperature, ctx.entropy_grad = num_valid, width, temperature, entropy_grad
-        ctx.save_for_backward(hidden, weight, local, lse, entropy, *kept)
+        ctx.save_for_backward(hidden, weight, local, lse, entropy, *block_logits)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return sums[2] - lse, entropy
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, lse, entropy, *kept = ctx.saved_tensors
+        hidden, weight, local, lse, entropy, *block_logits = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
@@ -87,7 +87,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for i, start in enumerate(range(0, ctx.num_valid, ctx.width)):
             block = weight[start : min(start + ctx.width, ctx.num_valid)]
             out = buffers[0][:, : len(block)]
-            logits = kept[i] if i < len(kept) else _logits(hidden, block, ctx.temperature, out)
+            logits = block_logits[i] if i < len(block_logits) else _logits(hidden, block, ctx.temperature, out)
             scores = torch.sub(logits, lse[:, None], out=out)
             factor = offset
             if ctx.entropy_grad:

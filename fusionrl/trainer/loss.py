@@ -42,7 +42,7 @@ class LossOptions:
     policy_loss      a name of LOSSES
     constants        of the policy losses
     correction       None: the engine's log-probs are not corrected for
-    is_default       nobody asked for the correction: without the engine's log-probs there is none
+    is_default       the user did not request the correction: without the engine's log-probs it is left out
     kl_coef          None: no KL term
     opsm_delta       None: no off-policy sequence masking
     needs_log_probs  the trainers' log-probs of before the first step, even where there is only one
@@ -103,20 +103,20 @@ def _named(path: str) -> PolicyLoss:
     field = "custom_policy_loss_path"
 
     def loss(log_probs: Tensor, *args: object) -> tuple[Tensor, dict[str, Tensor]]:
-        found = call_hook(field, path, log_probs, *args)
+        returned = call_hook(field, path, log_probs, *args)
         where, size = f"{flag_of(field)} {path}", tuple(log_probs.shape)
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
             raise HookError(
-                f"{where}: it returned {type(found).__name__}; expected (losses of tokens, dict of metrics)"
+                f"{where}: it returned {type(returned).__name__}; expected (losses of tokens, dict of metrics)"
             )
-        losses, metrics = found
+        losses, metrics = returned
         if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
             raise HookError(f"{where}: its losses must be a tensor of the shape {size}, a number for each token")
-        whole = {name: torch.as_tensor(value, device=losses.device) for name, value in metrics.items()}
-        for name, value in whole.items():
+        tensors = {name: torch.as_tensor(value, device=losses.device) for name, value in metrics.items()}
+        for name, value in tensors.items():
             if value.dim() and value.shape != log_probs.shape:
                 raise HookError(f"{where}: its metric {name!r} must be a number, or one for each token {size}")
-        return losses, {name: value.expand(size) for name, value in whole.items()}
+        return losses, {name: value.expand(size) for name, value in tensors.items()}
 
     return loss
 
@@ -138,7 +138,7 @@ def _constants(a: AlgorithmGroup) -> PolicyLossOptions:
 
 def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
     if a.custom_tis_function_path is not None or not (a.use_tis or a.rejection_level or a.tis_veto is not None):
-        return None  # a function of the user's own takes the place of all of it
+        return None  # a user function replaces all of it
     return CorrectionOptions(
         level=a.tis_level,
         mode=a.tis_mode if a.use_tis else "none",
@@ -159,7 +159,7 @@ class LossSums:
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
     differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
-    scores      [2, N] log-probs and entropies; None where nobody keeps them
+    scores      [2, N] log-probs and entropies; None if they are not kept
     """
 
     sums: dict[str, Tensor]
@@ -235,14 +235,14 @@ def micro_batch_loss(
         reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
         # Of a token that older weights sampled, the difference would say how far the weights have moved since.
         compared = mask * batch.fields.get("current", 1.0)
-        found, peak = mismatch_sums(reference, engine, compared)
+        mismatch, peak = mismatch_sums(reference, engine, compared)
         if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
             differences = sample_differences(reference, engine, compared, batch.sequences, len(batch.samples))
-        token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
+        token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, mismatch, strict=True)}
         maxima[MISMATCH_PEAK] = peak[0]
     finite = losses.detach().isfinite()
-    kept = _kept(sums), _kept(token_sums), finite, batch, _kept(sequence_sums), _kept(maxima)
-    return loss, LossSums(*kept, differences)
+    detached = _kept(sums), _kept(token_sums), finite, batch, _kept(sequence_sums), _kept(maxima)
+    return loss, LossSums(*detached, differences)
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -287,17 +287,18 @@ def _policy_terms(
     advantages = fields["advantages"]
     losses, means = options.token_loss(log_probs, old, advantages, mask, sequences, options.constants, **extra)
     if correction is not None:
-        given = (recomputed, fields["rollout_log_probs"], mask, sequences, correction)
-        weights, keep, found = importance_weights(*given)
-        losses, means = torch.where(keep, losses * weights, 0.0), means | found
+        inputs = (recomputed, fields["rollout_log_probs"], mask, sequences, correction)
+        weights, keep, added_means = importance_weights(*inputs)
+        losses, means = torch.where(keep, losses * weights, 0.0), means | added_means
     if options.opsm_delta is not None:
         acted = fields.get("rollout_log_probs", old)  # with one step a rollout, `old` is the policy as it is
-        keep, found = opsm_mask(log_probs.detach(), acted, advantages, mask, sequences, options.opsm_delta)
-        losses, means = torch.where(keep, losses, 0.0), means | found
+        current = log_probs.detach()
+        keep, added_means = opsm_mask(current, acted, advantages, mask, sequences, options.opsm_delta)
+        losses, means = torch.where(keep, losses, 0.0), means | added_means
     loss = (batch.weights * losses).sum()
     if hooks is not None:
-        loss, found = hooks.policy_loss(losses, recomputed, batch)
-        means |= found
+        loss, added_means = hooks.policy_loss(losses, recomputed, batch)
+        means |= added_means
     sums = {"pg_loss": loss}
     means = means | {"entropy": entropy}
     if options.entropy_coef > 0:

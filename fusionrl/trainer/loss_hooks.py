@@ -45,30 +45,30 @@ class LossHooks:
             ValueError: the engine's log-probs are to be corrected for, and the shard has none.
         """
         sizes = batch.response_lengths
-        found: dict[str, Tensor] = {}
-        whole, masks = self._whole(losses, batch), self._whole(batch.fields["loss_mask"], batch)
+        metrics: dict[str, Tensor] = {}
+        responses, masks = self._whole(losses, batch), self._whole(batch.fields["loss_mask"], batch)
         lists = {"loss_masks": list(masks.split(sizes))}
         lists |= {"total_lengths": batch.total_lengths, "response_lengths": sizes}
         if self.tis is not None and batch.samples:
-            whole, lists["loss_masks"], found = self._corrected(whole, train_log_probs, batch, lists)
+            responses, lists["loss_masks"], metrics = self._corrected(responses, train_log_probs, batch, lists)
         if self.reducer is not None and batch.samples:
-            given = (batch.total_lengths, sizes, lists["loss_masks"], self.per_token)
-            reduce = call_hook(REDUCER, self.reducer, *given)
+            sizes_and_masks = (batch.total_lengths, sizes, lists["loss_masks"], self.per_token)
+            reduce = call_hook(REDUCER, self.reducer, *sizes_and_masks)
             if not callable(reduce):
                 raise HookError(f"{flag_of(REDUCER)} {self.reducer}: it returned no function")
             with user_code(f"{flag_of(REDUCER)} {self.reducer}", self.reducer):
-                value = reduce(whole)
+                value = reduce(responses)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise HookError(f"{flag_of(REDUCER)} {self.reducer}: its function returned no tensor of one element")
             count = batch.num_tokens if self.per_token else batch.num_samples
             # Every context-parallel rank has reduced all of it, and each one's gradient reaches all of them.
             num_ranks = parallel_state.get_context_parallel_world_size()
-            return value.reshape(()) / (max(count, 1) * num_ranks), found
-        mask = torch.cat(lists["loss_masks"])[batch.responses.to(whole.device)] if batch.samples else 1.0
-        return (batch.weights * mask * self._picked(whole, batch)).sum(), found
+            return value.reshape(()) / (max(count, 1) * num_ranks), metrics
+        mask = torch.cat(lists["loss_masks"])[batch.responses.to(responses.device)] if batch.samples else 1.0
+        return (batch.weights * mask * self._picked(responses, batch)).sum(), metrics
 
     def _corrected(
-        self, whole: Tensor, train_log_probs: Tensor, batch: MicroBatch, lists: Mapping[str, object]
+        self, losses: Tensor, train_log_probs: Tensor, batch: MicroBatch, lists: Mapping[str, object]
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         sizes, where = batch.response_lengths, f"{flag_of(TIS)} {self.tis}"
         if "rollout_log_probs" not in batch.fields:
@@ -77,15 +77,20 @@ class LossHooks:
                 "let the engines return them, or leave the flag out"
             )
         engine = self._whole(batch.fields["rollout_log_probs"], batch).split(sizes)
-        own = self._whole(train_log_probs, batch).split(sizes)
-        given = {"args": self.args, "pg_loss": whole, "train_log_probs": list(own), "rollout_log_probs": list(engine)}
-        result = call_hook(TIS, self.tis, **given, **lists)
+        trained = self._whole(train_log_probs, batch).split(sizes)
+        keywords = {
+            "args": self.args,
+            "pg_loss": losses,
+            "train_log_probs": list(trained),
+            "rollout_log_probs": list(engine),
+        }
+        result = call_hook(TIS, self.tis, **keywords, **lists)
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
             raise HookError(f"{where}: it returned {type(result).__name__}; expected (pg_loss, loss_masks, metrics)")
         loss, masks, metrics = result
-        if not isinstance(loss, Tensor) or loss.shape != whole.shape:
+        if not isinstance(loss, Tensor) or loss.shape != losses.shape:
             raise HookError(
-                f"{where}: its pg_loss must be a tensor of the shape {tuple(whole.shape)} that it was given"
+                f"{where}: its pg_loss must be a tensor of the shape {tuple(losses.shape)} that it was given"
             )
         if [part.numel() for part in masks] != sizes:
             raise HookError(f"{where}: its loss_masks must be as long as the responses, {sizes}")
@@ -93,11 +98,11 @@ class LossHooks:
 
     def _whole(self, values: Tensor, batch: MicroBatch) -> Tensor:
         """[N] of chosen tokens -> [response tokens] of all context-parallel ranks, 0 where none is chosen."""
-        whole = values.new_zeros(sum(batch.response_lengths)).index_put((batch.responses.to(values.device),), values)
+        filled = values.new_zeros(sum(batch.response_lengths)).index_put((batch.responses.to(values.device),), values)
         join = sum_over_context_ranks()  # a token is on one rank, so the sum is its value
-        return whole if join is None else join(whole)
+        return filled if join is None else join(filled)
 
-    def _picked(self, whole: Tensor | float, batch: MicroBatch) -> Tensor:
-        whole = torch.as_tensor(whole, device=batch.weights.device)
-        places = batch.responses.to(whole.device)
-        return whole.expand(places.numel()) if whole.dim() == 0 else whole.reshape(-1)[places]
+    def _picked(self, responses: Tensor | float, batch: MicroBatch) -> Tensor:
+        responses = torch.as_tensor(responses, device=batch.weights.device)
+        places = batch.responses.to(responses.device)
+        return responses.expand(places.numel()) if responses.dim() == 0 else responses.reshape(-1)[places]

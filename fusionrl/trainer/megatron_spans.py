@@ -38,7 +38,7 @@ class Event(Protocol):
 
 
 class MegatronSpans:
-    """In the place of Megatron's `Timers`."""
+    """Replaces Megatron's class `Timers`."""
 
     def __init__(self, make_event: Callable[[], Event] | None = None) -> None:
         """`make_event`: on a GPU, an event that takes times."""

@@ -7,7 +7,7 @@
 | an MLP in a layer's spec | a `ModuleSpec` | a function that builds it |
 | queries that are not compressed (MLA) | a norm of them is ignored | refused; their projection must be fused with one |
 | groups of parameters in a checkpoint | found by what they hold | by their rates, too: a resume with others fails |
-| what is no shard of a checkpoint | common.pt | a shard, but common.pt where that is: it must be among the files |
+| checkpoint values outside shards | common.pt | a shard, but common.pt where that is: it must be among the files |
 | the backend in a checkpoint's metadata.json | checked | not read: `trainer/checkpoint.py` checks it |
 | what makes a storage of a pickle | torch's function | its own, which SGLang refuses: `engines/payload.py` renames it |
 | names of Transformer Engine without it | some are missing | others are missing |

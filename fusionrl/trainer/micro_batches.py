@@ -48,10 +48,10 @@ def pack_steps(prepared: Prepared, packing: Packing) -> Iterator[PackedStep]:
     """
     shard = prepared.shard
     for index, step in enumerate(shard.steps):
-        found = packing.look_ahead.at(shard, index, prepared.experts) if packing.look_ahead is not None else {}
+        look_ahead = packing.look_ahead.at(shard, index, prepared.experts) if packing.look_ahead is not None else {}
         with span("pack"):
             batches = build_micro_batches(shard, step, packing.options, packing.layout, prepared.experts)
-        yield PackedStep(index, step, shard, batches, found)
+        yield PackedStep(index, step, shard, batches, look_ahead)
 
 
 def build_micro_batches(
@@ -63,7 +63,7 @@ def build_micro_batches(
 ) -> list[MicroBatch]:
     """All micro-batches of one optimizer step; at least one, for every rank takes part in its collectives.
 
-    The plan gives all ranks the same number; the empty ones that the pipeline needs besides come last.
+    The plan gives all ranks the same number; the empty ones that the pipeline needs in addition come last.
     """
     groups = list(step.micro_batches) or [[]]
     if layout is not None:

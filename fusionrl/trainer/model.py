@@ -169,9 +169,9 @@ def build_model(
         args = config.to_args(**plan.answers)
         spec_path = config.model.custom_spec_path
         spec = _own_spec(args, spec_path, transformer, stage)
-        usual = partial(_usual_chunk, transformer, shape, layout, stage, spec, spec_path)
+        default = partial(_usual_chunk, transformer, shape, layout, stage, spec, spec_path)
         path = config.model.custom_model_provider_path
-        model = usual() if path is None else _provided_chunk(args, path, transformer, stage, usual)
+        model = default() if path is None else _provided_chunk(args, path, transformer, stage, default)
         chunks.append(_finished(model, transformer, shape, device))
     return chunks, transformer
 
@@ -180,7 +180,7 @@ LayerSpec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 
 
 def _provided_chunk(
-    args: Namespace, path: str, transformer: TransformerConfig, vp_stage: int | None, usual: Callable[[], GPTModel]
+    args: Namespace, path: str, transformer: TransformerConfig, vp_stage: int | None, default: Callable[[], GPTModel]
 ) -> GPTModel:
     """The model of --custom-model-provider-path, `provider(pre_process, post_process, vp_stage)`.
 
@@ -197,7 +197,7 @@ def _provided_chunk(
         "vp_stage": vp_stage,
     }
     taken = inspect.signature(load_function(path)).parameters
-    extras = {"config": transformer, "args": args, "usual": usual}
+    extras = {"config": transformer, "args": args, "usual": default}
     model = call_hook(field, path, **keywords, **{name: value for name, value in extras.items() if name in taken})
     return _checked_model(f"{field} {path}", model)
 
@@ -212,13 +212,13 @@ def _own_spec(
     """
     if path is None:
         return None
-    found = call_hook("custom_spec_path", path, args, transformer, vp_stage)
-    is_provider = callable(found) and "pre_process" in inspect.signature(found).parameters
-    if isinstance(found, ModuleSpec | TransformerBlockSubmodules) or is_provider:
-        return found
+    returned = call_hook("custom_spec_path", path, args, transformer, vp_stage)
+    is_provider = callable(returned) and "pre_process" in inspect.signature(returned).parameters
+    if isinstance(returned, ModuleSpec | TransformerBlockSubmodules) or is_provider:
+        return returned
     raise HookError(
-        f"--custom-spec-path {path}: it returned {type(found).__name__}; expected Megatron's ModuleSpec, or a function"
-        " that builds a pipeline stage (pre_process, post_process, vp_stage)"
+        f"--custom-spec-path {path}: it returned {type(returned).__name__}; expected Megatron's ModuleSpec, or a"
+        " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
     )
 
 
@@ -226,7 +226,7 @@ def _checked_model(where: str, model: object) -> GPTModel:
     """Return a user's model with the outputs that the trainer asks for.
 
     Raises:
-        HookError: it is no GPTModel.
+        HookError: it is not a GPTModel.
     """
     if not isinstance(model, GPTModel):
         field, _, path = where.partition(" ")

@@ -47,7 +47,7 @@ class SetupFacts(TypedDict):
 class Restored(TypedDict):
     """Facts of a checkpoint that a rank has loaded.
 
-    rng_restored  False where the checkpoint is of another layout
+    rng_restored  False if the checkpoint has another layout
     hashes        as `state_hashes` gives them, of the state as it was saved
     """
 
@@ -219,10 +219,10 @@ class ModelRank:
 
         self.reload()
         gather_params(self.trained.chunks)
-        own = WeightSet.of_model(self.trained.chunks, self.shape)
+        current = WeightSet.of_model(self.trained.chunks, self.shape)
         checkpoint.load_weights(folder, self.trained.chunks, flag)
         self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
-        own.put_back()
+        current.put_back()
 
     def keep_weights(self, name: str) -> None:
         """Keep the weights that the model has now in host memory as the set `name`, for `score`."""

@@ -1,6 +1,6 @@
 """Give a trainer's memory away while engines generate on the same device, and take it back bit for bit.
 
-What is copied out: the buffer of weights, the optimizer's moments and its master weights. That of gradients is given
+Copied to the host: the buffer of weights, the optimizer's moments and its master weights. That of gradients is given
 away without a copy, as every step begins with zeros; and with the weights NCCL gives the buffers of its process groups
 away (`communicators.py`). On a GPU copies go to pinned host memory; on a CPU, where that is the same memory, to a file
 that has no name. Every view (parameters, shards, buckets) stays valid: on a GPU each storage is shrunk to nothing and
@@ -85,7 +85,7 @@ class Offload:
     def __init__(self, trained: Trained, device: torch.device, folder: str | None = None) -> None:
         self._trained, self._device, self._folder = trained, device, folder
         self._communicators = Communicators()
-        # What is copied out: (storage, its size, the copy), of weights and of the rest.
+        # (storage, its size, its copy on the host), of weights and of the rest.
         self._weights: list[tuple[torch.UntypedStorage, int, _Copy]] = []
         self._rest: list[tuple[torch.UntypedStorage, int, _Copy]] = []
 
@@ -99,18 +99,18 @@ class Offload:
             Bytes given away now, those of the gradients included.
         """
         weights = self._storages(self._weight_buffers())
-        gradients = self._storages(self._gradient_buffers(), besides=weights)
-        rest = self._storages(self._optimizer_states(), besides=weights | gradients)
-        given = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
+        gradients = self._storages(self._gradient_buffers(), excluded=weights)
+        rest = self._storages(self._optimizer_states(), excluded=weights | gradients)
+        num_bytes = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
         if not keep_weights and not self._weights:
-            given += self._copy_out(weights.values(), (), self._weights)
+            num_bytes += self._copy_out(weights.values(), (), self._weights)
             if self._device.type == "cuda":
                 self._communicators.suspend(backends_of_groups(self._device))
-        if given and self._device.type == "cuda":
+        if num_bytes and self._device.type == "cuda":
             torch.cuda.empty_cache()
-        elif given:
+        elif num_bytes:
             give_freed_back()
-        return given
+        return num_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -155,11 +155,11 @@ class Offload:
             torch.cuda.synchronize()
 
     def _storages(
-        self, tensors: Iterable[torch.Tensor], besides: Container[int] = ()
+        self, tensors: Iterable[torch.Tensor], excluded: Container[int] = ()
     ) -> dict[int, torch.UntypedStorage]:
-        """Address → storage, of those on the device that are not among `besides`."""
+        """Address → storage, of those on the device that are not `excluded`."""
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device.type)
-        return {s.data_ptr(): s for s in storages if s.nbytes() and s.data_ptr() not in besides}
+        return {s.data_ptr(): s for s in storages if s.nbytes() and s.data_ptr() not in excluded}
 
     def _weight_buffers(self) -> Iterator[torch.Tensor]:
         return (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)

@@ -1,7 +1,7 @@
 """A resume's optimizer: the flags decide its learning rate and options, the checkpoint its position.
 
 Rates, betas, epsilon and weight decay come back from a checkpoint with the optimizer's parameter groups. A run that is
-extended, or goes on with another --lr, would go on with those that it had before.
+extended, or resumed with another --lr, would keep those that it had before.
 """
 
 from __future__ import annotations

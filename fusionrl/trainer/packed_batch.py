@@ -59,7 +59,7 @@ class MicroBatch:
     sequences        [N] int64: which of `samples` each belongs to
     samples          indices into the shard
     response_lengths  response tokens of each sample
-    starts           where each sample's first token stands in the packed row of all context-parallel ranks
+    starts           place of each sample's first token in the packed row of all context-parallel ranks
     total_lengths    tokens of each sample
     num_tokens, num_samples  of the whole optimizer step, over all ranks
     experts          [T / sequence parallel size, this rank's mixtures, topk] int16, those that routers must choose, -1

@@ -60,11 +60,11 @@ class PackedRow:
         if options.replay_layers is None or not recorded:
             return None
         layers, slicing = options.replay_layers, options.slicing
-        whole = np.full((self.local.numel(), len(layers), recorded[0].shape[-1]), FREE, np.int16)
+        experts = np.full((self.local.numel(), len(layers), recorded[0].shape[-1]), FREE, np.int16)
         for part, row in reversed(list(zip(recorded, self.rows, strict=True))):
-            whole[row] = part[: row.size, layers]
-        own = torch.from_numpy(whole)[self.held]
-        return own.chunk(slicing.sequence_parallel_size)[slicing.sequence_parallel_rank]
+            experts[row] = part[: row.size, layers]
+        held = torch.from_numpy(experts)[self.held]
+        return held.chunk(slicing.sequence_parallel_size)[slicing.sequence_parallel_rank]
 
 
 def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: BatchOptions) -> PackedRow:
@@ -123,7 +123,7 @@ def _least_gain(prompts: Sequence[int], options: BatchOptions) -> float:
 
 def sharing_gain(sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> float:
     """Tokens that a model runs over where each sequence brings its prompt, divided by those with each prompt once."""
-    fed = [_fed(sequence, whole=False) for sequence in sequences]
+    fed = [_fed(sequence, keeps_last=False) for sequence in sequences]
     heads = [part[:prompt] for part, prompt in zip(fed, prompts, strict=True)]
     once = {head.tobytes(): head.size for head in heads}
     saved = sum(head.size for head in heads) - sum(once.values())
@@ -142,18 +142,18 @@ class _Filling:
         self.lengths: list[int] = []
         self._size = 0
 
-    def fill(self, sequences: Sequence[np.ndarray], whole: bool) -> None:
+    def fill(self, sequences: Sequence[np.ndarray], keeps_last: bool) -> None:
         """Add each sequence with its own padding."""
         for sequence in sequences or [np.zeros(2, np.int64)]:
-            fed = _fed(sequence, whole)
+            fed = _fed(sequence, keeps_last)
             self.rows.append(self._put(fed, 0, -(-fed.size // self.multiple) * self.multiple))
         self._pad_nothing()
 
     def fill_sharing(self, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> None:
-        """Add each prompt once and the responses after it; the padding stands at the end."""
+        """Add each prompt once and the responses after it; the padding comes last."""
         known: dict[bytes, np.ndarray] = {}
         for sequence, prompt in zip(sequences or [np.zeros(2, np.int64)], prompts or [1], strict=True):
-            fed = _fed(sequence, whole=False)
+            fed = _fed(sequence, keeps_last=False)
             head, tail = fed[:prompt], fed[prompt:]
             key = head.tobytes()
             if key not in known:
@@ -180,5 +180,5 @@ class _Filling:
         return self._size - length + np.arange(tokens.size)
 
 
-def _fed(sequence: np.ndarray, whole: bool) -> np.ndarray:
-    return sequence if whole else sequence[: max(sequence.size - 1, 1)]
+def _fed(sequence: np.ndarray, keeps_last: bool) -> np.ndarray:
+    return sequence if keeps_last else sequence[: max(sequence.size - 1, 1)]

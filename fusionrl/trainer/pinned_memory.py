@@ -30,9 +30,9 @@ class PinnedMemory:
             piece, self._left = self._left[:missing], self._left[missing:]
             pieces.append(piece)
             missing -= piece.numel()
-        kept = Kept(pieces)
-        kept.write(data)
-        return kept
+        copies = Kept(pieces)
+        copies.write(data)
+        return copies
 
 
 class Kept:

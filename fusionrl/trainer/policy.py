@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class PolicyTrainer(PushSource):
     """A rank of the policy.
 
-    _scored     beside a critic or reward model: what `score_ahead` made for the `prepare` or `train` of this rollout
+    _scored     with a critic or reward model: what `score_ahead` made for the `prepare` or `train` of this rollout
     _prepared   with a critic: what `prepare` made for the `train` of this rollout
     _report     of the last rollout, and its number
     """

@@ -58,6 +58,6 @@ class ProcessRewardTrainer(TrainerBase):
         with naming_samples(self.run_dir, pulled, rollout_id):
             report = self.learn(rollout_id, Prepared(pulled))
         log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
-        given = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
-        fields["process_rewards"] = implicit_rewards(*given, self.config.prm.prm_beta)[0].numpy()
+        tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
+        fields["process_rewards"] = implicit_rewards(*tensors, self.config.prm.prm_beta)[0].numpy()
         return report.metrics, columns_of(pulled, ("process_rewards",))

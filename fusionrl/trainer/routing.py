@@ -8,7 +8,7 @@ R2  the choice of the log-prob pass before the first step ("Routing Replay" in t
 R3  the choice of the engine that sampled the tokens (arXiv 2510.11370)
 
 Megatron-core (0.16.1 and 0.19) asks an object at `TopKRouter.router_replay` for each top-k. Its own keeps one queue a
-router and phase; the one here is told the micro-batch that runs, so that forward passes ahead of their backward passes,
+router and phase; this one learns which micro-batch runs, so that forward passes ahead of their backward passes,
 pipeline chunks and recomputation need no order.
 """
 
@@ -134,9 +134,9 @@ def _first_fault(experts: np.ndarray, moe: MoEShape) -> str | None:
     free = (experts == FREE).all(-1)
     outside = ((ordered[..., 0] < 0) | (ordered[..., -1] >= moe.num_experts)) & ~free
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~free
-    for fault, what in ((outside, f"an expert outside 0 … {moe.num_experts - 1}"), (twice, "an expert twice")):
+    for fault, problem in ((outside, f"an expert outside 0 … {moe.num_experts - 1}"), (twice, "an expert twice")):
         if fault.any():
             token, layer = (int(i) for i in np.argwhere(fault)[0])
-            shown = experts[token, layer].tolist()
-            return f"token {token} has {what} in layer {moe.layers[layer]} ({shown}); was that layer recorded?"
+            choice = experts[token, layer].tolist()
+            return f"token {token} has {problem} in layer {moe.layers[layer]} ({choice}); was that layer recorded?"
     return None

@@ -1,4 +1,4 @@
-"""Reads Megatron's checkpoint files without running code that stands in them.
+"""Reads Megatron's checkpoint files without running code that they contain.
 
 torch.distributed.checkpoint unpickles `.metadata`, and the objects among the shards, with everything that a pickle can
 name: a prepared file runs any program. Within `only_data`, `.metadata` may name the classes of `_METADATA_CLASSES`, and
@@ -67,7 +67,7 @@ def read_metadata(file: IO[bytes]) -> Metadata:
 
     Raises:
         pickle.UnpicklingError: it names something else than a checkpoint's classes.
-        ValueError: it is no checkpoint's metadata, or names a file outside of its folder.
+        ValueError: not the metadata of a checkpoint, or one that names a file outside of its folder.
     """
     metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -87,7 +87,9 @@ def only_data() -> Iterator[None]:
             return torch_load(*args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:  # its message is a page that advises to trust the file
             named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "function" in line]
-            raise pickle.UnpicklingError(f"an object in it is no plain data ({(named or [''])[0][:200]})") from None
+            raise pickle.UnpicklingError(
+                f"it holds an object other than plain data ({(named or [''])[0][:200]})"
+            ) from None
 
     # The functions of pickle that torch's module calls; `load` is the one that is not trusted.
     filesystem.pickle = types.SimpleNamespace(**{**vars(pickle), "load": read_metadata})

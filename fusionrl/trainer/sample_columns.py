@@ -17,13 +17,13 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleC
     mismatch        mean |trainer - engine| log-prob of those of these that the current weights sampled, nats; of the
                     trainers' log-probs before the first step where the shard has them, else `differences` [num_samples]
 
-    What is not known, or the mean over no token, is left out.
+    Unknown values, and means over no token, are left out.
     """
     lengths, mask = shard.response_lengths, shard.fields["loss_mask"] > 0
     counts = _sums(mask, lengths)
-    found: dict[str, np.ndarray] = {"trained_reward": shard.fields["rewards"].astype(np.float64)}
+    columns: dict[str, np.ndarray] = {"trained_reward": shard.fields["rewards"].astype(np.float64)}
     if "advantages" in shard.fields:
-        found["advantage"] = _over(_sums(np.where(mask, shard.fields["advantages"], 0), lengths), counts)
+        columns["advantage"] = _over(_sums(np.where(mask, shard.fields["advantages"], 0), lengths), counts)
     if "log_probs" in shard.fields and "rollout_log_probs" in shard.fields:
         with np.errstate(invalid="ignore"):  # -inf on both sides
             gaps = np.abs(shard.fields["log_probs"] - shard.fields["rollout_log_probs"])
@@ -31,11 +31,11 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleC
         if "current" in shard.fields:
             used &= shard.fields["current"] > 0
         num_used = counts if used.sum() == mask.sum() else _sums(used, lengths)
-        found["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
+        columns["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
     elif differences is not None:
-        found["mismatch"] = differences
+        columns["mismatch"] = differences
     rows: list[dict[str, float | int | np.ndarray]] = [{"num_trained": int(n)} for n in counts]
-    for name, values in found.items():
+    for name, values in columns.items():
         for row, value in zip(rows, values.tolist(), strict=True):
             if value == value:  # not NaN
                 row[name] = value

@@ -138,7 +138,11 @@ def _score_samples(
             batch.experts = scorer.trained.routing.new_record(own_tokens)
     with scorer.weight_sets[weights].lent() if weights is not None else nullcontext():
         outputs = forward_log_probs(scorer.trained, batches, routing == "recorded") if batches else []
-    recorded = {tuple(one.samples): one.experts.cpu() for one in batches if one.samples and one.experts is not None}
+    recorded = {
+        tuple(micro_batch.samples): micro_batch.experts.cpu()
+        for micro_batch in batches
+        if micro_batch.samples and micro_batch.experts is not None
+    }
     samples = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
     for index, batch in enumerate(batches):
         parts = whole_responses(batch, outputs[index] if outputs else None, options.device)
@@ -161,7 +165,7 @@ def _micro_batches(shard: TrainShard, planned_only: bool, scorer: Scorer) -> lis
 def _options(scorer: Scorer, all_responses: bool, routing: Routing) -> BatchOptions:
     """The options of training, of which a pass with free routers needs neither experts nor whole sequences.
 
-    What is recorded in one pass is replayed in another: the packed tokens must be the same.
+    A pass replays what another recorded: their packed tokens must be the same.
     """
     options = scorer.options
     replays = routing != "free" and scorer.trained.routing is not None

@@ -1,7 +1,7 @@
 """Losses that look at a whole mini-batch before its step: which tokens are held back, and the pairs of DPO.
 
 Each needs the log-probs of the policy as it is before the optimizer step, of all samples of the step over all ranks;
-what comes of it is a column of the shard, so that no split over ranks and micro-batches changes it.
+its result is a column of the shard, so that no split over ranks and micro-batches changes it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def select_tokens(shard: TrainShard, step: TrainStep, log_probs: np.ndarray, opt
         "clipped": clipped,
     }
     everywhere = gathered({name: column[here] for name, column in columns.items()})
-    whole = {name: np.concatenate([part[name] for part in everywhere]) for name in columns}
-    selected = SELECTORS[options.policy_loss](**whole, seed=seed, options=constants)
+    columns_everywhere = {name: np.concatenate([part[name] for part in everywhere]) for name in columns}
+    selected = SELECTORS[options.policy_loss](**columns_everywhere, seed=seed, options=constants)
     first = sum(len(part["mask"]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
     column = shard.fields.get("selected", np.zeros(len(starts), np.float32)).copy()
     column[here] = selected[first : first + int(here.sum())]
@@ -78,8 +78,10 @@ def pair_advantages(
     members = [i for group in step.micro_batches for i in group]
     groups, signs = shard.fields["group_index"], shard.fields["rewards"]
     trained = {i for i, mask in enumerate(shard.split("loss_mask")[: shard.num_samples]) if mask.any()}
-    own = [(int(groups[i]), float(signs[i]), float(parts[i].sum())) for i in members if i in trained]
-    slopes, metrics = pair_slopes((entry for part in gathered(own) for entry in part), beta, label_smoothing)
+    members_trained = [(int(groups[i]), float(signs[i]), float(parts[i].sum())) for i in members if i in trained]
+    slopes, metrics = pair_slopes(
+        (entry for part in gathered(members_trained) for entry in part), beta, label_smoothing
+    )
     column = np.zeros(len(gaps), np.float32)
     ends = np.cumsum(shard.response_lengths)
     for i in members:

@@ -41,28 +41,28 @@ def installed_impl(config: Config, device: str, precision: str) -> Impl:
     Raises:
         ValueError: Transformer Engine asked for where it is not installed or has no device.
     """
-    wanted = config.model.transformer_impl
+    impl = config.model.transformer_impl
     available = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-    if wanted == "transformer_engine" and not available:
+    if impl == "transformer_engine" and not available:
         raise ValueError(
             "--transformer-impl transformer_engine: it needs a CUDA device and the package "
             "transformer_engine; use --transformer-impl local or auto"
         )
-    return layer_impl(wanted, device, available, precision)
+    return layer_impl(impl, device, available, precision)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """The vocabulary, made divisible by the tensor parallel size; rows beyond `vocab_size` are no tokens."""
+    """Round the vocabulary up to a multiple of the tensor parallel size; rows beyond `vocab_size` are padding."""
     return -(-vocab_size // tp) * tp
 
 
 def _is_users(config: Config) -> bool:
-    """Return whether the model, or its layers, are of a function of the user's."""
+    """Return whether a user function builds the model or its layers."""
     return bool(config.model.custom_model_provider_path or config.model.custom_spec_path)
 
 
 def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> dict[str, object]:
-    """Fields of Megatron's TransformerConfig.
+    """Return the fields of TransformerConfig.
 
     Raises:
         ValueError: a passed-through field that a CPU run would be wrong with.
@@ -197,7 +197,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_fields(config: Config, plan: TrainerPlan) -> dict[str, object]:
-    """Fields of Megatron's OptimizerConfig."""
+    """Return the fields of OptimizerConfig."""
     train = config.train
     bf16 = plan.precision == "bf16"
     fields = {
@@ -217,7 +217,7 @@ def optimizer_fields(config: Config, plan: TrainerPlan) -> dict[str, object]:
 
 
 def ddp_fields(config: Config) -> dict[str, object]:
-    """Fields of Megatron's DistributedDataParallelConfig."""
+    """Return the fields of DistributedDataParallelConfig."""
     fields: dict[str, object] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,

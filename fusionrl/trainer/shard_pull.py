@@ -33,17 +33,17 @@ def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShar
         ValueError: a shard that no loss can be computed from.
     """
     with span("pull"):
-        given: TrainShard = source if isinstance(source, TrainShard) else _fetched(source[0])
-    check_shard(given)
-    fields = given.fields | _columns_for(given, columns)
+        shard: TrainShard = source if isinstance(source, TrainShard) else _fetched(source[0])
+    check_shard(shard)
+    fields = shard.fields | _columns_for(shard, columns)
     return TrainShard(
-        rollout_id=given.rollout_id,
-        total_lengths=given.total_lengths,
-        response_lengths=given.response_lengths,
+        rollout_id=shard.rollout_id,
+        total_lengths=shard.total_lengths,
+        response_lengths=shard.response_lengths,
         fields=fields,
-        steps=given.steps,
-        metadata=given.metadata,
-        extra=given.extra,
+        steps=shard.steps,
+        metadata=shard.metadata,
+        extra=shard.extra,
     )
 
 
@@ -65,11 +65,11 @@ def check_shard(shard: TrainShard) -> None:
 
 def _columns_for(shard: TrainShard, columns: Sequence[ColumnSource]) -> dict[str, np.ndarray]:
     """Name → flat array over the response tokens of the shard's samples."""
-    whole: Columns = {}
+    merged: Columns = {}
     for part in columns:
-        whole |= part if isinstance(part, dict) else _fetched(part)
-    names = next(iter(whole.values()), {})
-    rows = [whole[position] for position in shard.fields["position"].tolist()] if columns else []
+        merged |= part if isinstance(part, dict) else _fetched(part)
+    names = next(iter(merged.values()), {})
+    rows = [merged[position] for position in shard.fields["position"].tolist()] if columns else []
     return {name: np.concatenate([np.zeros(0, np.float32), *(row[name] for row in rows)]) for name in names}
 
 

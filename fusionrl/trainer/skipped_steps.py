@@ -50,8 +50,8 @@ class SkipWatch:
 
 def _reason(report: StepReport, samples: list[int]) -> str:
     if samples:
-        shown = ", ".join(map(str, samples[:10])) + (f" and {len(samples) - 10} more" if len(samples) > 10 else "")
-        return f"the loss of sample{'s' * (len(samples) > 1)} {shown} is not finite"
+        listing = ", ".join(map(str, samples[:10])) + (f" and {len(samples) - 10} more" if len(samples) > 10 else "")
+        return f"the loss of sample{'s' * (len(samples) > 1)} {listing} is not finite"
     if not math.isfinite(report.sums["loss"]):
         return "the loss is not finite"
     return f"the loss is finite, the gradient is not (norm {report.numbers['grad_norm']})"

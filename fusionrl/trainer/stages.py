@@ -71,7 +71,7 @@ class StepsTaken:
     mean_differences  [num_samples] mean |trainer - engine| log-prob that the losses saw, NaN where they saw none; None:
                       the losses compared nothing, or the shard has what is compared
     token_scores      [2, response tokens] log-probs and entropies that the losses saw, NaN where they saw none; None:
-                      nobody keeps them
+                      they are not kept
     """
 
     reports: list[StepReport]

@@ -1,4 +1,4 @@
-"""Fingerprints of all that a trainer rank would go on with: what resuming must restore to the last bit."""
+"""Fingerprints of a trainer rank's whole state, which resuming must restore to the last bit."""
 
 from __future__ import annotations
 

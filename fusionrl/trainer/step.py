@@ -36,15 +36,17 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
 
     same_names: every rank is known to report the same.
     """
-    found: list[Any] = [None]
+    reports: list[Any] = [None]
     if parallel_state.is_pipeline_last_stage():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         names = sorted({(kind, name) for part in parts for kind in _KINDS for name in getattr(part, kind)})
         if not same_names:
             everywhere: list[Any] = [None] * group.size()
             dist.all_gather_object(everywhere, names, group=group)
-            names = sorted({name for found in everywhere for name in found})
-        added, largest = ([name for name in names if (name[0] == _LARGEST) is wanted] for wanted in (False, True))
+            names = sorted({name for reported in everywhere for name in reported})
+        added, largest = (
+            [name for name in names if (name[0] == _LARGEST) is is_maximum] for is_maximum in (False, True)
+        )
         values = torch.zeros(len(added), dtype=torch.float64, device=device)
         maxima = torch.zeros(len(largest), dtype=torch.float64, device=device)
         for part in parts:
@@ -55,18 +57,18 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
             if largest:
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         total = dict(zip([*added, *largest], [*values.tolist(), *maxima.tolist()], strict=True))
-        found = [StepReport(**{kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS})]
+        reports = [StepReport(**{kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS})]
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast_object_list(found, src=last, group=group, device=device)
-    return found[0]
+        dist.broadcast_object_list(reports, src=last, group=group, device=device)
+    return reports[0]
 
 
 def _stacked(part: LossSums, names: list[tuple[str, str]], like: Tensor) -> Tensor:
     """Values of `names` [len(names)], 0 where the part has none."""
-    found = [getattr(part, kind).get(name, like.new_zeros(())) for kind, name in names]
-    return torch.stack(found) if found else like
+    values = [getattr(part, kind).get(name, like.new_zeros(())) for kind, name in names]
+    return torch.stack(values) if values else like
 
 
 @dataclass(frozen=True)

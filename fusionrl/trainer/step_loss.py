@@ -16,11 +16,11 @@ from fusionrl.trainer.packed_batch import MicroBatch
 
 @dataclass(frozen=True)
 class StepLoss:
-    """A function of Megatron's kind: (micro-batch, output of the model) → (loss, count, sums).
+    """A loss function as Megatron calls it: (micro-batch, output of the model) → (loss, count, sums).
 
     options  choose the built-in loss
     compare  report how far the engine's log-probs are off: only while the weights are those of the rollout
-    custom   takes the place of the built-in losses
+    custom   replaces the built-in losses
     hooks    a user's functions within them
     keeps_scores  the sums hold log-probs and entropies of tokens
     """

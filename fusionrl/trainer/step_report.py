@@ -38,7 +38,7 @@ class StepReport:
     token_sums     sums over trained tokens, and `tokens`, their number
     sequence_sums  sums over samples of the mean over each one's trained tokens, and `sequences`, their number
     maxima         the largest of values of tokens, at least 0
-    numbers        what is no sum over tokens: grad_norm, lr, skipped, num_samples, …
+    numbers        values other than sums over tokens: grad_norm, lr, skipped, num_samples, …
     """
 
     sums: dict[str, float]
@@ -66,27 +66,27 @@ def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> d
         `…_min` and `…_max`.
     """
     later = steps[1:] if first_is_old and len(steps) > 1 else steps
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in _names([step.sums for step in steps]):
         values = [step.sums[name] for step in steps if name in step.sums]
-        found[name] = sum(values) if name in COUNTED else sum(values) / len(values)
+        metrics[name] = sum(values) if name in COUNTED else sum(values) / len(values)
     for kind, counter in (("token_sums", "tokens"), ("sequence_sums", "sequences")):
         for name in _names([getattr(step, kind) for step in steps]):
             if name != counter and not name.startswith(MISMATCH):
                 used = [getattr(step, kind) for step in (later if name in OFF_POLICY else steps)]
-                found[name] = _pooled([sums for sums in used if name in sums], name, counter)
-    found |= _mismatch(steps)
+                metrics[name] = _pooled([sums for sums in used if name in sums], name, counter)
+    metrics |= _mismatch(steps)
     for name in _names([step.maxima for step in steps]):
         if not name.startswith(MISMATCH):
-            found[name] = _extreme([step.maxima[name] for step in steps if name in step.maxima], max)
-    found |= _of_numbers([step.numbers for step in steps])
+            metrics[name] = _extreme([step.maxima[name] for step in steps if name in step.maxima], max)
+    metrics |= _of_numbers([step.numbers for step in steps])
     for name in WITH_MAXIMUM:
         if values := _each(later if name in OFF_POLICY else steps, name):
-            found[f"{name}_max"] = _extreme(values, max)
+            metrics[f"{name}_max"] = _extreme(values, max)
     for name in WITH_MINIMUM:
         if values := _each(steps, name):
-            found[f"{name}_min"] = _extreme(values, min)
-    return found
+            metrics[f"{name}_min"] = _extreme(values, min)
+    return metrics
 
 
 def _names(parts: Sequence[dict[str, float]]) -> list[str]:
@@ -107,18 +107,18 @@ def _mismatch(steps: Sequence[StepReport]) -> dict[str, float]:
 
 
 def _of_numbers(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in _names(steps):
         parts = [step for step in steps if name in step]
         values = [part[name] for part in parts]
         if name in COUNTED:
-            found[name] = sum(values)
+            metrics[name] = sum(values)
         elif name in OF_PAIRS:
             weights = [part["num_pairs"] for part in parts]
-            found[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1.0)
+            metrics[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1.0)
         else:
-            found[name] = sum(values) / len(values)
-    return found
+            metrics[name] = sum(values) / len(values)
+    return metrics
 
 
 def _each(steps: Sequence[StepReport], name: str) -> list[float]:

@@ -56,37 +56,37 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
     reports: list[StepReport] = []
     differences: _Differences | None = None
     scores: TokenScores | None = None
-    for one in packed:
-        fields = one.shard.fields
-        if one.index == 0 and stepping.loss.mode == "rl" and "rollout_log_probs" in fields:
+    for batch in packed:
+        fields = batch.shard.fields
+        if batch.index == 0 and stepping.loss.mode == "rl" and "rollout_log_probs" in fields:
             # Where the shard has the trainers' log-probs, it has itself what is compared.
-            differences = None if "log_probs" in fields else _Differences(one.shard.num_samples, stepping.device)
-        stepping.hooks.before_step(rollout_id, one.index, stepping.trained)
+            differences = None if "log_probs" in fields else _Differences(batch.shard.num_samples, stepping.device)
+        stepping.hooks.before_step(rollout_id, batch.index, stepping.trained)
         if stepping.bound is not None:
-            stepping.bound.check(one.shard, one.step, rollout_id)
+            stepping.bound.check(batch.shard, batch.step, rollout_id)
         loss = StepLoss(
             options=stepping.loss,
             # After the first step the weights are no longer those that the rollout was made with.
-            compare=one.index == 0 or "log_probs" in fields,
-            custom=None if stepping.custom is None else CustomLoss(stepping.custom, one.shard, one.step),
+            compare=batch.index == 0 or "log_probs" in fields,
+            custom=None if stepping.custom is None else CustomLoss(stepping.custom, batch.shard, batch.step),
             hooks=stepping.loss_hooks,
             keeps_scores=stepping.keeps_scores,
         )
-        with span("optimizer step", index=one.index, micro_batches=len(one.batches)):
-            outcome = train_step(stepping.trained, one.batches, loss, stepping.device)
+        with span("optimizer step", index=batch.index, micro_batches=len(batch.batches)):
+            outcome = train_step(stepping.trained, batch.batches, loss, stepping.device)
         report, bad = outcome.report, [int(fields["sample_index"][i]) for i in outcome.bad_samples()]
         if differences is not None:
             differences.add(outcome.parts)
         if stepping.keeps_scores:
-            scores = scores or TokenScores(one.shard.response_lengths, stepping.device)
+            scores = scores or TokenScores(batch.shard.response_lengths, stepping.device)
             scores.add(outcome.parts)
         del outcome  # it holds the micro-batches, which would stay on the device during the next step
-        stepping.skips.see(rollout_id, one.index, report, bad)
+        stepping.skips.see(rollout_id, batch.index, report, bad)
         report.numbers.update(
-            num_tokens=float(one.step.num_tokens),
-            num_samples=float(one.step.num_samples),
-            masked_samples=float(one.step.num_samples - round(report.sequence_sums["sequences"])),
-            **one.look_ahead,
+            num_tokens=float(batch.step.num_tokens),
+            num_samples=float(batch.step.num_samples),
+            masked_samples=float(batch.step.num_samples - round(report.sequence_sums["sequences"])),
+            **batch.look_ahead,
         )
         reports.append(report)
     means = None if differences is None else differences.means()

@@ -29,7 +29,7 @@ class TokenScores:
         for part in parts:
             if part.scores is None or part.batch is None or not part.batch.samples:
                 continue
-            # Where the response tokens of the micro-batch stand in the shard, one sample after the other.
+            # Places of the micro-batch's response tokens in the shard, one sample after the other.
             stretches = [np.arange(self._starts[sample], self._ends[sample]) for sample in part.batch.samples]
             places = torch.from_numpy(np.concatenate(stretches)).to(self._values.device)
             chosen = places[part.batch.responses.to(places.device)]

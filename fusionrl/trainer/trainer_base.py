@@ -69,7 +69,7 @@ class TrainerBase(ModelRank):
         Args:
             shard: the shard, or `[ref]` with a Ray reference to it.
             weights: a set of `read_weights` or `keep_weights`; None is what is trained.
-            only_weights: gradients and optimizer stay away where `offload` gave them away: somebody else is there.
+            only_weights: gradients and optimizer stay offloaded, as another process uses the device.
 
         Returns:
             For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the

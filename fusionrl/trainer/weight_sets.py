@@ -30,28 +30,28 @@ class WeightSet:
     @classmethod
     def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
         """The weights that the model has now."""
-        made, memory = cls.__new__(cls), PinnedMemory()
-        made._weights = [
+        weights, memory = cls.__new__(cls), PinnedMemory()
+        weights._weights = [
             (tensor, _on_host(tensor.detach(), tensor, memory)) for _, _, tensor in local_tensors(chunks, shape)
         ]
-        return made
+        return weights
 
     def update(self) -> None:
         """Take the weights that the model has now, into the memory that the set has."""
-        for param, kept in self._weights:
-            if isinstance(kept, Kept):
-                kept.write(param)
+        for param, saved in self._weights:
+            if isinstance(saved, Kept):
+                saved.write(param)
             else:
-                kept.copy_(param.detach())
+                saved.copy_(param.detach())
 
     def put_back(self) -> None:
         """Give the model these weights for good."""
         with torch.no_grad():
-            for param, kept in self._weights:
-                if isinstance(kept, Kept):
-                    kept.read(param)
+            for param, saved in self._weights:
+                if isinstance(saved, Kept):
+                    saved.read(param)
                 else:
-                    param.copy_(kept)
+                    param.copy_(saved)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -62,8 +62,8 @@ class WeightSet:
         """
         trained = [param.data for param, _ in self._weights]
         try:
-            for param, kept in self._weights:
-                param.data = _on_device(kept, param)
+            for param, saved in self._weights:
+                param.data = _on_device(saved, param)
             yield
         finally:
             for (param, _), data in zip(self._weights, trained, strict=True):
@@ -76,9 +76,9 @@ def _on_host(tensor: Tensor, param: Tensor, memory: PinnedMemory) -> Tensor | Ke
     return tensor.to("cpu", copy=True)  # what was read is a view of a mapped file
 
 
-def _on_device(kept: Tensor | Kept, param: Tensor) -> Tensor:
-    if not isinstance(kept, Kept):
-        return kept
+def _on_device(saved: Tensor | Kept, param: Tensor) -> Tensor:
+    if not isinstance(saved, Kept):
+        return saved
     data = torch.empty_like(param.data)
-    kept.read(data)
+    saved.read(data)
     return data

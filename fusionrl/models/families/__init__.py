@@ -1,6 +1,6 @@
 """Model families: one file each, which reads config.json and has the table of Hugging Face and Megatron names. Pure.
 
-A new family is one file: `fusionrl/models/families/<model_type>.py`, or `plugins/models/<model_type>.py` of one's own,
+A new family is one file: `fusionrl/models/families/<model_type>.py`, or your own `plugins/models/<model_type>.py`,
 with a `FAMILY` in it (docs/guides/models.md shows how). No torch is needed to read a table.
 """
 

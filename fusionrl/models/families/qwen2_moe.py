@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: routed experts beside one shared expert with a gate of its own."""
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts and one shared expert with its own gate."""
 
 from __future__ import annotations
 

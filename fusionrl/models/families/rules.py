@@ -64,8 +64,8 @@ class Family:
     read        the fields of `ModelShape` that config.json gives this family; raises `ValueError` for what no trainer
                 here computes, and `KeyError` for a size that is missing
     layer       rules of one decoder layer
-    ignored     pattern of names that its checkpoints carry and no model here needs, beside `IGNORED`; {num_layers}
-                stands for their number
+    ignored     pattern of names that its checkpoints carry and no model here needs, added to `IGNORED`;
+                {num_layers} is the number of layers
     """
 
     model_type: str
