@@ -130,3 +130,20 @@ def test_every_estimator_and_policy_loss_is_described() -> None:
     named = [*ESTIMATORS, *(name for name, loss in LOSSES.items() if loss.is_flag)]
     missing = [name for name in named if not re.search(rf"\b{name}\b", page)]
     assert not missing, f"describe {missing} in docs/guides/algorithms.md"
+
+
+@pytest.mark.parametrize("name", ["commands", "plugin_api"])
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    from tools.reference_pages import PAGES
+
+    page = (REPO / "docs" / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    command = f"python -m tools.reference_pages {name} > docs/reference/{name}.md"
+    assert page == PAGES[name](), f"run: {command}"
+
+
+def test_every_command_has_a_row() -> None:
+    from fusionrl.cli import COMMANDS
+
+    page = (REPO / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in COMMANDS if f"`{name}`" not in rows] == []
