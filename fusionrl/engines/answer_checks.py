@@ -16,7 +16,7 @@ import numpy as np
 import pybase64
 
 LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
-SMALLEST_LOG_PROB = -1e5  # lower ones are no log-probs: exp of their difference to any other overflows
+SMALLEST_LOG_PROB = -1e5  # below, exp of the difference to another log-prob overflows
 DEFAULT_NEW_TOKENS = 128  # SGLang's own, where a request names none
 _BASE_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 1024  # about 45 are usual: a log-prob, an id, and its text, which a user may ask for
@@ -28,7 +28,7 @@ _WIDE = frozenset(("return_hidden_states", "top_logprobs_num", "token_ids_logpro
 
 
 class AnswerError(RuntimeError):
-    """An engine answered with something that no engine should: the message names the field and its value."""
+    """An engine gave an invalid answer; the message names the field and its value."""
 
 
 @dataclass(slots=True)  # not frozen: one is made for each request, which takes three times as long then
@@ -88,7 +88,7 @@ def sampling_params(payload: Mapping[str, object]) -> Mapping[str, object]:
     """The sampling parameters of a request in SGLang's form.
 
     Raises:
-        TypeError: they are no mapping.
+        TypeError: they are not a mapping.
     """
     params = payload.get("sampling_params") or {}
     if not isinstance(params, (dict, Mapping)):
@@ -102,23 +102,23 @@ def num_new_tokens(payload: Mapping[str, object]) -> int:
     Raises:
         TypeError: no number.
     """
-    asked = sampling_params(payload).get("max_new_tokens")
-    if asked is None:
+    limit = sampling_params(payload).get("max_new_tokens")
+    if limit is None:
         return DEFAULT_NEW_TOKENS
-    if not isinstance(asked, (int, float, np.integer)):
-        raise TypeError(f"sampling_params.max_new_tokens is {asked!r}")
-    return int(asked)
+    if not isinstance(limit, (int, float, np.integer)):
+        raise TypeError(f"sampling_params.max_new_tokens is {limit!r}")
+    return int(limit)
 
 
-def token_ids(values: object, field: str, asked: AnswerBounds) -> np.ndarray:
+def token_ids(values: object, field: str, bounds: AnswerBounds) -> np.ndarray:
     """The ids of a field as int32 [n].
 
     Raises:
-        AnswerError: no list of whole numbers, one outside the vocabulary, or more than were asked for.
+        AnswerError: not a list of whole numbers, one outside the vocabulary, or more than the bound.
     """
     if not isinstance(values, list):
         raise AnswerError(f"{field} is {_shown(values)}, not a list of token ids")
-    most = _LARGEST_INT32 if asked.vocab_size is None else asked.vocab_size - 1
+    most = _LARGEST_INT32 if bounds.vocab_size is None else bounds.vocab_size - 1
     try:
         ids = _packed(values, "q", np.int64)
         least, largest = extremes(values, ids)
@@ -129,13 +129,13 @@ def token_ids(values: object, field: str, asked: AnswerBounds) -> np.ndarray:
     if values and (least < 0 or largest > most):
         wrong = int(ids[(ids < 0) | (ids > most)][0])
         raise AnswerError(f"{field} holds {wrong}; the model's tokens are 0..{most}")
-    if asked.max_new_tokens is not None and len(ids) > asked.max_new_tokens:
-        raise AnswerError(f"{field} holds {len(ids)} tokens; the request asked for at most {asked.max_new_tokens}")
+    if bounds.max_new_tokens is not None and len(ids) > bounds.max_new_tokens:
+        raise AnswerError(f"{field} holds {len(ids)} tokens; the request asked for at most {bounds.max_new_tokens}")
     return ids.astype(np.int32)
 
 
 def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[object]]:
-    """(log-probs, float32 [n]; ids, [n]) of SGLang's entries [log-prob, id, text or null].
+    """Return (log-probs, float32 [n]; ids, [n]) of entries [log-prob, id, text or null].
 
     Raises:
         AnswerError: other entries, or a log-prob that is none.
@@ -157,14 +157,14 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
         AnswerError: one that is null, no number, not finite, or over 0 by more than rounding.
     """
     try:
-        found = _packed(values, "f", np.float32)
-        least, largest = extremes(values, found)
+        packed = _packed(values, "f", np.float32)
+        least, largest = extremes(values, packed)
         # NaN is in a sum of all, and is not found by Python's min and max.
-        if not math.isfinite(sum(values)) or (largest >= 0 and _has_bool(values, found >= 0)):
+        if not math.isfinite(sum(values)) or (largest >= 0 and _has_bool(values, packed >= 0)):
             raise TypeError
     except (TypeError, OverflowError, struct.error):
         wrong = next((value for value in values if type(value) not in _NUMBERS or not abs(value) < math.inf), values)
-        raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is no finite number") from None
+        raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is not a finite number") from None
     if largest > LARGEST_LOG_PROB or least < SMALLEST_LOG_PROB:
         exact = np.asarray(values, np.float64)
         bad = ~((exact >= SMALLEST_LOG_PROB) & (exact <= LARGEST_LOG_PROB))
@@ -173,13 +173,13 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
                 f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at"
                 " most 0"
             )
-    return found
+    return packed
 
 
 def input_log_probs(meta: Mapping[str, object], count: int) -> np.ndarray:
     """The log-probs of the last `count` tokens of a prompt that was read, float32 [count].
 
-    The engine's first entry has none, as nothing stands before it.
+    The first entry has none, as no token precedes it.
 
     Raises:
         AnswerError: there are none, or of another number of tokens.
@@ -208,11 +208,11 @@ def routed_experts(meta: Mapping[str, object], size: tuple[int, ...], num_expert
         raise AnswerError(f"{field} is not base64: {_shown(data)}") from error
     if len(raw) != 4 * math.prod(size):
         raise AnswerError(f"{field} has {len(raw)} bytes, not int32 for {size} (tokens, layers, experts)")
-    found = np.frombuffer(raw, np.int32)
+    experts = np.frombuffer(raw, np.int32)
     most = np.iinfo(np.int16).max if num_experts is None else num_experts - 1
-    if found.size and (found.min() < -1 or found.max() > most):
-        raise AnswerError(f"{field} holds {found.min()}..{found.max()}; the model's experts are 0..{most}")
-    return found.reshape(size).astype(np.int16)
+    if experts.size and (experts.min() < -1 or experts.max() > most):
+        raise AnswerError(f"{field} holds {experts.min()}..{experts.max()}; the model's experts are 0..{most}")
+    return experts.reshape(size).astype(np.int16)
 
 
 def extremes(values: Sequence[float] | np.ndarray, same: np.ndarray | None = None) -> tuple[float, float]:
@@ -246,7 +246,7 @@ def _packed(values: list[Any], code: str, dtype: type) -> np.ndarray:
     of null. It also takes half as long as numpy or `array`.
 
     Raises:
-        struct.error: a value is no number of this type.
+        struct.error: a value is not a number of this type.
         OverflowError: a float is too large for it.
     """
     data = bytearray(len(values) * np.dtype(dtype).itemsize)

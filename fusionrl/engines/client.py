@@ -35,8 +35,8 @@ _SHORT_TOKENS = 64
 _LONGEST_ERROR_BYTES = 1 << 16  # of the text of an error status
 _MOST_EMPTY_EVENTS = 10_000  # of a stream, one after the other
 _LONGEST_BACKOFF_S = 8.0  # a router that lost its engines' health for a moment gets them back
-# Of an answer sampled with no more than these, another engine can go on at any token. A stop string, a grammar or a
-# penalty looks back at all of the answer, and an engine that goes on sees its own part alone.
+# An answer sampled with only these parameters can be continued by another engine at any token. A stop string, a grammar
+# or a penalty depends on the whole answer, and the second engine sees only its own part.
 _CONTINUABLE = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "ignore_eos", "n", "sampling_seed")
     + ("stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
@@ -72,8 +72,8 @@ class GenerateClient:
         not know: to the engine of a routing key, else to the one with the fewest under way.
 
         Every answer is checked (`generation.parse_generation`). A request whose answer is refused is sent once more: to
-        another of `engine_urls` (default: of `worker_urls`), so that an engine that errs is passed by, and is named
-        where it errs too. Nobody knows which engine answered through the router; so there a second one is tried.
+        another of `engine_urls` (default: of `worker_urls`), so that a faulty engine is avoided, and named
+        if the other errs too. Through the router the answering engine is unknown; there a second one is tried.
         """
         self._vocab_size = vocab_size
         self._num_tries = num_tries
@@ -81,7 +81,7 @@ class GenerateClient:
         self.num_retries = 0
         """Requests sent again, after a broken connection or a 5xx answer."""
         self.num_tokens_kept = 0
-        """Tokens of engines that died, after which another engine went on."""
+        """Tokens of dead engines that another engine continued."""
         self._targets = RequestTargets(base_url, worker_urls, engine_urls)
         # No compression: a small body could become any size in memory.
         self._headers = {
@@ -98,7 +98,7 @@ class GenerateClient:
 
     @property
     def num_answers_refused(self) -> int:
-        """Answers that were no answer to their request, by `AnswerBounds`."""
+        """Answers that violated the bounds of their request (`AnswerBounds`)."""
         return self._targets.num_refused
 
     def set_engines(self, urls: Sequence[str]) -> None:
@@ -130,10 +130,10 @@ class GenerateClient:
     ) -> AsyncGenerator[Generation, None]:
         """Send one request with `input_ids`, and yield what is sampled as it comes. The last piece alone has a finish
         reason. Leaving the loop ends the request; at once, where the generator is closed. A piece has the
-        versions of its tokens from a server that this project started (`upstream.stream_versions`); from another, the
-        version of the moment at which it was sent, and `join` takes those of the last event.
+        versions of its tokens from a server that this project started (`engines.stream_versions`); from another, the
+        version at the time of sending, and `join` takes those of the last event.
 
-        Where an engine dies, another one goes on after the tokens that have come: the pieces follow one another, and
+        If an engine dies, another continues after the tokens received so far: the pieces follow one another, and
         `part` counts the requests. Stop strings, grammars and penalties then see the tokens since alone; `generate`
         asks for such answers as a whole.
 
@@ -151,10 +151,10 @@ class GenerateClient:
             before = len(tokens)
             url = self._targets.choose(routing_key, attempt, refused)
             request = {"return_logprob": True, **_continued(payload, tokens), "stream": True}
-            asked = AnswerBounds.by(request, self._vocab_size)
+            bounds = AnswerBounds.by(request, self._vocab_size)
             try:
-                async with aclosing(self._events(url, request, asked, routing_key, deadline)) as events:
-                    parser = StreamParser(asked)
+                async with aclosing(self._events(url, request, bounds, routing_key, deadline)) as events:
+                    parser = StreamParser(bounds)
                     async for event in events:
                         piece = parser.parse(event)
                         num_empty = 0 if len(piece.tokens) else num_empty + 1
@@ -183,15 +183,15 @@ class GenerateClient:
                 attempt += 1
 
     async def _events(
-        self, url: str, payload: Mapping[str, object], asked: AnswerBounds, routing_key: str | None, deadline: float
+        self, url: str, payload: Mapping[str, object], bounds: AnswerBounds, routing_key: str | None, deadline: float
     ) -> AsyncGenerator[Mapping[str, object], None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         with self._targets.counted(url):
             async with asyncio.timeout_at(deadline):
                 response = await self._open().post(url, data=body, headers=self._headers_of(routing_key))
-            # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
-            async with aclosing(_lines(response, deadline, asked)) as lines:
+            # Closing it early breaks the connection, by which the engine learns that the client is gone.
+            async with aclosing(_lines(response, deadline, bounds)) as lines:
                 if response.status >= 400:
                     async with asyncio.timeout_at(deadline):
                         text = (await response.content.read(_LONGEST_ERROR_BYTES)).decode(errors="replace")
@@ -202,14 +202,14 @@ class GenerateClient:
                     data = line.removeprefix(b"data:").strip()
                     if data == line.strip() or data == b"[DONE]":
                         num_idle += len(line) + 1
-                        asked.check_size(num_idle)
+                        bounds.check_size(num_idle)
                         continue  # no event, or the end
                     num_idle = 0
                     try:
                         event = orjson.loads(data)
                     except orjson.JSONDecodeError as error:
                         if is_whole:
-                            raise AnswerError(f"the body: an event is no JSON ({error}): {data[:80]!r}") from error
+                            raise AnswerError(f"the body: an event is not JSON ({error}): {data[:80]!r}") from error
                         # It ended within an event: as good as a broken connection.
                         raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
                     yield _checked_event(url, event)
@@ -220,15 +220,15 @@ class GenerateClient:
         """Send `payload`, of which `body` is the JSON if it is made already."""
         if body is None:
             body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-        asked = AnswerBounds.by(payload, self._vocab_size)
+        bounds = AnswerBounds.by(payload, self._vocab_size)
         refused: list[str] = []
         async with asyncio.timeout(self._timeout_s):
             while True:
-                url, answer = await self._send(body, asked, routing_key, refused)
+                url, answer = await self._send(body, bounds, routing_key, refused)
                 try:
                     if isinstance(answer, AnswerError):
                         raise answer
-                    return await self._parsers.parse(answer, asked)
+                    return await self._parsers.parse(answer, bounds)
                 except AnswerError as error:
                     self._targets.refuse(url, error, refused)
 
@@ -248,7 +248,7 @@ class GenerateClient:
             )
 
     async def _send(
-        self, body: bytes, asked: AnswerBounds, routing_key: str | None, refused: Sequence[str]
+        self, body: bytes, bounds: AnswerBounds, routing_key: str | None, refused: Sequence[str]
     ) -> tuple[str, bytes | AnswerError]:
         """(who answered, the body of the answer, or what is wrong with it before it is read).
 
@@ -266,7 +266,7 @@ class GenerateClient:
                     data = aiohttp.BytesPayload(body)
                     async with self._open().post(url, data=data, headers=headers) as response:
                         if response.status < 400:
-                            return url, await _body(response, asked)
+                            return url, await _body(response, bounds)
                         text = await response.content.read(_LONGEST_ERROR_BYTES)
                 error: RuntimeError = EndpointError(url, response.status, text.decode(errors="replace"))
                 if response.status < 500:
@@ -330,7 +330,7 @@ class GenerateClient:
 
 
 def _is_continuable(params: Mapping[str, object]) -> bool:
-    """Return whether another engine can go on with an answer that was sampled so."""
+    """Return whether another engine can continue an answer with these sampling parameters."""
     return all(name in _CONTINUABLE for name, value in params.items() if value)
 
 
@@ -345,17 +345,17 @@ def _check_plain(response: aiohttp.ClientResponse) -> None:
         raise AnswerError(f"the body is compressed ({encoding}), which was not asked for")
 
 
-async def _body(response: aiohttp.ClientResponse, asked: AnswerBounds) -> bytes | AnswerError:
+async def _body(response: aiohttp.ClientResponse, bounds: AnswerBounds) -> bytes | AnswerError:
     """The body, or what is wrong with it; no more of it is in memory than an answer can have."""
     try:
         _check_plain(response)
         if response.content_length is not None:  # aiohttp reads no more than that
-            asked.check_size(response.content_length)
+            bounds.check_size(response.content_length)
             return await response.read()
         parts, size = [], 0
         async for data in response.content.iter_any():
             size += len(data)
-            asked.check_size(size)
+            bounds.check_size(size)
             parts.append(data)
     except AnswerError as error:
         return error
@@ -367,10 +367,10 @@ def _checked_event(url: str, event: object) -> Mapping[str, object]:
 
     Raises:
         EndpointError: the engine refuses or gives up the request, though the status line said 200.
-        AnswerError: the event has no form that is known.
+        AnswerError: the event has an unknown form.
     """
     if not isinstance(event, dict):
-        raise AnswerError(f"an event of the stream is no JSON object: {str(event)[:80]}")
+        raise AnswerError(f"an event of the stream is not a JSON object: {str(event)[:80]}")
     error = event.get("error")
     if error is not None:
         code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
@@ -388,7 +388,7 @@ def _as_status(code: object) -> int:
 
 
 async def _lines(
-    response: aiohttp.ClientResponse, deadline: float, asked: AnswerBounds
+    response: aiohttp.ClientResponse, deadline: float, bounds: AnswerBounds
 ) -> AsyncGenerator[tuple[bytes, bool], None]:
     """(a line of a body, whether it came to its end). Lines have any length that an answer can have (aiohttp's own
     reader has a limit); `deadline` is the loop's time."""
@@ -400,7 +400,7 @@ async def _lines(
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")
-            asked.check_size(len(rest))
+            bounds.check_size(len(rest))
             for line in lines:
                 yield line, True
         yield rest, False
@@ -410,7 +410,7 @@ async def _lines(
 
 
 def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:
-    """The request that goes on after `tokens` of its answer."""
+    """Return the request that continues after `tokens` of its answer."""
     if not tokens:
         return payload
     params = dict(sampling_params(payload))

@@ -17,7 +17,7 @@ CONTROL_TIMEOUT_S = 300.0
 
 
 class EngineControl:
-    """Controls the server at `url`, whoever started it."""
+    """Controls the server at `url`, which any process may have started."""
 
     def __init__(self, url: str, tp_size: int, api_key: str | None) -> None:
         self.url = url
@@ -212,8 +212,8 @@ class EngineControl:
                 return None
             raise
         ranks = as_list(as_object(answer, "/weights_checker")["ranks"], "ranks of /weights_checker")
-        own = [as_object(as_object(rank, "a rank")["checksums"], "checksums of a rank") for rank in ranks]
-        return [{name: str(checksum) for name, checksum in checksums.items()} for checksums in own]
+        checksums_by_rank = [as_object(as_object(rank, "a rank")["checksums"], "checksums of a rank") for rank in ranks]
+        return [{name: str(checksum) for name, checksum in checksums.items()} for checksums in checksums_by_rank]
 
     # ---- memory
 

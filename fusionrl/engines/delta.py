@@ -31,7 +31,7 @@ _GAP = np.dtype(np.uint32)
 
 
 class DamagedDelta(ValueError):
-    """Bytes that are no encoded change of a tensor of this size."""
+    """Bytes that do not encode a change of a tensor of this size."""
 
 
 def encode(base: Words, new: Words, encoding: Encoding) -> tuple[bytes, int]:

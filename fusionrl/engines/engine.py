@@ -1,6 +1,6 @@
 """One SGLang engine: its server as a child process, under the control endpoints of `EngineControl`.
 
-`EngineActor` is a plain class that the cluster room turns into a Ray actor. Every method that talks to the
+`EngineActor` is a plain class that the room `runtime` turns into a Ray actor. Every method that talks to the
 server raises RuntimeError with the endpoint, the status and the server's text when the server refuses, and
 with the end of the server's log when the server is dead.
 """
@@ -57,14 +57,16 @@ class EngineActor(EngineControl):
         )
         if self.spec.role == "reward-model":
             self._clear_head_bias()
-        self._shared_memory |= {
-            path for path in shared_memory_of(self._server.pid) if path.name.startswith(("sgl_", "sglang_"))
-        }
+        self._note_shared_memory(self._server)
         return self.url
 
+    def _note_shared_memory(self, server: ChildProcess) -> None:
+        segments = shared_memory_of(server.pid)
+        self._shared_memory |= {path for path in segments if path.name.startswith(("sgl_", "sglang_"))}
+
     def _spawn(self, ports: list[int]) -> ChildProcess:
-        port, nccl_port, *others = ports
-        return self._spawn_server(port, nccl_port, None, *others)
+        port, nccl_port, *bootstrap_ports = ports
+        return self._spawn_server(port, nccl_port, None, *bootstrap_ports)
 
     def _spawn_server(
         self, port: int, nccl_port: int, meeting: str | None, bootstrap_port: int | None = None
@@ -85,10 +87,12 @@ class EngineActor(EngineControl):
         )
 
     def _wait_ready(self, server: ChildProcess) -> None:
-        what = f"start of {self.spec.name} ({self.spec.model_path}) at {self.url}"
-        server.wait_until(lambda: self._answers("/health"), self.spec.start_timeout_s, what)
-        # The first forward pass, so that a model that loads but cannot run fails here.
-        server.wait_until(lambda: self._answers("/health_generate"), self.spec.start_timeout_s, what)
+        self._wait_for(server, "/health")
+        self._wait_for(server, "/health_generate")  # a model that loads but cannot run fails here
+
+    def _wait_for(self, server: ChildProcess, path: str) -> None:
+        purpose = f"start of {self.spec.name} ({self.spec.model_path}) at {self.url}"
+        server.wait_until(lambda: self._answers(path), self.spec.start_timeout_s, purpose)
 
     def _answers(self, path: str) -> bool:
         try:
@@ -149,7 +153,7 @@ class EngineActor(EngineControl):
         self._living("generation")
 
     def fault(self, timeout_s: float | None = None, *, makes_tokens: bool = True) -> str | None:
-        """The fault of the server in words, None where it has none. Ray logs exceptions of calls nobody waits for.
+        """Return the server's fault in words, or None; Ray would log an exception of a call that is not awaited.
 
         A fault: its process is dead, or, with `timeout_s`, it makes no token within as many seconds; not
         `makes_tokens`: its scheduler does not answer within them.
@@ -166,7 +170,7 @@ class EngineActor(EngineControl):
         return None
 
     def check_responds(self, timeout_s: float) -> None:
-        """Return once the server has made a token; any will do, so a busy server is asked for none of its own.
+        """Return once the server has made a token; any token will do, so a busy server generates no extra one.
 
         Raises RuntimeError when none comes within `timeout_s` seconds (over 1: SGLang looks once a second), and at
         once, with the end of the log, when the server process is dead. Not for a paused server, which makes none.
@@ -179,7 +183,7 @@ class EngineActor(EngineControl):
                 return
             except ChildExited:
                 raise
-            except RuntimeError as error:  # a 503 after SGLang's own limit of 20 s is no answer either
+            except RuntimeError as error:  # a 503 after SGLang's own limit of 20 s does not count as an answer
                 if time.monotonic() >= deadline:
                     raise RuntimeError(
                         f"engine {self.spec.index} at {self.url} made no token within {timeout_s:g} s"
@@ -232,11 +236,11 @@ class EngineActor(EngineControl):
 
     # ---- calls
 
-    def _living(self, what: str) -> ChildProcess:
+    def _living(self, purpose: str) -> ChildProcess:
         if self._server is None:
-            raise RuntimeError(f"{what} of {self.spec.name}: it has not been started")
+            raise RuntimeError(f"{purpose} of {self.spec.name}: it has not been started")
         if not self._server.alive():
-            raise self._server.died(f"{what} of {self.spec.name} at {self.url}")
+            raise self._server.died(f"{purpose} of {self.spec.name} at {self.url}")
         return self._server
 
     def _call(
@@ -267,3 +271,28 @@ def node_id() -> str:
     if ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().get_node_id())
     return socket.gethostname()
+
+
+class EnginePart(EngineActor):
+    """The ranks of an engine on one of its other nodes. Part 0 serves; this server only reports whether its ranks live.
+
+    `join` replaces `start`.
+    """
+
+    def join(self, meeting: str, bootstrap_port: int | None = None) -> None:
+        """Start the server, whose ranks meet the others at `meeting` (host:port), and wait until the engine is whole.
+
+        bootstrap_port  of part 0, where the engine prefills
+
+        Raises:
+            RuntimeError: it ended, or the others did not come in time; with the end of the log.
+        """
+
+        def spawn(ports: list[int]) -> ChildProcess:
+            # Part 0 decides where the ranks meet, so SGLang ignores the second port. Set at once for `shutdown`.
+            self._server = self._spawn_server(ports[0], ports[0], meeting, bootstrap_port)
+            return self._server
+
+        self.shutdown(0.0)  # of a try before this one
+        self._server = start_on_free_ports(self.spec.host, 1, spawn, lambda server: self._wait_for(server, "/health"))
+        self._note_shared_memory(self._server)

@@ -1,4 +1,4 @@
-"""An engine that another process has started, by its address: its endpoints as methods, its life somebody else's."""
+"""An engine that another process starts and ends, controlled by its address."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineRequirements:
     dtype: str
     """ "float32" or "bfloat16"."""
     flags: dict[str, object] = field(default_factory=dict)
-    """Fields of SGLang's ServerArgs that the run's own engines need."""
+    """ServerArgs fields that the run's own engines need."""
     alike: dict[str, object] = field(default_factory=dict)
     """Others that are the same for all engines, also where the run does not set them (None)."""
     wait_s: float = 0.0
@@ -66,7 +66,7 @@ class AttachedEngine(EngineControl):
         """Ask the server what it is. `own_weights` are the checksums of the run's own engine, where no push comes.
 
         Raises:
-            ValueError: it is of no use to the run; says why, and what to start it with.
+            ValueError: the run cannot use it; says why, and what to start it with.
             RuntimeError: it does not answer in time.
         """
         if reason := _out_of_reach(self.url, expected):
@@ -95,7 +95,7 @@ class AttachedEngine(EngineControl):
         return ExternalEngineFacts(str(args.get("version")), self._tp_size, _number(args, "ep_size"))
 
     def fault(self) -> str | None:
-        """Return why the server does not answer; None where it does. Ray logs what is raised and nobody waits for."""
+        """Return why the server does not answer, or None; Ray would log an exception of a call that is not awaited."""
         try:
             self._call("GET", "/health", timeout_s=20.0)
         except RuntimeError as error:
@@ -105,8 +105,8 @@ class AttachedEngine(EngineControl):
     def num_running(self) -> int:
         """Requests that the server works on, those that wait included."""
         loads = as_list(as_object(self._call("GET", "/v1/loads"), "/v1/loads")["loads"], "loads of /v1/loads")
-        ranks = [as_object(one, "a load") for one in loads]
-        return sum(_number(one, "num_running_reqs", 0) + _number(one, "num_waiting_reqs", 0) for one in ranks)
+        ranks = [as_object(rank, "a load") for rank in loads]
+        return sum(_number(rank, "num_running_reqs", 0) + _number(rank, "num_waiting_reqs", 0) for rank in ranks)
 
     def release(self) -> None:
         """Leave the server as it can be used without the run: no group, no open update, not paused. Idempotent."""
@@ -147,7 +147,7 @@ class AttachedEngine(EngineControl):
 
 
 def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: EngineRequirements) -> list[str]:
-    """List why an engine is of no use to a run.
+    """List why a run cannot use an engine.
 
     Args:
         model: the engine's answer to /model_info
@@ -176,13 +176,13 @@ def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: E
     for name, value in expected.alike.items():
         if (args.get(name) or None) != (value or None):
             flag = "--" + name.replace("_", "-")
-            shown = f"with {flag}" + ("" if value is True else f" {value}") if value else f"without {flag}"
-            errors.append(f"its {flag} is {args.get(name)}; start it {shown}, as this run's own engines are")
+            cure = f"with {flag}" + ("" if value is True else f" {value}") if value else f"without {flag}"
+            errors.append(f"its {flag} is {args.get(name)}; start it {cure}, as this run's own engines are")
     return errors
 
 
 def _dtype_of(path: str) -> str | None:
-    """Return what SGLang makes of --dtype auto: the checkpoint's own, but never fp32; None where nobody can tell."""
+    """Return the dtype that SGLang chooses for --dtype auto: the checkpoint's, but never fp32; None if unknown."""
     try:
         config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -191,22 +191,27 @@ def _dtype_of(path: str) -> str | None:
     return {"float32": "float16", "float16": "float16", "bfloat16": "bfloat16"}.get(str(named))
 
 
-def other_weights(found: list[dict[str, str]] | None, own: list[dict[str, str]] | None) -> str | None:
-    """Return why an engine that gets no push is of no use; None where it holds what an engine of the run's own holds.
+def other_weights(checksums: list[dict[str, str]] | None, expected: list[dict[str, str]] | None) -> str | None:
+    """Return why a run without pushes cannot use an engine; None if it holds the weights of the run's own engines.
 
     Args:
-        found: the engine's checksums by rank
-        own: those of the run's own engine
+        checksums: the engine's checksums by rank
+        expected: those of the run's own engine
     """
-    if own is None or found is None:
+    if expected is None or checksums is None:
         return (
             "this run pushes no weights, and SGLang has no checksums here to compare them by; leave the engine out, or"
             " raise --rollout-num-gpus"
         )
-    if len(found) != len(own):
-        return f"this run pushes no weights, and compares them rank by rank: start it with --tp-size {len(own)}"
+    if len(checksums) != len(expected):
+        return f"this run pushes no weights, and compares them rank by rank: start it with --tp-size {len(expected)}"
     wrong = sorted(
-        {name for a, b in zip(found, own, strict=True) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+        {
+            name
+            for a, b in zip(checksums, expected, strict=True)
+            for name in a.keys() | b.keys()
+            if a.get(name) != b.get(name)
+        }
     )
     if not wrong:
         return None
@@ -219,18 +224,18 @@ def other_weights(found: list[dict[str, str]] | None, own: list[dict[str, str]] 
 def _other_model(model: Mapping[str, object], expected: EngineRequirements) -> list[str]:
     """The message where it serves another model: by the names of its classes, and by its config.json if it is here."""
     path, classes = str(model.get("model_path")), model.get("architectures")
-    shown = f"it serves {path}, another model than --hf-checkpoint {expected.model_path}"
+    message = f"it serves {path}, another model than --hf-checkpoint {expected.model_path}"
     if isinstance(classes, list) and tuple(classes) != expected.architectures:
-        return [f"{shown} ({', '.join(map(str, classes))}, not {', '.join(expected.architectures)})"]
+        return [f"{message} ({', '.join(map(str, classes))}, not {', '.join(expected.architectures)})"]
     if not Path(path, "config.json").is_file():  # on another host, or a version of the weights that is gone
         return []
     try:
-        found = read_model_shape(path).model_dump()
+        shape = read_model_shape(path).model_dump()
     except ValueError as error:
-        return [f"{shown}: {error}"]
-    other = [name for name, value in expected.shape.model_dump().items() if found[name] != value]
-    facts = ", ".join(f"{name} {found[name]}, not {getattr(expected.shape, name)}" for name in other[:3])
-    return [f"{shown} ({facts})"] if other else []
+        return [f"{message}: {error}"]
+    differing = [name for name, value in expected.shape.model_dump().items() if shape[name] != value]
+    facts = ", ".join(f"{name} {shape[name]}, not {getattr(expected.shape, name)}" for name in differing[:3])
+    return [f"{message} ({facts})"] if differing else []
 
 
 def _out_of_reach(url: str, expected: EngineRequirements) -> str | None:

@@ -33,7 +33,7 @@ _CONTROL, _STATUS = 3, 4  # after standard input, output and error
 
 
 class ForkedMinder:
-    """A minder that is no child of this process, with what `ChildProcess` uses of `subprocess.Popen`."""
+    """A minder that is not a child of this process, with the part of `subprocess.Popen` that `ChildProcess` uses."""
 
     def __init__(self, pid: int, status: int) -> None:
         """`status`: the end of a pipe on which the minder says with which status it ends."""
@@ -47,13 +47,13 @@ class ForkedMinder:
         with self._lock:
             if self.returncode is None:
                 try:
-                    said = os.read(self._status, 16)
+                    status = os.read(self._status, 16)
                 except BlockingIOError:
                     return None
                 os.close(self._status)
                 self._status = -1
-                if said:
-                    self.returncode = os.waitstatus_to_exitcode(int(said))
+                if status:
+                    self.returncode = os.waitstatus_to_exitcode(int(status))
                 else:  # killed, and its group is left behind
                     self.returncode = -signal.SIGKILL
                     try:
@@ -71,7 +71,7 @@ class ForkedMinder:
                 pass  # it ended at this moment
 
     def __del__(self) -> None:
-        """Close the pipe, if nobody has asked for the end."""
+        """Close the pipe if the exit code was never read."""
         if self._status >= 0:
             os.close(self._status)
 
@@ -105,7 +105,7 @@ def mind_server(arguments: list[str]) -> None:
         try:
             os.write(_STATUS, b"%d" % status)
         except OSError:
-            pass  # whoever started this is gone
+            pass  # the starter is gone
 
     this = os.getpid()
     try:
@@ -116,16 +116,16 @@ def mind_server(arguments: list[str]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         report(1 << 8)
-        os.killpg(0, signal.SIGKILL)  # this process too: nobody minds the server any more
+        os.killpg(0, signal.SIGKILL)  # this process too: the server has no minder any more
 
 
-def _fork(arguments: list[str], given: int, output: int | None) -> int:
+def _fork(arguments: list[str], stdin: int, output: int | None) -> int:
     if pid := os.fork():
         return pid
     process_minder.end_with_parent()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.dup2(given, 0)
+    os.dup2(stdin, 0)
     for number in (1, 2) if output is not None else ():
         os.dup2(output or 0, number)
     os.closerange(_CONTROL, 1024)

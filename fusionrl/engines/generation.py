@@ -14,7 +14,7 @@ import orjson
 
 from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, log_prob_entries, token_ids
 
-_ANYTHING = AnswerBounds()
+_UNBOUNDED = AnswerBounds()
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -36,27 +36,27 @@ class Generation:
     meta_info: dict[str, Any]
     """The engine's own, without the log-probs."""
     part: int = 1
-    """Which request made the end of it: over 1 where an engine died, and another one went on."""
+    """Number of the request that made its end: over 1 if an engine died and another continued."""
 
 
-def parse_answer(body: bytes, asked: AnswerBounds = _ANYTHING) -> list[Generation]:
+def parse_answer(body: bytes, bounds: AnswerBounds = _UNBOUNDED) -> list[Generation]:
     """The generations of the body of an answer: one, or one for each prompt of the request.
 
     Raises:
-        AnswerError: no JSON, another number of answers, or one that `parse_generation` refuses.
+        AnswerError: not JSON, another number of answers, or one that `parse_generation` refuses.
     """
-    asked.check_size(len(body))
+    bounds.check_size(len(body))
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise AnswerError(f"the body is no JSON ({error}): {body[:80]!r}") from error
+        raise AnswerError(f"the body is not JSON ({error}): {body[:80]!r}") from error
     answers = answer if isinstance(answer, list) else [answer]
-    if asked.num_answers is not None and len(answers) != asked.num_answers:
-        raise AnswerError(f"the body has {len(answers)} answers to a request for {asked.num_answers}")
-    return [parse_generation(one, asked) for one in answers]
+    if bounds.num_answers is not None and len(answers) != bounds.num_answers:
+        raise AnswerError(f"the body has {len(answers)} answers to a request for {bounds.num_answers}")
+    return [parse_generation(item, bounds) for item in answers]
 
 
-def parse_generation(answer: object, asked: AnswerBounds = _ANYTHING) -> Generation:
+def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED) -> Generation:
     """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
 
     Raises:
@@ -71,13 +71,13 @@ def parse_generation(answer: object, asked: AnswerBounds = _ANYTHING) -> Generat
     ids = answer.get("output_ids")
     if ids is None:
         ids = sampled
-    tokens = token_ids(ids, "output_ids", asked)
+    tokens = token_ids(ids, "output_ids", bounds)
     if entries and sampled != ids:
         raise AnswerError(f"{field} has {len(entries)} log-probs of other tokens than the {len(ids)} of output_ids")
     finish = finish_reason(meta)
-    if asked.log_probs and len(tokens) and not entries:
+    if bounds.log_probs and len(tokens) and not entries:
         raise AnswerError(f"{field} is missing; the request asked for log-probs")
-    if asked.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
+    if bounds.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
         raise AnswerError(f"output_ids holds no token, with the finish reason {finish}")
     text = answer.get("text")
     if text is not None and not isinstance(text, str):
@@ -95,7 +95,7 @@ def parse_generation(answer: object, asked: AnswerBounds = _ANYTHING) -> Generat
 
 
 def finish_reason(meta: Mapping[str, object]) -> str:
-    """ "stop", "length" or "abort"; "" where the answer goes on.
+    """ "stop", "length" or "abort"; "" if the answer continues.
 
     Raises:
         AnswerError: anything else.
@@ -127,26 +127,26 @@ def _version_spans(meta: Mapping[str, object], num_tokens: int) -> list[tuple[in
         return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
     if not isinstance(spans, list):
         raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end")
-    found = []
+    version_counts = []
     covered = 0
     try:
         for span in spans:
             end = min(int(span["end"]), num_tokens)
             if end > covered:
-                found.append((_as_version(span["version"]), end - covered))
+                version_counts.append((_as_version(span["version"]), end - covered))
                 covered = end
     except (KeyError, TypeError, ValueError) as error:
         raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end") from error
     if covered != num_tokens:
         raise AnswerError(f"meta_info.weight_versions {spans!r:.200} do not cover {num_tokens} tokens")
-    return found
+    return version_counts
 
 
 def _as_version(version: object) -> int | str:
     if isinstance(version, bool) or not isinstance(version, (int, str)):
         raise AnswerError(f"meta_info.weight_version is {version!r:.80}, neither text nor a number")
     text = str(version)
-    # A version is counted from 0 by the pushes; a longer number is a name that somebody gave.
+    # Pushes count versions from 0; a longer number is a name.
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
@@ -154,19 +154,19 @@ class StreamParser:
     """Turns the events of one streamed answer into `Generation`s that follow one another without overlap.
 
     Servers send either what is new in each event (`incremental_streaming_output`) or all so far: `completion_tokens`,
-    the number so far, says what is new in both. A request that is aborted while it waits to go on ends with an event
-    that repeats what was sent.
+    the number so far, says what is new in both. A request that is aborted while it waits to resume ends with an event
+    that repeats earlier ones.
     """
 
-    def __init__(self, asked: AnswerBounds = _ANYTHING) -> None:
-        self._asked = asked
+    def __init__(self, bounds: AnswerBounds = _UNBOUNDED) -> None:
+        self._bounds = bounds
         self._num_tokens = 0
         self._text = ""
 
     def parse(self, event: Mapping[str, object]) -> Generation:
         """The tokens that are new in `event`; the finish reason is "" in all but the last one.
 
-        The versions are those that the event tells (`upstream.stream_versions`), else that of the moment.
+        The versions are those that the event tells (`engines.stream_versions`), else the current one.
         Raises:
             AnswerError: tokens are missing, or a field is wrong (`parse_generation`).
         """
@@ -178,7 +178,7 @@ class StreamParser:
         if not isinstance(ids, list) or not 0 <= num_new <= len(ids):
             brought = f"{len(ids)} tokens" if isinstance(ids, list) else f"{ids!r:.80}"
             raise AnswerError(f"output_ids: the stream brought {brought} where {num_new} of {total} were due")
-        most = self._asked.max_new_tokens
+        most = self._bounds.max_new_tokens
         if most is not None and total > most:
             raise AnswerError(f"the stream brought {total} tokens; the request asked for at most {most}")
         text = event.get("text") or ""
@@ -197,25 +197,29 @@ class StreamParser:
             moved = spans and [{**span, "end": int(span["end"]) - self._num_tokens} for span in spans]
         except (KeyError, TypeError, ValueError) as error:
             raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end") from error
-        own = {
+        piece_meta = {
             **meta,
             "output_token_logprobs": entries[len(entries) - num_new :] if entries else [],
             "weight_versions": moved,
         }
         # Events without a token are usual: the last one may bring the finish reason alone.
-        asked = replace(self._asked, max_new_tokens=None)
-        piece = parse_generation({"output_ids": ids[len(ids) - num_new :], "text": text, "meta_info": own}, asked)
+        bounds = replace(self._bounds, max_new_tokens=None)
+        piece = parse_generation(
+            {"output_ids": ids[len(ids) - num_new :], "text": text, "meta_info": piece_meta}, bounds
+        )
         self._num_tokens, self._text = total, self._text + text
-        return replace(piece, finish_reason=finish, meta_info=own | {"weight_versions": spans})
+        return replace(piece, finish_reason=finish, meta_info=piece_meta | {"weight_versions": spans})
 
 
 def join(pieces: Sequence[Generation]) -> Generation:
     """One answer of the pieces of a stream; its versions are the exact ones of the last event, where that has them."""
     last = pieces[-1]
-    own = [piece for piece in pieces if piece.part == last.part]  # the last event speaks of the last request alone
-    num_own = sum(len(piece.tokens) for piece in own)
-    earlier = pieces[: len(pieces) - len(own)]
-    spans = own if not last.meta_info.get("weight_versions") else []
+    last_pieces = [
+        piece for piece in pieces if piece.part == last.part
+    ]  # the last event speaks of the last request alone
+    num_own = sum(len(piece.tokens) for piece in last_pieces)
+    earlier = pieces[: len(pieces) - len(last_pieces)]
+    spans = last_pieces if not last.meta_info.get("weight_versions") else []
     versions = [span for piece in [*earlier, *spans] for span in piece.weight_versions]
     if not spans:
         versions += _version_spans(last.meta_info, num_own)

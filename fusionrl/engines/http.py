@@ -18,7 +18,7 @@ class EndpointError(RuntimeError):
         self.status = status
 
 
-# In the environment of the processes that run users' functions, which may ask the engines; beside ROUTER_KEY.
+# With ROUTER_KEY, in the environment of the processes that run users' functions, which may ask the engines.
 ROUTER_URLS = "FUSIONRL_ROUTER_URLS"
 
 
@@ -38,7 +38,7 @@ def call(
     """Send one request; return the decoded JSON, the text where it is none, or None for an empty answer.
 
     Raises `EndpointError` (a RuntimeError with endpoint, status and text) for a status of 400 or more, and
-    RuntimeError when there is no answer within `timeout_s` seconds, or one of over `LONGEST_ANSWER` bytes.
+    RuntimeError without an answer within `timeout_s` seconds, or for one of over `LONGEST_ANSWER` bytes.
     """
     with requests.Session() as session:
         session.trust_env = False  # a proxy from the environment has no route to an engine
@@ -65,25 +65,25 @@ def call(
         return text
 
 
-def as_object(answer: object, what: str) -> dict[str, object]:
+def as_object(answer: object, name: str) -> dict[str, object]:
     """`answer` as the JSON object that it should be.
 
     Raises:
-        RuntimeError: it is none; names `what` it should have been.
+        RuntimeError: it is not; names the answer.
     """
     if not isinstance(answer, dict):
-        raise RuntimeError(f"{what} is no JSON object: {str(answer)[:200]}")
+        raise RuntimeError(f"{name} is not a JSON object: {str(answer)[:200]}")
     return answer
 
 
-def as_list(answer: object, what: str) -> list[object]:
+def as_list(answer: object, name: str) -> list[object]:
     """`answer` as the JSON list that it should be.
 
     Raises:
-        RuntimeError: it is none; names `what` it should have been.
+        RuntimeError: it is not; names the answer.
     """
     if not isinstance(answer, list):
-        raise RuntimeError(f"{what} is no JSON list: {str(answer)[:200]}")
+        raise RuntimeError(f"{name} is not a JSON list: {str(answer)[:200]}")
     return answer
 
 

@@ -1,12 +1,4 @@
-"""Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
-
-It adds five things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
-`cpu_wing` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
-parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
-comes by standard input, as every user of the machine can read a command line, and every process of the same user the
-environment. Nothing of SGLang is imported before that. And each event of a stream tells which weights sampled which
-token (`stream_versions`).
-"""
+"""Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`."""
 
 from __future__ import annotations
 
@@ -49,8 +41,7 @@ if _is_on_cpu():
 def _leave_megatron_out() -> None:
     """Let SGLang find no Megatron-core.
 
-    A tool of SGLang's that writes tensors to files imports it where it is installed: 1 s of a core in each
-    scheduler that is a fork of this process, as on a CPU.
+    SGLang's tensor dumper imports an installed Megatron: 1 s of a core in each forked scheduler.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # the import system's sign for "not there"
 
@@ -91,10 +82,30 @@ def import_model() -> None:
 
 
 @contextmanager
+def endpoints_later() -> Iterator[None]:
+    """Import SGLang's server within it without the parts that a run never uses: 0.6 s of a core.
+
+    The endpoints for other protocols (OpenAI's, Anthropic's, Ollama's) describe their messages by 150 pydantic classes,
+    whose validators are then built by the first message. The endpoint for speech imports the models of speech, images
+    and mixtures of experts for the text of one prompt.
+    """
+    from pydantic import BaseModel
+
+    from fusionrl.base.lazy_modules import imported_later
+
+    config = BaseModel.model_config
+    BaseModel.model_config = config | {"defer_build": True}
+    try:
+        with imported_later("sglang.srt.multimodal.processors.qwen3_asr", constants=("DEFAULT_ASR_PROMPT",)):
+            yield
+    finally:
+        BaseModel.model_config = config
+
+
+@contextmanager
 def _light() -> Iterator[None]:
     """Import parts of SGLang within it, without what no run uses."""
     from fusionrl.base.scan_cache import cached_scans
-    from fusionrl.engines.lazy_endpoints import endpoints_later
 
     with without_collections(), cached_scans(), endpoints_later(), ExitStack() as on_cpu:
         if _is_on_cpu():

@@ -1,7 +1,7 @@
 """The engines' half of a push by files: a version is verified, and brought into this host's own copy of the weights.
 
     <local folder>/
-        state           name of the weights in the copy; not there while they change, and if they are no whole version
+        state           name of the weights in the copy; absent while they change, and unless they are a whole version
         weights/        the Hugging Face folder that engines load
         lock            held while one process works on the copy; other engines of the host then find it done
 
@@ -40,7 +40,7 @@ def pull_version(folder: str, local_folder: str | None) -> str | None:
     None: the copy is not the version that a delta is against, or the delta is damaged; a full version is needed.
 
     Raises:
-        RuntimeError: there is no complete version, a file of a full one is damaged (`DamagedVersion`), or the copy
+        RuntimeError: the version is incomplete, a file of a full one is damaged (`DamagedVersion`), or the copy
             cannot be written; names file and folder. The copy is then as it was before, or counts as none.
     """
     manifest = Manifest.read(folder)
@@ -103,15 +103,15 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _check_file(path: Path, checksum: str, kind: str) -> None:
-    found = delta.new_checksum(kind)
+    actual = delta.new_checksum(kind)
     try:
         with path.open("rb") as file:
             for chunk in _chunks(file):
-                found.update(chunk)
+                actual.update(chunk)
     except OSError as error:
         raise DamagedVersion(f"{path} cannot be read ({error})") from error
-    if found.hexdigest() != checksum:
-        raise DamagedVersion(f"{path} is damaged: its {kind} is {found.hexdigest()}, not {checksum}")
+    if actual.hexdigest() != checksum:
+        raise DamagedVersion(f"{path} is damaged: its {kind} is {actual.hexdigest()}, not {checksum}")
 
 
 def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
@@ -119,12 +119,12 @@ def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for name, checksum in manifest.files.items():
-        found = delta.new_checksum(manifest.checksum)
+        actual = delta.new_checksum(manifest.checksum)
         with (folder / name).open("rb") as source, (target / name).open("wb") as copy:
             for chunk in _chunks(source):
-                found.update(chunk)
+                actual.update(chunk)
                 copy.write(chunk)
-        if found.hexdigest() != checksum:
+        if actual.hexdigest() != checksum:
             raise DamagedVersion(f"{folder / name} is damaged: its {manifest.checksum} is not {checksum}")
 
 
@@ -140,9 +140,9 @@ def _apply(folder: Path, manifest: Manifest, target: Path) -> None:
             for name in payloads.keys():  # noqa: SIM118 (not iterable itself)
                 change, words = manifest.changes[name], places[name]
                 delta.apply(words, payloads.get_tensor(name).tobytes(), manifest.encoding, change.num_changed)
-                found = delta.checksum_of(words, manifest.checksum)
-                if found != change.checksum:
-                    raise delta.DamagedDelta(f"{name}: its {manifest.checksum} is {found}, not {change.checksum}")
+                actual = delta.checksum_of(words, manifest.checksum)
+                if actual != change.checksum:
+                    raise delta.DamagedDelta(f"{name}: its {manifest.checksum} is {actual}, not {change.checksum}")
 
 
 def _places(folder: Path) -> dict[str, np.ndarray]:

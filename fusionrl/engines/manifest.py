@@ -48,6 +48,6 @@ class Manifest:
             return Manifest(**raw, changes=changes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RuntimeError(
-                f"{folder} is no complete version of the weights ({error!r}); --update-weight-disk-dir must name one"
+                f"{folder} is not a complete version of the weights ({error!r}); --update-weight-disk-dir must name one"
                 " folder that the nodes of all trainers and engines see"
             ) from error

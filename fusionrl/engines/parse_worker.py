@@ -23,15 +23,15 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as connection:
         try:
             while True:
-                asked = receive(connection)
-                connection.sendall(frame(_parsed(receive_bytes(connection), asked)))
+                bounds = receive(connection)
+                connection.sendall(frame(_parsed(receive_bytes(connection), bounds)))
         except (EOFError, ConnectionError):
             return
 
 
-def _parsed(body: bytes, asked: AnswerBounds) -> list[Generation] | None:
+def _parsed(body: bytes, bounds: AnswerBounds) -> list[Generation] | None:
     try:
-        return parse_answer(body, asked)
+        return parse_answer(body, bounds)
     except Exception:  # the other end parses it again and raises the same, in its own process
         return None
 

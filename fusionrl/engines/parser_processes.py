@@ -37,25 +37,25 @@ class ParserProcesses:
         self._num_bytes = 0  # of long answers, so far
         self._room = asyncio.Semaphore(self._num_processes * IN_HAND)
 
-    async def parse(self, body: bytes, asked: AnswerBounds | None = None) -> list[Generation]:
+    async def parse(self, body: bytes, bounds: AnswerBounds | None = None) -> list[Generation]:
         """As `parse_answer`."""
-        asked = asked or AnswerBounds()
+        bounds = bounds or AnswerBounds()
         if len(body) < LONG_BYTES:
-            return parse_answer(body, asked)
+            return parse_answer(body, bounds)
         self._num_bytes += len(body)
         if self._num_bytes <= START_AFTER:
-            return parse_answer(body, asked)
+            return parse_answer(body, bounds)
         async with self._room:
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start())
-            await asyncio.shield(self._starting)  # a caller that is cancelled stops nobody else
+            await asyncio.shield(self._starting)  # a cancelled caller must not stop the others
             living = [helper for helper in self._helpers if helper.is_living]
             if living:
-                helper = min(living, key=lambda one: len(one.waiting))
-                found = await helper.parse(body, asked)
-                if found is not None:
-                    return found
-        return parse_answer(body, asked)  # raises what is wrong with it, if that is why
+                helper = min(living, key=lambda helper: len(helper.waiting))
+                generations = await helper.parse(body, bounds)
+                if generations is not None:
+                    return generations
+        return parse_answer(body, bounds)  # raises the error if the answer is wrong
 
     async def _start(self) -> None:
         for _ in range(self._num_processes):
@@ -66,7 +66,7 @@ class ParserProcesses:
     async def close(self) -> None:
         """End the processes; who still waits for one is cancelled by its owner."""
         if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)  # what it raised, its callers were told
+            await asyncio.gather(self._starting, return_exceptions=True)  # its callers have raised its error
         for helper in self._helpers:
             await helper.close()
         self._helpers = []
@@ -92,11 +92,11 @@ class _ParserProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=1 << 20)
         self._listening = asyncio.create_task(self._listen())
 
-    def parse(self, body: bytes, asked: AnswerBounds) -> asyncio.Future[list[Generation] | None]:
+    def parse(self, body: bytes, bounds: AnswerBounds) -> asyncio.Future[list[Generation] | None]:
         """None: it died, or the answer is none."""
         future: asyncio.Future[list[Generation] | None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
-        self._writer.write(frame(asked) + LENGTH.pack(len(body)))  # each write may be a call of the system
+        self._writer.write(frame(bounds) + LENGTH.pack(len(body)))  # each write may be a call of the system
         self._writer.write(body)
         return future
 
@@ -106,7 +106,7 @@ class _ParserProcess:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 answer = pickle.loads(await self._reader.readexactly(length))
                 future = self.waiting.popleft()
-                if not future.done():  # whoever asked may have given up
+                if not future.done():  # the caller may have given up
                     future.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             self.is_living = False

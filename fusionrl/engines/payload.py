@@ -45,8 +45,8 @@ def _name_as_torch_does() -> None:
 class SharedBuffer:
     """One segment of `num_bytes` of shared memory; reused from update to update.
 
-    It has no name in a file system, so that it is gone with the last process that maps it, however that one ends; and
-    the size of /dev/shm is no limit. Others of the host and user open it through this process, by `where`: path, inode
+    It has no name in a file system, so it vanishes with the last process that maps it, however that ends, and the
+    size of /dev/shm does not limit it. Other processes of the user open it through this one, by `where`: path, inode
     and bytes. `flat`  # uint8, [num_bytes]
 
     An engine's ranks copy out of the segment and meet at a barrier before the request is answered: the segment
@@ -76,4 +76,4 @@ class SharedBuffer:
             for name, view in named
         ]
         index = json.dumps({"slot": self.slot, "where": self.where, "tensors": tensors})
-        return by_value([(index, torch.zeros(1, dtype=torch.uint8))])  # SGLang wants a tensor beside a name
+        return by_value([(index, torch.zeros(1, dtype=torch.uint8))])  # SGLang wants a tensor with each name

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _LONGEST_PAUSE_S = 8.0
 _LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
 
-# What is said of a 401.
+# Explanation of a 401.
 NO_KEY = (
     "it wants a key; the run's own router and engines want the header `Authorization: Bearer KEY`, where KEY is"
     f" args.api_key in your functions and {ROUTER_KEY} in their environment. `post` of fusionrl.plugin_api sends it by"
-    " itself to args.router_url and args.engine_urls. With --router-api-key none the router asks nobody, on one machine"
-    " alone"
+    " itself to args.router_url and args.engine_urls. With --router-api-key none the router requires no key, on one"
+    " machine alone"
 )
 
 
@@ -35,7 +35,7 @@ async def post(
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s.
 
     Raises:
-        RuntimeError: a 4xx answer, or the last failed try, with the server's text; an answer that is no JSON, or that
+        RuntimeError: a 4xx answer, or the last failed try, with the server's text; an answer that is not JSON, or that
             has over `LONGEST_ANSWER` bytes.
     """
     import aiohttp  # a tenth of a second, which commands that import this module need not take
@@ -50,16 +50,16 @@ async def post(
                     if response.status < 400:
                         return _decoded(url, await _bounded(url, response))
                     text = (await response.content.read(_LONGEST_ERROR)).decode(errors="replace")
-                    told = f"{url} answered {response.status}: {text[:500]}"
+                    failure = f"{url} answered {response.status}: {text[:500]}"
                     if response.status == 401:
-                        told += f" ({NO_KEY})"
+                        failure += f" ({NO_KEY})"
                     if response.status < 500:
-                        raise RuntimeError(told)
+                        raise RuntimeError(failure)
             except aiohttp.ClientError as error:
-                told = f"{url} did not answer: {error!r}"
+                failure = f"{url} did not answer: {error!r}"
             if attempt + 1 < max_retries:
                 await asyncio.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE_S))
-    raise RuntimeError(f"{told} ({max_retries} tries)")
+    raise RuntimeError(f"{failure} ({max_retries} tries)")
 
 
 async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
@@ -77,4 +77,4 @@ def _decoded(url: str, body: bytes) -> object:
     try:
         return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as error:
-        raise RuntimeError(f"{url} answered what is no JSON ({error}): {body[:80]!r}") from error
+        raise RuntimeError(f"{url} answered something that is not JSON ({error}): {body[:80]!r}") from error

@@ -2,7 +2,7 @@
 
 Ports. A port found free by bind-and-close can be taken before the server binds it, ten seconds later. Here a
 `PortReservation` keeps the socket bound (not listening, SO_REUSEADDR set) until the server answers: on Linux
-the kernel then hands that port to nobody who asks for "any port", refuses it to whoever binds it without
+the kernel then gives that port to no process that asks for "any port", refuses it to those that bind it without
 SO_REUSEADDR, and lets the server, which sets SO_REUSEADDR as uvicorn, the router and torch's TCPStore all do,
 bind and listen on it. What remains is a stranger who names this very port with SO_REUSEADDR; then the server
 ends with "address already in use", and `start_on_free_ports` starts it again on other ports.
@@ -111,9 +111,9 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
-        given = (secret or "").encode()
+        secret_bytes = (secret or "").encode()
         try:
-            ours.sendall(b"%d\n" % len(given) + given)
+            ours.sendall(b"%d\n" % len(secret_bytes) + secret_bytes)
         except OSError:
             pass  # the minder is dead already, which `alive` tells
         self._ours = ours
@@ -167,15 +167,17 @@ class ChildProcess:
             text = log.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-num_lines:])
 
-    def died(self, what: str) -> ChildExited:
-        """The error to raise when the child is found dead while `what` was expected of it."""
+    def died(self, purpose: str) -> ChildExited:
+        """The error to raise when the child is found dead while `purpose` was expected of it."""
         tail = self.log_tail()
         end = f"the end of it:\n{tail}" if tail.strip() else "it is empty"
         status, kills = self.exit_status(), self._memory_kills.sentence()
-        ended = f"{what}: the process ended ({status}). " + (f"{kills}. " if kills else "")
+        ended = f"{purpose}: the process ended ({status}). " + (f"{kills}. " if kills else "")
         return ChildExited(f"{ended}Its log is {self.log_path}; {end}", tail)
 
-    def wait_until(self, predicate: Callable[[], bool], timeout_s: float, what: str, *, poll_s: float = 0.05) -> None:
+    def wait_until(
+        self, predicate: Callable[[], bool], timeout_s: float, purpose: str, *, poll_s: float = 0.05
+    ) -> None:
         """Call `predicate` until it is true.
 
         Raises `ChildExited` (a RuntimeError) as soon as the child has ended and RuntimeError after
@@ -184,10 +186,10 @@ class ChildProcess:
         deadline = time.monotonic() + timeout_s
         while not predicate():
             if not self.alive():
-                raise self.died(what)
+                raise self.died(purpose)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{what}: not there after {timeout_s:.0f} s. The log is {self.log_path}; the end of it:\n"
+                    f"{purpose}: not there after {timeout_s:.0f} s. The log is {self.log_path}; the end of it:\n"
                     f"{self.log_tail()}"
                 )
             time.sleep(poll_s)
@@ -291,14 +293,14 @@ def shared_memory_of(pid: int) -> set[Path]:
     """Files in /dev/shm that the process or a descendant of it has mapped."""
     import psutil
 
-    found = set()
+    files = set()
     try:
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 path = line.partition("/dev/shm/")[2]
                 if path and not path.endswith("(deleted)"):
-                    found.add(Path("/dev/shm", path))
+                    files.add(Path("/dev/shm", path))
     except (psutil.Error, OSError):
         pass  # a process ended meanwhile, or this system has no /proc: what is not found is not cleaned up
-    return found
+    return files

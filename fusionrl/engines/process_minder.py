@@ -51,12 +51,12 @@ def _descendants() -> list[int]:
             continue  # ended meanwhile
         if fields[0] != b"Z":
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found, stack = [], [os.getpid()]
+    descendants, stack = [], [os.getpid()]
     while stack:
         for pid in children.get(stack.pop(), ()):
-            found.append(pid)
+            descendants.append(pid)
             stack.append(pid)
-    return found
+    return descendants
 
 
 def _kill_descendants(limit_s: float = 10.0) -> None:
@@ -83,16 +83,16 @@ def _kill_descendants(limit_s: float = 10.0) -> None:
 
 def _reap(child: int) -> int | None:
     """Collect every ended child; return the wait status of `child` if it is among them."""
-    found = None
+    child_status = None
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return child_status
         if pid == 0:
-            return found
+            return child_status
         if pid == child:
-            found = status
+            child_status = status
 
 
 def _end_like(status: int) -> NoReturn:
@@ -139,7 +139,7 @@ def _write_all(data: bytes) -> None:
         try:
             data = data[os.write(1, data) :]
         except OSError:
-            return  # a full disk must not end the command, which would go on after the same error of its own
+            return  # a full disk must not end the command, which would survive the same error itself
 
 
 def _read_secret(starter: socket.socket) -> bytes:
@@ -158,17 +158,17 @@ def _read_secret(starter: socket.socket) -> bytes:
     return secret
 
 
-def start_command(command: Sequence[str], given: int, output: int | None) -> int:
-    """Start a command that reads from the descriptor `given`, and writes to `output`. Returns its pid.
+def start_command(command: Sequence[str], stdin: int, output: int | None) -> int:
+    """Start a command that reads from the descriptor `stdin`, and writes to `output`. Returns its pid.
 
     It does not outlive the minder either; the minder has one thread, which ends with it.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
     return subprocess.Popen(
         command,
-        stdin=given,
+        stdin=stdin,
         stdout=output,
         stderr=output,
         preexec_fn=end_with_parent,
@@ -197,12 +197,12 @@ def mind(
         starter: the socket pair's end.
         start: starts the command, which reads from one descriptor and writes to another one, and returns its pid.
         name: of the command.
-        report: is told the wait status with which this program ends.
+        report: gets the wait status with which this program ends.
     """
     starter.set_inheritable(False)
     secret = _read_secret(starter)
     output = _Output(secret) if secret else None
-    given = _input_with(secret) if secret else os.open(os.devnull, os.O_RDONLY)
+    stdin = _input_with(secret) if secret else os.open(os.devnull, os.O_RDONLY)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
@@ -210,7 +210,7 @@ def mind(
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        child = start(given, output.theirs if output else None)
+        child = start(stdin, output.theirs if output else None)
         starter.sendall(f"{child}\n".encode())
     except OSError as error:
         print(f"cannot start {name}: {error}", file=sys.stderr, flush=True)
@@ -225,7 +225,7 @@ def mind(
         report(status)
         _end_like(status)
 
-    os.close(given)
+    os.close(stdin)
     poller = select.poll()
     poller.register(starter, select.POLLIN)
     poller.register(wake_read, select.POLLIN)

@@ -19,7 +19,7 @@ class RequestTargets:
         self.urls = [_generate_url(url) for url in worker_urls or [base_url]]
         self.engines = [_generate_url(url) for url in engine_urls or worker_urls or [base_url]]
         self.num_refused = 0
-        """Answers that were no answer to their request, by `AnswerBounds`."""
+        """Answers that violated the bounds of their request (`AnswerBounds`)."""
         self._under_way = dict.fromkeys(self.urls, 0)
 
     def set_engines(self, urls: Sequence[str]) -> None:
@@ -35,9 +35,9 @@ class RequestTargets:
         refused  URLs that gave answers which were refused; this try goes elsewhere
         """
         if refused:
-            others = [url for url in self.engines if url not in refused] or self.engines
-            others = sorted(others, key=lambda url: self._under_way.get(url, 0))
-            return others[(attempt + self.num_refused) % len(others)]
+            candidates = [url for url in self.engines if url not in refused] or self.engines
+            candidates = sorted(candidates, key=lambda url: self._under_way.get(url, 0))
+            return candidates[(attempt + self.num_refused) % len(candidates)]
         if len(self.urls) == 1:
             return self.urls[0]
         if routing_key is not None:
@@ -53,7 +53,7 @@ class RequestTargets:
         """
         self.num_refused += 1
         refused.append(url)
-        num_known = sum(one in self.engines for one in refused)
+        num_known = sum(refused_url in self.engines for refused_url in refused)
         if num_known >= 2 or (len(self.engines) == 1 and len(refused) >= 2):
             raise AnswerError(f"{url}: the answer is refused, as one before it was: {error}") from error
         logger.warning("%s: the answer is refused (%s); the request is sent once more, elsewhere", url, error)

@@ -1,4 +1,4 @@
-"""SGLang's router (`sglang_router`) as a child process of whoever makes a `Router`."""
+"""SGLang's router (`sglang_router`) as a child process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REQUEST_TIMEOUT_S = 7 * 24 * 3600
 """The router's default of half an hour ends long generations and requests that wait out a paused engine."""
 
 _DEFAULTS: dict[str, object] = {
-    # It asks nobody for a key; the run itself reads it on this machine.
+    # It requires no key; the run itself reads it on this machine.
     "prometheus_host": "127.0.0.1",
     "policy": "cache_aware",
     "health_check_interval_secs": 5,
@@ -149,11 +149,11 @@ class Router:
         """Take an engine out and wait until the router no longer lists it. One it does not know is no
         error."""
         deadline = time.monotonic() + timeout_s
-        while found := [worker for worker in self.workers() if worker["url"] == url]:
+        while listed := [worker for worker in self.workers() if worker["url"] == url]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the router at {self.url} still lists {url} after {timeout_s:.0f} s")
             try:
-                self._call("DELETE", "/workers/" + quote(found[0]["id"], safe=""))
+                self._call("DELETE", "/workers/" + quote(listed[0]["id"], safe=""))
             except EndpointError as error:
                 if error.status != 404:  # it went between the look and the call
                     raise
@@ -188,8 +188,8 @@ class Router:
     def _count(self, name: str, label: str = "") -> int:
         """Add up a counter of the router's own, over the labels that have `label` among them."""
         text = str(call("GET", self._metrics_url, timeout_s=10.0))
-        found = re.findall(rf"^{name}(\S*) (\S+)$", text, re.MULTILINE)
-        return sum(int(float(count)) for labels, count in found if label in labels)
+        samples = re.findall(rf"^{name}(\S*) (\S+)$", text, re.MULTILINE)
+        return sum(int(float(count)) for labels, count in samples if label in labels)
 
     def check_health(self) -> dict[str, object]:
         """`url` and `pid`; raises RuntimeError with the end of the log when the router is dead or silent."""
@@ -206,11 +206,11 @@ class Router:
         if self._process is not None:
             self._process.terminate(timeout_s=5.0)
 
-    def _living(self, what: str) -> ChildProcess:
+    def _living(self, purpose: str) -> ChildProcess:
         if self._process is None:
-            raise RuntimeError(f"{what}: the router has not been started")
+            raise RuntimeError(f"{purpose}: the router has not been started")
         if not self._process.alive():
-            raise self._process.died(f"{what} of the router at {self.url}")
+            raise self._process.died(f"{purpose} of the router at {self.url}")
         return self._process
 
     def _call(self, method: str, path: str, payload: Mapping[str, object] | None = None) -> object:
@@ -232,5 +232,5 @@ def _half_of_pair(url: str, api_key: str | None) -> dict[str, object]:
     return {"worker_type": kind, **where}
 
 
-def _port(given: object) -> int | None:
-    return None if given is None else int(str(given))
+def _port(value: object) -> int | None:
+    return None if value is None else int(str(value))

@@ -30,8 +30,8 @@ class Views:
     def at(self, offset: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
         """The tensor of `sizes` that begins at byte `offset`, a multiple of its numbers' size."""
         if dtype not in self._typed:
-            whole = self._flat.numel() // dtype.itemsize * dtype.itemsize
-            typed = self._flat[:whole].view(dtype)
+            num_bytes = self._flat.numel() // dtype.itemsize * dtype.itemsize
+            typed = self._flat[:num_bytes].view(dtype)
             self._typed[dtype] = typed, typed.storage_offset()
         typed, first = self._typed[dtype]
         place, rest = divmod(offset, dtype.itemsize)
@@ -47,7 +47,7 @@ class Views:
 
 
 class Loading(Protocol):
-    """A model of SGLang's, as its loaders call it."""
+    """An SGLang model, as its loaders call it."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> object:
         """Load tensors by their names in the checkpoint."""

@@ -26,7 +26,7 @@ OWNED_FIELDS = frozenset(
     + ("base_gpu_id", "gpu_id_step", "random_seed", "api_key", "admin_api_key")
     + ("nnodes", "node_rank", "dist_init_addr")
 )
-"""Fields of SGLang's ServerArgs that the specification sets; `server_args` may not hold them."""
+"""ServerArgs fields that the specification sets; `server_args` may not hold them."""
 
 LOADER = "fusionrl.engines.segments.load"
 """Load format of a payload that `fusionrl.engines.segments` takes apart; engines on a CPU are started with it."""
@@ -80,7 +80,7 @@ class EngineSpec:
     num_threads: int = 1
     """OpenMP threads a scheduler on a CPU."""
     server_args: dict[str, Any] = field(default_factory=dict)
-    """The user's own values of SGLang's ServerArgs fields; they win over the defaults here."""
+    """The user's values of ServerArgs fields; they override the defaults here."""
     wrapper: tuple[str, ...] = ()
     """The beginning of the server's command line: that of a profiler, under which it runs."""
     role: Literal["engine", "reward-model", "teacher"] = "engine"
@@ -243,8 +243,8 @@ def _thread_binding(spec: EngineSpec) -> str:
     start = (spec.index * spec.tp_size + spec.node_rank * spec.ranks_here) * spec.num_threads
     groups = []
     for rank in range(spec.ranks_here):
-        wanted = range(start + rank * spec.num_threads, start + (rank + 1) * spec.num_threads)
-        groups.append(",".join(str(core) for core in sorted({cores[i % len(cores)] for i in wanted})))
+        places = range(start + rank * spec.num_threads, start + (rank + 1) * spec.num_threads)
+        groups.append(",".join(str(core) for core in sorted({cores[i % len(cores)] for i in places})))
     return "|".join(groups)
 
 
@@ -264,7 +264,7 @@ def _skip_other_models(env: dict[str, str], model_path: str) -> None:
     texts = {file.stem: file.read_text(errors="replace") for file in files if file.stem != "__init__"}
     names = "|".join(re.escape(name) for name in architectures) or "$."
     serves = re.compile(rf"^class (?:{names})\b.*^EntryClass\b.*\b(?:{names})\b", re.MULTILINE | re.DOTALL)
-    wanted = {stem for stem, text in texts.items() if any(name in text for name in architectures)}
-    wanted = {stem for stem in wanted if serves.search(texts[stem])} or wanted
-    if wanted:
-        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(texts.keys() - wanted - {"registry", "transformers"}))
+    needed = {stem for stem, text in texts.items() if any(name in text for name in architectures)}
+    needed = {stem for stem in needed if serves.search(texts[stem])} or needed
+    if needed:
+        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(texts.keys() - needed - {"registry", "transformers"}))

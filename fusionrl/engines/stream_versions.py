@@ -25,13 +25,13 @@ def register() -> None:
         logger.warning("the events of a stream tell the weight version of the moment, but for the last one: %s", error)
         return
 
-    usual = _GenerationStreamAccumulator.accept
-    if getattr(usual, "tells_versions", False):
+    accept_without_versions = _GenerationStreamAccumulator.accept
+    if getattr(accept_without_versions, "tells_versions", False):
         return
 
     def accept(self: Any, *, req: Any) -> None:
         before = len(self.weight_versions)
-        usual(self, req=req)
+        accept_without_versions(self, req=req)
         if req.stream and len(self.weight_versions) > before and self.weight_versions[-1] is None:
             self.weight_versions[-1] = compute_weight_version_spans(
                 req.weight_version_events, self.current_weight_version, len(req.output_ids)

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.engines.engine import EngineSpec
-from fusionrl.engines.engine_part import EnginePart
+from fusionrl.engines.engine import EnginePart, EngineSpec
 from fusionrl.engines.process import ChildProcess
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_worker import EngineWorker

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.pause import pause_engines
+from fusionrl.weights.push import pause_engines
 from fusionrl.weights.rank_reports import WriteReport
 from fusionrl.weights.remote_calls import wait_all
 

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget, Feed
-from fusionrl.weights.pause import pause_engines
 from fusionrl.weights.rank_reports import SendReport
 from fusionrl.weights.remote_calls import wait_all
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+
+from concurrent.futures import Future
+
+from fusionrl.weights.remote_calls import future_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,3 +118,23 @@ def _release(targets: Sequence[EngineTarget], method: str) -> list[str]:
             logger.warning("weight push: %s", error)
             failed.append(str(error))
     return failed
+
+
+def pause_engines(targets: Sequence[EngineTarget], mode: str, timeout_s: float) -> float:
+    """Pause all; return when the first of them stood still, of `time.perf_counter`.
+
+    An engine that generates ends its forward pass before it pauses: that is work, and no pause.
+
+    Raises:
+        RuntimeError: one failed, or did not pause within `timeout_s` seconds; names it.
+    """
+    still = list[float]()
+
+    def note(_: Future[object]) -> None:
+        still.append(time.perf_counter())
+
+    calls = [(f"engine {target.index}: pause", future_of(target.handle.pause.remote(mode))) for target in targets]
+    for _, call in calls:
+        call.add_done_callback(note)
+    wait_all(calls, timeout_s)
+    return min(still, default=time.perf_counter())

@@ -189,7 +189,7 @@ def test_log_probs_of_what_was_read_experts_and_scores() -> None:
     for wrong in ({}, {"input_token_logprobs": None}, {"input_token_logprobs": entries[1:]}):
         with pytest.raises(AnswerError, match=r"input_token_logprobs"):
             input_log_probs(wrong, 3)
-    with pytest.raises(AnswerError, match="no finite number"):
+    with pytest.raises(AnswerError, match="not a finite number"):
         input_log_probs({"input_token_logprobs": entries}, 3)
     chosen = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
     meta = {"routed_experts": base64.b64encode(chosen.tobytes()).decode()}

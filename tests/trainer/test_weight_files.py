@@ -275,7 +275,7 @@ def test_damage_on_the_way(trained: Callable[..., Trained], tmp_path: Path, dama
     assert {path.name: path.read_bytes() for path in Path(local, "weights").iterdir()} == before
     run.assert_holds(pull_version(run.write(1, is_full=True)["folder"], local))
     (folder / "manifest.json").unlink()
-    with pytest.raises(RuntimeError, match=r"is no complete version.*--update-weight-disk-dir.*nodes.*see"):
+    with pytest.raises(RuntimeError, match=r"is not a complete version.*--update-weight-disk-dir.*nodes.*see"):
         pull_version(str(folder), local)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.pause import pause_engines
+from fusionrl.weights.push import pause_engines
 from fusionrl.weights.remote_calls import Threaded
 
 
