@@ -1,4 +1,11 @@
-"""Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`."""
+"""Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
+
+Differences to `python -m sglang.launch_server`: the API key comes by standard input, as every user of the machine can
+read a command line and every process of the user the environment; nothing of SGLang is imported before that. Each event
+of a stream reports which weights sampled which token (`stream_versions`). With `FUSIONRL_DEVICE=cpu` importing this
+module installs the stand-ins of the cpu wing, so that spawned children, which import their parent's main module, have
+them too, and SGLang's children are forked instead.
+"""
 
 from __future__ import annotations
 
