@@ -23,7 +23,7 @@ from fusionrl.weights.process_group import init_external_group
 from fusionrl.weights.push_threads import in_thread, start_thread
 from fusionrl.weights.remote_calls import Reference, future_of, wait_all
 
-_HEAR_S = 5.0  # in which the run's own engines hear that a meeting is called off
+_CALL_OFF_S = 5.0  # for the run's own engines to notice that a meeting is called off
 
 
 class Broadcast:
@@ -37,8 +37,8 @@ class Broadcast:
         self._targets: tuple[EngineTarget, ...] = ()
 
     @property
-    def guests(self) -> set[int]:
-        """Return the numbers of the engines of others in the group."""
+    def external_engines(self) -> set[int]:
+        """Return the numbers of the external engines in the group."""
         return {target.index for target in self._targets if target.host}
 
     def connect(self, targets: Sequence[EngineTarget]) -> None:
@@ -50,7 +50,7 @@ class Broadcast:
             self._targets = tuple(targets)
             return
         self.close()
-        self._ask_guests(targets)
+        self._check_external(targets)
         world_size = 1 + sum(target.tp_size for target in targets)
         hosts = sorted({target.host for target in targets} - {""})
         self._store = create_group_store(self.host, self.timeout_s, hosts)
@@ -76,28 +76,28 @@ class Broadcast:
             wait_all([*calls, ("this rank: joining the group", joined)], self.timeout_s)
         except RuntimeError as error:
             call_off(self._store, str(error))  # or the engines that did not refuse would wait for the one that did
-            own = [call for (_, call), target in zip(calls, targets, strict=True) if not target.host]
-            wait([future_of(call) for call in own], _HEAR_S)
-            # Engines of others hear of nothing: they wait at the store, which ends with the last reference to it.
+            own_calls = [call for (_, call), target in zip(calls, targets, strict=True) if not target.host]
+            wait([future_of(call) for call in own_calls], _CALL_OFF_S)
+            # External engines get no notice: they wait at the store, which ends with its last reference.
             del self._store
             joined.add_done_callback(self._leave_late)
             raise
         self._group = joined.result()
 
     def _leave_late(self, joined: Future[dist.ProcessGroup]) -> None:
-        """All had come when an engine failed: the others would wait in the group that nobody uses."""
+        """Leave a group that became complete although an engine failed: the others would wait in it."""
         if joined.exception() is None:
             start_thread(self.device, _leave, joined.result())
 
-    def _ask_guests(self, targets: Sequence[EngineTarget]) -> None:
-        """Find engines of others that do not answer: it is said of them that they are there before they have come.
+    def _check_external(self, targets: Sequence[EngineTarget]) -> None:
+        """Find external engines that do not answer, as they are announced before they have joined.
 
         Raises:
             RuntimeError: names the engine.
         """
-        guests = [target for target in targets if target.host]
-        calls = [(f"engine {target.index}", target.handle.fault.remote()) for target in guests]
-        for target, fault in zip(guests, wait_all(calls, self.timeout_s), strict=True):
+        external = [target for target in targets if target.host]
+        calls = [(f"engine {target.index}", target.handle.fault.remote()) for target in external]
+        for target, fault in zip(external, wait_all(calls, self.timeout_s), strict=True):
             if fault is not None:
                 raise RuntimeError(f"engine {target.index}: {fault}")
 

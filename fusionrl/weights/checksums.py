@@ -3,8 +3,8 @@
 SGLang keeps query, key and value in one tensor, gate and up in another, the two down projections of latent attention in
 a third, all experts of a layer in two, pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP
 to one of `CPU_MULTIPLE`), and splits over its tensor parallel ranks. What it computes from the weights when they are
-loaded (the two halves of latent attention's `kv_b_proj`) stands beside them and is no tensor of the model: that is
-checked by log-probs alone. The hashes are those that its `/weights_checker` reports: `hash_tensor` of tensors in host
+loaded (the two halves of latent attention's `kv_b_proj`) is not a tensor of the model: only log-probs
+check it. The hashes are those that its `/weights_checker` reports: `hash_tensor` of tensors in host
 memory, `hash_words` of those on a GPU.
 """
 

@@ -56,9 +56,9 @@ class CudaIpc:
         slots = Semaphore(BUFFERS)
         thread = start_thread(self.device, self._run, queue, slots, targets, feeds, version)
         ended: list[bool] = []
-        made = buckets(_noting_end(tensors, ended), buffer_size)
+        bucket_iterator = buckets(_noting_end(tensors, ended), buffer_size)
         try:
-            while slots.acquire() and (bucket := next(made, None)) is not None:
+            while slots.acquire() and (bucket := next(bucket_iterator, None)) is not None:
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
                 torch.cuda.current_stream().synchronize()  # before another process reads it
                 parts = zip(bucket, flat.split([tensor.nbytes for _, tensor in bucket]), strict=True)
@@ -85,7 +85,7 @@ class CudaIpc:
             bucket, is_last = item
             stamp = stamp_of(version if is_last else None)
             start, start_ns = time.time(), time.monotonic_ns()
-            # A rank that has failed goes on with what is collective, in which the other ranks may wait for it.
+            # A rank that has failed still takes part in collectives, in which the other ranks may wait for it.
             try:
                 self._send_bucket(bucket, targets, feeds, stamp)
             except BaseException as error:  # raised at the end, in the main thread
@@ -124,11 +124,11 @@ class CudaIpc:
 
     def _payloads(self, feed: Feed, bucket: _Bucket) -> list[str]:
         """One payload for each rank of the engine; gathered to the leader where several trainer ranks send."""
-        own = {place: _serialize(bucket) for place, sender in enumerate(feed.senders) if sender == self.rank}
+        own_payloads = {place: _serialize(bucket) for place, sender in enumerate(feed.senders) if sender == self.rank}
         if set(feed.senders) == {feed.leader}:
-            return [own[i] for i in sorted(own)]
+            return [own_payloads[i] for i in sorted(own_payloads)]
         gathered: list[dict[int, str]] = [{}] * dist.get_world_size(self.object_group)
-        dist.all_gather_object(gathered, own, group=self.object_group)
+        dist.all_gather_object(gathered, own_payloads, group=self.object_group)
         merged = {place: payload for part in gathered for place, payload in part.items()}
         return [merged[i] for i in sorted(merged)]
 

@@ -45,7 +45,7 @@ class DiskOptions:
     keeps_base: bool  # --update-weight-mode delta
     encoding: Encoding
     checksum: str
-    max_bytes: int  # of one file, at most (a larger tensor stands alone), and so of what a rank holds besides
+    max_bytes: int  # of one file, at most (a larger tensor is alone in its file), and so of a rank's extra memory
 
 
 @dataclass
@@ -94,7 +94,7 @@ class DiskWriter:
         report = _Report()
         state, partial, folder = self._begin(version, "")
         for number, bucket in enumerate(buckets(self.export(), self.options.max_bytes)):
-            # A rank that has failed goes on with the export alone, in which the others may wait for it.
+            # A rank that has failed still takes part in the export, in which the others may wait for it.
             if number % self.world_size != self.rank or report.error is not None:
                 continue
             try:
@@ -191,7 +191,9 @@ class DiskWriter:
     ) -> WriteReport:
         reports = [report] * self.world_size
         dist.all_gather_object(reports, report, group=self.group)
-        rank, error = next(((rank, one.error) for rank, one in enumerate(reports) if one.error), (0, None))
+        rank, error = next(
+            ((rank, rank_report.error) for rank, rank_report in enumerate(reports) if rank_report.error), (0, None)
+        )
         if error is None and self.rank == 0:
             try:
                 self._finish(version, state, base, partial, folder, reports)
@@ -201,33 +203,35 @@ class DiskWriter:
         if error is not None and self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         self._raise(rank, error)
-        elements = sum(one.num_elements for one in reports)
+        elements = sum(rank_report.num_elements for rank_report in reports)
         return {
             "folder": str(folder),
-            "bytes": sum(one.num_bytes for one in reports),
-            "files": sum(len(one.files) for one in reports),
-            "density": sum(one.num_changed for one in reports) / elements,
+            "bytes": sum(rank_report.num_bytes for rank_report in reports),
+            "files": sum(len(rank_report.files) for rank_report in reports),
+            "density": sum(rank_report.num_changed for rank_report in reports) / elements,
         }
 
     def _finish(
         self, version: int, state: str, base: str | None, partial: Path, folder: Path, reports: list[_Report]
     ) -> None:
         """On rank 0: what goes with the weights, the manifest, and the folder's own name."""
-        files = {name: checksum for one in reports for name, checksum in one.files.items()}
+        files = {name: checksum for rank_report in reports for name, checksum in rank_report.files.items()}
         unseen = sorted(name for name in files if not (partial / name).is_file())
         if unseen:
             raise OSError(f"{unseen[0]} of another trainer is not there: the folder is not shared by their nodes")
         if base is None:
-            weight_map = {name: file for one in reports for file, names in one.names.items() for name in names}
+            weight_map = {
+                name: file for rank_report in reports for file, names in rank_report.names.items() for name in names
+            }
             (partial / INDEX).write_text(
                 json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n", encoding="utf-8"
             )
-            dtype = next(one.dtype for one in reports if one.dtype)
+            dtype = next(rank_report.dtype for rank_report in reports if rank_report.dtype)
             copy_companions(Path(self.options.source), partial, dtype.removeprefix("torch."))
             for path in partial.iterdir():
                 if path.name not in files:
                     files[path.name] = checksum_of(path.read_bytes(), self.options.checksum)
-        changes = {name: change for one in reports for name, change in one.changes.items()}
+        changes = {name: change for rank_report in reports for name, change in rank_report.changes.items()}
         manifest = Manifest(version, state, base, self.options.encoding, self.options.checksum, files, changes)
         (partial / MANIFEST).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
         if folder.exists():  # of a push that failed, or is made again

@@ -1,6 +1,6 @@
 """The protocol of a weight push by files, run by the driver: write, pull, pause, load, continue.
 
-Engines generate while trainers write and hosts pull; they stand still only while they load.
+Engines generate while trainers write and hosts pull; they pause only while they load.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.push import pause_engines
+from fusionrl.weights.push import RELEASE_TIMEOUT_S, call_failure, pause_engines
 from fusionrl.weights.rank_reports import WriteReport
 from fusionrl.weights.remote_calls import wait_all
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT_S = 30.0
 _DROP_TIMEOUT_S = 10.0
 
 
@@ -42,7 +40,7 @@ def push_by_disk(
     perf/update_weights_density     share of the elements that travelled; 1 where the version is full
     perf/update_weights_wire_bytes  of the files, each counted once (sync/bytes is the same)
     sync/prepare_s                  trainers write and hosts pull, while the engines still generate
-    sync/pause_s                    an engine stands still: from the first that does until all have gone on
+    sync/pause_s                    time from the first engine pausing until all have resumed
     sync/full_hosts                 hosts that a delta did not fit, and that got a full version
 
     Args:
@@ -51,12 +49,12 @@ def push_by_disk(
         version: of the weights.
         local_folder: of that copy, on each host; None: engines load what the trainers wrote.
         keep_files: do not remove the folders of older versions.
-        pause_mode: as of SGLang's /pause_generation.
+        pause_mode: mode of /pause_generation.
         timeout_s: limit of the whole, seconds.
 
     Raises:
-        RuntimeError: a rank could not write, a host could not pull, or an engine not load; names it. The engines were
-            told to go on; one that did not load has the weights it had. The next push is made as any other.
+        RuntimeError: a rank could not write, a host could not pull, or an engine not load; names it. The engines
+            resume; one that did not load keeps its weights. The next push is an ordinary one.
     """
     start = time.perf_counter()
     push = _DiskPush(trainers, targets, version, local_folder, start + timeout_s)
@@ -85,7 +83,7 @@ def push_by_disk(
 
 @dataclass(frozen=True)
 class _DiskPush:
-    """One push: who takes part, and until when (`deadline` is of time.perf_counter)."""
+    """One push: its participants, and its deadline by time.perf_counter."""
 
     trainers: Sequence[ActorHandle]
     targets: Sequence[EngineTarget]
@@ -114,10 +112,10 @@ class _DiskPush:
         return written, paths, len(lacking)
 
     def load(self, paths: dict[str, str | None], pause_mode: str) -> float:
-        """Pause the engines, load, and let them go on. Return when the first of them stood still.
+        """Pause the engines, load, and resume them. Return when the first of them paused.
 
         Raises:
-            RuntimeError: an engine did not pause, load or go on.
+            RuntimeError: an engine did not pause, load or resume.
         """
         failed: list[str] = []
         try:
@@ -128,10 +126,10 @@ class _DiskPush:
                 for t in self.targets
             ]
             # Wait for every load even if one fails: an engine resumes only with complete old or complete new weights.
-            failed += [failure for name, call in loads if (failure := _failure(name, call, self.left()))]
+            failed += [failure for name, call in loads if (failure := call_failure(name, call, self.left()))]
         finally:
             releases = [(f"engine {t.index}: resume", t.handle.resume.remote()) for t in self.targets]
-            failed += [failure for name, call in releases if (failure := _failure(name, call, _RELEASE_TIMEOUT_S))]
+            failed += [failure for name, call in releases if (failure := call_failure(name, call, RELEASE_TIMEOUT_S))]
         if failed:
             raise RuntimeError("weight push: " + "; ".join(failed))
         return paused
@@ -160,15 +158,5 @@ def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget],
         hosts = {target.node_id: target for target in targets}
         calls += [(f"engine {t.index}", t.handle.drop_local_copy.remote(local_folder)) for t in hosts.values()]
     deadline = time.monotonic() + _DROP_TIMEOUT_S
-    for what, call in calls:
-        _failure(what, call, max(0.0, deadline - time.monotonic()))
-
-
-def _failure(what: str, call: ObjectRef, timeout_s: float) -> str | None:
-    """Describe the outcome of one call, and log it; None if all is well."""
-    try:
-        wait_all([(what, call)], timeout_s)
-    except RuntimeError as error:
-        logger.warning("weight push: %s", error)
-        return str(error)
-    return None
+    for name, call in calls:
+        call_failure(name, call, max(0.0, deadline - time.monotonic()))

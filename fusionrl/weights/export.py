@@ -51,11 +51,11 @@ class Exporter:
 
     def tensors(self, group: dist.ProcessGroup | None) -> list[PushTensor]:
         """Every tensor of the model with the stage that holds it; collective over `group`, of all ranks."""
-        own = {name for name, _, _ in local_tensors(self.chunks, self.shape)}
-        names: list[Any] = [own]
+        own_names = {name for name, _, _ in local_tensors(self.chunks, self.shape)}
+        names: list[Any] = [own_names]
         if self.layout.world_size > 1:
             names = [None] * self.layout.world_size
-            dist.all_gather_object(names, own, group=group)
+            dist.all_gather_object(names, own_names, group=group)
         # An output layer that is tied to the embedding stands on the last stage as well.
         stages = {name: self.layout.coordinates(rank).pp for rank, held in enumerate(names) for name in held}
         return push_tensors(self.shape, stages.__getitem__, self.dtype, self.quantization)
@@ -71,8 +71,8 @@ class Exporter:
         """Of this rank's part of `plan`; `mapped` as of `PartGatherer`."""
         from megatron.core import parallel_state
 
-        own = {name: (rule, tensor) for name, rule, tensor in local_tensors(self.chunks, self.shape)}
+        parts = {name: (rule, tensor) for name, rule, tensor in local_tensors(self.chunks, self.shape)}
         groups = [parallel_state.get_tensor_model_parallel_group()]
         if self.shape.moe is not None:
             groups.append(parallel_state.get_expert_tensor_parallel_group())
-        return PartGatherer(self.rank, plan, own, self.shape, groups, self.device, mapped)
+        return PartGatherer(self.rank, plan, parts, self.shape, groups, self.device, mapped)

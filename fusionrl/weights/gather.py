@@ -28,11 +28,11 @@ Convert = Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 
 def views_of(bucket: Bucket, flat: Tensor) -> Parts:
     """(tensor, its name, view) of a bucket's tensors, one after another in the bytes of `flat`  # uint8."""
-    found, offset = [], 0
+    views, offset = [], 0
     for tensor in bucket.tensors:
-        found.append((tensor, tensor.name, _view(flat, offset, tensor, tensor.shape)))
+        views.append((tensor, tensor.name, _view(flat, offset, tensor, tensor.shape)))
         offset += tensor.nbytes
-    return found
+    return views
 
 
 def convert_in_place(views: Parts, flat: Tensor, convert: Convert) -> Parts:
@@ -40,16 +40,20 @@ def convert_in_place(views: Parts, flat: Tensor, convert: Convert) -> Parts:
 
     The widest values stand first, so that each begins at a multiple of its size, which SGLang asks for.
     """
-    made = [(tensor, name, part) for tensor, whole, view in views for name, part in convert(iter([(whole, view)]))]
-    made = [(tensor, name, part.clone() if _shares(part, flat) else part) for tensor, name, part in made]
-    made.sort(key=lambda item: -item[2].element_size())
-    found, offset = [], 0
-    for tensor, name, part in made:
+    converted = [
+        (tensor, name, part)
+        for tensor, tensor_name, view in views
+        for name, part in convert(iter([(tensor_name, view)]))
+    ]
+    converted = [(tensor, name, part.clone() if _shares(part, flat) else part) for tensor, name, part in converted]
+    converted.sort(key=lambda item: -item[2].element_size())
+    placed, offset = [], 0
+    for tensor, name, part in converted:
         place = flat[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
         place.copy_(part)
-        found.append((tensor, name, place))
+        placed.append((tensor, name, place))
         offset += part.nbytes
-    return found
+    return placed
 
 
 def _shares(part: Tensor, flat: Tensor) -> bool:
@@ -61,22 +65,22 @@ def _view(flat: Tensor, offset: int, tensor: PushTensor, sizes: Sequence[int]) -
     return flat[offset : offset + torch.Size(sizes).numel() * dtype.itemsize].view(dtype).view(sizes)
 
 
-def place_of(tensor: PushTensor, whole: Tensor, rank: int, size: int) -> list[Tensor]:
+def place_of(tensor: PushTensor, full: Tensor, rank: int, size: int) -> list[Tensor]:
     """The views of a whole tensor that the part of tensor-parallel `rank` of `size` fills, in order."""
     split = tensor.rule.split
     if split == "replicated" or size == 1:
-        return [whole]
+        return [full]
     if split == "columns":
-        return [whole.chunk(size, dim=1)[rank]]
+        return [full.chunk(size, dim=1)[rank]]
     if split == "paired_rows" and tensor.rule.join == "copy":
-        return [half.chunk(size)[rank] for half in whole.chunk(2)]
-    rows = -(-whole.size(0) // size)
-    return [whole[rank * rows : (rank + 1) * rows]]
+        return [half.chunk(size)[rank] for half in full.chunk(2)]
+    rows = -(-full.size(0) // size)
+    return [full[rank * rows : (rank + 1) * rows]]
 
 
-def fill(tensor: PushTensor, whole: Tensor, part: Tensor, rank: int, size: int) -> None:
+def fill(tensor: PushTensor, full: Tensor, part: Tensor, rank: int, size: int) -> None:
     """Put what `rank` has of a tensor, its values in order, into its place in the whole; cast to its precision."""
-    views = place_of(tensor, whole, rank, size)
+    views = place_of(tensor, full, rank, size)
     for view, values in zip(views, part.chunk(len(views)), strict=True):
         _copy(view, values)
 
@@ -96,19 +100,19 @@ class PartGatherer:
         self,
         rank: int,
         plan: PushPlan,
-        own: Mapping[str, tuple[Rule, Tensor]],
+        parts: Mapping[str, tuple[Rule, Tensor]],
         shape: ModelShape,
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         mapped: Mapping[int, Sequence[Tensor]],
     ) -> None:
-        """`own`: Megatron name → (rule, what this rank holds of it); `groups`: the process groups of this rank over
+        """`parts`: Megatron name → (rule, what this rank holds of it); `groups`: the process groups of this rank over
         which tensors are divided; `mapped`: source → its buffers, where all members have them in their memory. Memory
         is allocated, and touched, here."""
-        self.rank, self.plan, self.own, self.shape = rank, plan, own, shape
+        self.rank, self.plan, self.own, self.shape = rank, plan, parts, shape
         self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
         self.mapped = mapped
-        # Bucket number → its place among its source's, which takes its buffers by turns.
+        # Bucket number → its place among its source's, which alternates between its buffers.
         self._turn = {
             bucket.number: place for source in plan.sources for place, bucket in enumerate(plan.of_source(source))
         }
@@ -140,14 +144,14 @@ class PartGatherer:
             return
         assert flat is not None
         received = self._receive(bucket)
-        wholes = [view for _, _, view in views_of(bucket, flat)]
-        for tensor, whole in zip(bucket.tensors, wholes, strict=True):
-            fill(tensor, whole, self._part(tensor, size, whole.size(0)), place, size)
-        for other, (work, parts) in enumerate(received, start=1):
+        full_tensors = [view for _, _, view in views_of(bucket, flat)]
+        for tensor, full in zip(bucket.tensors, full_tensors, strict=True):
+            fill(tensor, full, self._part(tensor, size, full.size(0)), place, size)
+        for sender_place, (work, parts) in enumerate(received, start=1):
             work.wait()
-            for (tensor, part), whole in zip(parts, wholes, strict=True):
+            for (tensor, part), full in zip(parts, full_tensors, strict=True):
                 if part is not None:
-                    fill(tensor, whole, part, other, size)
+                    fill(tensor, full, part, sender_place, size)
 
     def _fill_together(self, bucket: Bucket, flat: Tensor | None, place: int, size: int) -> None:
         """Each member writes into the source's buffer, between the source's word that it is free and its own that it is
@@ -160,9 +164,9 @@ class PartGatherer:
         else:
             for member in bucket.members[1:]:
                 dist.send(self._token, member, group=group)
-        for tensor, _, whole in views_of(bucket, flat):
+        for tensor, _, full in views_of(bucket, flat):
             if place == 0 or tensor.rule.split != "replicated":
-                fill(tensor, whole, self._part(tensor, size, tensor.part_shape(place, size)[0]), place, size)
+                fill(tensor, full, self._part(tensor, size, tensor.part_shape(place, size)[0]), place, size)
         if place > 0:
             dist.send(self._token, bucket.source, group=group)
             return
@@ -171,15 +175,15 @@ class PartGatherer:
 
     def _receive(self, bucket: Bucket) -> list[tuple[dist.Work, list[tuple[PushTensor, Tensor | None]]]]:
         """The messages of the other members, under way."""
-        found, offset = [], 0
+        messages, offset = [], 0
         for place, member in enumerate(bucket.members[1:], start=1):
             num_bytes = bucket.part_bytes(member)
             if num_bytes:
                 message = self._room[offset : offset + num_bytes]
                 work = dist.irecv(message, member, group=self.groups[bucket.members])
-                found.append((work, list(_parts(bucket, message, place))))
+                messages.append((work, list(_parts(bucket, message, place))))
                 offset += num_bytes
-        return found
+        return messages
 
     def _pack(self, bucket: Bucket, message: Tensor, place: int, size: int) -> None:
         for tensor, view in _parts(bucket, message, place):

@@ -1,4 +1,4 @@
-"""Calls within one process (--in-process) with the surface of Ray's actors: `.remote()`, `get`, `wait`, `put`.
+"""Calls within one process (--in-process) with the interface of Ray actors: `.remote()`, `get`, `wait`, `put`.
 
 An actor here is an object with a thread of its own, or several, or an event loop, as Ray gives it one in a process of
 its own. So calls queue and overlap as under Ray, and a debugger reaches all of them. `get` and `wait` take references
@@ -41,7 +41,7 @@ class LocalRef(Generic[T]):
 
 
 def put(value: T) -> LocalRef[T]:
-    """Return a reference to a value, which is shared and not copied: nobody writes on what it was given."""
+    """Return a reference to a value, which is shared and not copied: receivers must not write to it."""
     future: Future[T] = Future()
     future.set_result(value)
     return LocalRef(future)
@@ -79,8 +79,8 @@ def wait(
     if not all(isinstance(ref, LocalRef) for ref in refs):
         import ray
 
-        ended, others = ray.wait(list(refs), num_returns=num_returns, timeout=timeout)
-        return ended, others
+        ended, remaining = ray.wait(list(refs), num_returns=num_returns, timeout=timeout)
+        return ended, remaining
     pending = {ref.future() for ref in refs}
     num_open = max(len(pending) - num_returns, 0)
     while len(pending) > num_open:
@@ -88,7 +88,7 @@ def wait(
         if not done:
             break
     done_refs = [ref for ref in refs if ref.future().done()][:num_returns]
-    return done_refs, [ref for ref in refs if not any(ref is one for one in done_refs)]
+    return done_refs, [ref for ref in refs if not any(ref is done for done in done_refs)]
 
 
 class LocalActor:
@@ -100,7 +100,7 @@ class LocalActor:
         self._name, self._num_threads = name, num_threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        # Daemons: one that stands at a debugger's prompt does not hold up the end of the process.
+        # Daemons: a thread in a debugger must not delay the end of the process.
         for number in range(num_threads):
             threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True).start()
         self._target = self._submit(make, (), {}).future().result()
@@ -128,7 +128,7 @@ class LocalActor:
                 continue
             try:
                 future.set_result(method(*args, **kwargs))
-            except BaseException as error:  # whoever waits for the call raises it
+            except BaseException as error:  # raised by the caller that waits
                 future.set_exception(error)
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:

@@ -1,6 +1,6 @@
 """The protocol of a weight push, run by the driver: prepare, pause, begin, transfer, end, continue.
 
-The engines stand still from pause to continue. Whatever fails, they are released again.
+The engines generate nothing from pause to continue. After any failure they are released.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusionrl.weights.remote_calls import future_of
 
 logger = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT_S = 30.0
+RELEASE_TIMEOUT_S = 30.0
 
 
 def push_weights(
@@ -42,15 +42,15 @@ def push_weights(
     """Bring every engine to the trainers' weights, stamped with `version`. Returns perf/… and sync/… metrics:
 
     sync/prepare_s   plan, groups, buffers and the first gathers, while the engines still generate
-    sync/pause_s     an engine stands still: from the first that does until all have gone on
+    sync/pause_s     time from the first engine pausing until all have resumed
     sync/transfer_s  part of it: from the first byte sent to the last answer
     sync/bytes       of the weights, each counted once
     sync/calls       requests to engines that carried weights
     sync/gb_per_s    1e9 bytes that all engines together received a second of the transfer
 
     Raises:
-        RuntimeError: an engine or a trainer failed, or `timeout_s` seconds passed; names it. The engines were told to
-        go on (with whatever they hold), so that they can be pushed to again or shut down.
+        RuntimeError: an engine or a trainer failed, or `timeout_s` seconds passed; names it. The engines
+        resume with the weights they hold, so that they can be pushed to again or shut down.
     """
     start = time.perf_counter()
 
@@ -107,21 +107,23 @@ def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
 
 
 def _release(targets: Sequence[EngineTarget], method: str) -> list[str]:
-    """Tell every engine, also one of which nobody knows how far it came; returns what went wrong."""
+    """Call `method` on every engine, whatever its state; return the failures."""
     calls = [(f"engine {target.index}: {method}", getattr(target.handle, method).remote()) for target in targets]
-    failed = []
-    for call in calls:
-        try:
-            wait_all([call], _RELEASE_TIMEOUT_S)
-        except RuntimeError as error:
-            # Where an error broke the push it is on its way up; a dead engine cannot be released.
-            logger.warning("weight push: %s", error)
-            failed.append(str(error))
-    return failed
+    return [failure for name, call in calls if (failure := call_failure(name, call, RELEASE_TIMEOUT_S))]
+
+
+def call_failure(name: str, call: Future[object] | ObjectRef, timeout_s: float) -> str | None:
+    """Wait for one call; log and return its failure, or None. Where an error broke the push, that one is raised."""
+    try:
+        wait_all([(name, call)], timeout_s)
+    except RuntimeError as error:
+        logger.warning("weight push: %s", error)
+        return str(error)
+    return None
 
 
 def pause_engines(targets: Sequence[EngineTarget], mode: str, timeout_s: float) -> float:
-    """Pause all; return when the first of them stood still, of `time.perf_counter`.
+    """Pause all; return when the first of them paused, by `time.perf_counter`.
 
     An engine that generates ends its forward pass before it pauses: that is work, and no pause.
 

@@ -1,4 +1,4 @@
-"""Threads of a push. Each sets its GPU first: a new thread of torch's has the process's first one.
+"""Threads of a push. Each sets its GPU first: in torch a new thread uses the process's first one.
 
 Streams, and what NCCL and CUDA IPC take from "the current device", would otherwise be another rank's.
 """
@@ -34,7 +34,7 @@ def start_thread(
 
 
 def in_thread(device: torch.device, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Start such a call; its answer is a future, for which nobody has to wait."""
+    """Start such a call; return its future, which may stay unread."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Waiting for calls of other processes: of Ray actors, or of plain objects where there is no Ray."""
+"""Waiting for calls of other processes: of Ray actors, or of plain objects without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reference(Protocol[T]):
 
 
 def stamp_of(version: int | None) -> dict[str, object]:
-    """Return what a request that brings weights says besides: the version, or None (more will come), and "flush"."""
+    """Return the other fields of a request with weights: the version, or None if more will come, and "flush"."""
     return {"version": None if version is None else str(version), "flush_cache": version is not None}
 
 

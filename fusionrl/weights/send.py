@@ -103,14 +103,14 @@ class WeightSender:
         if transport == "ipc" and self.device == "cuda":
             return
         self._meet()
-        wanted = [_process(target) for target in targets]
+        processes = [_process(target) for target in targets]
         push, self._push = self._push, None
-        fits = push is not None and (push.transport, [*map(_process, push.targets)]) == (transport, wanted)
-        # After a failure some ranks have begun anew, and all must.
+        fits = push is not None and (push.transport, [*map(_process, push.targets)]) == (transport, processes)
+        # After a failure some ranks have restarted, so all must.
         everyone = self._tell_all((fits, self._num_pushes, self._has_failed))
         self._num_pushes = 1 + max(number for _, number, _ in everyone)
         if any(has_failed for *_, has_failed in everyone):
-            self.disconnect()  # nobody knows which engines still have which groups
+            self.disconnect()  # it is unknown which engines still have which groups
         self._has_failed = False
         if push is None or not all(fits for fits, *_ in everyone):
             push = None  # what it alone has goes before the new one comes
@@ -234,9 +234,9 @@ class WeightSender:
         reached = push.plan.engines_of(self.rank)
         targets = [target for target in push.targets if target.index in reached]
         key = tuple(target.index for target in targets)
-        # Engines of others come and go: each time, all groups that were made with those before are of no use any more.
-        guests = {target.index for target in targets if target.host}
-        for old in [old for old, broadcast in self._broadcasts.items() if broadcast.guests != guests]:
+        # When external engines come or go, all groups with the earlier ones become useless.
+        external = {target.index for target in targets if target.host}
+        for old in [old for old, broadcast in self._broadcasts.items() if broadcast.external_engines != external]:
             self._broadcasts.pop(old).close()
         if key not in self._broadcasts:
             self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s, self.exporter.device)
@@ -333,7 +333,7 @@ class WeightSender:
 
 
 class _Sending:
-    """The thread that sends what the main thread gathers. It goes on taking buckets when it has failed, without sending
+    """The thread that sends what the main thread gathers. After a failure it keeps taking buckets without sending
     them: the main thread, and so the gathers of other ranks, must not wait for a buffer."""
 
     def __init__(

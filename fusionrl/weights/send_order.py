@@ -20,7 +20,7 @@ class SendOrder:
     """One push: which of its numbered steps are done, and whether some rank has failed."""
 
     def __init__(self, store: dist.Store | None, push: str, timeout_s: float) -> None:
-        """Without a `store` there is one source, which waits for nobody; `push` is the same on all ranks and new."""
+        """Without a `store` there is one source, which never waits; `push` is the same on all ranks and new."""
         self._store = None if store is None else dist.PrefixStore(push, store)
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
@@ -57,7 +57,7 @@ class SendOrder:
             time.sleep(_POLL_S)
 
     def done(self, step: int | str) -> None:
-        """Let those go on that wait for `step`."""
+        """Release the ranks that wait for `step`."""
         if self._store is not None:
             self._store.set(str(step), "")
             self._done.append(str(step))
@@ -74,7 +74,7 @@ class SendOrder:
             return
 
     def forget(self) -> None:
-        """Take this rank's steps out of the store; only when nobody waits any more."""
+        """Take this rank's steps out of the store; only when no rank waits any more."""
         if self._store is not None:
             for key in self._done:
                 self._store.delete_key(key)

@@ -24,9 +24,9 @@ def send_shared(
 ) -> int:
     """Let `targets` load `parts`, (of which tensor, name, view of `buffer`); return when they have copied all.
 
-    A target comes with what its request says besides (see `remote_calls.stamp_of`).
+    Each target comes with the other fields of its request (`remote_calls.stamp_of`).
 
-    Returns the number of calls. Each rank of an engine that divides the experts is told of its own alone.
+    Returns the number of calls. If an engine divides the experts, each rank gets only its own.
 
     Raises:
         RuntimeError: an engine refused or died; names it.
@@ -36,8 +36,8 @@ def send_shared(
         payload_of, load_format = (buffer.payload, LOADER) if target.node_id == node_id else (by_value, None)
         payloads = []
         for rank in range(target.tp_size):
-            kept = [(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)]
-            payloads.append(payload_of(kept))
+            own_parts = [(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)]
+            payloads.append(payload_of(own_parts))
         call = target.handle.update_weights_from_tensor.remote(payloads, load_format=load_format, **stamp)
         calls.append((f"engine {target.index}", call))
     wait_all(calls, timeout_s)

@@ -35,8 +35,8 @@ class Verification:
     """One verification of a push, in three steps, between which memory may change hands.
 
     The prompts of the probe are always the same, so that an engine that kept what it had cached of the weights before
-    is found as well. `tolerance` is of the mean |log-prob difference|. Where engines may lay tensors out in their own
-    way (not `is_exact`: on GPUs) checksums that differ are told, and count where the log-probs differ as well.
+    is found as well. `tolerance` bounds the mean |log-prob difference|. Where engines may lay tensors out in their own
+    way (not `is_exact`: on GPUs) different checksums are logged, and count if the log-probs differ as well.
     """
 
     trainers: Sequence[ActorHandle]
@@ -72,9 +72,9 @@ class Verification:
             WeightMismatch: one has another version than was pushed.
         """
         self._answers = asyncio.run(_ask(self.urls, self.api_key, self.vocab_size, self.temperature))
-        for target, own in zip(self.targets, self._answers, strict=True):
-            # An engine may call its weights by a name, which is no version of ours.
-            versions = sorted({v for answer in own for v, _ in answer.weight_versions}, key=str)
+        for target, answers in zip(self.targets, self._answers, strict=True):
+            # The version may be a name, which no push gave.
+            versions = sorted({v for answer in answers for v, _ in answer.weight_versions}, key=str)
             if versions != [self.version]:
                 raise WeightMismatch(
                     f"engine {target.index}: stamped version {versions} after a push of version {self.version}"
@@ -93,9 +93,11 @@ class Verification:
         shard = _shard(_prompts(self.vocab_size), self._answers)
         scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]
         means, largest = [], 0.0
-        for target, own in zip(self.targets, self._answers, strict=True):
-            given, scored = scored[: len(own)], scored[len(own) :]
-            differences = np.abs(np.concatenate(given) - np.concatenate([answer.log_probs for answer in own]))
+        for target, answers in zip(self.targets, self._answers, strict=True):
+            trainer_log_probs, scored = scored[: len(answers)], scored[len(answers) :]
+            differences = np.abs(
+                np.concatenate(trainer_log_probs) - np.concatenate([answer.log_probs for answer in answers])
+            )
             means.append(float(differences.mean()))
             largest = max(largest, float(differences.max()))
             if not means[-1] <= self.tolerance:
@@ -144,10 +146,10 @@ def verify_push(
     return verification.judge()
 
 
-def compare_checksums(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+def compare_checksums(expected: dict[str, str], actual: dict[str, str]) -> list[str]:
     """Names of the tensors that differ, are missing in the engine, or that the engine has beyond those sent."""
-    names = sorted(expected.keys() | found.keys())
-    return [name for name in names if expected.get(name) != found.get(name)]
+    names = sorted(expected.keys() | actual.keys())
+    return [name for name in names if expected.get(name) != actual.get(name)]
 
 
 def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget]) -> tuple[int, dict[int, str]]:
@@ -156,17 +158,19 @@ def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[Engine
     expected = {size: get([t.weight_checksums.remote(size) for t in trainers])[0] for size in sizes}
     num_equal, wrong = 0, {}
     for target in targets:
-        found = get(target.handle.weight_checksums.remote())
-        if found is None:  # the engine's version cannot report them
-            logger.warning("engine %d: there are no checksums; its push is verified by log-probs alone", target.index)
+        actual = get(target.handle.weight_checksums.remote())
+        if actual is None:  # the engine's version cannot report them
+            logger.warning("engine %d: it has no checksums; its push is verified by log-probs alone", target.index)
             continue
-        for rank, (want, have) in enumerate(zip(expected[target.tp_size], found, strict=True)):
+        for rank, (want, have) in enumerate(zip(expected[target.tp_size], actual, strict=True)):
             names = compare_checksums(want, have)
             num_equal += len(want.keys() - set(names))
             if names and target.index not in wrong:
                 more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-                shown = ", ".join(names[:_NUM_SHOWN])
-                wrong[target.index] = f"engine {target.index}, rank {rank}: {len(names)} tensors differ: {shown}{more}"
+                first_names = ", ".join(names[:_NUM_SHOWN])
+                wrong[target.index] = (
+                    f"engine {target.index}, rank {rank}: {len(names)} tensors differ: {first_names}{more}"
+                )
     return num_equal, wrong
 
 
@@ -191,13 +195,15 @@ async def _ask(urls: Sequence[str], api_key: str | None, vocab_size: int, temper
 def _shard(prompts: Sequence[np.ndarray], answers: Sequence[Sequence[Generation]]) -> TrainShard:
     """All engines' answers, one after the other, for the trainers to score; each a micro-batch."""
     tokens = [
-        np.concatenate([p, a.tokens]).astype(np.int32) for own in answers for p, a in zip(prompts, own, strict=True)
+        np.concatenate([p, a.tokens]).astype(np.int32)
+        for engine_answers in answers
+        for p, a in zip(prompts, engine_answers, strict=True)
     ]
-    counts = np.array([len(answer.tokens) for own in answers for answer in own], np.int32)
+    counts = np.array([len(answer.tokens) for engine_answers in answers for answer in engine_answers], np.int32)
     rewards, numbers = np.zeros(len(tokens), np.float32), np.arange(len(tokens))
     return TrainShard(
         rollout_id=-1,
-        total_lengths=np.array([len(one) for one in tokens], np.int32),
+        total_lengths=np.array([len(ids) for ids in tokens], np.int32),
         response_lengths=counts,
         fields={
             "tokens": np.concatenate(tokens),
