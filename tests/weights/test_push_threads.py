@@ -48,7 +48,7 @@ def test_a_failure_is_handed_over() -> None:
 def test_no_thread_is_started_in_another_way() -> None:
     """Of those that sent, none had a GPU: rank 1's waited for streams of rank 0's.
 
-    Those of local.py stand for actors' processes; a trainer's is one thread, in which it sets its device.
+    Those of in_process.py stand for actors' processes; a trainer's is one thread, in which it sets its device.
     """
     found = [
         f"{path.name}:{node.lineno}"
@@ -56,6 +56,6 @@ def test_no_thread_is_started_in_another_way() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).split(".")[-1] == "Thread"
-        and path.stem not in ("threads", "local")
+        and path.stem not in ("push_threads", "in_process")
     ]
     assert found == []
