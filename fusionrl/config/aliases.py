@@ -1,6 +1,6 @@
 """Names that other trainers give to what has another name here, and what to write instead.
 
-Each cure names flags of ours (a test checks that they exist), or says why there is none. A name that is a flag here
+Each cure names fusionrl flags (a test checks that they exist), or says why no flag does it. A name that is a flag here
 with another meaning is not in these tables.
 """
 
@@ -13,7 +13,7 @@ from fusionrl.base.spelling import closest
 from fusionrl.config.presets import NONZERO_STD
 
 _ALWAYS = "leave it out: it is always so here"
-_NO_ADAPTERS = "leave it out: all weights are trained, there are no adapters"
+_NO_ADAPTERS = "leave it out: all weights are trained, without adapters"
 _BATCH = "--rollout-batch-size (prompts of a rollout) or --global-batch-size (samples of an optimizer step)"
 _NO_SUCH_FLAG = "leave it out: there is nothing like it here"
 
@@ -254,7 +254,7 @@ VERL: dict[str, str] = {
     **{f"critic.megatron.{name}": "--critic-" + name.replace("_", "-") for name in _PARALLEL},
 }
 
-# What is said elsewhere in other words, whoever's it is.
+# Names that several frameworks share.
 COMMON: dict[str, str] = {
     "batch_size": _BATCH,
     "checkpoint": "--hf-checkpoint",
@@ -360,9 +360,12 @@ VALUES: dict[tuple[str, str], str] = {
     ("transformer_impl", "te"): "--transformer-impl transformer_engine",
     ("update_weight_transport", "tensor"): "--update-weight-transport ipc",
     **{
-        (field, value): f"--{field.replace('_', '-')} {own}"
+        (field, value): f"--{field.replace('_', '-')} {precision}"
         for field in ("precision", "rollout_dtype")
-        for own, values in (("bf16", ("bfloat16", "fp16", "float16", "half")), ("fp32", ("float32", "float", "full")))
+        for precision, values in (
+            ("bf16", ("bfloat16", "fp16", "float16", "half")),
+            ("fp32", ("float32", "float", "full")),
+        )
         for value in values
     },
 }
@@ -392,9 +395,9 @@ def cure_for(name: str) -> str | None:
 
 def value_hint(field: str, value: str, choices: Iterable[str]) -> str:
     """`; did you mean …?` for a value that `field` does not take, by meaning or by spelling; else nothing."""
-    wanted = value.lower().replace("-", "_")
-    if (field, wanted) in VALUES:
-        return f"; did you mean {VALUES[field, wanted]}?"
+    plain = value.lower().replace("-", "_")
+    if (field, plain) in VALUES:
+        return f"; did you mean {VALUES[field, plain]}?"
     spelled = {choice.lower().replace("-", "_"): choice for choice in choices}
-    close = closest(wanted, spelled)
+    close = closest(plain, spelled)
     return f"; did you mean --{field.replace('_', '-')} {spelled[close]}?" if close else ""

@@ -43,7 +43,7 @@ class PassThrough(Group):
     ddp: dict[str, Any] = Field(default_factory=dict, description="Megatron DistributedDataParallelConfig fields.")
     slime: dict[str, Any] = Field(
         default_factory=dict,
-        description="Flags of slime's launch scripts that are accepted: compared, or without effect.",
+        description="Accepted flags from slime's launch scripts: compared, or without effect.",
     )
 
     @field_validator("optimizer")
@@ -77,13 +77,13 @@ class HookArgs(argparse.Namespace):
         """Return the default of an SGLang server argument that was not given (`sglang_…`), as slime's args have them.
 
         Raises:
-            AttributeError: there is no such argument.
+            AttributeError: no argument has this name.
         """
         if name.startswith("sglang_"):
-            action = next((one for one in sglang_parser()._actions if f"sglang_{one.dest}" == name), None)
+            action = next((option for option in sglang_parser()._actions if f"sglang_{option.dest}" == name), None)
             if action is not None:
                 return action.default
-        raise AttributeError(f"args has no {name!r}: no flag, and none of slime's names (docs/guides/from-slime.md)")
+        raise AttributeError(f"args has no {name!r}: neither a flag nor a slime name (docs/guides/from-slime.md)")
 
     SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state", "client_loop")
 
@@ -94,7 +94,7 @@ class HookArgs(argparse.Namespace):
 
 
 class Config(Group):
-    """The whole configuration of a run; frozen. What is derived from it stands in the Plan."""
+    """The whole configuration of a run; frozen. Everything derived from it is in the Plan."""
 
     run: RunGroup = Field(default_factory=RunGroup)
     pipelining: PipelineGroup = Field(default_factory=PipelineGroup)
@@ -123,7 +123,7 @@ class Config(Group):
                 for tokens of older weights (`off_policy`).
 
         Raises:
-            ValueError: a name that is no field, or a value that a field does not take.
+            ValueError: an unknown field, or a value that a field does not take.
         """
         known = {field: group for group, model in GROUPS.items() for field in model.model_fields}
         unknown = sorted(set(values) - set(known))
@@ -147,8 +147,8 @@ class Config(Group):
 
         Read back, its value alone would not tell it from the default of --pipeline.
         """
-        given = [name for name in ("use_tis",) if name in self.given()]
-        return self.model_dump() | ({"given": given} if given else {})
+        passed = [name for name in ("use_tis",) if name in self.given()]
+        return self.model_dump() | ({"given": passed} if passed else {})
 
     def to_args(self, **extra: object) -> argparse.Namespace:
         """A fresh flat namespace for hooks: slime's names, a copy that a hook may write on."""

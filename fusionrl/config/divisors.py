@@ -13,12 +13,12 @@ def divisors(count: int) -> list[int]:
     return sorted({*low, *(count // size for size in low)})
 
 
-def dividing(count: int, wanted: int, *, at_least: int = 1, at_most: int | None = None) -> str:
+def dividing(count: int, target: int, *, at_least: int = 1, at_most: int | None = None) -> str:
     """The sizes near `wanted` that divide `count`, in words: "sizes that divide 12: 1, 2, 3, 4, 6 and 12".
 
     at_least, at_most  bounds of the sizes
     """
     fitting = [size for size in divisors(count) if at_least <= size <= (at_most or count)]
-    nearest = sorted(sorted(fitting, key=lambda size: abs(size - wanted))[:SHOWN])
+    nearest = sorted(sorted(fitting, key=lambda size: abs(size - target))[:SHOWN])
     *first, last = [str(size) for size in nearest] or ["none"]
     return f"sizes that divide {count}: " + (f"{', '.join(first)} and {last}" if first else last)

@@ -2,7 +2,7 @@
 
     --engine-group wide:num_gpus=4,per_engine=4,mem-fraction-static=0.8 small:num_gpus=2,per_engine=1
 
-A group is a name, its devices, and flags of SGLang's that its engines have beside the run's --sglang-*, or instead.
+A group is a name, its devices, and SGLang flags that its engines get on top of the run's --sglang-*.
 All of them serve the policy's model and get the weights of every push that reaches them. A role says what they do:
 
 generate  (the default) they answer requests behind the run's router
@@ -50,7 +50,7 @@ class EngineGroup:
     role: GroupRole
     num_gpus: int
     per_engine: int
-    server_args: dict[str, object] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+    server_args: dict[str, object] = field(default_factory=dict)  # fields of `ServerArgs`
 
     @property
     def num_engines(self) -> int:
@@ -116,41 +116,41 @@ def read_groups(texts: tuple[str, ...], default_size: int) -> tuple[EngineGroup,
         raise ValueError(f"{FLAG}: a group with role={there} needs one with role={missing}: they answer together")
     if "prefill" in roles and "generate" in roles:
         raise ValueError(
-            f"{FLAG}: role=generate beside role=prefill: one router serves pairs or whole engines; give all the groups"
-            " that answer one of both kinds"
+            f"{FLAG}: role=generate together with role=prefill: one router serves pairs or whole engines; give all the"
+            " groups that answer one of both kinds"
         )
     return groups
 
 
 def _read(text: str, default_size: int) -> EngineGroup:
-    shown = f"{FLAG} {text}"
+    flag = f"{FLAG} {text}"
     name, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ValueError(f"{shown}: expected NAME:num_gpus=N,per_engine=N,role={'|'.join(ROLES)},FLAG=VALUE")
+        raise ValueError(f"{flag}: expected NAME:num_gpus=N,per_engine=N,role={'|'.join(ROLES)},FLAG=VALUE")
     values: dict[str, str] = {}
     for item in _items(rest):
         key, equals, value = item.partition("=")
         key = key.strip().removeprefix("--").removeprefix("sglang-").replace("-", "_")
         if not equals or not key:
-            raise ValueError(f"{shown}: {item!r} has no value; write FLAG=VALUE, and FLAG=true for a switch")
+            raise ValueError(f"{flag}: {item!r} has no value; write FLAG=VALUE, and FLAG=true for a switch")
         if key in values:
-            raise ValueError(f"{shown}: {key} is there twice")
+            raise ValueError(f"{flag}: {key} is there twice")
         values[key] = value.strip()
     role = values.pop("role", "generate")
     if role not in ROLES:
-        raise ValueError(f"{shown}: role={role}; known are {', '.join(ROLES)}")
+        raise ValueError(f"{flag}: role={role}; known are {', '.join(ROLES)}")
     if "num_gpus" not in values:
-        raise ValueError(f"{shown}: num_gpus is missing: the devices of the group")
+        raise ValueError(f"{flag}: num_gpus is missing: the devices of the group")
     counts = {"per_engine": default_size}
     for key in _SIZES:
         if key in values:
-            counts[key] = _count(shown, key, values.pop(key))
+            counts[key] = _count(flag, key, values.pop(key))
     if counts["num_gpus"] % counts["per_engine"]:
         raise ValueError(
-            f"{shown}: num_gpus={counts['num_gpus']} is no multiple of per_engine={counts['per_engine']};"
+            f"{flag}: num_gpus={counts['num_gpus']} is not a multiple of per_engine={counts['per_engine']};"
             f" {dividing(counts['num_gpus'], counts['per_engine'])}"
         )
-    return EngineGroup(name, typing.cast(GroupRole, role), **counts, server_args=_server_args(shown, values))
+    return EngineGroup(name, typing.cast(GroupRole, role), **counts, server_args=_server_args(flag, values))
 
 
 def _items(text: str) -> list[str]:
@@ -165,19 +165,19 @@ def _items(text: str) -> list[str]:
     return [item for item in items if item.strip()]
 
 
-def _count(shown: str, key: str, value: str) -> int:
+def _count(flag: str, key: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"{shown}: {key}={value}: expected a number of devices, at least 1")
+        raise ValueError(f"{flag}: {key}={value}: expected a number of devices, at least 1")
     return int(value)
 
 
-def _server_args(shown: str, values: Mapping[str, str]) -> dict[str, object]:
-    """Fields of SGLang's ServerArgs with their types, by SGLang's own parser."""
-    found: dict[str, object] = {}
+def _server_args(flag: str, values: Mapping[str, str]) -> dict[str, object]:
+    """Parse SGLang flags with SGLang's parser; return fields of `ServerArgs`."""
+    parsed: dict[str, object] = {}
     for key, value in values.items():
         if key in ALIKE:
             raise ValueError(
-                f"{shown}: {key} is the same for all engines, as {ALIKE[key]}; give --sglang-{key.replace('_', '-')}"
+                f"{flag}: {key} is the same for all engines, as {ALIKE[key]}; give --sglang-{key.replace('_', '-')}"
             )
         option, parser = "--" + key.replace("_", "-"), upstream.sglang_parser()
         try:
@@ -185,12 +185,12 @@ def _server_args(shown: str, values: Mapping[str, str]) -> dict[str, object]:
                 if value not in ("true", "false"):
                     raise upstream.UpstreamError("it is a switch; write true or false")
                 fields = upstream.parse_with(parser, option, [], upstream.SGLANG_OWNED)
-                found |= {name: on if value == "true" else False for name, on in fields.items()}
+                parsed |= {name: on if value == "true" else False for name, on in fields.items()}
             else:
-                found |= upstream.parse_with(parser, option, _listed(value), upstream.SGLANG_OWNED)
+                parsed |= upstream.parse_with(parser, option, _listed(value), upstream.SGLANG_OWNED)
         except upstream.UpstreamError as error:
-            raise ValueError(f"{shown}: {key}={value}: {error}") from error
-    return found
+            raise ValueError(f"{flag}: {key}={value}: {error}") from error
+    return parsed
 
 
 def _listed(value: str) -> list[str]:

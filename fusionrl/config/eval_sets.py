@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError
 
 from fusionrl.config.groups import Group
 
-_REWARD = ("rm_type", "custom_rm_path")  # one of the two: whoever gives one replaces both
+_REWARD = ("rm_type", "custom_rm_path")  # alternatives: setting either replaces both
 
 
 class EvalSet(Group):
@@ -77,13 +77,13 @@ def eval_sets(args: Namespace) -> list[EvalSet]:
         try:
             sets.append(EvalSet(**values))
         except ValidationError as error:
-            for found in error.errors():
-                key = ".".join(map(str, found["loc"]))
-                layer = "defaults" if found["loc"][0] in defaults and found["loc"][0] not in entry else place
-                told = found["msg"]
-                if found["type"] == "extra_forbidden":
-                    told = f"unknown key; known are {', '.join(EvalSet.model_fields)}"
-                errors[f"{where}: {layer}.{key}: {told}"] = None
+            for detail in error.errors():
+                key = ".".join(map(str, detail["loc"]))
+                layer = "defaults" if detail["loc"][0] in defaults and detail["loc"][0] not in entry else place
+                message = detail["msg"]
+                if detail["type"] == "extra_forbidden":
+                    message = f"unknown key; known are {', '.join(EvalSet.model_fields)}"
+                errors[f"{where}: {layer}.{key}: {message}"] = None
         if all(entry.get(key) for key in _REWARD):
             errors[f"{where}: {place}: rm_type and custom_rm_path exclude each other; leave one out"] = None
     if errors:
@@ -117,24 +117,24 @@ def _from_flags(args: Namespace) -> dict[str, object]:
 
 
 def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, object]:
-    kept = {key: value for key, value in low.items() if not (key in _REWARD and any(k in high for k in _REWARD))}
-    return {**kept, **high}
+    inherited = {key: value for key, value in low.items() if not (key in _REWARD and any(k in high for k in _REWARD))}
+    return {**inherited, **high}
 
 
-@functools.cache  # once a process: an edit of the file does not change the evaluations of a run that goes on
+@functools.cache  # once a process: an edit of the file does not change the evaluations of a running run
 def _read(path: str, has_reader: bool) -> tuple[dict[str, object], list[tuple[str, dict[str, object]]]]:
     """(defaults, [(place in the file, set)]) of a file; a user's evaluation function may read further keys of it."""
     import yaml
 
     flag = f"--eval-config {path}"
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{flag}: not a readable YAML file ({' '.join(str(error).split())})") from error
-    top = found.get("eval", found) if isinstance(found, dict) else None
+    top = content.get("eval", content) if isinstance(content, dict) else None
     if not isinstance(top, dict) or not top.get("datasets"):
         raise ValueError(f"{flag}: it names no sets; give eval.datasets, each with name and path")
-    for key in [*top, *(found if top is not found else ())]:
+    for key in [*top, *(content if top is not content else ())]:
         if key not in ("eval", "defaults", "datasets") and not has_reader:
             raise ValueError(f"{flag}: {key}: unknown key; known are eval.defaults and eval.datasets")
     defaults, datasets = top.get("defaults") or {}, top["datasets"]

@@ -33,7 +33,7 @@ def switches() -> list[str]:
 def own_name_error(name: object) -> str | None:
     """Return why the `args` of hooks cannot have a user's own value under this name; None where they can."""
     if not isinstance(name, str) or not name.isidentifier():
-        return f"{name!r} is no name that `args` can have"
+        return f"{name!r} is not a name that `args` can have"
     return f"{name} is a flag; give it on the command line, {flag_of(name)}" if name in FIELDS else None
 
 

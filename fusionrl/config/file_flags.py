@@ -36,16 +36,16 @@ class FileFlags:
 
     values       of our own flags, by field
     passthrough  of the parts' flags, by kind
-    custom       values of a former run's --custom-config-path; None: the file is no such run's
+    custom       values of a former run's --custom-config-path; None: the file does not come from a run
     overridden   names of the flags that the command line gives, those of the parts as `sglang.api_key`
-    given        names of flags that a former run was given, though they may have the value of their default
+    passed       names of flags that the user of a former run passed, which may have their default value
     """
 
     values: dict[str, object] = field(default_factory=dict)
     passthrough: dict[str, dict[str, object]] = field(default_factory=empty_passthrough)
     custom: dict[str, Json] | None = None
     overridden: Collection[str] = ()
-    given: Collection[str] = ()
+    passed: Collection[str] = ()
 
 
 def read_config_file(path: str, errors: list[str], overridden: Collection[str] = ()) -> FileFlags:
@@ -56,14 +56,14 @@ def read_config_file(path: str, errors: list[str], overridden: Collection[str] =
     Raises:
         UnreadableFile: no such file, or no valid YAML, TOML or JSON.
     """
-    settings, found = read_settings(path)
-    errors += found
+    settings, mistakes = read_settings(path)
+    errors += mistakes
     flags = FileFlags(overridden=overridden)
     places: dict[str, str] = {}
     for setting in _without_sections(settings, flags, errors):
         name = setting.key.replace("-", "_")
         if name in places:
-            errors.append(f"{setting.place}: {setting.key}: it stands at {places[name]} already")
+            errors.append(f"{setting.place}: {setting.key}: it is set at {places[name]} already")
             continue
         places[name] = setting.place
         try:
@@ -71,7 +71,7 @@ def read_config_file(path: str, errors: list[str], overridden: Collection[str] =
         except ValueError as error:
             errors.append(f"{setting.place}: {error}")
     if flags.custom is not None:
-        flags.values = _without_defaults(flags.values, flags.given)
+        flags.values = _without_defaults(flags.values, flags.passed)
     return flags
 
 
@@ -84,7 +84,7 @@ def _without_sections(settings: list[Setting], flags: FileFlags, errors: list[st
         if setting.key == "passthrough" and is_mapping:
             _take_passthrough(setting, flags, errors)
         elif setting.key == "given" and is_of_a_run and isinstance(setting.typed, list):
-            flags.given = [str(name) for name in setting.typed]
+            flags.passed = [str(name) for name in setting.typed]
         elif setting.key in GROUPS and is_mapping:
             flat += setting.entries
         else:
@@ -125,8 +125,8 @@ def _is_wanted(flag: str, value: object, is_overridden: bool) -> bool:
         return True
     if is_overridden:
         return False
-    shown = f"{flag} {value}" if isinstance(value, str) else flag
-    raise ValueError(f"{shown}: the password is not kept in a run's folder; write it, or give the flag")
+    text = f"{flag} {value}" if isinstance(value, str) else flag
+    raise ValueError(f"{text}: the password is not kept in a run's folder; write it, or give the flag")
 
 
 def _hides_password(value: object) -> bool:
@@ -174,13 +174,13 @@ def _mapping(flag: str, setting: Setting) -> dict[str, Json]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {setting.text}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{flag} {setting.text}: it is no mapping")
+        raise ValueError(f"{flag} {setting.text}: expected a mapping")
     return value
 
 
 # ------------------------------------------------------------------------------------------------ flags of the parts
 def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
-    """Put the value of a flag that is none of ours into `upstream_flags.passthrough`, by the parser of its part."""
+    """Put the value of a flag without a field into `flags.passthrough`, as the parser of its part reads it."""
     flag, typed, text = flag_of(name), setting.typed, setting.text
     if text is None:
         raise ValueError(parse_extra(flag, [], empty_passthrough()) or f"{flag}: it needs a value")
@@ -196,10 +196,10 @@ def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
         text = json.dumps(typed)
     items = text if isinstance(text, list) else [text]
     values = [item if isinstance(item, str) else json.dumps(item) for item in items]
-    found = empty_passthrough()
-    if error := parse_extra(flag, values, found):
+    parsed = empty_passthrough()
+    if error := parse_extra(flag, values, parsed):
         raise ValueError(error)
-    for kind, passed in found.items():
+    for kind, passed in parsed.items():
         is_wanted = {key: _is_wanted(flag, value, f"{kind}.{key}" in flags.overridden) for key, value in passed.items()}
         flags.passthrough[kind] |= {key: value for key, value in passed.items() if is_wanted[key]}
 
@@ -249,22 +249,22 @@ def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: 
 
 
 # ------------------------------------------------------------------------------------------------ a former run's file
-def _without_defaults(values: dict[str, object], given: Collection[str]) -> dict[str, object]:
+def _without_defaults(values: dict[str, object], passed: Collection[str]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
-    A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What
-    a preset chose is left out as well, so that another --algorithm on the command line brings its own; so is
-    --use-tis where it was the default of --pipeline. Those of `given` stay.
+    --resume is dropped: otherwise the file could resume a run in another folder. Values that a preset chose are
+    dropped as well, so that another --algorithm on the command line brings its own; so is --use-tis where it was
+    the default of --pipeline. Flags in `passed` stay.
     """
     chosen = {name: values[name] for name in values if name in _PRESET_READS}
     preset = with_preset(chosen)
     preset["use_tis"] = Config.from_flat({name: values[name] for name in READS if name in values}).algorithm.use_tis
-    kept = {}
+    chosen_values = {}
     for name, value in values.items():
         if name in _OF_ONE_START:
             continue
-        if name in given:
-            kept[name] = value
+        if name in passed:
+            chosen_values[name] = value
             continue
         plain = FIELDS[name].get_default(call_default_factory=True)
         default = preset.get(name, plain) if name not in chosen else plain
@@ -272,5 +272,5 @@ def _without_defaults(values: dict[str, object], given: Collection[str]) -> dict
             default = with_preset({key: chosen[key] for key in chosen if key != name}).get(name, plain)
         group = GROUPS[GROUP_OF[name]]
         if getattr(group(**{name: value}), name) != getattr(group(**{name: default}), name):
-            kept[name] = value
-    return kept
+            chosen_values[name] = value
+    return chosen_values

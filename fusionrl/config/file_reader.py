@@ -21,7 +21,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 # YAML 1.1's words; `y` and `n` are text to PyYAML, and so here.
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_MAX_NODES = 20_000  # keys and values of a file: an alias of aliases of aliases soon stands for millions
+_MAX_NODES = 20_000  # keys and values of a file: nested aliases soon expand to millions
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def _yaml_settings(path: str, source: str, errors: list[str]) -> list[Setting]:
     if root is None:  # comments alone
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise UnreadableFile(f"{path}:{root.start_mark.line + 1}: it is no mapping of flags to values")
+        raise UnreadableFile(f"{path}:{root.start_mark.line + 1}: expected a mapping of flags to values")
     _count_nodes(path, root, {})
     return _of_mapping(path, root, errors)
 
 
 def _count_nodes(path: str, node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return how many nodes there are in this one, with all that its aliases stand for; `counts` has those of others.
+    """Return the number of nodes in this one, aliases expanded; `counts` caches other nodes.
 
     Raises:
         UnreadableFile: they are too many, or there is a merge key, which would be taken for a flag.
@@ -198,7 +198,7 @@ def _json_settings(path: str, source: str, errors: list[str]) -> list[Setting]:
     except json.JSONDecodeError as error:
         raise UnreadableFile(f"{path}:{error.lineno}: it is not valid JSON ({error.msg})") from error
     if not isinstance(parsed, dict):
-        raise UnreadableFile(f"{path}:1: it is no mapping of flags to values")
+        raise UnreadableFile(f"{path}:1: expected a mapping of flags to values")
     return _of_parsed(path, lines, parsed, 0)
 
 

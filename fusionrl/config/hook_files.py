@@ -1,4 +1,4 @@
-"""Import a hook that is given as `path/to/file.py`, and the modules that stand beside it.
+"""Import a hook given as `path/to/file.py`, and the modules next to it.
 
 The file finds its neighbours as if Python ran it as a script, or as a part of its package:
 
@@ -9,11 +9,11 @@ The file finds its neighbours as if Python ran it as a script, or as a part of i
     examples/task/generate.py  from examples.task.tool import run  examples/task/tool.py, in folders without one
 
 Modules of a folder belong to the hooks of that folder alone. Their full name is `fusionrl_hooks_<hash of the folder's
-path>.calc_tool`, so two hooks in two folders may each have a `utils.py`, and a `random.py` beside a hook hides the
-standard one from nobody else, nor from itself; within a package, installed modules go first. The name is the same in
+path>.calc_tool`, so two hooks in two folders may each have a `utils.py`, and a `random.py` next to a hook hides the
+standard one only from the hook's other files; within a package, installed modules go first. The name is the same in
 every process: what a hook makes can be pickled in one process and read in another, which only has to know the folder
 (`register_folder`). What Python finds by itself, because the folder is in sys.path, keeps its own name, so that no
-module is loaded twice: a hook's file in a package, and modules beside a hook.
+module is loaded twice: a hook's file in a package, and modules next to a hook.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from types import ModuleType
 _PREFIX = "fusionrl_hooks_"
 STAND_INS = ("slime", "miles")  # installed, or `fusionrl.compat.slime.names`; never a folder next to a hook
 _STAND_IN_ROOTS = (*STAND_INS, "slime_plugins", "miles_plugins")
-_folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
+_folders: dict[str, Path] = {}  # name of the package that represents a folder → the folder
 _files: dict[str, Path] = {}  # full module name of a hook's file → the file
 _elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported from outside of the hook's folder
 
@@ -47,7 +47,7 @@ def import_file(path: Path) -> ModuleType:
     """The module of a hook's file; loaded once a process, by whichever path it is named.
 
     Raises:
-        ValueError: it is no Python file.
+        ValueError: it is not a Python file.
         Exception: whatever the file raises while it is imported.
     """
     file = path.resolve()
@@ -62,7 +62,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def register_folder(path: Path) -> str:
-    """Let this process import the modules beside the hook's file `path`; returns the package that stands for them."""
+    """Let this process import the modules next to the hook's file `path`; returns the name of their package."""
     return _register(_place(path.resolve())[0])
 
 
@@ -75,7 +75,7 @@ def _register(folder: Path) -> str:
 
 
 def find_beside(name: str) -> str:
-    """Return the full name of a module that hooks' files know as `name`: of a package beside them, or `name` itself.
+    """Return the full name of a module that hooks' files know as `name`: of a package next to them, or `name` itself.
 
     A hook that loads a function by its path, as slime's do, may name its neighbours: "examples.agents.solve". Python
     finds them first.
@@ -83,14 +83,14 @@ def find_beside(name: str) -> str:
     top = name.partition(".")[0]
     if top in sys.modules or top in STAND_INS or _spec(top) is not None:
         return name
-    found = (package for package, folder in _folders.items() if _stands_in(folder, top))
+    packages = (package for package, folder in _folders.items() if _stands_in(folder, top))
     module = name.rpartition(".")[0]
-    package = next(found, None) or next(filter(None, (_around(one, module) for one in list(_folders))), None)
+    package = next(packages, None) or next(filter(None, (_around(package, module) for package in list(_folders))), None)
     return name if package is None else f"{package}.{name}"
 
 
 def _around(package: str, name: str) -> str | None:
-    """The package that stands for a folder around a hook's, if the module `name` is in it, on the way to the hook.
+    """Return the package of a folder around a hook's, if the module `name` is in it, on the way to the hook.
 
     A name without a dot is none: a folder often has the name of the package for which it has hooks.
     """
@@ -156,7 +156,7 @@ class _StandInFinder:
 
 
 class _Finder:
-    """Finds the packages that stand for hooks' folders, and the modules in them."""
+    """Finds the packages that represent hooks' folders, and the modules in them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -170,8 +170,8 @@ class _Finder:
         if name in _files:
             return importlib.util.spec_from_file_location(name, _files[name], loader=_Loader(name, str(_files[name])))
         kinds = ((ExtensionFileLoader, EXTENSION_SUFFIXES), (_Loader, SOURCE_SUFFIXES))
-        found = (FileFinder(entry, *kinds).find_spec(name) for entry in path or ())
-        return next((spec for spec in found if spec is not None), None)
+        specs = (FileFinder(entry, *kinds).find_spec(name) for entry in path or ())
+        return next((spec for spec in specs if spec is not None), None)
 
 
 _FINDER = _Finder()
@@ -179,7 +179,7 @@ _STAND_IN_FINDER = _StandInFinder()
 
 
 class _Loader(SourceFileLoader):
-    """Runs a module whose import statements look beside it first.
+    """Runs a module whose import statements search its own folder first.
 
     An import statement calls `__import__` of its module's builtins; the module gets builtins of its own for that.
     """
@@ -222,14 +222,14 @@ def _home(top: str, package: str) -> str | None:
     None: it is imported as anywhere else. A folder without an __init__.py counts where no other module is found.
     """
     if top in STAND_INS:
-        return None  # a checkout of slime beside its examples is not taken for an installed one
+        return None  # a slime checkout next to its examples does not count as installed
     for home in dict.fromkeys((package, package.partition(".")[0])):
         if (full_name := f"{home}.{top}") in sys.modules:
             return home
         spec = _FINDER.find_spec(full_name, sys.modules[home].__path__)
         if spec is None:
             continue
-        # Python looks beside a module of a package for relative imports alone; here it is the second place to look.
+        # Python searches a module's own package only for relative imports; here it is searched second.
         if home.count(".") and _spec(top) is not None and _origin(top) != Path(spec.origin or "").resolve():
             continue
         if spec.origin is None:  # a folder alone

@@ -1,7 +1,7 @@
 """Loading of user functions: from `package.module.function` or from `path/to/file.py:function`.
 
-A hook is loaded when the command starts, before Ray does, and again by name in the process that calls it. What a file
-imports beside it is found by `hook_files`; what a hook raises is told by `user_code`.
+A hook is loaded when the command starts, before Ray does, and again by name in the process that calls it. `hook_files`
+finds modules next to a hook's file; `user_code` reports what a hook raises.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 
 # Functions that may be called as miles calls them: with one `input`, and a class is made an object first.
 _MAY_TAKE_INPUT = frozenset({"rollout_function_path", "eval_function_path", "custom_generate_function_path"})
-# Functions whose result is awaited: it must be awaitable, or may be. Nobody awaits those of the other flags.
+# Functions whose result fusionrl awaits: it must be awaitable, or may be. Results of other hooks are not awaited.
 _MUST_BE_ASYNC = frozenset({"custom_generate_function_path"})
 _MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path", "agent_path"})
 
@@ -119,7 +119,7 @@ _FOREIGN_REWARD_NAMES = frozenset(
     }
 )
 
-# What a function is given besides, where its signature names it.
+# Keyword arguments that a function gets only if its signature names them.
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}
 
 
@@ -151,12 +151,12 @@ def load_function(path: str) -> Callable[..., Any]:
     """The function (or class) that `path` names.
 
     Raises:
-        ValueError: the module or file cannot be imported, or has no such name, or it is no function.
+        ValueError: the module or file cannot be imported, or lacks the name, or it is not callable.
     """
-    found = load_object(path)
-    if not callable(found):
+    function = load_object(path)
+    if not callable(function):
         raise ValueError(f"{path!r} is not callable")
-    return found
+    return function
 
 
 OLD_API, NEW_API = "fusionrl.slime_api.", "fusionrl.compat.slime.api."
@@ -173,35 +173,35 @@ def load_object(path: str) -> Any:
     if ":" not in path and name == "py":
         raise ValueError(_without_a_function(path))
     if ":" in path and not Path(module_name).is_file():
-        raise ValueError(f"{path!r}: there is no file {module_name!r}")
+        raise ValueError(f"{path!r}: file {module_name!r} does not exist")
     try:
         module = import_file(Path(module_name)) if ":" in path else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything; all of it is the user's to mend
         hint = ""
         if isinstance(error, ImportError) and (error.name or "").startswith("megatron.training"):
             hint = "; megatron.training is Megatron-LM's and no part of megatron-core: import from megatron.core"
-        beside = f"{module_name.replace('.', '/')}.py"
+        local_file = f"{module_name.replace('.', '/')}.py"
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
-            is_beside = ":" not in path and Path(beside).is_file()
-            hint = f"; the current folder is not searched for modules: write {beside}:{name}" if is_beside else ""
+            is_local = ":" not in path and Path(local_file).is_file()
+            hint = f"; the current folder is not searched for modules: write {local_file}:{name}" if is_local else ""
         line = last_user_line(error, path)
         at = f" at {line}" if line else ""
         raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}{at}{hint}") from error
     try:
-        found = getattr(module, name, None)
-    except ImportError as error:  # a name of slime's that is not here
+        value = getattr(module, name, None)
+    except ImportError as error:  # a slime name that fusionrl lacks
         raise ValueError(f"{path!r}: {error}") from error
-    if found is None:
+    if value is None:
         there = _functions_in(module_name) if ":" in path else []
         hint = f"; it has {', '.join(there)}" if there else ""
         raise ValueError(f"{path!r}: the module {module_name!r} has no {name!r}{hint}")
-    return found
+    return value
 
 
 def _without_a_function(path: str) -> str:
     """Return the error of a path that names a file and no function of it."""
     if not Path(path).is_file():
-        return f"{path!r}: there is no file of this name, and a function in it is named path/to/file.py:function"
+        return f"{path!r}: this file does not exist; name a function as path/to/file.py:function"
     names = _functions_in(path)
     several = f" (it has {', '.join(names)})" if len(names) > 1 else ""
     return f"{path!r} is a file; name the function, too: {path}:{names[0] if names else 'function'}{several}"
@@ -214,7 +214,7 @@ def _functions_in(file: str) -> list[str]:
     except (OSError, ValueError, SyntaxError):
         return []
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return [one.name for one in tree.body if isinstance(one, kinds) and not one.name.startswith("_")]
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def hook_paths(args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -278,17 +278,19 @@ def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:
     if not foreign:
         return None
     return (
-        f"its signature {signature} is of another framework: {' and '.join(foreign)} would be bound by position to"
+        f"its signature {signature} comes from another framework: {' and '.join(foreign)} would be bound by position to"
         " args and sample; write rm(args, sample, **kw), and read sample.prompt, sample.response and sample.label"
     )
 
 
 def _async_problem(field: str, function: Callable[..., Any]) -> str | None:
-    """Return what is wrong with a function that is async where nobody awaits it, or the other way round."""
+    """Return what is wrong with a function that is async where fusionrl does not await it, or the other way round."""
     if field in _MAY_BE_ASYNC:
         return None
     called = _called(function)
-    is_async = any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in (function, called))
+    is_async = any(
+        inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target) for target in (function, called)
+    )
     if field not in _MUST_BE_ASYNC:
         return "it is async, but its result is not awaited; write def in place of async def" if is_async else None
     if is_async or not _is_surely_synchronous(function, called):
@@ -313,5 +315,5 @@ def _is_surely_synchronous(function: Callable[..., Any], called: Callable[..., A
     if any(name in returns for name in ("Awaitable", "Coroutine", "Future", "Task")):
         return False
     is_top_level = plain.__qualname__ == plain.__name__ != "<lambda>" and plain.__closure__ is None
-    calls_nothing = not any(one.opname.startswith("CALL") for one in dis.get_instructions(plain))
+    calls_nothing = not any(instruction.opname.startswith("CALL") for instruction in dis.get_instructions(plain))
     return calls_nothing or (plain is function and is_top_level)

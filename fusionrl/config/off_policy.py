@@ -15,7 +15,7 @@ from fusionrl.pipeline.knobs import PIPELINES
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
 
-# What the rule reads, beside the flag itself.
+# Fields that decide the default, in addition to the flag itself.
 READS = (
     *("mode", "pipeline", "debug_train_only", "debug_rollout_only", "max_staleness", "update_weights_interval"),
     *("loss_type", "policy_loss", "custom_policy_loss_path", "custom_tis_function_path", "use_rollout_logprobs"),
@@ -28,16 +28,18 @@ def trains_older_tokens(config: Config) -> bool:
     run, preset = config.run, PIPELINES[config.run.pipeline]
     if run.mode != "rl" or run.pipeline == IN_TURN or run.debug_train_only or run.debug_rollout_only:
         return False
-    given = config.pipelining
-    staleness = preset["max_staleness"] if given.max_staleness is None else given.max_staleness
-    interval = preset["fetches_per_push"] if given.update_weights_interval is None else given.update_weights_interval
+    pipelining = config.pipelining
+    staleness = preset["max_staleness"] if pipelining.max_staleness is None else pipelining.max_staleness
+    interval = (
+        preset["fetches_per_push"] if pipelining.update_weights_interval is None else pipelining.update_weights_interval
+    )
     return int(staleness) > 0 or int(interval) > 1
 
 
 def needs_correction(config: Config) -> bool:
     """Return whether the built-in policy loss takes such tokens for tokens of the newest weights.
 
-    DPO learns from pairs, whoever sampled them; a loss, or a correction, of the user's own is theirs.
+    DPO learns from pairs of any policy; a user's own loss or correction is left alone.
     """
     a = config.algorithm
     is_built_in = a.loss_type == "policy_loss" and a.custom_policy_loss_path is None and a.policy_loss != "dpo"
@@ -46,7 +48,7 @@ def needs_correction(config: Config) -> bool:
 
 
 def corrects_by_default(config: Config) -> bool:
-    """Return whether --use-tis is on although nobody gave it."""
+    """Return whether --use-tis is on by default, not by the user's choice."""
     return config.algorithm.use_tis and "use_tis" not in config.algorithm.model_fields_set
 
 

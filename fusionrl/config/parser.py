@@ -1,4 +1,4 @@
-"""The command line, generated from the groups. Every mistake on it is collected and reported at once."""
+"""The command line, generated from the groups. All mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fusionrl.config.switches import Switch, normalise_switches, switch_spelling
 from fusionrl.observe.run_dir import own_config_file
 
 CONFIG_FLAG_HELP = (
-    "YAML, TOML or JSON file of flags, also the config.json of a former run. Flags on the command line go before it."
+    "YAML, TOML or JSON file of flags, also the config.json of a former run. Flags on the command line override it."
     " See docs/guides/recipes.md."
 )
 
@@ -134,26 +134,26 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
                 del values[field]
     passed = {kind: file.passthrough[kind] | getattr(passthrough, kind) for kind in file.passthrough}
     passthrough = PassThrough(**{**passed, "custom": dict(custom or {})})
-    given = file.values.keys() | values.keys()
+    passed_names = file.values.keys() | values.keys()
     values = with_preset(file.values | values)
     try:
         values |= devices_of_groups(values)
     except ValueError as error:
         errors.append(str(error))
     try:
-        return Config.from_flat(values, passthrough, values.keys() - given), errors
+        return Config.from_flat(values, passthrough, values.keys() - passed_names), errors
     except ValidationError as error:
         errors.extend(describe_error(_field_of(item["loc"]), item) for item in error.errors())
         bad_fields = {_field_of(item["loc"]) for item in error.errors()}
         fitting = {field: value for field, value in values.items() if field not in bad_fields}
-        return Config.from_flat(fitting, passthrough, fitting.keys() - given), errors
+        return Config.from_flat(fitting, passthrough, fitting.keys() - passed_names), errors
 
 
 def former_flags(argv: Sequence[str]) -> str | None:
-    """Return the file with the flags of the run that a short command line with --resume goes on with.
+    """Return the file with the flags of the run that a short command line with --resume continues.
 
-    A command line that names the model (or a file, with --config) is complete, and taken as it stands: a flag that it
-    leaves out has its default. Without --hf-checkpoint it could start nothing, so all that it lacks is the run's.
+    A command line that names the model (or a file, with --config) is complete: a flag that it leaves out has its
+    default. Without --hf-checkpoint it could start nothing, so every missing flag comes from the run.
     """
     values = _flag_values(argv)
     return None if "config" in values else _former_file(values)
@@ -205,17 +205,17 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
 
     where = f"--custom-config-path {path}"
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         errors.append(f"{where}: it cannot be read as YAML ({' '.join(str(error).split())})")
         return {}
-    if not isinstance(found, dict):
-        errors.append(f"{where}: it is no mapping of names to values")
+    if not isinstance(content, dict):
+        errors.append(f"{where}: expected a mapping of names to values")
         return {}
-    for name in found:
+    for name in content:
         if name not in FIELDS and (reason := own_name_error(name)):
             errors.append(f"{where}: {reason}")
-    return {str(name): value for name, value in found.items() if name != "custom_config_path"}
+    return {str(name): value for name, value in content.items() if name != "custom_config_path"}
 
 
 def _field_of(location: tuple[int | str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Flags that are no fields of ours: passed through to SGLang, the router and Megatron-core, or refused with a cure."""
+"""Flags without a field in fusionrl: passed through to SGLang, the router and Megatron-core, or refused with a cure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def parse_extras(
 ) -> PassThrough:
     """Return what the tokens `extras` pass through; a message for each that no part takes goes to `errors`.
 
-    of_slime  flags of slime's that were accepted already
+    of_slime  slime flags that were accepted already
     """
-    found = empty_passthrough()
-    found["slime"].update(of_slime)
+    parsed = empty_passthrough()
+    parsed["slime"].update(of_slime)
     for flag, values in _group_extras(extras):
-        if error := parse_extra(flag, values, found):
+        if error := parse_extra(flag, values, parsed):
             errors.append(error)
-    return PassThrough(**found)
+    return PassThrough(**parsed)
 
 
 def empty_passthrough() -> dict[str, dict[str, object]]:
@@ -39,30 +39,34 @@ def empty_passthrough() -> dict[str, dict[str, object]]:
     return {kind: {} for kind in PassThrough.model_fields}
 
 
-def parse_extra(flag: str, values: list[str], found: dict[str, dict[str, object]]) -> str | None:
-    """Put the value of one flag that is no field of ours into `found`, by kind; return the message if it has none."""
+def parse_extra(flag: str, values: list[str], parsed: dict[str, dict[str, object]]) -> str | None:
+    """Put the value of one flag without a field into `parsed`, by kind; return the error if no part takes it."""
     field = flag[2:].replace("-", "_")
-    shown = " ".join([flag, *values])
+    text = " ".join([flag, *values])
     try:
         if flag.startswith("--") and (entry := slime_entry(field)) is not None:
-            return entry.accept(field, values, found["slime"])
+            return entry.accept(field, values, parsed["slime"])
         if (cure := _cure(flag)) is not None:
-            return f"{shown}: {cure}"
+            return f"{text}: {cure}"
         if not flag.startswith("--"):
             return f"{flag}: unexpected argument (flags begin with --)"
         if field in COMING:
-            return f"{shown}: not available yet ({COMING[field]} is still to come); leave it out"
+            return f"{text}: not available yet ({COMING[field]} is still to come); leave it out"
         if flag.startswith("--sglang-"):
             option = "--" + flag[len("--sglang-") :]
-            found["sglang"].update(upstream.parse_with(upstream.sglang_parser(), option, values, upstream.SGLANG_OWNED))
+            parsed["sglang"].update(
+                upstream.parse_with(upstream.sglang_parser(), option, values, upstream.SGLANG_OWNED)
+            )
         elif flag.startswith("--router-"):
             option = "--" + flag[len("--router-") :]
-            found["router"].update(upstream.parse_with(upstream.router_parser(), option, values, upstream.ROUTER_OWNED))
+            parsed["router"].update(
+                upstream.parse_with(upstream.router_parser(), option, values, upstream.ROUTER_OWNED)
+            )
         else:
             for kind, value in upstream.parse_megatron(field, values).items():
-                found[kind][field.removeprefix("no_") if value is False else field] = value
+                parsed[kind][field.removeprefix("no_") if value is False else field] = value
     except upstream.UpstreamError as error:
-        return f"{shown}: {error}{_did_you_mean(flag)}"
+        return f"{text}: {error}{_did_you_mean(flag)}"
     except KeyError:
         return f"{flag}: unknown flag{_did_you_mean(flag)}"
     return None

@@ -1,4 +1,4 @@
-"""Flags of `fusionrl plan` that are no flags of a run."""
+"""Flags that only `fusionrl plan` has."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def take_plan_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str], lis
         if flag not in PLAN_FLAGS:
             rest.append(token)
             continue
-        given = value if separator else next(tokens, "")
-        if not given or given.startswith("--"):
+        text = value if separator else next(tokens, "")
+        if not text or text.startswith("--"):
             errors.append(f"{flag}: it needs a value, {PLAN_FLAGS[flag][0]}")
-            rest += [given] if given else []
+            rest += [text] if text else []
         else:
-            values[flag] = given
+            values[flag] = text
     return values, rest, errors
 
 

@@ -1,4 +1,4 @@
-"""`--algorithm NAME`: the flags of a published algorithm, each of which may be given besides and then counts."""
+"""`--algorithm NAME`: the flags of a published algorithm; a flag that the user also passes overrides the preset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusionrl.config.switches import spell_switch
 
 NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
 
-# Algorithms that are no estimator's own: flags over another estimator, or over the default one.
+# Algorithms without an estimator: flags over another estimator, or over the default one.
 _COMPOSED: dict[str, dict[str, Any]] = {
     "dapo": {
         "advantage_estimator": "grpo",

@@ -29,7 +29,7 @@ class ProfileOrder:
 
     @classmethod
     def of(cls, config: Config) -> ProfileOrder | None:
-        """Read the flags; None: no profile is asked for.
+        """Read the flags; None: the run takes no profile.
 
         Raises:
             ValueError: a value is not of its form; names flag and value.

@@ -1,4 +1,4 @@
-"""The flags in which a resume differs from the run that it goes on with. Pure."""
+"""The flags in which a resumed run differs from its earlier part. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOTES = {
     "rollout_seed": _ORDER,
     "rollout_shuffle": _ORDER,
     "seed": "the random states are the checkpoint's, in another layout they are new",
-    "hf_checkpoint": "the trained weights are the checkpoint's; tokenizer and reference model are of the new folder",
+    "hf_checkpoint": "the trained weights are the checkpoint's; tokenizer and reference model come from the new folder",
 }
 _LENGTHS = frozenset(
     {
@@ -56,13 +56,13 @@ def differences(former: Mapping[str, object], config: Config) -> dict[str, str]:
     that have their default.
     """
     now, defaults = as_written(config), as_written(Config())
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for name in FIELDS:
         group = GROUP_OF[name]
         before = _section(former, group).get(name, defaults[group][name])
         if name not in _OF_AN_ATTEMPT and before != now[group][name]:
             note = f" ({_NOTES[name]})" if name in _NOTES else ""
-            found[name] = f"{flag_of(name)} {_shown(before)} -> {_shown(now[group][name])}{note}"
+            lines[name] = f"{flag_of(name)} {_shown(before)} -> {_shown(now[group][name])}{note}"
     passed_before = _section(former, "passthrough")
     for kind, passed in now["passthrough"].items():
         if kind == "slime":
@@ -71,10 +71,10 @@ def differences(former: Mapping[str, object], config: Config) -> dict[str, str]:
         prefix = f"--{kind}-" if kind in ("sglang", "router") else "--"
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
-                shown = f"{_shown(old.get(name))} -> {_shown(new.get(name))}"
+                change = f"{_shown(old.get(name))} -> {_shown(new.get(name))}"
                 flag = f"{name} of --custom-config-path" if kind == "custom" else prefix + name.replace("_", "-")
-                found[f"{kind}.{name}"] = f"{flag} {shown}"
-    return found
+                lines[f"{kind}.{name}"] = f"{flag} {change}"
+    return lines
 
 
 def difference_lines(former: Mapping[str, object], config: Config, num_optimizer_steps: int | None) -> list[str]:
@@ -83,15 +83,15 @@ def difference_lines(former: Mapping[str, object], config: Config, num_optimizer
     Args:
         former: a run's config.json.
         config: of the resume.
-        num_optimizer_steps: of the whole run, as the flags now say; None: there is no next step.
+        num_optimizer_steps: of the whole run, as the flags now say; None: no step is left.
     """
-    found, train = differences(former, config), config.train
-    lines = list(found.values())
+    changes, train = differences(former, config), config.train
+    lines = list(changes.values())
     if (
         num_optimizer_steps is not None
         and train.lr_decay_style != "constant"
-        and "lr_decay_style" not in found
-        and _LENGTHS & found.keys()
+        and "lr_decay_style" not in changes
+        and _LENGTHS & changes.keys()
     ):
         length = train.lr_decay_iters or num_optimizer_steps
         lines.append(

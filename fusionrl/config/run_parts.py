@@ -20,7 +20,7 @@ def policy_loss_name(algorithm: AlgorithmGroup) -> str:
 
 
 def needs_reference(algorithm: AlgorithmGroup) -> bool:
-    """Return whether the policy is trained beside a reference model, whose log-probs the loss or the rewards use."""
+    """Return whether training needs a reference model, whose log-probs the loss or the rewards use."""
     return algorithm.use_kl_loss or algorithm.kl_coef > 0 or algorithm.policy_loss == "dpo"
 
 
@@ -78,10 +78,10 @@ def reads_prompts(rollout_function_path: str, custom_generate_function_path: str
 
 def asks_for_routing(config: Config) -> bool:
     """Return whether the default rollout asks the engines which experts they chose: no function or file tells it."""
-    others = (
+    separate = (
         config.rollout.custom_generate_function_path,
         config.reward.custom_convert_samples_to_train_data_path,
         config.run.load_debug_rollout_data,
     )
     is_default = config.rollout.rollout_function_path == RolloutGroup().rollout_function_path
-    return config.algorithm.use_rollout_routing_replay and is_default and not any(others)
+    return config.algorithm.use_rollout_routing_replay and is_default and not any(separate)

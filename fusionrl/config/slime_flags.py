@@ -57,7 +57,7 @@ def translate_slime_flags(argv: Sequence[str]) -> Translated:
 
 
 def slime_entry(name: str) -> Entry | None:
-    """Return the entry of slime's flag `name`; None: slime does not have it, or fusionrl has it as well."""
+    """Return the entry of the slime flag `name`; None: slime does not have it, or fusionrl has it as well."""
     if not _may_be_slimes(name):
         return None
     from fusionrl.compat.slime.flags.table import TABLE
@@ -66,7 +66,7 @@ def slime_entry(name: str) -> Entry | None:
 
 
 def slime_notes(accepted: dict[str, object]) -> list[str]:
-    """Return a line for each reason for which accepted flags of slime's change nothing."""
+    """Return a line for each reason for which accepted slime flags change nothing."""
     if not accepted:
         return []
     from fusionrl.compat.slime.flags.translate import accepted_notes
@@ -104,6 +104,6 @@ def _may_be_slimes(name: str) -> bool:
 def _is_slimes_value(name: str, value: str) -> bool:
     if name == "rollout_function_path":
         return value.startswith(("slime.", "miles."))
-    if name == "ref_load":  # a torch_dist folder starts the policy as well, as in slime
+    if name == "ref_load":  # a torch_dist folder also starts the policy, as in slime
         return bool(value) and is_torch_dist(Path(value))
     return _VALUES.get(name) == value

@@ -12,7 +12,7 @@ _VALUES = {"true": True, "false": False}
 def switch_spellings(field: str) -> dict[str, bool]:
     """Every spelling of the switch `field`, and the value that it gives the field.
 
-    `colocate` → --colocate and --no-colocate; `no_save` → --no-save alone, for there is no flag --save. Both also take
+    `colocate` → --colocate and --no-colocate; `no_save` → --no-save alone, since --save does not exist. Both also take
     their value after `=`: --colocate=false, --no-save=false.
     """
     flag = "--" + field.replace("_", "-")
@@ -24,11 +24,11 @@ def switch_spellings(field: str) -> dict[str, bool]:
 
 def spell_switch(field: str, value: bool) -> str:
     """The shortest spelling that gives the switch `field` this value: `--colocate`, `--no-colocate`, `--no-save`."""
-    return next(spelling for spelling, given in switch_spellings(field).items() if given == value)
+    return next(spelling for spelling, meaning in switch_spellings(field).items() if meaning == value)
 
 
 class Switch(argparse.Action):
-    """An option without a value: each of its spellings stands for on or off (see `switch_spellings`)."""
+    """An option without a value: each of its spellings means on or off (see `switch_spellings`)."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **kwargs)
@@ -57,7 +57,7 @@ def normalise_switches(argv: Sequence[str], fields: Sequence[str], errors: list[
     A value that a switch does not take is left out and reported in `errors`.
     """
     spelled = {spelling: field for field in fields for spelling in switch_spellings(field)}
-    kept: list[str] = []
+    tokens: list[str] = []
     rest = iter([*argv, None])
     token = next(rest)
     while token is not None:
@@ -65,16 +65,16 @@ def normalise_switches(argv: Sequence[str], fields: Sequence[str], errors: list[
         flag, separator, value = token.partition("=")
         field = spelled.get(flag)
         if field is None or not separator:
-            kept.append(token)
+            tokens.append(token)
             if field is not None and following is not None and following.lower() in _VALUES:
                 errors.append(f"{token} {following}: a value of a switch stands after =: {token}={following.lower()}")
                 following = next(rest)
         elif f"{flag}={value.lower()}" in spelled:
-            kept.append(f"{flag}={value.lower()}")
+            tokens.append(f"{flag}={value.lower()}")
         else:
             errors.append(f"{token}: {_cure(field)}")
         token = following
-    return kept
+    return tokens
 
 
 def _cure(field: str) -> str:

@@ -1,6 +1,6 @@
 """Another package's command line, kept in a file: its flags are known without the seconds that importing it takes.
 
-SGLang's parser is built by code that imports torch and all of SGLang's layers: 3 s of a core, before a run begins. The
+Building SGLang's parser imports torch and every SGLang layer: 3 s of CPU time before a run starts. The
 file describes the options that are plain (a number, a text, a switch, with or without choices). What it does not
 describe, and every value that it would refuse, is for the package's own parser: so a message is always the package's.
 
@@ -45,13 +45,13 @@ class KeptParser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         self.real = real
         for option in options:
-            names, given = option["names"], {key: option[key] for key in ("dest", "nargs") if option.get(key)}
+            names, settings = option["names"], {key: option[key] for key in ("dest", "nargs") if option.get(key)}
             if not option["is_plain"]:
-                self.add_argument(*names, action=_ForTheOther, **given | {"nargs": option["nargs"]})
+                self.add_argument(*names, action=_ForTheOther, **settings | {"nargs": option["nargs"]})
             elif option["switch"]:
                 self.add_argument(*names, dest=option["dest"], action=option["switch"])
             else:
-                self.add_argument(*names, type=_TYPES[option["type"]] or str, choices=option["choices"], **given)
+                self.add_argument(*names, type=_TYPES[option["type"]] or str, choices=option["choices"], **settings)
 
     def error(self, message: str) -> NoReturn:
         """Leave every refusal to the package."""
@@ -75,7 +75,7 @@ def own_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     """Every option of a parser, for the file."""
-    found = []
+    entries = []
     for action in parser._actions:
         if not action.option_strings:
             continue
@@ -83,7 +83,7 @@ def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
         choices = None if action.choices is None else list(action.choices)
         is_store = type(action) is argparse._StoreAction and type_name is not None and action.const is None
         is_text = choices is None or all(isinstance(choice, str | int | float) for choice in choices)
-        found.append(
+        entries.append(
             {
                 "names": list(action.option_strings),
                 "dest": action.dest,
@@ -94,7 +94,7 @@ def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
                 "choices": choices if is_text else None,
             }
         )
-    return found
+    return entries
 
 
 def kept_parser(
@@ -118,14 +118,14 @@ def kept_parser(
         with contextlib.suppress(KeyError, TypeError, ValueError, argparse.ArgumentError):  # of another form
             return KeptParser(options, real)
     parser = real()
-    with contextlib.suppress(OSError, TypeError, ValueError):  # a folder that is not there, an option that is no JSON
+    with contextlib.suppress(OSError, TypeError, ValueError):  # a missing folder, an option that JSON cannot hold
         write_cache(path, describe(parser))
     return parser
 
 
 def _read(path: Path) -> list[dict[str, Any]] | None:
-    found = read_cache(path)
-    if not isinstance(found, list):
+    content = read_cache(path)
+    if not isinstance(content, list):
         return None
-    options = [one for one in found if isinstance(one, dict)]
-    return options if len(options) == len(found) else None
+    options = [option for option in content if isinstance(option, dict)]
+    return options if len(options) == len(content) else None

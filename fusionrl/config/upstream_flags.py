@@ -54,7 +54,7 @@ ROUTER_OWNED: dict[str, str] = {
     "api_key": "a key made for the run",
     "log_dir": "the run's folder",
 }
-# Fields of Megatron's config classes that fusionrl sets itself.
+# Fields of Megatron-core's config classes that fusionrl sets itself.
 MEGATRON_OWNED: dict[str, str] = {
     "bf16": "--precision",
     "fp16": "--precision",
@@ -181,7 +181,7 @@ def parse_with(
         option = RENAMED.get(option, option)
     action = parser._option_string_actions.get(option)
     if action is None:
-        raise UpstreamError(f"{option} is no option of the installed version")
+        raise UpstreamError(f"{option} does not exist in the installed version")
     if action.dest in owned:
         raise _owned(owned[action.dest])
     for required in parser._actions:
@@ -238,7 +238,7 @@ def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
 
 @functools.cache
 def megatron_fields() -> dict[str, dict[str, object]]:
-    """Field name → type, for each of Megatron's classes: transformer, optimizer, ddp."""
+    """Return field name → type for each Megatron-core config class: transformer, optimizer, ddp."""
     with quiet():
         cpu_wing.prepare_megatron()
         from megatron.core.distributed import DistributedDataParallelConfig
@@ -254,7 +254,7 @@ def megatron_fields() -> dict[str, dict[str, object]]:
 
 
 def _hint(cls: type, field: dataclasses.Field) -> object:
-    # Some of Megatron's annotations name modules that are not installed; those fields stay as plain strings.
+    # Some annotations name modules that are not installed; those fields stay plain strings.
     if not isinstance(field.type, str):
         return field.type
     try:

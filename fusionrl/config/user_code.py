@@ -75,14 +75,14 @@ class HookError(RuntimeError):
 
 
 class user_code:
-    """Turns what the user's code raises within the block into a HookError; a HookError goes on as it is."""
+    """Turns what the user's code raises within the block into a HookError; a HookError passes unchanged."""
 
     # A class: a generator's context manager takes a RuntimeError caused by StopIteration for an error of its own.
     def __init__(
         self,
         where: str,
         path: str | None,
-        *given: object,
+        *arguments: object,
         only_theirs: bool = False,
         passing: tuple[type[Exception], ...] = (),
     ) -> None:
@@ -91,23 +91,23 @@ class user_code:
         Args:
             where: who is called, as the message begins: flag and function.
             path: the function, as the flag names it.
-            given: its arguments, in which samples are looked for.
+            arguments: its arguments, which are searched for samples.
             only_theirs: leave errors alone that do not come out of a file of the user's.
             passing: leave these alone, too.
         """
-        self.where, self.path, self.given = where, path, given
+        self.where, self.path, self.arguments = where, path, arguments
         self.only_theirs, self.passing = only_theirs, passing
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, HookError):
-            error.samples = error.samples or samples_in(self.given)
+            error.samples = error.samples or samples_in(self.arguments)
         # A user's function may raise anything, and may call exit().
         elif isinstance(error, Exception | SystemExit) and not isinstance(error, self.passing):
             frames = user_frames(error, self.path)
             if frames or not self.only_theirs:
-                samples = blamed_samples(error, self.path) or samples_in(self.given)
+                samples = blamed_samples(error, self.path) or samples_in(self.arguments)
                 at = f" at sample {samples[0].index}" if len(samples) == 1 else ""
                 message = f"{self.where}: {type(error).__name__}: {error}{at}"
                 raise HookError(with_frames(message, frames), samples, _is_own_fault(error)) from error
@@ -133,13 +133,13 @@ def user_frames(error: BaseException, path: str | None = None) -> str:
     a flag does: where that is installed itself, its package counts as the user's. Causes and members of an exception
     group are shown where they have frames of their own.
     """
-    found = traceback.TracebackException.from_exception(error)
+    summary = traceback.TracebackException.from_exception(error)
     home = _home(path)
-    _keep_users_frames(found, home)
-    if not _has_frames(found):
+    _keep_users_frames(summary, home)
+    if not _has_frames(summary):
         return ""
-    is_alone = not (found.__cause__ or found.__context__ or getattr(found, "exceptions", None))
-    return "".join(found.stack.format() if is_alone else found.format()).rstrip("\n")
+    is_alone = not (summary.__cause__ or summary.__context__ or getattr(summary, "exceptions", None))
+    return "".join(summary.stack.format() if is_alone else summary.format()).rstrip("\n")
 
 
 def last_user_line(error: BaseException, path: str | None = None) -> str | None:
@@ -153,49 +153,49 @@ def blamed_samples(error: BaseException, path: str | None = None) -> list[Sample
     """The samples that are variables of the user's innermost frame that has some."""
     home = _home(path)
     errors = [error]
-    for one in errors:
-        errors += getattr(one, "exceptions", ())
-        frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
+    for link in errors:
+        errors += getattr(link, "exceptions", ())
+        frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
         for frame in reversed(frames):
             if _is_users(frame.f_code.co_filename, home):
-                found = {id(value): value for value in frame.f_locals.values() if _is_sample(value)}
-                if found:
-                    return list(found.values())
+                samples = {id(value): value for value in frame.f_locals.values() if _is_sample(value)}
+                if samples:
+                    return list(samples.values())
     return []
 
 
-def samples_in(given: Iterable[object]) -> list[SampleLike]:
+def samples_in(values: Iterable[object]) -> list[SampleLike]:
     """The samples among arguments, also in lists, each once."""
-    found: dict[int, SampleLike] = {}
-    for value in given:
+    samples: dict[int, SampleLike] = {}
+    for value in values:
         if _is_sample(value):
-            found[id(value)] = value
+            samples[id(value)] = value
         elif isinstance(value, list | tuple):
-            found |= {id(sample): sample for sample in samples_in(value)}
-    return list(found.values())
+            samples |= {id(sample): sample for sample in samples_in(value)}
+    return list(samples.values())
 
 
 def _is_sample(value: object) -> TypeGuard[SampleLike]:
-    # By what it can: this room knows no other, and `Sample` is of the room `data`.
+    # By its method: `Sample` belongs to the room `data`, which this room may not import.
     return callable(getattr(type(value), "to_row", None))
 
 
-def _keep_users_frames(found: traceback.TracebackException, home: str | None) -> None:
-    kept = [frame for frame in found.stack if _is_users(frame.filename, home)]
-    found.stack = traceback.StackSummary.from_list(kept)
+def _keep_users_frames(summary: traceback.TracebackException, home: str | None) -> None:
+    frames = [frame for frame in summary.stack if _is_users(frame.filename, home)]
+    summary.stack = traceback.StackSummary.from_list(frames)
     for name in ("__cause__", "__context__"):
-        linked = getattr(found, name)
+        linked = getattr(summary, name)
         if linked is not None:
             _keep_users_frames(linked, home)
             if not _has_frames(linked):
-                setattr(found, name, None)
-    for member in getattr(found, "exceptions", None) or ():
+                setattr(summary, name, None)
+    for member in getattr(summary, "exceptions", None) or ():
         _keep_users_frames(member, home)
 
 
-def _has_frames(found: traceback.TracebackException) -> bool:
-    linked = [found.__cause__, found.__context__, *(getattr(found, "exceptions", None) or ())]
-    return bool(found.stack) or any(_has_frames(one) for one in linked if one is not None)
+def _has_frames(summary: traceback.TracebackException) -> bool:
+    linked = [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())]
+    return bool(summary.stack) or any(_has_frames(link) for link in linked if link is not None)
 
 
 def _is_users(file: str, home: str | None) -> bool:
@@ -238,6 +238,6 @@ def _home(path: str | None) -> str | None:
         return None
     if spec is None or spec.origin is None or top == "fusionrl":
         return None
-    # A module without a folder of its own stands beside others' packages.
+    # A single-file module lies among other packages in site-packages.
     is_package = spec.submodule_search_locations is not None
     return os.path.realpath(os.path.dirname(spec.origin)) + os.sep if is_package else os.path.realpath(spec.origin)

@@ -159,7 +159,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
         (
             {"custom_generate_function_path": "nowhere.py:f"},
-            ["--custom-generate-function-path", "there is no file"],
+            ["--custom-generate-function-path", "does not exist"],
         ),
         (
             {"rollout_function_path": "json.dumps"},

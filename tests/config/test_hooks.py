@@ -50,7 +50,7 @@ def test_the_defaults_fit_their_own_signatures() -> None:
         ("nothing_of_that_name.rm", "No module named 'nothing_of_that_name'"),
         ("json.no_such_function", "has no 'no_such_function'"),
         ("justaname", "neither package.module.function nor path/to/file.py:function"),
-        ("/nowhere/hooks.py:rm", "there is no file '/nowhere/hooks.py'"),
+        ("/nowhere/hooks.py:rm", "'/nowhere/hooks.py'"),
         ("{module}:missing", "has no 'missing'"),
         ("{module}:NOT_A_FUNCTION", "is not callable"),
         ("{module}:too_few", "does not fit (too many positional arguments)"),
@@ -197,7 +197,7 @@ def test_a_file_without_its_function_is_told_with_its_functions(
     assert "has no 'rewards'; it has reward" in message
     (tmp_path / "two.py").write_text("def a(): ...\nclass B: ...\n")
     assert "two.py:a (it has a, B)" in str(check_hook("custom_rm_path", str(tmp_path / "two.py")))
-    assert "there is no file of this name" in str(check_hook("custom_rm_path", "nowhere.py"))
+    assert "path/to/file.py:function" in str(check_hook("custom_rm_path", "nowhere.py"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "own.py").write_text("def f(): ...\n")
     assert "write folder/own.py:f" in str(check_hook("custom_rm_path", "folder.own.f"))
@@ -217,7 +217,7 @@ def test_a_reward_function_of_another_framework_is_named(tmp_path: Path, paramet
     path = tmp_path / "foreign.py"
     path.write_text(f"def rm({parameters}, **more): return 1.0\n".replace("**kwargs, **more", "*rest, **more"))
     message = str(check_hook("custom_rm_path", f"{path}:rm"))
-    assert f"is of another framework: {named} would be bound by position to args and sample" in message
+    assert f"another framework: {named} would be bound by position to args and sample" in message
     assert "read sample.prompt, sample.response and sample.label; expected" in message
     path = tmp_path / "ours.py"
     path.write_text("def rm(args, sample, response=None, label=None): return 1.0\ndef any_name(a, s): return 1.0\n")

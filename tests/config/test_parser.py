@@ -155,8 +155,8 @@ def test_values_of_ones_own_reach_the_args_of_hooks(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("lr: x", "--lr x: "),
-        ("two words: 1", "'two words' is no name"),
-        ("[1, 2]", "no mapping"),
+        ("two words: 1", "'two words'"),
+        ("[1, 2]", "mapping"),
         ("a: [1", "cannot be read as YAML"),
         (None, "cannot be read as YAML"),
     ],

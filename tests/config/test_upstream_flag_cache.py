@@ -126,7 +126,7 @@ def test_an_option_that_the_file_lacks_is_the_package_s_to_refuse() -> None:
     kept = KeptParser(json.loads(json.dumps(describe(_parser()))), _newer)
     assert _outcome(kept, "--new", ["3"]) == {"new": 3}
     assert upstream_flags.is_switch(kept, "--new-switch") and not upstream_flags.is_switch(kept, "--number")
-    assert "no option of the installed version" in str(_outcome(kept, "--none", ["3"]))
+    assert "--none" in str(_outcome(kept, "--none", ["3"]))
 
 
 def _newer() -> argparse.ArgumentParser:

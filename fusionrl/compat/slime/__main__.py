@@ -1,6 +1,6 @@
 """Run a program with slime's names: `python -m fusionrl.compat.slime PROGRAM.py [ARGUMENT …]`.
 
-For programs of a slime user's own that run beside a run, a server say, and import `slime`.
+For a slime user's programs that run next to a run and import `slime`, such as a reward server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     """Run the program as Python would, with its folder first in sys.path.
 
     Raises:
-        SystemExit: no program is named, or there is no such file.
+        SystemExit: no program is named, or the file does not exist.
     """
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         raise SystemExit("python -m fusionrl.compat.slime PROGRAM.py [ARGUMENT …]: name a program that exists")

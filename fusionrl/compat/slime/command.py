@@ -35,7 +35,7 @@ Print the command that does what the launch script does, with a comment for each
   --set NAME=VALUE  a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a
                     launcher in Python
   --small           the command of a first try: two steps of a few samples, for a machine without a GPU
-  --flags           print the table of slime's flags as Markdown (docs/reference/from-slime-flags.md), and nothing else
+  --flags           print the table of slime flags as Markdown (docs/reference/from-slime-flags.md), and nothing else
   --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
 
 SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
@@ -102,7 +102,7 @@ def _arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str], str | N
 
 
 def run_launch(argv: Sequence[str], program: str = "train") -> int:
-    """Run `fusionrl train` with the arguments of slime's `program`.py, and its defaults; returns the exit code."""
+    """Run `fusionrl train` with slime's arguments for `program`.py and slime's defaults; returns the exit code."""
     from fusionrl.cli.train import run as train
 
     added = _added(argv)
@@ -115,8 +115,8 @@ def run_launch(argv: Sequence[str], program: str = "train") -> int:
 
 def _added(argv: Sequence[str], is_ahead: bool = False) -> list[str]:
     """Return flags that give a command line slime's defaults. `is_ahead`: it generates one rollout ahead."""
-    given = {token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv if token.startswith("--")}
-    return slime_defaults(translate(argv).argv, given | {TRAIN_ASYNC} if is_ahead else given)
+    names = {token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv if token.startswith("--")}
+    return slime_defaults(translate(argv).argv, names | {TRAIN_ASYNC} if is_ahead else names)
 
 
 def make_shim(folder: str) -> list[Path]:
@@ -125,15 +125,15 @@ def make_shim(folder: str) -> list[Path]:
     Raises:
         ValueError: another file of that name is there.
     """
-    made = []
+    files = []
     for name in ("train", "train_async"):
         file, text = Path(folder) / f"{name}.py", SHIM.format(name=name)
         if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
             raise ValueError(f"--shim {folder}: {file} is there already; give another folder")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-        made.append(file)
-    return made
+        files.append(file)
+    return files
 
 
 def render(script: Script, path: str, is_small: bool = False) -> list[str]:
@@ -156,7 +156,7 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
     """Return the command of one launch with its comments.
 
     folder   the script's
-    custom   the file for flags that are none of slime's
+    custom   the file for flags that slime does not have
     written  files that the script writes before
     """
     apart = set_apart(launch.argv)
@@ -166,7 +166,7 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
     for place, word in enumerate(translated.argv):
         if file := _beside(word, folder) if translated.argv[place - 1 : place] in _HOOK_FLAGS else None:
             translated.argv[place] = file
-            lines += _comment(f"{word} is beside the script: it is named by its file")
+            lines += _comment(f"{word} is next to the script: the command names its file")
     if is_small:
         translated.argv[:] = smaller(translated.argv)
         translated.notes[:] = [note for note in translated.notes if not note.startswith(_NOT_SMALL)]
@@ -204,8 +204,8 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
     if apart.custom:
         names = [flag_of(name) + (f" ({apart.hints[name]}?)" if name in apart.hints else "") for name in apart.custom]
         lines += _comment(
-            f"{', '.join(names)}: no flags of slime's or fusionrl's. They are in {custom}, which --custom-config-path"
-            " reads: your functions find them in args. What else a fork does by them is not done"
+            f"{', '.join(names)}: neither slime nor fusionrl has these flags. They are in {custom}, read by"
+            " --custom-config-path: your functions find them in args. Anything else that a fork does with them is lost"
         )
     words = [*translated.argv, *apart.loose, *map(str, apart.custom.values())]
     unknown = dict.fromkeys(part for word in words for part in left_parts(word))
@@ -287,11 +287,14 @@ def _environment(env: str | None) -> list[str]:
         return _comment("the job's environment (--runtime-env-json) is not known; export what your functions need")
     if not isinstance(variables, Mapping):
         return []
-    own = [name for name in variables if name not in ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")]
-    if not own:
+    job_variables = [
+        name for name in variables if name not in ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
+    ]
+    if not job_variables:
         return []
     return _comment(
-        f"the job sets {', '.join(own)}: export what your functions need before the command (secrets: --hook-env)"
+        f"the job sets {', '.join(job_variables)}: export what your functions need before the command"
+        " (secrets: --hook-env)"
     )
 
 

@@ -20,13 +20,13 @@ class DataGroup(Group):
     )
     prompt_data_weights: list[float] = Field(
         default_factory=list,
-        description="Weights by which groups are drawn of several sets. Default: their numbers of prompts.",
+        description="Sampling weights of the prompt sets. Default: in proportion to their sizes.",
     )
     input_key: str = Field("input", description="Column of the prompt (text, or a list of messages).")
     label_key: str | None = Field(None, description="Column of the label handed to the reward.")
-    metadata_key: str = Field("metadata", description="Column of a JSON object that reaches hooks untouched.")
+    metadata_key: str = Field("metadata", description="Column of a JSON object that hooks get unchanged.")
     tool_key: str | None = Field(None, description="Column of tool definitions handed to the chat template.")
-    apply_chat_template: bool = Field(False, description="Render prompts by the tokenizer's chat template.")
+    apply_chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the chat template, as JSON."
     )
@@ -39,17 +39,17 @@ class DataGroup(Group):
         " by the template's own generation blocks. auto: the marks, where the template's generation prompt has known"
         " ones.",
     )
-    rollout_shuffle: bool = Field(False, description="Shuffle the prompts anew in each epoch.")
+    rollout_shuffle: bool = Field(False, description="Reshuffle the prompts in each epoch.")
     rollout_seed: int = Field(42, description="Seed of the shuffle and of sampling.", ge=0)
     rollout_max_prompt_len: int | None = Field(
-        None, description="Prompts of more tokens are left out, and counted.", ge=1
+        None, description="Leave out, and count, prompts with more tokens.", ge=1
     )
     data_source_path: str = Field(
         "fusionrl.buffer.data_source.RolloutDataSource",
-        description="Class of the data source, by import path; it may need no --prompt-data.",
+        description="Import path of the data source's class; some need no --prompt-data.",
     )
     buffer_filter_path: str | None = Field(
-        None, description="Function that chooses which of the groups that were handed back come first."
+        None, description="Function that chooses which returned groups are used first."
     )
 
     @field_validator("prompt_data", mode="before")
@@ -69,14 +69,14 @@ class EvalGroup(Group):
     eval_interval: int | None = Field(None, description="Rollout steps between evaluations.", ge=1)
     eval_prompt_data: list[str] = Field(
         default_factory=list,
-        description="Pairs of name and file: `--eval-prompt-data aime aime.jsonl`; what --prompt-data takes.",
+        description="Pairs of name and file, `--eval-prompt-data aime aime.jsonl`; files as for --prompt-data.",
     )
     eval_config: str | None = Field(
         None,
         description="YAML file of evaluation sets, each with its own number of samples, sampling and reward"
-        " (eval.defaults, eval.datasets); in place of --eval-prompt-data.",
+        " (eval.defaults, eval.datasets); instead of --eval-prompt-data.",
     )
-    skip_eval_before_train: bool = Field(False, description="No evaluation before the first step.")
+    skip_eval_before_train: bool = Field(False, description="Skip the evaluation before the first step.")
     eval_input_key: str | None = Field(None, description="As --input-key, for evaluation.")
     eval_label_key: str | None = Field(None, description="As --label-key, for evaluation.")
     n_samples_per_eval_prompt: int = Field(1, description="Samples of each evaluation prompt.", ge=1)
@@ -88,8 +88,8 @@ class EvalGroup(Group):
     eval_max_response_len: int | None = Field(None, description="As --rollout-max-response-len.", ge=1)
     eval_num_gpus: int = Field(
         0,
-        description="Further devices, for engines that evaluate and do nothing else: an evaluation runs there while"
-        " training and generation go on. 0: the policy's engines evaluate, and training waits.",
+        description="Extra devices for engines that only evaluate, while training and generation continue. 0: the"
+        " policy's engines evaluate, and training waits.",
         ge=0,
     )
 

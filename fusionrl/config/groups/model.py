@@ -14,17 +14,18 @@ class ModelGroup(Group):
 
     hf_checkpoint: str | None = Field(
         None,
-        description="Hugging Face folder, or a name of the Hub (Qwen/Qwen3-0.6B; so do other flags of such folders):"
-        " the model's shape, its tokenizer and the weights the run starts with.",
+        description="Hugging Face folder, or a name on the Hub (Qwen/Qwen3-0.6B; every flag for such a folder takes"
+        " one): the model's shape, its tokenizer and the initial weights.",
     )
     debug_random_weights: bool = Field(
         False,
-        description="Train random weights of --hf-checkpoint's shape: for benchmarks. Only its config.json is read.",
+        description="Start from random weights in the shape of --hf-checkpoint, for benchmarks; reads only"
+        " config.json.",
     )
     megatron_checkpoint: str | None = Field(
         None,
-        description="Folder of a Megatron checkpoint (torch_dist: Megatron-LM's, slime's or our own) whose weights the"
-        " run starts with; config and tokenizer are still --hf-checkpoint's.",
+        description="Folder of a Megatron checkpoint (torch_dist: from Megatron-LM, slime or fusionrl) with the initial"
+        " weights; config and tokenizer still come from --hf-checkpoint.",
     )
     custom_model_provider_path: str | None = Field(
         None, description="Function that builds a pipeline stage of the policy: Megatron's GPTModel, with its names."
@@ -36,14 +37,14 @@ class ModelGroup(Group):
     )
     ref_load: str | None = Field(
         None,
-        description="Folder of the reference model of the KL terms, Hugging Face's or torch_dist. Default: what the run"
-        " starts with.",
+        description="Folder of the reference model for KL terms, Hugging Face or torch_dist. Default: the initial"
+        " weights of the run.",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."
     )
     rollout_dtype: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Precision of the engines; auto is the trainers'."
+        "auto", description="Precision of the engines; auto: the same as the trainers."
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",
@@ -55,7 +56,7 @@ class ModelGroup(Group):
         None, description="Model chunks that each pipeline rank holds (interleaved 1F1B). Default: 1.", ge=1
     )
     num_layers_per_virtual_pipeline_stage: int | None = Field(
-        None, description="Layers of each such chunk; the other way to say the same.", ge=1
+        None, description="Layers of each chunk; an alternative to --virtual-pipeline-model-parallel-size.", ge=1
     )
     context_parallel_size: int = Field(1, description="Context parallel size of the trainers.", ge=1)
     expert_model_parallel_size: int = Field(1, description="Expert parallel size of the trainers.", ge=1)
@@ -68,39 +69,40 @@ class WeightsGroup(Group):
     """Weight push"""
 
     update_weight_mode: Literal["full", "delta"] = Field(
-        "full", description="What travels: all weights, or what has changed since the last push (transport disk)."
+        "full", description="Push all weights (full), or what changed since the last push (delta, for transport disk)."
     )
     update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = Field(
         "auto",
         description="How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
-        " folder that trainers' and engines' nodes see (docs/guides/weight-push.md).",
+        " folder that all nodes share (docs/guides/weight-push.md).",
     )
     update_weight_disk_dir: str | None = Field(
-        None, description="That folder, for this run alone. Default: weights in the run's folder."
+        None, description="Folder for transport disk, used by this run alone. Default: weights in the run's folder."
     )
     update_weight_disk_keep_files: bool = Field(
-        False, description="Keep the files of all versions; else those of the last one, until the run ends."
+        False, description="Keep the files of every version. Default: only the last version, until the run ends."
     )
     update_weight_local_checkpoint_dir: str | None = Field(
         None,
-        description="Folder for a copy of the weights on each host of engines, which they load; needed for delta."
-        " Without it they load from --update-weight-disk-dir.",
+        description="Folder on each engine host for a copy of the weights that engines load; required for delta."
+        " Without it engines load from --update-weight-disk-dir.",
     )
     update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
-        "xor", description="How a delta says what changed: xor of all bits, or places and new values."
+        "xor", description="Encoding of a delta: xor of all bits, or positions and new values."
     )
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "sha256", "adler32"] = Field(
-        "xxh3-128", description="Checksum of what is pushed by files, and of each tensor that a delta has changed."
+        "xxh3-128", description="Checksum of pushed files, and of each tensor that a delta changes."
     )
     custom_update_weight_post_write_path: str | None = Field(
-        None, description="Function called in every trainer when a version's files are there (docs/reference/hooks.md)."
+        None,
+        description="Function called in every trainer once a version's files are written (docs/reference/hooks.md).",
     )
     update_weight_buffer_size: int = Field(
-        512 * 1024**2, description="Bytes of one bucket of a weight push, at most.", ge=1024
+        512 * 1024**2, description="Maximum bytes in one bucket of a weight push.", ge=1024
     )
     pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
         "abort",
-        description="What a weight push does to requests that are running; in_place turns the prefix cache off.",
+        description="How a weight push treats running requests; in_place turns the prefix cache off.",
     )
     verify_weights: Literal["first", "always", "never"] = Field(
         "first", description="Which pushes are verified by checksums and by log-probs."

@@ -14,47 +14,47 @@ class PipelineGroup(Group):
 
     max_staleness: int | None = Field(
         None,
-        description="Versions of the weights between the one that sampled a token and the one that it trains, at most."
-        " Default: of --pipeline.",
+        description="Maximum number of weight versions between sampling a token and training on it."
+        " Default: set by --pipeline.",
         ge=0,
     )
     admission_lead: float | None = Field(
         None,
-        description="How far ahead of need prompts are admitted, in batches of a version: 0 to --max-staleness."
-        " Default: of --pipeline.",
+        description="How many batches ahead of need prompts are admitted: 0 to --max-staleness."
+        " Default: set by --pipeline.",
         ge=0,
     )
     update_weights_interval: int | None = Field(
-        None, description="Rollouts that are trained between two weight pushes. Default: of --pipeline.", ge=1
+        None, description="Rollouts trained between two weight pushes. Default: set by --pipeline.", ge=1
     )
     in_flight: Literal["drain", "retract", "in_place"] | None = Field(
         None,
-        description="Samples that are being generated at a weight push: the push waits for them (drain), or they go on"
-        " under the new weights, with their KV cache computed again (retract) or kept (in_place). Default: of"
-        " --pipeline.",
+        description="Unfinished samples at a weight push: the push waits for them (drain), or they continue with the"
+        " new weights, their KV cache recomputed (retract) or kept (in_place). Default: set by --pipeline.",
     )
     at_deadline: Literal["wait", "drop"] | None = Field(
         None,
-        description="At a version's last batch, groups that would be too old later are waited for, or dropped, which"
-        " trains fewer long answers. Default: wait.",
+        description="At a version's last batch, wait for groups that would be too old later, or drop them, which"
+        " trains on fewer long answers. Default: wait.",
     )
     max_samples_in_flight: int | None = Field(
         None,
-        description="Samples under way over all engines. Default: --sglang-server-concurrency for each engine.",
+        description="Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.",
         ge=1,
     )
     sample_timeout: float | None = Field(
         None,
-        description="Time limit of a sample, in seconds, from its first request to its last token, tools included. Then"
-        " it has failed and is not trained on. A function that blocks its thread cannot be ended. Default: none.",
+        description="Time limit of a sample, in seconds, from its first request to its last token, tools included. A"
+        " sample that exceeds it fails and is not trained on. A function that blocks its thread cannot be stopped."
+        " Default: none.",
         gt=0,
     )
     failed_samples: Literal["leave-out", "replace"] = Field(
         "leave-out",
-        description="A group with failed samples is trained without them, or replaced as a whole by another group."
-        " A group without any other sample is replaced in both cases.",
+        description="Train a group without its failed samples (leave-out), or replace the whole group. A group whose"
+        " samples all failed is always replaced.",
     )
     max_group_tries: int = Field(
-        2, description="A group that failed is tried again from its prompt, before another takes its place.", ge=1
+        2, description="Tries of a failed group, each from its prompt, before another group replaces it.", ge=1
     )
-    max_failed_groups: int = Field(32, description="So many failed groups one after the other end the run.", ge=1)
+    max_failed_groups: int = Field(32, description="End the run after this many failed groups in a row.", ge=1)

@@ -18,56 +18,53 @@ else:
 
 
 class RunGroup(Group):
-    """Run: what is done, and where its files go"""
+    """Run: kind, length and output files"""
 
     mode: Literal["rl", "sft", "reject-sampling", "eval"] = Field(
         "rl",
-        description="What the run does: rl, sft, reject-sampling or eval. Each toggles engines and trainers.",
+        description="Kind of run: rl, sft, reject-sampling or eval. It decides whether engines and trainers start.",
     )
     pipeline: PipelineName = Field("on-policy", description="How generation and training overlap.")
     name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
     run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
     run_dir_mode: Literal["700", "750", "755", "770", "775"] = Field(
-        "700", description="Rights of the run's folders, in octal; files have the same less execution."
+        "700", description="Permissions of the run's folders, in octal; files get the same without execution."
     )
     hook_env: list[str] = Field(
         default_factory=list,
-        description="Environment variables with secrets (names such as OPENAI_API_KEY) that your functions get. No"
-        " process of the run gets others; docs/guides/security.md.",
+        description="Environment variables with secrets (names such as OPENAI_API_KEY) passed to your functions."
+        " Other secrets reach no process of the run; docs/guides/security.md.",
     )
     resume: bool = Field(
         False,
-        description="Go on in --run-dir from its last checkpoint (from the start where there is none yet). Without"
-        " --hf-checkpoint all flags that are not given are those of the run; docs/guides/checkpoints.md.",
+        description="Continue the run in --run-dir from its last checkpoint, or from the start if it has none. Without"
+        " --hf-checkpoint, missing flags are read from the run; docs/guides/checkpoints.md.",
     )
     seed: int = Field(1234, description="Seed of initialisation, data order and trainers.", ge=0)
     num_rollout: int | None = Field(None, description="Number of rollout steps to run.", ge=0)
-    num_epoch: int | None = Field(
-        None, description="Epochs over the prompt data, where --num-rollout is not given.", ge=1
-    )
+    num_epoch: int | None = Field(None, description="Epochs over the prompt data, unless --num-rollout is set.", ge=1)
     use_tensorboard: bool = Field(False, description="Write TensorBoard event files into the run folder as well.")
     dry_run: bool = Field(False, description="Check everything, print the plan and stop before Ray starts.")
-    dashboard: bool = Field(False, description="Start Ray's dashboard with a cluster that is started here.")
+    dashboard: bool = Field(False, description="Start Ray's dashboard if this command starts the cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log files.")
     log_samples: int = Field(
         0,
-        description="Samples of each rollout (rl, reject-sampling) that the console shows, a line each: reward, label,"
-        " answer, prompt. `fusionrl show` shows all of them afterwards.",
+        description="Samples of each rollout (rl, reject-sampling) to print, a line each: reward, label, answer,"
+        " prompt. `fusionrl show` prints any of them later.",
         ge=0,
     )
     save_token_values: bool = Field(
         False,
-        description="Trainers write their log-prob, entropy and advantage of every token that is trained on next to the"
-        " samples, some 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, the advantage"
-        " alone.",
+        description="Save the trainers' log-prob, entropy and advantage of every trained token with the samples, about"
+        " 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, only the advantage.",
     )
     profile_steps: list[str] = Field(
         default_factory=list,
-        description="Steps that are profiled, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none.",
+        description="Steps to profile, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none.",
     )
     profile_ranks: list[str] = Field(
         default_factory=lambda: ["0", "engine-0"],
-        description="Trainers (by rank) and engines (engine-0, …) that are profiled; all: every one.",
+        description="Trainers (by rank) and engines (engine-0, …) to profile; all: every one.",
     )
     profile_tool: Literal["torch", "nsys", "memory"] = Field(
         "torch",
@@ -75,17 +72,17 @@ class RunGroup(Group):
         " history of the GPU's memory.",
     )
     profile_continuous: bool = Field(
-        False, description="Make one profile of steps that follow each other, in place of one a step."
+        False, description="Write one profile for consecutive steps instead of one per step."
     )
     custom_config_path: str | None = Field(
         None,
-        description="YAML file of names and values of one's own, which hooks find in their `args`; names of flags"
-        " go over the command line.",
+        description="YAML file of custom names and values for the `args` of hooks; names of flags override the command"
+        " line.",
     )
     stall_warn_s: float = Field(
         60.0,
-        description="A phase that takes over five times its median is reported, but not before so many seconds (the"
-        " first of its kind: five times as many), with whom it waits for and all stacks; docs/guides/trouble.md.",
+        description="Report a phase that takes over five times its median and more than this many seconds (five times"
+        " as many for the first of its kind), with what it waits for and all stacks; docs/guides/trouble.md.",
         gt=0,
     )
     stall_timeout_s: float | None = Field(
@@ -98,11 +95,11 @@ class RunGroup(Group):
     )
     pdb: bool = Field(
         False,
-        description="With --in-process: where an error ends the run, open the debugger where it was raised.",
+        description="With --in-process: when an error ends the run, open the debugger where it was raised.",
     )
-    debug_rollout_only: bool = Field(False, description="Run the engines and the Buffer alone; nothing is trained.")
+    debug_rollout_only: bool = Field(False, description="Run only the engines and the Buffer, without training.")
     debug_train_only: bool = Field(
-        False, description="Run the trainers alone on rollouts saved before (--load-debug-rollout-data)."
+        False, description="Run only the trainers, on saved rollouts (--load-debug-rollout-data)."
     )
     load_debug_rollout_data: str | None = Field(
         None, description="Path template with {rollout_id} of rollouts to train on instead of generating."
@@ -116,60 +113,58 @@ class ClusterGroup(Group):
     """Cluster: devices and placement"""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of engines and trainers.")
-    ray_address: str | None = Field(
-        None, description="Address of a Ray cluster that runs already; by default a local one is started."
-    )
+    ray_address: str | None = Field(None, description="Address of a running Ray cluster. Default: start a local one.")
     allow_open_ray: bool = Field(
-        False, description="Join a Ray cluster that asks nobody for a token: whoever reaches it can run code in it."
+        False, description="Join a Ray cluster without token authentication: anyone who reaches it can run code in it."
     )
-    actor_num_nodes: int = Field(1, description="Nodes of the trainers.", ge=1)
+    actor_num_nodes: int = Field(1, description="Number of trainer nodes.", ge=1)
     actor_num_gpus_per_node: int = Field(
-        1, description="Trainer ranks a node; devices are GPUs, or processes on a CPU.", ge=1
+        1, description="Trainer ranks per node; a device is a GPU, or a process on a CPU.", ge=1
     )
     rollout_num_gpus: int | None = Field(
         None,
-        description="Devices of the engines in all. Default: the trainers' when colocated, else 1.",
+        description="Devices of all engines together. Default: those of the trainers if colocated, else 1.",
         ge=1,
     )
     rollout_num_gpus_per_engine: int = Field(1, description="Devices of one engine (its tensor parallel size).", ge=1)
     rollout_external_engine_addrs: list[str] = Field(
         default_factory=list,
-        description="Addresses (host:port) of engines that run already, and work beside the run's own"
-        " (docs/guides/engines.md). Their key, if they have one: FUSIONRL_ENGINE_KEY.",
+        description="Addresses (host:port) of running engines to use in addition to the run's own"
+        " (docs/guides/engines.md). Set FUSIONRL_ENGINE_KEY to their key, if they have one.",
     )
     engine_group: list[str] = Field(
         default_factory=list,
         description="Engines of several sizes and flags: NAME:num_gpus=N,per_engine=N,role=ROLE,FLAG=VALUE, one for"
         " each group. Roles: generate, prefill, decode, eval. See docs/guides/engines.md.",
     )
-    num_gpus_per_node: int = Field(8, description="Devices a node has, at most, when a placement is planned.", ge=1)
+    num_gpus_per_node: int = Field(8, description="Maximum devices per node when planning a placement.", ge=1)
     colocate: bool = Field(False, description="Engines and trainers share the same devices.")
     offload_rollout: bool = Field(
-        True, description="Colocated on GPUs: engines give their memory back while the trainers work."
+        True, description="Colocated on GPUs: engines release their memory while the trainers work."
     )
     offload_train: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Trainers copy weights, gradient buffers and optimizer out while engines generate: to host memory"
-        " on a GPU, to a file on a CPU. auto: when colocated on GPUs.",
+        description="Move the trainers' weights, gradient buffers and optimizer out while engines generate: from a GPU"
+        " to host memory, on a CPU to a file. auto: when colocated on GPUs.",
     )
     offload_folder: str | None = Field(
-        None, description="Folder of such files on a CPU. Default: the system's for temporary files."
+        None, description="Folder of the --offload-train files on a CPU. Default: the system's temporary folder."
     )
     distributed_timeout_minutes: int = Field(10, description="Time limit of a collective operation, minutes.", ge=1)
     placement_timeout_s: float = Field(
         120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
     )
     numa_affinity: bool = Field(
-        True, description="Bind trainers and engines to the CPUs that are near their GPUs; docs/guides/profiling.md."
+        True, description="Bind trainers and engines to the CPUs near their GPUs; docs/guides/profiling.md."
     )
     peak_tflops: float | None = Field(
         None,
-        description="Peak of one device in TFLOP/s, of which perf/mfu is a share. Default: of the data sheet, in bf16,"
-        " by the GPU's name; without it there is no perf/mfu.",
+        description="Peak TFLOP/s of one device, the reference of perf/mfu. Default: the data sheet's bf16 value for"
+        " the GPU's name; if unknown, perf/mfu is not reported.",
         gt=0,
     )
     train_num_threads: int | None = Field(
-        None, description="CPU threads of one trainer rank. Default: cores shared out over the ranks.", ge=1
+        None, description="CPU threads of one trainer rank. Default: cores divided among the ranks.", ge=1
     )
 
     @field_validator("rollout_num_gpus", mode="before")
@@ -178,9 +173,9 @@ class ClusterGroup(Group):
         if value in (0, "0"):
             raise PydanticCustomError(
                 "own_engine",
-                "a run has at least one engine of its own, also beside --rollout-external-engine-addrs: engines of"
-                " others may leave or die at any time, and then it answers; give 1 or more, or leave the"
-                " flag out of a run without engines (--mode sft)",
+                "a run needs at least one engine of its own, even with --rollout-external-engine-addrs: external"
+                " engines may leave or die at any time; give 1 or more, or leave the flag out of a run without"
+                " engines (--mode sft)",
             )
         return value
 
@@ -194,22 +189,22 @@ class CheckpointGroup(Group):
     no_save: bool = Field(False, description="Write no checkpoints at all.")
     async_save: bool = Field(
         False,
-        description="Write a checkpoint's files while the run goes on: a process of each trainer writes a copy.",
+        description="Write a checkpoint's files while training continues, from a copy in a process of each trainer.",
     )
     verify_checkpoints: bool = Field(
         False,
-        description="Keep hashes of weights, optimizer, RNG and data cursor with each checkpoint, and refuse to go on"
-        " from one where what was loaded has others (seconds for each GB).",
+        description="Store hashes of weights, optimizer, RNG and data cursor with each checkpoint, and refuse to resume"
+        " if the loaded state differs (takes seconds per GB).",
     )
     keep_checkpoints: int | None = Field(
         None, description="Keep this many of the newest checkpoints and delete older ones. Default: all.", ge=1
     )
     keep_best: str | None = Field(
         None,
-        description="With --keep-checkpoints: keep also the one with the highest value of this metric"
+        description="With --keep-checkpoints: also keep the checkpoint with the highest value of this metric"
         " (eval/<set>/accuracy).",
     )
     save_hf: str | None = Field(
         None,
-        description="Save the weights as a Hugging Face folder here at the end ({rollout_id} is filled in).",
+        description="Folder for the final weights in Hugging Face format; {rollout_id} is filled in.",
     )

@@ -16,7 +16,7 @@ Values = TypeVar("Values", Tensor, list[float])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, *layout: object) -> Tensor:
-    """Return a response's values as they are, [response_length]; miles names the layout besides."""
+    """Return a response's values unchanged, [response_length]; miles also passes the layout."""
     assert len(tensor) == response_length, f"{len(tensor)} values for {response_length} response tokens"
     return tensor
 
@@ -50,7 +50,7 @@ def get_sum_of_sample_mean(
         parts = values.split(list(response_lengths), dim=0)
         sums = [(part * mask).sum() for part, mask in zip(parts, loss_masks, strict=True)]
         if not calculate_per_token_loss:
-            sums = [one / torch.clamp_min(count, 1) for one, count in zip(sums, denominators, strict=True)]
+            sums = [total / torch.clamp_min(count, 1) for total, count in zip(sums, denominators, strict=True)]
         return torch.stack(sums).sum()
 
     return reduced

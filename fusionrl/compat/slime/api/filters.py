@@ -49,6 +49,6 @@ class MetricGatherer:
 def call_rollout_fn(
     fn: Callable[..., Any], *args: object, evaluation: bool, **kwargs: object
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function; bare lists and dicts are made the output that they stand for."""
+    """Call a rollout function; wrap bare lists and dicts in the output class."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     return as_eval_output(output) if evaluation else as_train_output(output)

@@ -1,9 +1,9 @@
 """Names of `slime.rollout.fully_async_rollout`: groups stay under way from one rollout to the next.
 
 One worker for the process holds a pool of groups in flight. A rollout takes the first that are finished, and fills the
-pool up; the others go on while the trainers train, also over a weight push. Prompts are drawn only while a rollout is
-asked for, so the data cursor stands still when a checkpoint is written. Under --pipeline on-policy nothing bounds how
-old a sample may become; under the others the data source gives prompts only as far as --max-staleness allows.
+pool up; the others continue while the trainers train, also across a weight push. Prompts are drawn only during a
+rollout call, so the data cursor does not move while a checkpoint is written. With --pipeline on-policy, nothing
+bounds how old a sample may become; with the others the data source gives prompts only as --max-staleness allows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _worker: AsyncRolloutWorker | None = None
 class AsyncRolloutWorker:
     """Groups in flight on the process's event loop, and those that are finished.
 
-    args         of the rollout that is asked for: whoever begins one sets it
+    args         of the current rollout; the caller that starts a rollout sets them
     concurrency  most groups in flight, and most finished ones that wait, before no more prompts are drawn
     """
 
@@ -82,8 +82,8 @@ class AsyncRolloutWorker:
     async def _begin(self, args: Namespace, groups: list[list[Sample]]) -> None:
         for group in groups:
             blank, number = copy.deepcopy(group), self._num_begun
-            made = sglang_rollout.generate_and_rm_group(args, group, sampling_params(args))
-            task = asyncio.create_task(made)
+            coroutine = sglang_rollout.generate_and_rm_group(args, group, sampling_params(args))
+            task = asyncio.create_task(coroutine)
             self._num_begun += 1
             self._flying[task] = blank
             task.add_done_callback(functools.partial(self._finish, number))
@@ -95,7 +95,7 @@ class AsyncRolloutWorker:
             return
         if (failure := task.exception()) is not None:
             self._failure = failure
-        elif any(sample.status in _UNFINISHED for one in task.result() for sample in as_list(one)):
+        elif any(sample.status in _UNFINISHED for item in task.result() for sample in as_list(item)):
             self._aborted.put(blank)
         else:
             self.output_queue.put((number, task.result()))
@@ -115,11 +115,11 @@ class AsyncRolloutWorker:
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_buffer: DataSource, evaluation: bool = False
 ) -> list[Group]:
-    """Return the first --rollout-batch-size groups that are finished; the others go on.
+    """Return the first --rollout-batch-size groups that are finished; the others continue.
 
     Raises:
         ValueError: an evaluation, for which --eval-function-path names another function.
-        RolloutAborted: the run was told to stop.
+        RolloutAborted: the run is stopping.
     """
     if evaluation:
         raise ValueError(
@@ -135,7 +135,7 @@ def generate_rollout_fully_async(
         worker.fill()
         groups += worker.get_completed_groups(args.rollout_batch_size - len(groups))
     logger.info("rollout %d: %d finished groups wait", rollout_id, worker.queue_size())
-    return [group for _, group in sorted(groups, key=lambda one: one[0])]
+    return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
 
 
 generate_rollout_fully_async.asks_again = True  # type: ignore[attr-defined]  # `fill` takes what it gets

@@ -1,4 +1,4 @@
-"""Names of `slime.utils.http_utils` beside `post`."""
+"""Names of `slime.utils.http_utils` except `post`."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def compute_statistics(values: Sequence[float]) -> dict[str, float]:
     """Return mean, median, max and min."""
-    found = np.asarray(values, np.float64)
-    return {"mean": found.mean(), "median": float(np.median(found)), "max": found.max(), "min": found.min()}
+    array = np.asarray(values, np.float64)
+    return {"mean": array.mean(), "median": float(np.median(array)), "max": array.max(), "min": array.min()}
 
 
 def compute_pass_rate(

@@ -24,7 +24,7 @@ T = TypeVar("T")
 def load_function(path: str) -> Any:
     """Return what a path names: a function, or any object, as a list of tools is.
 
-    A package beside a hook's file is found, too, as `examples.agents.solve`.
+    Packages next to a hook's file are found as well: `examples.agents.solve`.
 
     Raises:
         ValueError: the module cannot be imported, or has no such name.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass
 class MultimodalType:
-    """A kind of input: its name in a message's content, and what stands for it in a text."""
+    """A kind of input: its name in a message's content, and its placeholder in a text."""
 
     name: str
     placeholder: str

@@ -31,11 +31,11 @@ def load_processor(name_or_path: str, **kwargs: object) -> None:
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return keyword arguments of a Hugging Face processor: the inputs, ids as lists, all else as torch tensors."""
-    found: dict[str, Any] = dict(multimodal_inputs or {})
-    found["text_kwargs"] = {**found.get("text_kwargs", {}), "return_tensors": None, "return_mm_token_type_ids": False}
+    inputs: dict[str, Any] = dict(multimodal_inputs or {})
+    inputs["text_kwargs"] = {**inputs.get("text_kwargs", {}), "return_tensors": None, "return_mm_token_type_ids": False}
     for kind in ("audio_kwargs", "images_kwargs", "videos_kwargs"):
-        found[kind] = {**found.get(kind, {}), "return_tensors": "pt"}
-    return found
+        inputs[kind] = {**inputs.get(kind, {}), "return_tensors": "pt"}
+    return inputs
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:

@@ -1,4 +1,4 @@
-"""Names of slime's `rm_hub` that have no function of their own in `fusionrl.rewards`."""
+"""Names of `slime.rollout.rm_hub` without a function of their own in `fusionrl.rewards`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str | None:
-    r"""Return what stands in `\boxed{…}`; None where the text is no such box alone."""
+    r"""Return the content of `\boxed{…}`; None unless the text is exactly such a box."""
     is_box = s is not None and s.startswith("\\boxed{") and s.endswith("}")
     return s[len("\\boxed{") : -1] if is_box else None
 

@@ -1,4 +1,4 @@
-"""Names of slime's rollout modules that are one line of fusionrl, or nearly."""
+"""Names of `slime.rollout` that take about one line of fusionrl."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: S
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: object) -> Any:
     """Call the functions of --rollout-sample-hook-path on a sample, or on each of a nested list of them.
 
-    For copies of slime's rollout loop: `generate_and_rm` calls them itself.
+    For copies of the rollout loop in slime: `generate_and_rm` calls them itself.
 
     Raises:
-        HookError: a function raised, or returned what is no sample.
+        HookError: a function raised, or returned something other than a sample.
     """
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
@@ -111,7 +111,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: obje
 
 
 def sleep(args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False) -> None:
-    """Never return: the engines stay up for a person to look at, until the run is told to stop."""
+    """Never return: the engines stay up for a person to look at, until the run is stopped."""
     while not args.abort_event.wait(1.0):
         time.sleep(0)
     raise sglang_rollout.RolloutAborted("the sleeping rollout was told to stop")

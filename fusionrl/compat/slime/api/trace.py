@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What an engine says of one request that a person may want to see.
+# Fields of an engine's answer that help a person to understand one request.
 _META = ("prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency", "queue_time", "weight_version")
 
 
@@ -47,5 +47,5 @@ def trace_event(target: object, name: str, *, attrs: Mapping[str, Any] | None = 
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counts and times of one answer of SGLang's /generate."""
+    """Return counts and times from one /generate response of SGLang."""
     return {name: meta[name] for name in _META if meta.get(name) is not None}

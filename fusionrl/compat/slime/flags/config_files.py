@@ -49,11 +49,11 @@ def with_flags(
 
 def _without(argv: list[str], flag: str) -> list[str]:
     """Return the command line without a flag and its values."""
-    kept, is_kept = [], True
+    words, is_kept = [], True
     for word in argv:
         is_kept = word != flag if word.startswith("--") else is_kept
-        kept += [word] if is_kept else []
-    return kept
+        words += [word] if is_kept else []
+    return words
 
 
 def _loaded(text: str) -> object:
@@ -65,39 +65,41 @@ def _loaded(text: str) -> object:
         raise NoFlagsError(f"it is not YAML ({error})") from error
 
 
-def _entries(found: object, name: str) -> list[dict[str, object]]:
-    entries = found.get(name) if isinstance(found, Mapping) else None
-    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+def _entries(content: object, name: str) -> list[dict[str, object]]:
+    entries = content.get(name) if isinstance(content, Mapping) else None
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise NoFlagsError(f"expected a list of mappings under `{name}`")
     return entries
 
 
-def _engine_groups(found: object) -> dict[str, list[str]]:
+def _engine_groups(content: object) -> dict[str, list[str]]:
     """Return --engine-group for the groups of the one model, and --sglang-* for what its groups have alike."""
-    models = _entries(found, "sglang")
+    models = _entries(content, "sglang")
     if len(models) != 1:
         raise NoFlagsError(f"it serves {len(models)} models; the engines of a run serve the policy alone")
     (model,) = models
-    if other := model.keys() - {"name", "num_gpus_per_engine", "server_groups", "update_weights"}:
-        raise NoFlagsError(f"its model has {', '.join(sorted(other))}; the engines of a run serve --hf-checkpoint")
+    if unsupported := model.keys() - {"name", "num_gpus_per_engine", "server_groups", "update_weights"}:
+        raise NoFlagsError(
+            f"its model has {', '.join(sorted(unsupported))}; the engines of a run serve --hf-checkpoint"
+        )
     if model.get("update_weights") is False:
         raise NoFlagsError("update_weights is false: the engines of a run get every push")
     # A placeholder is devices without an engine.
-    groups = [one for one in _entries(model, "server_groups") if one.get("worker_type") != "placeholder"]
-    if strange := [one.get("worker_type") for one in groups if one.get("worker_type") not in _ROLES]:
+    groups = [group for group in _entries(model, "server_groups") if group.get("worker_type") != "placeholder"]
+    if strange := [group.get("worker_type") for group in groups if group.get("worker_type") not in _ROLES]:
         raise NoFlagsError(f"worker_type {strange[0]}: the engines of a run are {', '.join(_ROLES)}")
     if not groups:
         raise NoFlagsError("it has no engines")
-    own = [_overrides(one) for one in groups]
-    own = [{name: value for name, value in one.items() if name not in _DP_ATTENTION} for one in own]
+    overrides = [_overrides(group) for group in groups]
+    overrides = [{name: value for name, value in options.items() if name not in _DP_ATTENTION} for options in overrides]
     alike = {
         name: value
-        for name, value in own[0].items()
-        if value is not False and all(name in one and one[name] == value for one in own)
+        for name, value in overrides[0].items()
+        if value is not False and all(name in options and options[name] == value for options in overrides)
     }
     flags = {f"--sglang-{_option(name)}": [] if value is True else [_text(value)] for name, value in alike.items()}
     texts = []
-    for number, (group, options) in enumerate(zip(groups, own, strict=True), 1):
+    for number, (group, options) in enumerate(zip(groups, overrides, strict=True), 1):
         kind = str(group["worker_type"])
         size = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine")
         items = {"num_gpus": group.get("num_gpus"), **({"per_engine": size} if size else {})}
@@ -107,10 +109,10 @@ def _engine_groups(found: object) -> dict[str, list[str]]:
     return {**flags, "--engine-group": texts}
 
 
-def _roles(found: object) -> dict[str, list[str]]:
+def _roles(content: object) -> dict[str, list[str]]:
     """Return the critic's flags, and the actor's own values."""
     flags: dict[str, list[str]] = {}
-    for entry in _entries(found, "megatron"):
+    for entry in _entries(content, "megatron"):
         role = entry.get("role")
         if role not in ("actor", "critic"):
             raise NoFlagsError(f"role {role}: the roles here are actor and critic")

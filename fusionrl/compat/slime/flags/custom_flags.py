@@ -1,6 +1,6 @@
 """What of a launch no table of flags has: flags of a fork or of a user's own, and words that only the script knows.
 
-slime adds the values of --custom-config-path to the `args` of hooks, beside the flags that a fork's parser has. Here
+slime adds the values of --custom-config-path to the `args` of hooks, next to the flags that a fork's parser has. Here
 that file has those flags, too.
 """
 
@@ -30,7 +30,7 @@ class Apart:
     """A launch's arguments, divided.
 
     argv    flags of slime, of fusionrl and of the parts, with their values
-    loose   words in the place of a flag that only the machine of the run knows: `"${EXTRA_ARGS[@]}"`, `"$@"`
+    loose   words where a flag is expected, known only on the machine of the run: `"${EXTRA_ARGS[@]}"`, `"$@"`
     custom  flags that none of them has, by their names in `args`
     hints   of these, a flag that has nearly the same name
     env     variables of --train-env-vars, which the printed script exports
@@ -93,8 +93,8 @@ def _grouped(argv: Sequence[str], loose: list[str]) -> list[tuple[str, list[str]
 def _takes_more(flag: str, values: Sequence[str], word: str) -> bool:
     if "=" in flag:
         return False
-    wanted = _num_values(flag)
-    return len(values) < wanted and (wanted > 1 or not _ARRAY.fullmatch(plain(word)))
+    num_values = _num_values(flag)
+    return len(values) < num_values and (num_values > 1 or not _ARRAY.fullmatch(plain(word)))
 
 
 def _num_values(flag: str) -> int:
@@ -112,13 +112,13 @@ def _num_values(flag: str) -> int:
 
 
 def _variables(values: Sequence[str]) -> dict[str, str] | None:
-    """Return the variables that a JSON text sets; None where it is no such text."""
+    """Return the variables that a JSON text sets; None for any other text."""
     try:
-        found = json.loads(" ".join(values))
+        settings = json.loads(" ".join(values))
     except ValueError:
         return None
-    is_plain = isinstance(found, dict) and all(name.isidentifier() for name in found)
-    return {name: str(value) for name, value in found.items()} if is_plain else None
+    is_plain = isinstance(settings, dict) and all(name.isidentifier() for name in settings)
+    return {name: str(value) for name, value in settings.items()} if is_plain else None
 
 
 def _value(values: Sequence[str]) -> object:

@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 
 class Default(NamedTuple):
-    """A default that is another in slime.
+    """A default that differs in slime.
 
-    slime    the value there (of slime, or of Megatron-LM behind it)
-    written  flags of ours that ask for it, with field names in front of values as on the command line
-    reason   why it is another here
-    beside   only where one of these flags is given (or the launch is of that kind) it changes anything; none: always
+    slime    the default there (slime's, or Megatron-LM's)
+    written  fusionrl flags that give slime's value
+    reason   why fusionrl differs
+    only_with  the default matters only with one of these flags (or that kind of launch); empty: always
     """
 
     slime: str
     written: tuple[str, ...]
     reason: str
-    beside: tuple[str, ...] = ()
+    only_with: tuple[str, ...] = ()
 
 
 TRAIN_ASYNC = "train_async"  # a launch of train_async.py, which becomes --pipeline one-step-off
@@ -80,7 +80,7 @@ DEFAULTS: dict[str, Default] = {
         "a loss that is not finite ends the run", ("--max-skipped-steps", "1"), "one odd step does not end a long run"
     ),
     "custom_tis_function_path": Default(
-        "read beside --use-tis or --get-mismatch-metrics alone",
+        "read only with --use-tis or --get-mismatch-metrics",
         (),
         "a function that is given is called; leave it out to switch it off",
     ),
@@ -93,20 +93,20 @@ DEFAULTS: dict[str, Default] = {
 }
 
 
-def slime_defaults(argv: Sequence[str], given: Collection[str]) -> list[str]:
-    """Return flags of ours that give a command line slime's defaults where it leaves them out.
+def slime_defaults(argv: Sequence[str], user_flags: Collection[str]) -> list[str]:
+    """Return the fusionrl flags that add slime's defaults to a command line that leaves them out.
 
     Args:
-        argv: a command line of ours.
-        given: names of flags that the user gave, in slime's words or ours; TRAIN_ASYNC for such a launch.
+        argv: a command line in fusionrl's flags.
+        user_flags: names of flags that the user passed, slime's or fusionrl's; TRAIN_ASYNC for such a launch.
     """
-    names = {*given, *(token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv)}
+    names = {*user_flags, *(token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv)}
     is_sft = "sft" in argv
     added: list[str] = []
     for name, default in DEFAULTS.items():
         if {name, f"no_{name}"} & names or not default.written:
             continue
-        if default.beside and not ({*default.beside} & names or ("sft" in default.beside and is_sft)):
+        if default.only_with and not ({*default.only_with} & names or ("sft" in default.only_with and is_sft)):
             continue
         if (is_sft and name == "rollout_skip_special_tokens") or (
             name == "max_skipped_steps" and "no_check_for_nan_in_loss_and_grad" in names

@@ -47,13 +47,13 @@ def smaller(argv: Sequence[str]) -> list[str]:
         groups[-1].append(word)
     sizes = {flag.replace("--no-", "--") for flag in _SIZES if flag.startswith("--")}
     sizes |= {f"--{ranks}-parallel-size" for ranks in _RANKS}
-    kept = [
+    small = [
         word
         for group in groups
         if not _is_left_out(group[0]) and group[0].replace("--no-", "--").partition("=")[0] not in sizes
         for word in group
     ]
-    return [*kept, *_SIZES]
+    return [*small, *_SIZES]
 
 
 def _is_left_out(flag: str) -> bool:

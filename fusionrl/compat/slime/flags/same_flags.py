@@ -1,4 +1,4 @@
-"""Flags of slime's that are flags here, of the same name and meaning but for those in `table.DIFFERS`."""
+"""Flags with the same name in slime and fusionrl, and the same meaning except for those in `table.DIFFERS`."""
 
 from __future__ import annotations
 

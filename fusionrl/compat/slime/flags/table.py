@@ -1,13 +1,13 @@
-"""Every flag of slime's, and of Megatron-LM's that its launch scripts give, that is no flag of fusionrl's own. Pure.
+"""Every slime flag, and Megatron-LM flag in slime's launch scripts, that fusionrl does not have. Pure.
 
-One entry a flag. What becomes of it is its kind:
+One entry per flag. Its kind says how it is treated:
 
-SHAPE      it says what config.json says: compared, equal is accepted in silence
-RENAMED    it is written as another flag (`text`), which the user could have given as well
-NO_EFFECT  accepted; the plan says that it changes nothing, and why
-REFUSED    it would change something and cannot be honoured: the reason, and what to do instead
+SHAPE      config.json has this value: compared, and accepted silently if equal
+RENAMED    replaced by another flag (`text`), which the user could pass instead
+NO_EFFECT  accepted; the plan says why it changes nothing
+REFUSED    an error, with the reason and what to do instead
 
-A flag that is one of ours as well needs no entry. DIFFERS has those whose meaning or default is another here.
+A flag that fusionrl has needs no entry. DIFFERS lists those whose meaning or default differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusionrl.config.hooks import flag_of
 
 
 class Kind(enum.Enum):
-    """What becomes of a flag."""
+    """How a flag is treated."""
 
     SHAPE = "compared"
     RENAMED = "renamed"
@@ -31,10 +31,10 @@ class Kind(enum.Enum):
 class Entry(NamedTuple):
     """One flag.
 
-    kind     what becomes of it
-    arity    values that it takes: 0, 1, 2, or -1 for all up to the next flag
+    kind     how it is treated
+    arity    number of values: 0, 1, 2, or -1 for all up to the next flag
     text     for people: the flag to write, or the reason
-    neutral  values of a refused flag that ask for nothing special: with them it has no effect
+    neutral  values of a refused flag that match what fusionrl does: accepted, without effect
     """
 
     kind: Kind
@@ -48,18 +48,18 @@ class Entry(NamedTuple):
         if len(values) < (1 if self.arity < 0 else self.arity):
             cure = cure_for(flag)
             return f"{flag}: it needs a value" + (f"; {cure}" if cure else "")
-        shown = " ".join([flag, *([] if name in SECRETS else values)])
+        text = " ".join([flag, *([] if name in SECRETS else values)])
         if self.kind is Kind.RENAMED:
-            return f"{shown}: slime's name; use {self.text}"
+            return f"{text}: slime's name; use {self.text}"
         if self.kind is Kind.REFUSED and not (self.neutral and values and values[0] in self.neutral):
-            return f"{shown}: {self.text}"
+            return f"{text}: {self.text}"
         if self.arity == 0 and values:
             if values[0].lower() == "true":
                 values = []
             elif values[0].lower() == "false":
                 return None
             else:
-                return f"{shown}: it takes no value"
+                return f"{text}: it takes no value"
         if name not in SECRETS:
             accepted[name] = values if self.arity < 0 else (values[0] if values else True)
         return None
@@ -169,17 +169,17 @@ RENAMED: dict[str, Entry] = {
 }
 
 # ------------------------------------------------------------------------------------------------ nothing to do
-_ALWAYS = "it is always so here"
-_WANDB = "`fusionrl track RUN --to wandb --follow` sends a run's metrics.jsonl to W&B, also while the run goes on"
+_ALWAYS = "always on here"
+_WANDB = "`fusionrl track RUN --to wandb --follow` sends a run's metrics.jsonl to W&B, also during the run"
 _TENSORBOARD = "event files lie in the run's folder"
 _FOLDER = "every sample is in the run's folder, rollouts/"
-_CI = "a check of slime's own tests; here --verify-weights and train/logprob metrics watch the same"
+_CI = "a check for slime's CI; here --verify-weights and the train/logprob metrics cover it"
 _PROFILE = "--profile-steps has profiles of other steps and tools; `fusionrl timeline` has the times of all"
-_CONFIG = "it follows from config.json"
-_BUFFER = "nothing here reads it; a rollout function of your own finds it in its args"
-_RAY = "rollouts travel by Ray's object store: the same data at another speed"
+_CONFIG = "read from config.json"
+_BUFFER = "fusionrl does not read it; your own rollout function finds it in its args"
+_RAY = "rollouts travel through Ray's object store: the same data, another speed"
 _SESSIONS = (
-    "the session proxy starts where a function or an agent asks for it, on a free port (docs/guides/sessions.md)"
+    "the session proxy starts when a function or an agent opens a session, on a free port (docs/guides/sessions.md)"
 )
 _MEMORY = "memory is saved by --offload-train, --optimizer-cpu-offload and --recompute-granularity: the same values"
 _MEMORY_SWITCHES = ("rematerialize_param_from_master_weight", "offload_ref", "offload_old_actor")
@@ -195,13 +195,13 @@ NO_EFFECT: dict[str, Entry] = {
     "use_flash_attn": _idle(0, "Transformer Engine takes the fastest that fits (flash)"),
     "use_distributed_optimizer": _idle(0, _ALWAYS),
     "no_check_for_nan_in_loss_and_grad": _idle(
-        0, "a step that is not finite never ends the run at once: it is skipped and counted (--max-skipped-steps)"
+        0, "a step that is not finite is skipped and counted instead of ending the run (--max-skipped-steps)"
     ),
     "seq_length": _idle(1, "sequences are packed at their own lengths"),
     "max_position_embeddings": _idle(1, "rotary embeddings have no table of positions"),
     "make_vocab_size_divisible_by": _idle(1, "the vocabulary is padded as the layout needs it"),
     "padded_vocab_size": _idle(1, "the vocabulary is padded as the layout needs it"),
-    "enable_experimental": _idle(0, "no layer here is one of Megatron's experimental ones"),
+    "enable_experimental": _idle(0, "no layer here is an experimental Megatron-core layer"),
     "save_retain_interval": _idle(1, "every checkpoint is kept; --keep-checkpoints N keeps the N newest"),
     "no_save_optim": _idle(0, "checkpoints always hold the optimizer, so that a resume is exact"),
     "no_load_optim": _idle(0, "--load of another's checkpoint reads the weights alone"),
@@ -295,23 +295,23 @@ NO_EFFECT: dict[str, Entry] = {
 
 # ------------------------------------------------------------------------------------------------ not here
 _ALL_TRAINED = "all weights are trained here; leave it out"
-_NO_ADAPTERS = "all weights are trained, there are no adapters; leave it out"
+_NO_ADAPTERS = "all weights are trained, without adapters; leave it out"
 _ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out (--router-port chooses the port)"
 _WRITTEN = "`fusionrl from-slime` writes the flags for a file that it finds"
 _DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
 REFUSED: dict[str, Entry] = {
     "train_backend": _refused(1, "Megatron-core trains; leave it out", "megatron"),
     "optimizer": _refused(1, "the optimizer is Adam (--adam-beta1, --adam-beta2, --adam-eps); leave it out", "adam"),
-    "fp16": _refused(0, "there is no training in fp16; use --precision bf16"),
+    "fp16": _refused(0, "fp16 training is not supported; use --precision bf16"),
     "distributed_backend": _refused(1, "it follows from --device: nccl on GPUs, gloo on a CPU", "nccl"),
     "train_env_vars": _refused(
         1, "trainers get the environment of the command; export the variables before it", "{}", "null"
     ),
-    "release_train": _refused(0, "trainers stay, and give their memory back by --offload-train always; use that"),
+    "release_train": _refused(0, "trainers keep running and release memory with --offload-train always; use that"),
     "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
     "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
     "multimodal_keys": _refused(1, "not available yet (multimodal data is still to come); leave it out"),
-    "start_rollout_id": _refused(1, "a run that goes on starts after its checkpoint (--resume); leave it out", "0"),
+    "start_rollout_id": _refused(1, "a resumed run starts after its checkpoint (--resume); leave it out", "0"),
     "eval_tool_key": _refused(1, "evaluation sets have --tool-key, or tool_key of their own in --eval-config"),
     "eval_max_prompt_len": _refused(1, "evaluation sets have --rollout-max-prompt-len; leave it out"),
     "eval_max_context_len": _refused(1, "evaluation sets have --rollout-max-context-len; leave it out"),
@@ -364,18 +364,18 @@ DIFFERS: dict[str, str] = {
     "ref_load": "without --load, slime starts the policy with it, too; here a torch_dist folder does so (it becomes"
     " --megatron-checkpoint), and a Hugging Face folder is the reference alone: the policy starts with --hf-checkpoint",
     "offload_train": "takes auto, always or never; --offload-train and --no-offload-train alone are always and never",
-    "micro_batch_size": "beside --use-dynamic-batch-size slime does not read it, and it is left out; alone it is the"
-    " most samples of a micro-batch",
+    "micro_batch_size": "left out with --use-dynamic-batch-size, where slime ignores it; alone, the maximum samples of"
+    " a micro-batch",
     "use_dynamic_batch_size": "always so",
     "balance_data": "always so",
     "update_weight_transport": "nccl is auto: ipc when colocated, else broadcast",
     "log_probs_chunk_size": "-1 is left out: logits are made in slices of about 32 MiB",
     "rollout_function_path": "slime's sft_rollout is --mode sft",
-    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load; without it your functions ask a"
-    " teacher of yours, as there (--custom-rm-path, --custom-reward-post-process-path)",
-    "load_debug_rollout_data": "wants --debug-train-only beside it, which slime sets by itself",
+    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load; without it your functions call"
+    " your own teacher, as in slime (--custom-rm-path, --custom-reward-post-process-path)",
+    "load_debug_rollout_data": "also needs --debug-train-only, which slime sets itself",
     "use_fault_tolerance": "a dead engine is started anew before the next push",
-    "custom_config_path": "values go over the flags of the command line, as there",
+    "custom_config_path": "its values override the command line, as in slime",
     "sglang_dp_size": "with --sglang-enable-dp-attention left out: tensor parallelism alone divides an engine",
     "sglang_enable_dp_attention": "left out: tensor parallelism alone divides an engine",
     "sglang_tp_size": "left out where it is --rollout-num-gpus-per-engine, which counts in slime, too",

@@ -1,4 +1,4 @@
-"""A command line as slime's users write it → flags of ours. Pure, but for looking at what a folder of weights is."""
+"""Translate slime's command line to fusionrl flags. Pure, except that it looks into folders of weights."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ def form_of(path: str) -> Form | None:
 def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of) -> Translated:
     """Translate a command line. `form`: of a folder of weights."""
     result = Translated()
-    given = _grouped(argv, result.errors)
-    names = {one.name: one for one in given}
+    flags = _grouped(argv, result.errors)
+    names = {flag.name: flag for flag in flags}
     is_sft = any(value in _SFT for value in getattr(names.get("rollout_function_path"), "values", ()))
     if is_sft:
-        given = _as_sft(given, result)
-    given = _without_fsdp(given, names, result)
-    given = _without_dp_attention(given, names, result)
-    for one in given:
-        entry = TABLE.get(one.name)
+        flags = _as_sft(flags, result)
+    flags = _without_fsdp(flags, names, result)
+    flags = _without_dp_attention(flags, names, result)
+    for flag in flags:
+        entry = TABLE.get(flag.name)
         if entry is None:
-            result.argv += _own(one, names, result)
-        elif one.name == "eval_max_context_len" and one.values == _values(names, "rollout_max_context_len"):
+            result.argv += _own(flag, names, result)
+        elif flag.name == "eval_max_context_len" and flag.values == _values(names, "rollout_max_context_len"):
             result.notes.append(
-                f"{one.shown}: left out: evaluation sets have --rollout-max-context-len, which is the same"
+                f"{flag.shown}: left out: evaluation sets have --rollout-max-context-len, which is the same"
             )
-        elif entry.kind is Kind.RENAMED and len(one.values) >= abs(entry.arity):
-            _rename(one, names, result)
-        elif error := entry.accept(one.name, one.values, result.accepted):
+        elif entry.kind is Kind.RENAMED and len(flag.values) >= abs(entry.arity):
+            _rename(flag, names, result)
+        elif error := entry.accept(flag.name, flag.values, result.accepted):
             result.errors.append(error)
     _folders(names, result, form)
     return result
@@ -92,7 +92,7 @@ def _values(names: dict[str, _Given], name: str) -> list[str] | None:
 
 def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
     """Divide a command line into flags with their values; a flag of the table takes as many as it has."""
-    given: list[_Given] = []
+    flags: list[_Given] = []
     position = 0
     while position < len(argv):
         token = argv[position]
@@ -101,134 +101,134 @@ def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
         entry = TABLE.get(name) if token.startswith("--") else None
         position += 1
         if not token.startswith("--") or name is None:
-            if given and given[-1].name not in TABLE:
-                given[-1].values.append(token)
-                given[-1].tokens.append(token)
-            elif given:
-                errors.append(f"{token}: unexpected after {flag_of(given[-1].name)}")
+            if flags and flags[-1].name not in TABLE:
+                flags[-1].values.append(token)
+                flags[-1].tokens.append(token)
+            elif flags:
+                errors.append(f"{token}: unexpected after {flag_of(flags[-1].name)}")
             else:
-                given.append(_Given("", [], [token]))
+                flags.append(_Given("", [], [token]))
             continue
         values = [value] if equals else []
-        wanted = 0 if entry is None or equals else entry.arity
-        while wanted and position < len(argv) and not argv[position].startswith("--"):
+        num_missing = 0 if entry is None or equals else entry.arity
+        while num_missing and position < len(argv) and not argv[position].startswith("--"):
             values.append(argv[position])
             position += 1
-            wanted -= 1
-        given.append(_Given(name, values, [token, *values] if not equals else [token]))
-    return given
+            num_missing -= 1
+        flags.append(_Given(name, values, [token, *values] if not equals else [token]))
+    return flags
 
 
 def _name(token: str) -> str:
     return token.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _own(one: _Given, names: dict[str, _Given], result: Translated) -> list[str]:
-    """Return a flag of ours, or of a part, in the form that it has here."""
-    if one.name in ("offload_train", "no_offload_train") and not one.values and "=" not in one.tokens[0]:
-        return ["--offload-train", "always" if one.name == "offload_train" else "never"]
-    if one.name == "micro_batch_size" and "use_dynamic_batch_size" in names:
-        result.notes.append(f"{one.shown}: left out: beside --use-dynamic-batch-size nothing reads it")
+def _own(flag: _Given, names: dict[str, _Given], result: Translated) -> list[str]:
+    """Return the tokens for a flag without an entry in the table."""
+    if flag.name in ("offload_train", "no_offload_train") and not flag.values and "=" not in flag.tokens[0]:
+        return ["--offload-train", "always" if flag.name == "offload_train" else "never"]
+    if flag.name == "micro_batch_size" and "use_dynamic_batch_size" in names:
+        result.notes.append(f"{flag.shown}: left out: --use-dynamic-batch-size ignores it")
         return []
-    if one.name == "update_weight_transport" and one.values == ["nccl"]:
+    if flag.name == "update_weight_transport" and flag.values == ["nccl"]:
         return ["--update-weight-transport", "auto"]
-    if one.name == "log_probs_chunk_size" and one.values == ["-1"]:
+    if flag.name == "log_probs_chunk_size" and flag.values == ["-1"]:
         return []
-    if one.name == "prompt_data" and "disable_rollout_global_dataset" in names:
-        result.notes.append(f"{one.shown}: left out: with --disable-rollout-global-dataset nothing reads it")
+    if flag.name == "prompt_data" and "disable_rollout_global_dataset" in names:
+        result.notes.append(f"{flag.shown}: left out: with --disable-rollout-global-dataset nothing reads it")
         return []
-    is_engine_size = one.name in ENGINE_SIZE and one.values == _values(names, "rollout_num_gpus_per_engine")
-    if is_engine_size or (one.name in DP_SIZE and one.values == ["1"]):
-        result.notes.append(f"{one.shown}: left out: it is so")
+    is_engine_size = flag.name in ENGINE_SIZE and flag.values == _values(names, "rollout_num_gpus_per_engine")
+    if is_engine_size or (flag.name in DP_SIZE and flag.values == ["1"]):
+        result.notes.append(f"{flag.shown}: left out: it is so")
         return []
-    if one.name == "sglang_enable_ep_moe":  # of older SGLang: as many parts of the experts as the engine has devices
+    if flag.name == "sglang_enable_ep_moe":  # of older SGLang: as many parts of the experts as the engine has devices
         parts = ["--sglang-ep-size", *(_values(names, "rollout_num_gpus_per_engine") or ["1"])]
-        result.notes.append(f"{one.shown}: it is {' '.join(parts)}")
+        result.notes.append(f"{flag.shown}: it is {' '.join(parts)}")
         return parts
-    if renamed := _RENAMED_OPTIONS.get(one.name):
-        result.notes.append(f"{one.shown}: it is {renamed}")
+    if renamed := _RENAMED_OPTIONS.get(flag.name):
+        result.notes.append(f"{flag.shown}: it is {renamed}")
         return [renamed]
-    if one.name == "sglang_dtype" and (dtype := _DTYPES.get(" ".join(one.values))):
-        result.notes.append(f"{one.shown}: it is --rollout-dtype {dtype}")
+    if flag.name == "sglang_dtype" and (dtype := _DTYPES.get(" ".join(flag.values))):
+        result.notes.append(f"{flag.shown}: it is --rollout-dtype {dtype}")
         return ["--rollout-dtype", dtype]
-    return one.tokens
+    return flag.tokens
 
 
-def _rename(one: _Given, names: dict[str, _Given], result: Translated) -> None:
-    if one.name in ("save", "load", "ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"):
+def _rename(flag: _Given, names: dict[str, _Given], result: Translated) -> None:
+    if flag.name in ("save", "load", "ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"):
         return  # together, by `_folders`
-    if one.name == "disable_rollout_global_dataset":
+    if flag.name == "disable_rollout_global_dataset":
         source = [] if "data_source_path" in names else ["--data-source-path", _BLANK_SOURCE]
         result.argv += source
         result.notes.append(
-            f"{one.shown}: {f'it is {chr(32).join(source)}' if source else 'left out'}: no --prompt-data"
+            f"{flag.shown}: {f'it is {chr(32).join(source)}' if source else 'left out'}: no --prompt-data"
         )
         return
-    if one.name == "spec":
-        path = ".".join(one.values)
+    if flag.name == "spec":
+        path = ".".join(flag.values)
         if path.startswith("slime_plugins.models."):
-            result.accepted["spec"] = one.values
+            result.accepted["spec"] = flag.values
         else:
             result.argv += ["--custom-spec-path", path]
-            result.notes.append(f"{one.shown}: it is --custom-spec-path {path}")
+            result.notes.append(f"{flag.shown}: it is --custom-spec-path {path}")
         return
-    written = _SWITCHES.get(one.name) or [_DIRECT[one.name], *one.values]
+    written = _SWITCHES.get(flag.name) or [_DIRECT[flag.name], *flag.values]
     result.argv += written
-    result.notes.append(f"{one.shown}: it is {' '.join(written)}")
+    result.notes.append(f"{flag.shown}: it is {' '.join(written)}")
 
 
 # ------------------------------------------------------------------------------------------------ several flags at once
-def _as_sft(given: list[_Given], result: Translated) -> list[_Given]:
-    """Return the flags less those that make an SFT run of slime's: it is a mode here."""
+def _as_sft(flags: list[_Given], result: Translated) -> list[_Given]:
+    """Return the flags without those that make an SFT run in slime: fusionrl has --mode sft."""
     left_out = {
         *("rollout_function_path", "debug_train_only", "loss_type", "disable_compute_advantages_and_returns"),
         *("advantage_estimator",),
     }
-    gone = [one.shown for one in given if one.name in left_out]
+    gone = [flag.shown for flag in flags if flag.name in left_out]
     result.argv += ["--mode", "sft"]
     result.notes.append(f"{', '.join(gone)}: they are --mode sft")
-    return [one for one in given if one.name not in left_out]
+    return [flag for flag in flags if flag.name not in left_out]
 
 
-def _without_fsdp(given: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
-    """Return the flags less those of training by FSDP, where a launch asks for it: Megatron-core has the same loss."""
+def _without_fsdp(flags: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
+    """Return the flags without those for FSDP: Megatron-core has the same loss."""
     if "train_backend" not in names or names["train_backend"].values != ["fsdp"]:
-        return given
-    gone = [one for one in given if one.name in _OF_FSDP or one.name.startswith("fsdp_")]
+        return flags
+    gone = [flag for flag in flags if flag.name in _OF_FSDP or flag.name.startswith("fsdp_")]
     result.notes.append(
-        f"{', '.join(one.shown for one in gone)}: Megatron-core trains, with the same loss; a model that does not fit"
+        f"{', '.join(flag.shown for flag in gone)}: Megatron-core trains, with the same loss; a model that does not fit"
         " is divided by --tensor-model-parallel-size and its like"
     )
     if "gradient_checkpointing" in names and "recompute_granularity" not in names:
         result.argv += _RECOMPUTE
         result.notes.append(f"--gradient-checkpointing: it is {' '.join(_RECOMPUTE)}")
-    return [one for one in given if one not in gone]
+    return [flag for flag in flags if flag not in gone]
 
 
-def _without_dp_attention(given: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
+def _without_dp_attention(flags: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
     """Return the flags less those of data-parallel attention; without a size, SGLang itself does nothing."""
     if "sglang_enable_dp_attention" not in names:
-        return given
-    gone = [one.shown for one in given if one.name in DP_ATTENTION]
+        return flags
+    gone = [flag.shown for flag in flags if flag.name in DP_ATTENTION]
     result.notes.append(
         f"{', '.join(gone)}: left out: an engine is divided by tensor parallelism alone, which gives the same tokens at"
         " another speed"
     )
-    return [one for one in given if one.name not in DP_ATTENTION]
+    return [flag for flag in flags if flag.name not in DP_ATTENTION]
 
 
 def _folders(names: dict[str, _Given], result: Translated, form: Callable[[str], Form | None]) -> None:
-    """--save, --load, --ref-load and their steps: what the run starts with, goes on with, and writes to."""
+    """--save, --load, --ref-load and their steps: what the run starts from, resumes from, and writes to."""
 
     def value(name: str) -> str | None:
-        one = names.get(name)
-        return one.values[0] if one is not None and one.values else None
+        flag = names.get(name)
+        return flag.values[0] if flag is not None and flag.values else None
 
     save, load, reference = value("save"), value("load"), value("ref_load")
     step, ref_step, teacher_step = value("ckpt_step"), value("ref_ckpt_step"), value("opd_teacher_ckpt_step")
     for flag, text in (("--ckpt-step", step), ("--ref-ckpt-step", ref_step), ("--opd-teacher-ckpt-step", teacher_step)):
         if text is not None and not text.isdecimal():
-            result.errors.append(f"{flag} {text}: a whole number is wanted")
+            result.errors.append(f"{flag} {text}: expected a whole number")
             return
     if save is not None:
         result.argv += ["--run-dir", save]
@@ -257,13 +257,13 @@ def _load(
         return True
     if step is not None:
         result.errors.append(
-            f"--ckpt-step {step}: --load {load} is no torch_dist checkpoint; --resume takes the last one"
+            f"--ckpt-step {step}: --load {load} is not a torch_dist checkpoint; --resume takes the last one"
         )
     if save is not None and _same(load, save) and kind is None:
         result.argv += ["--resume"]
         result.notes.append(
-            f"--load {load}: it is --resume: the run goes on there, and starts where there is none yet. A folder of"
-            f" slime's checkpoints is no run: for its weights --megatron-checkpoint {load}, with another --run-dir"
+            f"--load {load}: it is --resume: the run continues there, or starts if the folder has none yet. If it has"
+            f" checkpoints from slime, for its weights: --megatron-checkpoint {load}, with another --run-dir"
         )
         return False
     if kind == "hf":
@@ -271,7 +271,7 @@ def _load(
         result.notes.append(f"--load {load}: it is --hf-checkpoint")
         return True
     if _is_run(load):
-        result.errors.append(f"--load {load}: it is a run's folder; to go on there: --run-dir {load} --resume")
+        result.errors.append(f"--load {load}: it is a run's folder; to resume it: --run-dir {load} --resume")
     else:
         result.notes.append(f"--load {load}: nothing is there; the run starts with its other weights")
     return False
@@ -282,12 +282,12 @@ def _is_run(folder: str) -> bool:
 
 
 def _without_run_dir(save: str, result: Translated) -> None:
-    """A folder of another's checkpoints is no run's folder: the run lies in one beside it."""
-    own = save.rstrip("/") + "_fusionrl"
-    _replace(result, "--run-dir", own)
+    """Move the run to a folder next to `save`, which holds another program's checkpoints."""
+    run_dir = save.rstrip("/") + "_fusionrl"
+    _replace(result, "--run-dir", run_dir)
     result.argv += ["--resume"]
     result.notes.append(
-        f"--save {save}: it holds checkpoints of another program; the run goes to --run-dir {own} --resume"
+        f"--save {save}: it holds checkpoints of another program; the run goes to --run-dir {run_dir} --resume"
     )
 
 
@@ -322,8 +322,8 @@ def _of_step(folder: str, step: str) -> str:
     return f"{folder.rstrip('/')}/iter_{int(step):07d}"
 
 
-def _same(one: str, other: str) -> bool:
-    return one.rstrip("/") == other.rstrip("/")
+def _same(folder: str, save: str) -> bool:
+    return folder.rstrip("/") == save.rstrip("/")
 
 
 def accepted_notes(accepted: dict[str, object]) -> list[str]:
@@ -339,8 +339,8 @@ def accepted_notes(accepted: dict[str, object]) -> list[str]:
             reason = "the model's family builds the layers"
         else:
             reason = entry.text
-        shown = [str(item) for item in value] if isinstance(value, list) else [] if value is True else [_text(value)]
-        lines.setdefault(reason, []).append(" ".join([flag_of(name), *shown]))
+        texts = [str(item) for item in value] if isinstance(value, list) else [] if value is True else [_text(value)]
+        lines.setdefault(reason, []).append(" ".join([flag_of(name), *texts]))
     return [f"no effect: {reason}: {', '.join(flags)}" for reason, flags in lines.items()]
 
 

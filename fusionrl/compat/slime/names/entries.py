@@ -1,4 +1,4 @@
-"""What the table of slime's names is made of."""
+"""Entries of the table of slime names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Here:
     """A name that exists here.
 
-    target   `module:name`; a module alone stands for the module itself
+    target   `module:name`; a module alone means the module itself
     differs  how its behaviour differs from slime's; empty: it is the same to a caller
     """
 
@@ -29,8 +29,8 @@ class Absent:
     instead: str
 
     @property
-    def told(self) -> str:
-        """Reason and cure, as an error tells them."""
+    def reason_and_cure(self) -> str:
+        """Return the reason and the cure, for an error message."""
         return f"{self.why}; {self.instead}"
 
 

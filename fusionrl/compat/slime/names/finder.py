@@ -1,7 +1,7 @@
 """Let `import slime…`, or `import miles…` of its fork, resolve to fusionrl's equivalents where it is not installed.
 
-The finder stands last in `sys.meta_path`, so an installed slime is found before it. A module that it makes is empty at
-first: a name is looked up in the table, and imported, when it is asked for. So `import slime.utils.types` costs nothing
+The finder comes last in `sys.meta_path`, so an installed slime is found first. A module that it makes is empty at
+first: a name is looked up in the table, and imported, when it is first used. So `import slime.utils.types` is cheap
 and imports neither torch nor Megatron.
 """
 
@@ -30,8 +30,8 @@ def _of_slime(name: str) -> str:
 
 def _names_of(module: str) -> Names | None:
     """Return the names of a module; None for one that is in no table."""
-    own, slimes = MILES.get(module), MODULES.get(_of_slime(module))
-    return None if own is None and slimes is None else {**(slimes or {}), **(own or {})}
+    fork_names, slimes = MILES.get(module), MODULES.get(_of_slime(module))
+    return None if fork_names is None and slimes is None else {**(slimes or {}), **(fork_names or {})}
 
 
 _PACKAGES = {name.rpartition(".")[0] for name in (*MODULES, *ABSENT_MODULES, *MILES)} | {*ROOTS, *FORKS}
@@ -46,7 +46,7 @@ def _is_package(module: str) -> bool:
 def _is_stand_in(name: str) -> bool:
     """Return whether `import name` gives the stand-in: slime itself is not installed."""
     root = sys.modules.get(name.partition(".")[0])
-    # A folder named slime beside the program, without an __init__.py, is found as an empty package and hides nothing.
+    # A folder named slime next to the program, without an __init__.py, is an empty namespace package and hides nothing.
     return root is None or isinstance(root, SlimeModule) or getattr(root, "__file__", None) is None
 
 
@@ -70,33 +70,35 @@ class _Loader(Loader):
 
 
 class SlimeModule(ModuleType):
-    """A module under slime's name. Its names are looked up in the table when they are asked for."""
+    """A module under slime's name. Looks its names up in the table when they are first used."""
 
     def __getattr__(self, name: str) -> object:
-        """Return what stands for the name here.
+        """Return the object that the name has here.
 
         Raises:
             ImportError: it does not exist here; with the reason and the cure. Not an AttributeError, for which
-                `from slime.x import y` would show a text of Python's own.
+                `from slime.x import y` would hide the message.
         """
-        own, names = self.__name__, _names_of(self.__name__)
+        module, names = self.__name__, _names_of(self.__name__)
         if name.startswith("__"):
-            raise AttributeError(f"module {own!r} has no attribute {name!r}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         entry = (names or {}).get(name)
         if isinstance(entry, Here):
             value = resolve(entry)
             self.__dict__[name] = value
             return value
-        full_name = f"{own}.{name}"
+        full_name = f"{module}.{name}"
         if entry is None and (_names_of(full_name) is not None or full_name in _PACKAGES):
             return importlib.import_module(full_name)
         absent = entry if isinstance(entry, Absent) or names is not None else _absent(_of_slime(full_name))
         if absent is not None:
-            raise ImportError(f"{full_name} does not exist in fusionrl: {absent.told} ({TABLE_PAGE})", name=own)
+            raise ImportError(
+                f"{full_name} does not exist in fusionrl: {absent.reason_and_cure} ({TABLE_PAGE})", name=module
+            )
         raise ImportError(
-            f"{full_name} is not among the names of {own.partition('.')[0]} that fusionrl knows ({TABLE_PAGE});"
+            f"{full_name} is not among the names of {module.partition('.')[0]} that fusionrl knows ({TABLE_PAGE});"
             " define it in your own file",
-            name=own,
+            name=module,
         )
 
     def __dir__(self) -> list[str]:
@@ -106,8 +108,8 @@ class SlimeModule(ModuleType):
 def resolve(entry: Here) -> object:
     """Return the object that an entry of the table names."""
     module, _, name = entry.target.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
 
 
 def _absent(name: str) -> Absent | None:

@@ -1,4 +1,4 @@
-"""The page of slime's names, written from the table: `python -m fusionrl.compat.slime.names.page`."""
+"""Render the page of slime names from the table: `python -m fusionrl.compat.slime.names.page`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ def render_names() -> str:
     """The page as Markdown."""
     modules = [*MODULES.items(), *MILES.items()]
     rows = [_row(module, name, entry) for module, names in modules for name, entry in names.items()]
-    absent = [f"| `{module}` | {_cell(one.why)} | {_cell(one.instead)} |\n" for module, one in ABSENT_MODULES.items()]
+    absent = [
+        f"| `{module}` | {_cell(entry.why)} | {_cell(entry.instead)} |\n" for module, entry in ABSENT_MODULES.items()
+    ]
     return _HEAD + "".join(rows) + _MODULES + "".join(absent)
 
 
 def _row(module: str, name: str, entry: Entry) -> str:
     if isinstance(entry, Absent):
         return f"| `{module}.{name}` | no | {_cell(entry.why)}; instead: {_cell(entry.instead)} |\n"
-    said = f"differs: {entry.differs}" if entry.differs else "same"
-    return f"| `{module}.{name}` | `{entry.target.replace(':', '.')}` | {_cell(said)} |\n"
+    note = f"differs: {entry.differs}" if entry.differs else "same"
+    return f"| `{module}.{name}` | `{entry.target.replace(':', '.')}` | {_cell(note)} |\n"
 
 
 def _cell(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Every name of slime's that fusionrl knows: module path → name → where it lives here, or why it does not.
+"""Every slime name that fusionrl knows: module path → name → where it lives here, or why it does not.
 
-Pure: nothing is imported but what entries are made of. Of modules in `ABSENT_MODULES` no name exists; a name in no
-table is reported as unknown. Read against slime's public revision of August 2026; docs/guides/from-slime.md follows it.
+Pure: it imports only the classes of entries. No name of a module in `ABSENT_MODULES` exists; an error reports any
+other name as unknown. Read against slime's public revision of August 2026; docs/guides/from-slime.md follows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TYPES: Names = {
 }
 _SGLANG_ROLLOUT: Names = {
     **all_from(_ROLLOUT, "generate_and_rm", "generate_rollout"),
-    "generate": Here(f"{_ROLLOUT}:generate", "a status other than pending or aborted is no error"),
+    "generate": Here(f"{_ROLLOUT}:generate", "a status other than pending or aborted is not an error"),
     "generate_and_rm_group": Here(
         f"{_ROLLOUT}:generate_and_rm_group", "sets no session ids: requests are routed by prefix and load"
     ),
@@ -273,7 +273,7 @@ MODULES: dict[str, Names] = {
     "slime.rollout.fully_async_rollout": {
         name: Here(
             f"{_API}.fully_async:{name}",
-            "prompts are drawn only while a rollout is asked for; what a group raises ends the run",
+            "prompts are drawn only during a rollout call; an exception in a group ends the run",
         )
         for name in ("generate_rollout_fully_async", "AsyncRolloutWorker")
     },
@@ -375,7 +375,7 @@ ABSENT_MODULES: dict[str, Absent] = {
         "model families are built in (docs/guides/models.md)", "leave --spec out; fusionrl reads the config.json"
     ),
     "slime_plugins.rollout_buffer": Absent(
-        "the rollout-buffer server is not packaged", "keep its files beside yours, and name them by path"
+        "the rollout-buffer server is not packaged", "copy its files next to yours, and name them by path"
     ),
     "slime_plugins.mbridge": Absent("checkpoints are converted by fusionrl", "leave it out"),
 }

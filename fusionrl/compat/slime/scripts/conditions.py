@@ -1,4 +1,4 @@
-"""Conditions of a launch script: `[[ … ]]`, `test`, `((…))`. None stands for one that is not known. Pure."""
+"""Conditions of a launch script: `[[ … ]]`, `test`, `((…))`. None means unknown. Pure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def holds(shell: Shell, command: Command, note: Callable[[str], None]) -> bool |
     if words[0] == "((":
         return count(shell, re.sub(r"\$(?:#|\{#\})", shell.text("$#"), words[1]))
     words = words[1:-1] if words[0] in ("[", "[[") else words[1:]
-    for connector, wanted in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+    for connector, deciding in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if connector in words:
             at = words.index(connector)
-            found = [_one(shell, words[:at], note), holds(shell, Command(words=["test", *words[at + 1 :]]), note)]
-            return wanted if wanted in found else (None if None in found else not wanted)
+            sides = [_one(shell, words[:at], note), holds(shell, Command(words=["test", *words[at + 1 :]]), note)]
+            return deciding if deciding in sides else (None if None in sides else not deciding)
     return _one(shell, words, note)
 
 

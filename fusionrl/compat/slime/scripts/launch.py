@@ -1,4 +1,4 @@
-"""The commands of a script that start a run of slime's, and the scripts that commands carry in their words. Pure."""
+"""Find the commands of a script that start a slime run, and scripts inside a command's words. Pure."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def launch_of(words: Sequence[str]) -> Launch | None:
         if match is None:
             continue
         before = words[:position]
-        if position and not any(one == "--" or _RUNNER.fullmatch(plain(one)) for one in before):
+        if position and not any(word == "--" or _RUNNER.fullmatch(plain(word)) for word in before):
             return None
         prefix = "--runtime-env-json="
-        env = next((one.removeprefix(prefix) for one in before if one.startswith(prefix)), None)
+        env = next((word.removeprefix(prefix) for word in before if word.startswith(prefix)), None)
         if env is None and "--runtime-env-json" in before[:-1]:
             env = before[list(before).index("--runtime-env-json") + 1]
         return Launch(match[1], tuple(words[position + 1 :]), env)
@@ -64,5 +64,5 @@ def programs_of(words: Sequence[str]) -> list[str]:
     """Return the Python programs that a command starts and that train, by their names."""
     if not words or words[0] in _NAMING:
         return []
-    is_run = any(_RUNNER.fullmatch(plain(one)) for one in words)
+    is_run = any(_RUNNER.fullmatch(plain(word)) for word in words)
     return [name for word in words if is_run and _TRAINING.fullmatch(name := plain(word))]

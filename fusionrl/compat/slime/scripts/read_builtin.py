@@ -23,7 +23,9 @@ def read(shell: Shell, words: Sequence[str], command: Command, note: Callable[[s
         return None
     is_document = command.text.endswith("\n")
     text = shell.here_text(command.text, command.is_plain) if is_document else shell.text(command.text)
-    separators = next((shell.text(one.word) for one in command.assignments if one.name == "IFS"), " \t\n")
+    separators = next(
+        (shell.text(assignment.word) for assignment in command.assignments if assignment.name == "IFS"), " \t\n"
+    )
     text = text if is_lines or "d" in options else text.partition("\n")[0]
     if is_lines:
         shell.variables[names[0]] = list(text.rstrip("\n").split("\n"))

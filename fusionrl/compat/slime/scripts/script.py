@@ -1,4 +1,4 @@
-"""A launch script → the commands of slime's that it starts. It is read, never run. Pure but for reading files."""
+"""Read a launch script for the slime commands that it starts. Pure, except that it reads files."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _MAX_DEPTH = 20  # of sourced files and of functions that call each other
 
 @dataclass
 class Script:
-    """What a launch script starts, and what of it could not be known.
+    """The launches of a script, and notes on what is unknown.
 
     launches  in the order of the script
     notes     a line for each thing that was left out of the reading
-    others    programs that it starts, and that are none of slime's
+    programs  other programs that it starts
     files     texts that it writes, by their paths
     """
 
     launches: list[Launch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    programs: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -46,7 +46,7 @@ def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Sc
     """Read the launch script at `path`, bash or Python. `values`: variables of the environment that are known.
 
     Raises:
-        ValueError: no such file, or text that is no launch script.
+        ValueError: the file does not exist, or is not a launch script.
     """
     file = Path(path)
     try:
@@ -63,17 +63,17 @@ def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Sc
         if file.suffix == ".py":
             launcher.read(text)
             texts, run.script.files = list(dict.fromkeys(launcher.texts)), launcher.files
-        for one in texts:
-            run.steps(parse(one))
+        for text in texts:
+            run.steps(parse(text))
     except (ShellError, PythonError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not run.script.launches:
-        others = ", ".join(dict.fromkeys(run.script.others))
-        reasons = [f"it starts {others}"] if others else [plain(note) for note in run.script.notes[:3]]
+        programs = ", ".join(dict.fromkeys(run.script.programs))
+        reasons = [f"it starts {programs}"] if programs else [plain(note) for note in run.script.notes[:3]]
         raise ValueError("; ".join([f"{path}: it starts no train.py and no train_async.py", *reasons]))
     _files_as_flags(run)
     for name in run.shell.unset:
-        run.note(f"${{{name}[@]}}: nothing that was read sets it, so it stands for no arguments")
+        run.note(f"${{{name}[@]}}: the script never sets it, so it expands to no arguments")
     return run.script
 
 
@@ -92,11 +92,11 @@ class _Run:
         result: bool | None = True
         for step in steps:
             if step.connector in ("&&", "||"):
-                wanted = step.connector == "&&"
+                runs_on = step.connector == "&&"
                 if result is None:
                     # Whether it runs is not known: what it sets may hold or not.
                     self.maybe([partial(self.step, step), _nothing], "a condition")
-                elif result == wanted:
+                elif result == runs_on:
                     result = self.step(step)
             else:
                 result = self.step(step)
@@ -159,7 +159,7 @@ class _Run:
             after.append(self.shell.variables)
         merged: dict[str, Value] = {}
         for name in dict.fromkeys(name for values in after for name in values):
-            values = [one.get(name) for one in after]
+            values = [variables.get(name) for variables in after]
             first = values[0]
             if first is not None and all(value == first for value in values):
                 merged[name] = first
@@ -266,7 +266,7 @@ class _Run:
         else:
             for text in scripts_within(words):
                 self.steps(parse(text))
-            self.script.others += programs_of(words)
+            self.script.programs += programs_of(words)
         return None
 
     def call(self, words: Sequence[str], body: Callable[[], object]) -> None:
@@ -313,8 +313,8 @@ class _Run:
             self.script.notes.append(text)
 
     def fields(self, word: str | Assignment) -> list[str]:
-        """Return the words that one word of a command stands for."""
-        if isinstance(word, Assignment):  # NAME=value in the place of an argument is a plain word
+        """Return the words that one word of a command expands to."""
+        if isinstance(word, Assignment):  # NAME=value among the arguments is a plain word
             return [f"{word.name}{'+' if word.adds else ''}={self.shell.text(word.word)}"]
         return self.shell.fields(word)
 
@@ -374,8 +374,8 @@ def _files_as_flags(run: _Run) -> None:
     def text_of(path: str) -> str | None:
         if path in run.script.files:
             return run.script.files[path]
-        found = _find(path, run.shell.folder)
-        return None if found is None else Path(found).read_text(encoding="utf-8", errors="replace")
+        file = _find(path, run.shell.folder)
+        return None if file is None else Path(file).read_text(encoding="utf-8", errors="replace")
 
     for number, launch in enumerate(run.script.launches):
         argv, done = with_flags(launch.argv, text_of, run.note)
@@ -407,20 +407,20 @@ def _printf(form: str, words: Sequence[str]) -> str:
 
 
 def _find(path: str, folder: str) -> str | None:
-    """Return the file that `source path` reads: that file, or the end of its path beside the script or above it.
+    """Return the file that `source path` reads: that file, or the end of its path next to the script or above it.
 
     A script names the folder of the machine that it was written for: of /root/slime/scripts/models/x.sh the longest
     end that is there counts. A file's name alone is not enough.
     """
-    if not left_parts(path) and os.path.isfile(found := os.path.normpath(os.path.join(folder, path))):
-        return found
+    if not left_parts(path) and os.path.isfile(file := os.path.normpath(os.path.join(folder, path))):
+        return file
     known = path.rpartition(CLOSE)[2].lstrip("/")  # what follows a folder that is not known
     parts = [part for part in os.path.normpath(known).split(os.sep) if part not in ("", "..", ".")]
     for start in range(max(1, len(parts) - 1)):
         above = folder
         while True:
-            if os.path.isfile(found := os.path.join(above, *parts[start:])):
-                return found
+            if os.path.isfile(file := os.path.join(above, *parts[start:])):
+                return file
             if os.path.dirname(above) == above:
                 break
             above = os.path.dirname(above)

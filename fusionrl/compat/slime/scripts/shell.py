@@ -24,7 +24,7 @@ _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
 class ShellError(ValueError):
-    """Text that is no bash, or none that is read here."""
+    """Text that is not bash, or uses bash that this reader lacks."""
 
 
 def left(source: str) -> str:
@@ -43,7 +43,7 @@ def left_parts(text: str) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Return the word as a shell takes it: parts that are left stand in double quotes, which expand them."""
+    """Return the word quoted for a shell: unknown parts are in double quotes, so that the shell expands them."""
     if not left_parts(text):
         return text if _SAFE.fullmatch(text) else shlex.quote(text)
     return f'"{expandable(text)}"'
@@ -85,10 +85,10 @@ def begins_part(text: str, position: int) -> bool:
 
 
 def _after(text: str, end: str, start: int) -> int:
-    found = text.find(end, start)
-    if found < 0:
+    position = text.find(end, start)
+    if position < 0:
         raise ShellError(f"a {end} is not closed")
-    return found + len(end)
+    return position + len(end)
 
 
 def _scan(text: str, start: int, end: str, quotes: bool = True) -> int:
@@ -125,11 +125,11 @@ class Shell:
     model_args: Callable[[str, dict[str, str]], str] = lambda model, variables: ""
 
     def fields(self, word: str) -> list[str]:
-        """Return the words that one word of the source stands for: none, one, or several."""
+        """Return the words that one word of the source expands to: none, one, or several."""
         return _Expansion(self, word).run()
 
     def text(self, word: str) -> str:
-        """Return what one word of the source stands for, as an assignment has it: it is not divided."""
+        """Return the expansion of one word of the source without word splitting, as in an assignment."""
         return " ".join(_Expansion(self, word, divide=False).run())
 
     def pass_arguments(self, words: Sequence[str]) -> dict[str, Value]:
@@ -158,8 +158,8 @@ class Shell:
             name, index = "@", "[@]"
         value = self._element(name, index)
         if count:
-            whole = self.variables.get(name)
-            return left("${" + source + "}") if whole is None else str(len(whole))
+            elements = self.variables.get(name)
+            return left("${" + source + "}") if elements is None else str(len(elements))
         is_array = index is not None and index[1:-1] in ("@", "*")
         if operation is not None:
             is_set = value is not None and (":" not in operation or value not in ("", [], [""]))
@@ -252,7 +252,7 @@ class Shell:
                 return " ".join(map(str, range(first, numbers[-1] + (1 if step > 0 else -1), step or 1)))
         if match := re.fullmatch(r"((?:\w+=\S+\s+)*)python3?\s+\S*model_args_utils\.py\"?\s+(\S+)", stripped):
             known = {name: value for name, value in self.variables.items() if isinstance(value, str)}
-            known |= {name: self.text(word) for name, _, word in (one.partition("=") for one in match[1].split())}
+            known |= {name: self.text(word) for name, _, word in (pair.partition("=") for pair in match[1].split())}
             return self.model_args(self.text(match[2]), known) or left(f"$({source})")
         if match := re.fullmatch(r"cat\s*<<(-?)\s*(['\"]?)(\w+)\2[ \t]*\n(.*)\n[ \t]*\3", stripped, re.DOTALL):
             return self.here_text(match[4], is_plain=bool(match[2]))
@@ -283,7 +283,7 @@ class Shell:
 
 
 class _Expansion:
-    """One word of the source on its way to the words that it stands for."""
+    """One word of the source during its expansion."""
 
     def __init__(self, shell: Shell, source: str, divide: bool = True) -> None:
         self.shell, self.source, self.divide = shell, source, divide
@@ -398,7 +398,7 @@ class _Expansion:
 def divided(text: str, separators: str = " \t\n", most: int = -1) -> list[str]:
     """Return the text divided at `separators`, at `most` of them; those of a part that is left do not divide."""
     spaces = "".join(char for char in separators if char.isspace())
-    others = "".join(char for char in separators if not char.isspace())
+    marks = "".join(char for char in separators if not char.isspace())
     words: list[str] = []
     start, depth = None if spaces else 0, 0
     for position, char in enumerate(text):
@@ -406,7 +406,7 @@ def divided(text: str, separators: str = " \t\n", most: int = -1) -> list[str]:
         if depth or char not in separators:
             start = position if start is None else start
         elif len(words) != most:
-            if start is not None or char in others:
+            if start is not None or char in marks:
                 words.append(text[start:position] if start is not None else "")
             start = None if char in spaces or spaces else position + 1
     if start is not None and text[start:]:
@@ -415,7 +415,7 @@ def divided(text: str, separators: str = " \t\n", most: int = -1) -> list[str]:
 
 
 def split_words(source: str) -> list[str]:
-    """Return the words of a line of source, each as it is written; operators are no words of their own here."""
+    """Return the words of a line of source, each as it is written; operators do not count as words."""
     words, start, position = [], None, 0
     while position < len(source):
         if source[position].isspace():
@@ -465,7 +465,7 @@ def _value(node: ast.expr, number: Callable[[str], int | None]) -> int | None:
         inner = _value(node.operand, number)
         return None if inner is None else -inner
     if isinstance(node, ast.BoolOp):
-        values = [_value(one, number) for one in node.values]
+        values = [_value(operand, number) for operand in node.values]
         if None in values:
             return None
         return int(all(values) if isinstance(node.op, ast.And) else any(values))

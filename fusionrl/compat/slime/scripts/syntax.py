@@ -180,7 +180,7 @@ class _Reader:
         """Read the keyword `word`.
 
         Raises:
-            ShellError: something else stands there.
+            ShellError: the text continues differently.
         """
         self.blanks(lines=True)
         if self.word() != word:
@@ -189,16 +189,16 @@ class _Reader:
     # -------------------------------------------------------------------------------------------- statements
     def steps(self, ends: tuple[str, ...]) -> list[Step]:
         """Read statements up to one of the keywords `ends`, which is left unread."""
-        found: list[Step] = []
+        steps: list[Step] = []
         connector = ";"
         while True:
             self.blanks(lines=connector in (";", "&&", "||", "|"))
             if self.position >= len(self.text) or self.peek() in ends or self.text[self.position] in ")":
-                return found
+                return steps
             if self.text.startswith("}", self.position) and "}" in ends:
-                return found
+                return steps
             if self.text.startswith(";;", self.position):
-                return found
+                return steps
             negated = False
             while self.peek() == "!":
                 self.word()
@@ -208,11 +208,11 @@ class _Reader:
             statement = self.statement()
             if self.position == before:
                 raise ShellError(f"line {self.line()}: {self.rest()!r} is not expected here")
-            found.append(Step(connector, statement, negated))
+            steps.append(Step(connector, statement, negated))
             self.redirections()
             connector = next((c for c in _CONNECTORS if self.text.startswith(c, self.position)), "")
             if connector in ("", ";;"):
-                return found
+                return steps
             if connector == "\n":
                 self.newline()
             else:
@@ -365,7 +365,7 @@ class _Reader:
                 return
 
     def assignment(self) -> Assignment | None:
-        """Read an assignment, if one stands here."""
+        """Read an assignment, if one follows."""
         match = _ASSIGNMENT.match(self.text, self.position)
         if match is None:
             return None

@@ -39,7 +39,7 @@ def _name(reader: Reader, node: ast.Name, scope: Scope) -> object:
 
 
 def _joined_str(reader: Reader, node: ast.JoinedStr, scope: Scope) -> str:
-    return "".join(str(reader.value(one, scope)) for one in node.values)
+    return "".join(str(reader.value(part, scope)) for part in node.values)
 
 
 def _formatted_value(reader: Reader, node: ast.FormattedValue, scope: Scope) -> object:
@@ -59,8 +59,8 @@ def _bin_op(reader: Reader, node: ast.BinOp, scope: Scope) -> object:
         return first / str(second)
     if type(node.op) not in OPERATORS or not isinstance(first, NATIVE) or not isinstance(second, NATIVE):
         return NotImplemented
-    for one, other in ((first, second), (second, first)) if isinstance(node.op, ast.Mult) else ():
-        if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > MAX_SIZE:
+    for text, factor in ((first, second), (second, first)) if isinstance(node.op, ast.Mult) else ():
+        if isinstance(text, (str, list, tuple)) and isinstance(factor, int) and len(text) * factor > MAX_SIZE:
             raise PythonError(f"line {node.lineno}: `{ast.unparse(node)[:80]}` is too large")
     if isinstance(node.op, ast.Mod) and isinstance(first, str) and _WIDE.search(first):
         return NotImplemented
@@ -79,8 +79,8 @@ def _unary_op(reader: Reader, node: ast.UnaryOp, scope: Scope) -> object:
 
 def _bool_op(reader: Reader, node: ast.BoolOp, scope: Scope) -> object:
     value: object = None
-    for one in node.values:
-        value = reader.value(one, scope)
+    for operand in node.values:
+        value = reader.value(operand, scope)
         if isinstance(value, Unknown) or bool(value) != isinstance(node.op, ast.And):
             return value
     return value
@@ -88,8 +88,8 @@ def _bool_op(reader: Reader, node: ast.BoolOp, scope: Scope) -> object:
 
 def _compare(reader: Reader, node: ast.Compare, scope: Scope) -> object:
     first = reader.value(node.left, scope)
-    for kind, one in zip(node.ops, node.comparators, strict=True):
-        second = reader.value(one, scope)
+    for kind, operand in zip(node.ops, node.comparators, strict=True):
+        second = reader.value(operand, scope)
         if isinstance(kind, (ast.Is, ast.IsNot)) and not isinstance(first, Unknown):
             result = (first is second) == isinstance(kind, ast.Is)
         elif isinstance(first, (Unknown, Name)) or isinstance(second, (Unknown, Name)):
@@ -108,14 +108,14 @@ def _named_expr(reader: Reader, node: ast.NamedExpr, scope: Scope) -> object:
 
 
 def _dict(reader: Reader, node: ast.Dict, scope: Scope) -> dict[Value, Value]:
-    found: dict[Value, Value] = {}
-    for key, one in zip(node.keys, node.values, strict=True):
-        value = reader.value(one, scope)
+    entries: dict[Value, Value] = {}
+    for key, item in zip(node.keys, node.values, strict=True):
+        value = reader.value(item, scope)
         if key is not None:
-            found[reader.value(key, scope)] = value
+            entries[reader.value(key, scope)] = value
         elif isinstance(value, dict):
-            found |= value
-    return found
+            entries |= value
+    return entries
 
 
 def _comprehension(reader: Reader, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope) -> list[Value]:
@@ -137,8 +137,8 @@ def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> object:
 
 
 def _slice(reader: Reader, node: ast.Slice, scope: Scope) -> object:
-    parts = [None if one is None else reader.value(one, scope) for one in (node.lower, node.upper, node.step)]
-    return not_known(node) if any(isinstance(one, Unknown) for one in parts) else slice(*parts)
+    parts = [None if bound is None else reader.value(bound, scope) for bound in (node.lower, node.upper, node.step)]
+    return not_known(node) if any(isinstance(part, Unknown) for part in parts) else slice(*parts)
 
 
 def _call(reader: Reader, node: ast.Call, scope: Scope) -> object:
@@ -151,20 +151,20 @@ def _call(reader: Reader, node: ast.Call, scope: Scope) -> object:
         function = reader.value(node.func, scope)
     arguments = _elements(reader, node.args, scope)
     named: dict[str, Value] = {}
-    for one in node.keywords:
-        value = reader.value(one.value, scope)
-        named |= {one.arg: value} if one.arg is not None else value if isinstance(value, dict) else {}
+    for keyword in node.keywords:
+        value = reader.value(keyword.value, scope)
+        named |= {keyword.arg: value} if keyword.arg is not None else value if isinstance(value, dict) else {}
     return reader.call(function, arguments, named)
 
 
 def _elements(reader: Reader, nodes: Sequence[ast.expr], scope: Scope) -> list[Value]:
-    found: list[Value] = []
+    items: list[Value] = []
     for node in nodes:
         if isinstance(node, ast.Starred):
-            found += reader.items(node.value, scope)
+            items += reader.items(node.value, scope)
         else:
-            found.append(reader.value(node, scope))
-    return found
+            items.append(reader.value(node, scope))
+    return items
 
 
 def _rounds(reader: Reader, generators: Sequence[ast.comprehension], scope: Scope) -> Iterator[Scope]:
@@ -174,7 +174,7 @@ def _rounds(reader: Reader, generators: Sequence[ast.comprehension], scope: Scop
     for item in reader.items(generators[0].iter, scope):
         inner = Layer(scope)
         bind(reader, generators[0].target, item, inner)
-        if all(reader.truth(one, inner) for one in generators[0].ifs):
+        if all(reader.truth(condition, inner) for condition in generators[0].ifs):
             yield from _rounds(reader, generators[1:], inner)
 
 
@@ -183,7 +183,7 @@ def _method(reader: Reader, holder: Value, node: ast.Call, scope: Scope) -> obje
     assert isinstance(node.func, ast.Attribute)
     arguments = _elements(reader, node.args, scope)
     name = node.func.attr
-    named = {one.arg: reader.value(one.value, scope) for one in node.keywords if one.arg is not None}
+    named = {keyword.arg: reader.value(keyword.value, scope) for keyword in node.keywords if keyword.arg is not None}
     if isinstance(holder, str) and name == "join" and arguments and isinstance(arguments[0], (list, tuple)):
         return holder.join(map(str, arguments[0]))
     if isinstance(holder, str) and name == "format":
@@ -192,7 +192,7 @@ def _method(reader: Reader, holder: Value, node: ast.Call, scope: Scope) -> obje
     kind = next(kind for kind in METHODS if isinstance(holder, kind))
     if isinstance(holder, PurePosixPath) and name in ("resolve", "absolute", "expanduser"):
         return holder
-    is_known = kind in (list, dict) or not any(isinstance(one, Unknown) for one in arguments)
+    is_known = kind in (list, dict) or not any(isinstance(argument, Unknown) for argument in arguments)
     if name not in METHODS[kind] or named or not is_known:
         return NotImplemented
     value = getattr(holder, name)(*arguments)

@@ -32,13 +32,13 @@ from fusionrl.compat.slime.scripts.python.values import (
 
 _MAX_FILE = 400_000  # bytes of a module that is read
 _BUILTINS: dict[str, Callable[..., Value]] = {
-    one.__name__: one
-    for one in (
+    helper.__name__: helper
+    for helper in (
         *(str, int, float, bool, len, min, max, sum, any, all, sorted, list, tuple, dict, set, abs, round, repr),
         *(range, enumerate, zip, reversed),
     )
 }
-# Helpers of slime's and miles' command_utils whose work is not a launch: they return nothing that a launch needs.
+# Helpers in command_utils (slime, miles) that launch nothing: a launch needs none of their results.
 _PREPARING = ("convert_checkpoint", "hf_download_dataset", "rsync_simple", "fp8_cast_bf16", "start_mooncake_master")
 _COMMANDS = ("exec_command", "exec_command_cpu", "exec_command_gpu", "exec_command_multi_node", "system")
 _WRITE = "write:"  # before the path of a file of `files`
@@ -89,17 +89,17 @@ class Launcher:
         """Call a function with the defaults of its parameters; --set gives them others."""
         if not isinstance(function, Function) or isinstance(function.node, ast.Lambda):
             return
-        given: dict[str, Value] = {}
-        for one in function.node.args.args:
-            kind = self.reader.value(one.annotation, function.scope) if one.annotation is not None else None
+        arguments: dict[str, Value] = {}
+        for parameter in function.node.args.args:
+            kind = self.reader.value(parameter.annotation, function.scope) if parameter.annotation is not None else None
             if isinstance(kind, Class):
                 fields = {
                     name: _as(kind.fields[name], text) for name, text in self.values.items() if name in kind.fields
                 }
-                given[one.arg] = self.reader.make(kind, [], fields)
-            elif one.arg in self.values:
-                given[one.arg] = _as(None, self.values[one.arg])
-        self.reader.call(function, [], given)
+                arguments[parameter.arg] = self.reader.make(kind, [], fields)
+            elif parameter.arg in self.values:
+                arguments[parameter.arg] = _as(None, self.values[parameter.arg])
+        self.reader.call(function, [], arguments)
 
     def model_args_with(self, model_type: str, variables: Mapping[str, str]) -> str:
         """Return the flags of a model's shape, read with some variables of the environment."""
@@ -129,12 +129,12 @@ class Launcher:
         """Return the scope of a module of the checkout; None where it has none of that name."""
         if name.partition(".")[0] in sys.stdlib_module_names:
             return None
-        folder = Path(importer or self.path).parent
+        start = Path(importer or self.path).parent
         level = len(name) - len(name.lstrip("."))
         parts = [part for part in name.split(".") if part]
-        folders = [folder, *folder.parents][level - 1 : level] if level else [folder, *folder.parents]
-        for one in folders:
-            for file in (one.joinpath(*parts).with_suffix(".py"), one.joinpath(*parts, "__init__.py")):
+        folders = [start, *start.parents][level - 1 : level] if level else [start, *start.parents]
+        for folder in folders:
+            for file in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
                 if parts and file.is_file() and str(file) != self.path:
                     return self._scope_of(file, name.lstrip("."))
         return None
@@ -197,7 +197,7 @@ class Launcher:
             return self.reader.attribute(arguments[0], key) if has or len(arguments) < 3 else arguments[2]
         if name in ("print", "setattr"):
             return None
-        if name not in _BUILTINS or named or not all(isinstance(one, NATIVE) for one in arguments):
+        if name not in _BUILTINS or named or not all(isinstance(argument, NATIVE) for argument in arguments):
             return NotImplemented
         value = _BUILTINS[name](*arguments)
         return list(value) if name in ("enumerate", "zip", "reversed") else value
@@ -205,14 +205,14 @@ class Launcher:
     def _os(self, path: str, arguments: list[Value]) -> Value:
         name = path.rpartition(".")[2]
         if name in ("get", "getenv", "setdefault", "environ[]", "pop") and arguments:
-            found = self.values.get(arguments[0]) if isinstance(arguments[0], str) else None
+            value = self.values.get(arguments[0]) if isinstance(arguments[0], str) else None
             default = (
                 Unknown(str(arguments[0])) if name == "environ[]" else arguments[1] if len(arguments) > 1 else None
             )
-            return default if found is None else found
+            return default if value is None else value
         if name == "system":
             return self.command(arguments[0])
-        if not arguments or not all(isinstance(one, (str, PurePosixPath)) for one in arguments):
+        if not arguments or not all(isinstance(argument, (str, PurePosixPath)) for argument in arguments):
             return NotImplemented
         if name in ("abspath", "realpath", "expanduser", "normpath"):
             return str(arguments[0])
@@ -232,7 +232,9 @@ def _execute_train(launcher: Launcher, *arguments: Value, **named: Value) -> Non
     parts = ("train_args", "num_gpus_per_node", "megatron_model_type", "train_script")
     named = {**dict(zip(parts, arguments, strict=False)), **named}
     model_type = named.get("megatron_model_type")
-    if sourced := [one for one in map(str, Path(launcher.path).parents) if os.path.isfile(_sourced(one, model_type))]:
+    if sourced := [
+        folder for folder in map(str, Path(launcher.path).parents) if os.path.isfile(_sourced(folder, model_type))
+    ]:
         launcher.texts.append(f"source {shlex.quote(_sourced(sourced[0], model_type))}")
     model = "${MODEL_ARGS[@]}" if sourced else launcher.model_args(model_type)
     env = named.get("extra_env_vars")
@@ -301,14 +303,18 @@ def _roots(tree: ast.Module) -> list[str]:
     """Return the functions from which runs are started, and which no other of them calls."""
     functions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     calls = {
-        name: {ast.unparse(one.func).rpartition(".")[2] for one in ast.walk(node) if isinstance(one, ast.Call)}
+        name: {ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(node) if isinstance(call, ast.Call)}
         for name, node in functions.items()
     }
     starting = {name for name, node in functions.items() if "train.py" in ast.unparse(node)}
     starting |= {name for name, called in calls.items() if "execute_train" in called}
     for _ in functions:
         starting |= {name for name, called in calls.items() if called & starting}
-    return [name for name in functions if name in starting and not any(name in calls[one] for one in starting - {name})]
+    return [
+        name
+        for name in functions
+        if name in starting and not any(name in calls[caller] for caller in starting - {name})
+    ]
 
 
 def _as(default: object, text: str) -> object:

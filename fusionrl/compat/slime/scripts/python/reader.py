@@ -1,7 +1,7 @@
 """The part of Python that launchers are written in, read without being run.
 
 Texts, numbers, lists and dicts are Python's own; functions, classes and modules are read from their source. Nothing
-else exists: no file is opened, no process started, no attribute looked up on an object of Python's. What cannot be
+else exists: no file is opened, no process started, no attribute looked up on a Python object. What cannot be
 known is an `Unknown`, which text has as a variable of a shell, `${NAME}`.
 """
 
@@ -111,7 +111,9 @@ class Reader:
             if not isinstance(member, Function) or name in holder.values:
                 return member
             method = Function(member.node, member.scope, holder)
-            is_property = any("property" in ast.unparse(one) for one in getattr(member.node, "decorator_list", ()))
+            is_property = any(
+                "property" in ast.unparse(decorator) for decorator in getattr(member.node, "decorator_list", ())
+            )
             return self.call(method, [], {}) if is_property else method
         if isinstance(holder, PurePosixPath) and name in ("parent", "name", "stem", "suffix", "parents", "parts"):
             part = getattr(holder, name)
@@ -148,17 +150,17 @@ class Reader:
         """Return the scope of a call: the function's parameters with their values."""
         inner = Layer(function.scope)
         parameters = function.node.args
-        names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+        names = [parameter.arg for parameter in (*parameters.posonlyargs, *parameters.args)]
         for name, default in zip(reversed(names), reversed(parameters.defaults), strict=False):
             inner[name] = self.value(default, function.scope)
-        for one, other in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
-            if other is not None:
-                inner[one.arg] = self.value(other, function.scope)
-        given = [function.owner, *arguments] if function.owner is not None else list(arguments)
-        inner.update(zip(names, given, strict=False))
+        for parameter, expression in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
+            if expression is not None:
+                inner[parameter.arg] = self.value(expression, function.scope)
+        positional = [function.owner, *arguments] if function.owner is not None else list(arguments)
+        inner.update(zip(names, positional, strict=False))
         if parameters.vararg is not None:
-            inner[parameters.vararg.arg] = tuple(given[len(names) :])
-        known = {*names, *(one.arg for one in parameters.kwonlyargs)}
+            inner[parameters.vararg.arg] = tuple(positional[len(names) :])
+        known = {*names, *(parameter.arg for parameter in parameters.kwonlyargs)}
         inner.update({name: value for name, value in named.items() if name in known})
         if parameters.kwarg is not None:
             inner[parameters.kwarg.arg] = {name: value for name, value in named.items() if name not in known}
@@ -168,14 +170,14 @@ class Reader:
 
     def make(self, of: Class, arguments: Sequence[Value], named: Mapping[str, Value]) -> Instance:
         """Return an object of a class; fields without a value are not known."""
-        made = Instance(of, {})
+        instance = Instance(of, {})
         if of.is_data:
             for name, default in of.fields.items():
                 if isinstance(default, Field):
                     default = self.call(default.factory, [], {}) if default.factory is not None else default.value
-                made.values[name] = Unknown(name) if default in (Unknown(""), NotImplemented) else default
-            made.values |= {**dict(zip(of.fields, arguments, strict=False)), **named}
+                instance.values[name] = Unknown(name) if default in (Unknown(""), NotImplemented) else default
+            instance.values |= {**dict(zip(of.fields, arguments, strict=False)), **named}
         start = of.members.get("__post_init__" if of.is_data else "__init__")
         if isinstance(start, Function):
-            self.call(Function(start.node, start.scope, made), [] if of.is_data else list(arguments), named)
-        return made
+            self.call(Function(start.node, start.scope, instance), [] if of.is_data else list(arguments), named)
+        return instance

@@ -90,25 +90,25 @@ def _leave(reader: Reader, node: ast.Break | ast.Continue, scope: Scope) -> None
 
 
 def _class_def(reader: Reader, node: ast.ClassDef, scope: Scope) -> None:
-    made = Class(node.name, is_data=any("dataclass" in ast.unparse(one) for one in node.decorator_list))
+    defined = Class(node.name, is_data=any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list))
     for base in node.bases:
         parent = reader.value(base, scope)
         if isinstance(parent, Class):
-            made.fields |= parent.fields
-            made.members |= parent.members
-            made.is_data |= parent.is_data
+            defined.fields |= parent.fields
+            defined.members |= parent.members
+            defined.is_data |= parent.is_data
     inner = Layer(scope)
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             default = Field() if statement.value is None else reader.value(statement.value, inner)
-            made.fields[statement.target.id] = inner[statement.target.id] = default
+            defined.fields[statement.target.id] = inner[statement.target.id] = default
         else:
             reader.block([statement], inner)
-    made.members |= dict(inner)
-    for member in made.members.values():
+    defined.members |= dict(inner)
+    for member in defined.members.values():
         if isinstance(member, Function) and member.scope is inner:
             member.scope = scope
-    scope[node.name] = made
+    scope[node.name] = defined
 
 
 def _return(reader: Reader, node: ast.Return, scope: Scope) -> None:
@@ -149,9 +149,9 @@ def _match(reader: Reader, node: ast.Match, scope: Scope) -> None:
 
 def _import(reader: Reader, node: ast.Import, scope: Scope) -> None:
     for alias in node.names:
-        whole = reader.module(alias.name, "") if alias.asname else None
+        module = reader.module(alias.name, "") if alias.asname else None
         first = alias.name.partition(".")[0]
-        scope[alias.asname or first] = Name(alias.name if alias.asname else first) if whole is None else whole
+        scope[alias.asname or first] = Name(alias.name if alias.asname else first) if module is None else module
 
 
 def _import_from(reader: Reader, node: ast.ImportFrom, scope: Scope) -> None:
@@ -170,9 +170,9 @@ def bind(reader: Reader, target: ast.expr, value: object, scope: Scope) -> None:
         scope[target.id] = value
     elif isinstance(target, (ast.Tuple, ast.List)):
         values = list(value) if isinstance(value, (list, tuple)) else None
-        for place, one in enumerate(target.elts):
+        for place, element in enumerate(target.elts):
             known = values is not None and place < len(values)
-            bind(reader, one, values[place] if values is not None and known else not_known(one), scope)
+            bind(reader, element, values[place] if values is not None and known else not_known(element), scope)
     elif isinstance(target, ast.Attribute):
         holder = reader.value(target.value, scope)
         if isinstance(holder, Instance):
@@ -192,11 +192,11 @@ def _fits(reader: Reader, pattern: ast.pattern, subject: object, scope: Scope) -
     if isinstance(pattern, ast.MatchSingleton):
         return pattern.value is subject
     if isinstance(pattern, ast.MatchOr):
-        return any(_fits(reader, one, subject, scope) for one in pattern.patterns)
+        return any(_fits(reader, option, subject, scope) for option in pattern.patterns)
     if isinstance(pattern, ast.MatchSequence):
         if not isinstance(subject, (list, tuple)) or len(subject) != len(pattern.patterns):
             return False
-        return all(_fits(reader, one, part, scope) for one, part in zip(pattern.patterns, subject, strict=True))
+        return all(_fits(reader, item, part, scope) for item, part in zip(pattern.patterns, subject, strict=True))
     if isinstance(pattern, ast.MatchAs):
         if pattern.pattern is not None and not _fits(reader, pattern.pattern, subject, scope):
             return False

@@ -1,4 +1,4 @@
-"""What a launcher's names stand for: texts, numbers, lists and dicts of Python's, and objects of our own. Pure."""
+"""Values of a launcher's names: Python's texts, numbers, lists and dicts, and the classes below. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 NATIVE = (str, int, float, bool, type(None), list, tuple, dict, set, range, PurePosixPath)
-Value: TypeAlias = Any  # one of Python's own, or one of the classes below
+Value: TypeAlias = Any  # a Python object, or one of the classes below
 Scope: TypeAlias = dict[str, Value]
 
 
@@ -121,8 +121,8 @@ OPERATORS: dict[type[ast.AST], Callable[[Value, Value], Value]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.In: lambda one, many: one in many,
-    ast.NotIn: lambda one, many: one not in many,
+    ast.In: lambda item, many: item in many,
+    ast.NotIn: lambda item, many: item not in many,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
@@ -134,5 +134,5 @@ def is_module(value: object) -> bool:
 
 
 def not_known(node: ast.AST) -> Unknown:
-    """Return what stands for the value of an expression."""
+    """Return the placeholder for the value of an expression."""
     return Unknown(re.sub(r"\W+", "_", ast.unparse(node)).strip("_")[:60] or "VALUE")
