@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusionrl.config.reference import render_reference
-from fusionrl.config.template import render_template
+from fusionrl.config.reference import render_reference, render_template
 
 
 def run(argv: Sequence[str]) -> int:

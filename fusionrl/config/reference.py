@@ -1,7 +1,9 @@
-"""The flag reference, generated from the groups: `fusionrl flags > docs/reference/flags.md`."""
+"""Generated texts on flags: the page docs/reference/flags.md, and the file of `fusionrl flags --template`. Pure."""
 
 from __future__ import annotations
 
+import json
+import textwrap
 import typing
 
 from pydantic.fields import FieldInfo
@@ -26,6 +28,13 @@ An on/off flag `--x` is turned on by `--x` or `--x=true`, and off by `--no-x` or
 `fusionrl plan` and the start of a run list the flags that have no effect in this run and the functions that it does
 not call, each with the reason.
 """
+_TEMPLATE_HEAD = """\
+# Flags of a run: fusionrl train --config FILE
+#
+# Each flag below has its default, if there is one. Remove the # from the flags that you set.
+# Flags on the command line override this file. docs/guides/recipes.md has the details.
+"""
+_WIDTH = 118
 
 
 def render_reference() -> str:
@@ -64,3 +73,30 @@ def _default(info: FieldInfo) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"`{value}`"
+
+
+def render_template() -> str:
+    """Return the whole file as YAML: each flag in a comment, under its help text, with its default."""
+    parts = [_TEMPLATE_HEAD]
+    for group in GROUPS.values():
+        title = (group.__doc__ or "").strip()
+        parts.append(f"\n# {'-' * (_WIDTH - 3 - len(title))} {title}\n")
+        for field, info in group.model_fields.items():
+            text = f"{info.description or ''}{_template_choices(info)}"
+            parts += [f"# {line}\n" for line in textwrap.wrap(text, _WIDTH - 2)]
+            parts.append(f"#{field.replace('_', '-')}:{_template_default(info)}\n")
+    return "".join(parts)
+
+
+def _template_choices(info: FieldInfo) -> str:
+    kind = inner_type(info)
+    is_choice = typing.get_origin(kind) is typing.Literal
+    return f" [{', '.join(map(str, typing.get_args(kind)))}]" if is_choice else ""
+
+
+def _template_default(info: FieldInfo) -> str:
+    """Return the default with a space before it, as YAML and JSON both write it; nothing for None."""
+    value = info.get_default(call_default_factory=True)
+    if value is None:
+        return ""
+    return f" {value}" if isinstance(value, str) and value else f" {json.dumps(value)}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fusionrl.compat.slime.flags.page import render_page
-from fusionrl.compat.slime.flags.same_flags import SAME
-from fusionrl.compat.slime.flags.table import TABLE
+from fusionrl.compat.slime.flags.table import SAME, TABLE
 from fusionrl.config.fields import FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "from-slime-flags.md"

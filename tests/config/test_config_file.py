@@ -17,7 +17,7 @@ from fusionrl.config.groups import GROUPS
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import PLAN_FLAGS
 from fusionrl.config.presets import with_preset
-from fusionrl.config.template import render_template
+from fusionrl.config.reference import render_template
 from fusionrl.observe.run_dir import RunDir
 
 

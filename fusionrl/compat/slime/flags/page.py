@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fusionrl.compat.slime.flags.defaults import DEFAULTS, TRAIN_ASYNC
-from fusionrl.compat.slime.flags.same_flags import SAME
-from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SHAPES, Entry
+from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SAME, SHAPES, Entry
 from fusionrl.config.hooks import flag_of
 
 _HEAD = """# slime's flags

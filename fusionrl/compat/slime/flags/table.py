@@ -381,3 +381,42 @@ DIFFERS: dict[str, str] = {
     "sglang_tp_size": "left out where it is --rollout-num-gpus-per-engine, which counts in slime, too",
     "sglang_dtype": "is --rollout-dtype",
 }
+
+# ------------------------------------------------------------------------------------------------ in both
+# Flags that slime and fusionrl both have, with the same meaning except for those in DIFFERS.
+SAME: frozenset[str] = frozenset(
+    [
+        *("actor_num_gpus_per_node", "actor_num_nodes", "advantage_estimator", "apply_chat_template"),
+        *("apply_chat_template_kwargs", "async_save", "balance_data", "buffer_filter_path", "calculate_per_token_loss"),
+        *("clip_grad", "colocate", "custom_advantage_function_path", "custom_config_path"),
+        *("custom_convert_samples_to_train_data_path", "custom_eval_rollout_log_function_path"),
+        *("custom_generate_function_path", "custom_loss_function_path", "custom_megatron_before_log_prob_hook_path"),
+        *("custom_megatron_before_train_step_hook_path", "custom_megatron_init_path", "custom_model_provider_path"),
+        *("custom_pg_loss_reducer_function_path", "custom_reward_post_process_path", "custom_rm_path"),
+        *("custom_rollout_log_function_path", "custom_tis_function_path", "custom_update_weight_post_write_path"),
+        *("data_source_path", "debug_rollout_only", "debug_train_only", "disable_grpo_std_normalization"),
+        *("disable_rewards_normalization", "distributed_timeout_minutes", "dynamic_sampling_filter_path"),
+        *("entropy_coef", "eps_clip", "eps_clip_c", "eps_clip_high", "eval_config", "eval_function_path"),
+        *("eval_input_key", "eval_interval", "eval_label_key", "eval_max_response_len", "eval_prompt_data"),
+        *("eval_reward_key", "eval_temperature", "eval_top_k", "eval_top_p", "gamma", "global_batch_size", "group_rm"),
+        *("hf_checkpoint", "input_key", "kl_coef", "kl_loss_coef", "kl_loss_type", "label_key", "lambd"),
+        *("load_debug_rollout_data", "log_probs_chunk_size", "loss_mask_type", "loss_type", "lr"),
+        *("mask_offpolicy_in_partial_rollout", "max_tokens_per_gpu", "metadata_key", "micro_batch_size"),
+        *("n_samples_per_eval_prompt", "n_samples_per_prompt", "normalize_advantages", "num_critic_only_steps"),
+        *("num_epoch", "num_gpus_per_node", "num_rollout", "num_steps_per_rollout", "offload_rollout", "offload_train"),
+        *("opd_kl_coef", "opd_teacher_load", "opd_type", "opsm_delta", "over_sampling_batch_size", "partial_rollout"),
+        *("prompt_data", "ref_load", "reward_key", "rm_type", "rm_url", "rollout_all_samples_process_path"),
+        *("rollout_batch_size", "rollout_data_postprocess_path", "rollout_function_path"),
+        *("rollout_health_check_first_wait", "rollout_health_check_interval", "rollout_health_check_timeout"),
+        *("rollout_max_context_len", "rollout_max_prompt_len", "rollout_max_response_len", "rollout_num_gpus"),
+        *("rollout_num_gpus_per_engine", "rollout_sample_filter_path", "rollout_sample_hook_path", "rollout_seed"),
+        *("rollout_shuffle", "rollout_skip_special_tokens", "rollout_stop", "rollout_stop_token_ids"),
+        *("rollout_temperature", "rollout_top_k", "rollout_top_p", "save_debug_rollout_data", "save_hf"),
+        *("save_interval", "seed", "sglang_server_concurrency", "skip_eval_before_train", "tis_clip", "tis_clip_low"),
+        *("tool_key", "update_weight_buffer_size", "update_weight_delta_checksum", "update_weight_delta_encoding"),
+        *("update_weight_disk_dir", "update_weight_disk_keep_files", "update_weight_local_checkpoint_dir"),
+        *("update_weight_mode", "update_weight_transport", "use_dynamic_batch_size", "use_fault_tolerance"),
+        *("use_kl_loss", "use_opd", "use_opsm", "use_rollout_logprobs", "use_rollout_routing_replay"),
+        *("use_routing_replay", "use_tensorboard", "use_tis", "use_unbiased_kl", "value_clip"),
+    ]
+)
