@@ -128,7 +128,7 @@ LABELS: list[tuple[str, str, str, str]] = [
 ]
 METADATA: list[tuple[str, str, str, str]] = [
     *(
-        (f"metadata {text}", text, "refused", "no JSON object")
+        (f"metadata {text}", text, "refused", "not a JSON object")
         for text in ("[1]", "7", "true", '"[1]"', '"3"', '"1.5"')
     ),
     ("metadata as text that is no JSON", '"{level: 1}"', "refused", "not valid JSON"),
@@ -150,7 +150,7 @@ METADATA: list[tuple[str, str, str, str]] = [
 ]
 TOOLS: list[tuple[str, str, str, str]] = [
     *(
-        (f"tools {text}", text, "refused", "no list of tools")
+        (f"tools {text}", text, "refused", "not a list of tools")
         for text in ("{}", "7", '["calc"]', "[1]", '"{}"', "[[]]")
     ),
     ("tools as text that is no JSON", '"calc("', "refused", "not valid JSON"),
@@ -448,8 +448,8 @@ def path_mutations() -> Iterator[Mutation]:
         return write
 
     yield Mutation(kind, "no file", lambda folder: str(folder / "none.jsonl"), "refused", "no such file")
-    yield Mutation(kind, "an empty folder", lambda folder: str(folder), "refused", "no folder that datasets")
-    yield Mutation(kind, "a folder with the name of a file", other(Path.mkdir), "refused", "no folder that datasets")
+    yield Mutation(kind, "an empty folder", lambda folder: str(folder), "refused", "not a folder that datasets")
+    yield Mutation(kind, "a folder with the name of a file", other(Path.mkdir), "refused", "not a folder that datasets")
     yield Mutation(kind, "a pipe", other(lambda path: os.mkfifo(path)), "refused", "no such file")
     yield Mutation(kind, "a link to itself", other(lambda path: path.symlink_to(path)), "refused")
     yield Mutation(kind, "a link to nowhere", other(lambda path: path.symlink_to("none")), "refused", "no such file")
@@ -521,9 +521,9 @@ def table_mutations() -> Iterator[Mutation]:
         "refused",
         "of the kind datetime",
     )
-    yield one("metadata as a list", columns(metadata=[[1]] * 4), "refused", "no JSON object")
+    yield one("metadata as a list", columns(metadata=[[1]] * 4), "refused", "not a JSON object")
     pairs = pa.array([[("level", 1)]] * 4, pa.map_(pa.string(), pa.int64()))
-    yield one("metadata as a map", columns(metadata=pairs), "refused", "no JSON object")
+    yield one("metadata as a map", columns(metadata=pairs), "refused", "not a JSON object")
     yield one("metadata as text", columns(metadata=['{"level": 1}'] * 4), "same")
     yield one("metadata as broken text", columns(metadata=['{"level": 1}', "{", "{}", "{}"]), "refused", "row 2")
     chats = [row["prompt"] for row in good_rows("chat")]

@@ -129,7 +129,7 @@ class BufferActor(StreamMessages):
         await asyncio.to_thread(self.source.save, Path(path), rollout_id)
 
     async def load(self, path: str) -> int:
-        """Go on from a file that `save` wrote; returns its rollout id.
+        """Resume from a file that `save` wrote; returns its rollout id.
 
         Raises:
             ValueError: the state does not fit the prompt data.
@@ -188,7 +188,7 @@ class BufferActor(StreamMessages):
         pushed_version  of the weights that the engines have; None: nothing was pushed to them
         """
         start, kind = time.perf_counter(), "eval-failed"
-        if self.endpoints.eval_urls:  # beside what the Buffer does else, which `status` tells of
+        if self.endpoints.eval_urls:  # at the same time as a rollout, whose phase `status` reports
             telling: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
         else:
             telling = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)

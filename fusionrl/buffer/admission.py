@@ -29,14 +29,14 @@ class AdmissionGate(Protocol):
 
 
 class AdmissionSource:
-    """`get_samples` and `add_samples` go by the controller; all else is the data source's own.
+    """Data source for a rollout function under a stream; `get_samples` and `add_samples` ask the controller.
 
-    Where nothing may be admitted, `get_samples`
-    - gives nothing to an event loop, which goes on with what it has and asks again. A loop that asks and asks and
-      never goes on would hang: it gets what it wants.
-    - gives what is wanted to the thread of the call: it has dropped groups and cannot return without others.
-    - lets any other thread wait.
-    Groups that are given beyond the bound are dropped where they get too old.
+    If no group may be admitted, `get_samples`
+    - gives nothing to an event loop, which continues with its groups and asks again. A loop that only keeps asking
+      would hang: it gets what it wants.
+    - gives the thread of the call what it wants: it has dropped groups and cannot return without others.
+    - makes any other thread wait.
+    Groups given beyond the bound are dropped once they are too old.
     """
 
     def __init__(self, gate: AdmissionGate, hooked: Any, *, asks_again: bool) -> None:
@@ -57,7 +57,7 @@ class AdmissionSource:
         self._caller = threading.get_ident()
 
     def end(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits."""
         self._is_ending.set()
 
     def get_samples(self, num_samples: int) -> Groups:

@@ -119,7 +119,7 @@ class RolloutDataSourceWithBuffer:
         flag = f"--buffer-filter-path {path}"
         _check_groups(groups, f"{flag}: it returned")
         if len(groups) > num_samples:
-            raise ValueError(f"{flag}: it returned {len(groups)} groups, but at most {num_samples} were asked for")
+            raise ValueError(f"{flag}: it returned {len(groups)} groups, at most {num_samples} were requested")
         taken = {id(group) for group in groups}
         if len(taken) < len(groups):
             raise ValueError(f"{flag}: it returned a group twice")
@@ -211,7 +211,7 @@ class RolloutDataSourceWithBuffer:
             )
         counters = [state["num_groups"], state["num_samples"], *(set_state["num_drawn"] for set_state in state["sets"])]
         if any(type(count) is not int or count < 0 for count in counters):
-            raise ValueError("the data cursor in the checkpoint is no whole number; resume from another one")
+            raise ValueError("the data cursor in the checkpoint is not a whole number; resume from another one")
         for sequence, then in zip(self._mixture.sequences, state["sets"], strict=True):
             sequence.num_drawn = then["num_drawn"]
         self.num_groups, self.num_samples = state["num_groups"], state["num_samples"]
@@ -247,7 +247,7 @@ def _check_groups(groups: object, where: str) -> None:
     if not isinstance(groups, Sequence) or not all(
         isinstance(group, list) and group and all(isinstance(sample, Sample) for sample in group) for group in groups
     ):
-        raise ValueError(f"{where} {type(groups).__name__} that is no list of groups (lists of Samples)")
+        raise ValueError(f"{where} {type(groups).__name__}, not a list of groups (lists of Samples)")
 
 
 def _fingerprint(prompts: list[Sample]) -> str:

@@ -1,4 +1,4 @@
-"""An evaluation is of one version of the weights: the check of every token that says which version sampled it."""
+"""Check that every token of an evaluation was sampled by one version of the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MixedVersions(RuntimeError):
 
 
 def check_one_version(data: Mapping[str, EvalResult], pushed: int | None, step: int) -> int | None:
-    """Return the version of the weights that sampled all tokens of an evaluation; None where nobody knows it.
+    """Return the version of the weights that sampled all tokens of an evaluation; None: unknown.
 
     pushed  the version that its engines have; None: nothing was pushed to them
 
@@ -39,7 +39,7 @@ def check_one_version(data: Mapping[str, EvalResult], pushed: int | None, step: 
 
 
 def known_versions(sample: Sample) -> list[int]:
-    """Return the versions of the weights that sampled its tokens, each once; without those that nobody told."""
+    """Return the known versions of the weights that sampled its tokens, each once."""
     tokens, turns = split_versions(vars(sample)["weight_versions"])
     distinct = {int(version) for version in np.unique(np.asarray(tokens, np.int64))}
     return sorted((distinct | {as_version(turn) for turn in turns}) - {UNKNOWN_VERSION})

@@ -17,7 +17,7 @@ from fusionrl.config.hooks import call_hook, load_function, user_code
 from fusionrl.data.sample import Sample
 from fusionrl.observe.json_values import write_atomically
 
-KEPT = 3  # rollouts whose state is kept: a checkpoint is of one of them
+KEPT = 3  # rollouts whose state is kept, for the checkpoint after one of them
 
 
 class PromptSource:
@@ -31,7 +31,7 @@ class PromptSource:
         self.hooked: Any = None
         self._states: dict[int, dict[str, Any] | None] = {}  # rollout → state right after it
         self._streams: dict[int, SavedStream] = {}  # rollout → what a stream had under way right after it
-        self._loaded_stream: SavedStream | None = None  # of the checkpoint that the run goes on from
+        self._loaded_stream: SavedStream | None = None  # of the checkpoint from which the run resumes
 
     def open(self, border: HookBorder) -> None:
         """Make the data source, which reads the prompts; not in runs that need none."""
@@ -140,7 +140,7 @@ class PromptSource:
         write_atomically(path, json.dumps(state))
 
     def load(self, path: Path) -> int:
-        """Go on from a file that `save` wrote; returns its rollout id.
+        """Resume from a file that `save` wrote; returns its rollout id.
 
         Raises:
             ValueError: the state does not fit the prompt data.
@@ -167,7 +167,7 @@ class PromptSource:
                 self.hooked.load_state_dict(source)
             except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
                 raise ValueError(
-                    f"{path}: it is no state of this data source ({error!r:.300}); resume from another one"
+                    f"{path}: it is not a state of this data source ({error!r:.300}); resume from another one"
                 ) from error
 
     def _keeps_own_state(self) -> bool:

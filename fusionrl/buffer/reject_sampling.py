@@ -17,10 +17,10 @@ from fusionrl.rollout.forced_tokens import num_unsampled
 
 
 class AcceptedSamples:
-    """A file of accepted samples, a JSON line each; beside it `<file>.summary.json` counts what became of all of them,
-    in total and for each step (the number of finished rollouts).
+    """A file of accepted samples, a JSON line each; `<file>.summary.json` counts the outcomes of all samples, in total
+    and for each step (the number of finished rollouts).
 
-    No answer to a prompt stands there twice, whatever the rollout, and no rollout twice, whatever the attempt.
+    The file holds no answer to a prompt twice, whatever the rollout, and no rollout twice, whatever the attempt.
     """
 
     def __init__(self, path: Path, threshold: float, per_prompt: int, keeps_tokens: bool = False) -> None:
@@ -34,7 +34,7 @@ class AcceptedSamples:
         """
         self.path, self.threshold, self.per_prompt, self.keeps_tokens = path, threshold, per_prompt, keeps_tokens
         self.summary_path = path.with_name(path.name + ".summary.json")
-        self._known: set[bytes] | None = None  # answers that stand in the file; None: not read yet
+        self._known: set[bytes] | None = None  # answers in the file; None: not read yet
         self._is_clean = True  # False: rows of rollouts that are made again have not been dropped yet
 
     @classmethod
@@ -58,7 +58,7 @@ class AcceptedSamples:
         unfinished        truncated, aborted or failed, or without a token to train on
         unsampled         trained on tokens that no engine sampled: a function put a tool's text in, and set no mask
         below_threshold   finished, but with a lower reward
-        duplicates        good, but the same answer to the same prompt stands there
+        duplicates        good, but the file has the same answer to the same prompt
         surplus           good, but the prompt has `per_prompt` better ones
         accepted          written
         """
@@ -103,7 +103,7 @@ class AcceptedSamples:
         counts["accepted"] = len(rows)
         with self.path.open("ab") as out:
             out.writelines(map(json_line, rows))
-        known |= new  # after the write: an answer that could not be written is no duplicate when it comes again
+        known |= new  # after the write: an answer that could not be written must not count as a duplicate later
         self._count(rollout_id, counts)
         return counts
 

@@ -1,4 +1,4 @@
-"""Facts of a rollout that the driver needs besides numbers: those for warnings, and some samples to show."""
+"""Facts of a rollout for the driver: those that warnings need, and some samples to show."""
 
 from __future__ import annotations
 

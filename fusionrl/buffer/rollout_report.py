@@ -27,7 +27,7 @@ from fusionrl.rollout.types import SESSION
 
 @dataclass
 class Report:
-    """Numbers and samples of a rollout, for people. In --mode sft there are no facts and no glimpses.
+    """Numbers and samples of a rollout, for people. --mode sft has neither facts nor glimpses.
 
     version  of the weights that will train on the samples; None: no token has a known version
     """

@@ -38,7 +38,7 @@ class Rollout:
     """A rollout as the driver gets it: references to one shard a rank, and numbers."""
 
     rollout_id: int
-    shards: list[Any]  # object references; the trainers pull what they stand for
+    shards: list[Any]  # object references, from which the trainers pull their shards
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
@@ -133,7 +133,7 @@ class RolloutStages:
             work = Work.of(sample.num_tokens for sample in chosen.samples)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
             version = rollout_report.version if trains is None else trains
-            # Without a push the versions are those of another run, whose steps nobody knows.
+            # Without a push the versions belong to another run, whose steps are unknown.
             newest = pushed_version if trains is None else trains
             ages = None if newest is None else StepStaleness.of(newest, config)
             temperature = config.rollout.rollout_temperature
@@ -154,7 +154,7 @@ class RolloutStages:
 
 
 def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:
-    """Warn once where nobody gave --use-tis, it is on by default, and a function sets no rollout_log_probs.
+    """Warn once if --use-tis is on by default, not by the user, and a function sets no rollout_log_probs.
 
     Such rollouts are trained uncorrected. Where the flag was given, they are an error of the loss.
     """

@@ -66,7 +66,7 @@ def load_samples(pattern: str, rollout_id: int, plan: Plan) -> list[Sample]:
     """Read what `save_samples` wrote; numbers in it are checked against the plan's model.
 
     Raises:
-        ValueError: there is no such file, or it holds what is no sample.
+        ValueError: the file is missing, or one of its lines is not a sample.
     """
     path = Path(pattern.format(rollout_id=rollout_id))
     if not path.is_file():

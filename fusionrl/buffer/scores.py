@@ -35,7 +35,7 @@ def score(samples: list[Sample], config: Config, border: HookBorder) -> Scored:
     """Return the rewards of a rollout's samples; those of --mode sft are 0.
 
     Raises:
-        HookError, ValueError: a reward is no number, the estimator cannot take it, or a user's function failed.
+        HookError, ValueError: a reward is not a number, the estimator cannot take it, or a user's function failed.
     """
     if config.run.mode == "sft":
         zeros = [0.0] * len(samples)
@@ -51,7 +51,7 @@ def _post_processed(samples: list[Sample], output: object, where: str) -> Scored
     """Return the rewards as the function of --custom-reward-post-process-path returned them: (raw, rewards).
 
     Raises:
-        HookError, ValueError: it returned no pair, of another length, or what is no number; names `where`.
+        HookError, ValueError: it returned something other than two lists of one number a sample; names `where`.
     """
     if not isinstance(output, tuple | list) or len(output) != 2:
         raise HookError(f"{where}: it returned {type(output).__name__}; a tuple (raw rewards, rewards) is wanted")

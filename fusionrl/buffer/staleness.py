@@ -45,7 +45,7 @@ def without_answer(sample: Sample) -> Sample:
 
 
 def check_not_older(samples: Sequence[Sample], born: int) -> None:
-    """Refuse tokens of weights from before the group was begun, by version `born`.
+    """Refuse tokens of weights that are older than the group's start, version `born`.
 
     Raises:
         HookError: names the sample; a function has put them into it.

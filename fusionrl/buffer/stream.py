@@ -1,7 +1,7 @@
 """The stream: groups are generated without pause, as the controller admits them, one client and one loop for the run.
 
 It runs in a thread with an event loop of its own, and owns the controller's state. The driver asks for what is next
-(`next_batch`, `trained`, `pushed`); everything else, engines' work and rewards, goes on meanwhile.
+(`next_batch`, `trained`, `pushed`); generation and rewards continue meanwhile.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Stream(LoopThread):
         self._call(note)
 
     def waits_for(self) -> str:
-        """Return whom the trainers wait for and why, "" where they wait for nobody."""
+        """Return which groups the trainers wait for and why; "" if they do not wait."""
         return self._call(lambda: describe_waits(decide(self.state, self.knobs), self._live))
 
     def set_engines(self, urls: Sequence[str]) -> None:
@@ -189,7 +189,7 @@ class Stream(LoopThread):
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _proceed(self) -> None:
-        """Begin all that may begin; what is for the driver, when it asks for it."""
+        """Start all actions that may start; those for the driver only when it waits for one."""
         while True:
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
@@ -306,7 +306,7 @@ class Stream(LoopThread):
             self._happen(events.GroupReady(ordinal, oldest_version(samples, self.knobs.fetches_per_push)))
 
     def _fail(self, ordinal: int, reason: str) -> None:
-        """Note that a group cannot be trained: it is tried again, or another takes its place."""
+        """Note that a group cannot be trained: it is retried, or another group replaces it."""
         self._token_counts.dropped(ordinal)
         self._happen(events.GroupFailed(ordinal, reason))
         self._live[ordinal].parked = []  # it is tried again from its prompt
@@ -344,14 +344,14 @@ class Stream(LoopThread):
         return Batch(groups, self._label, self._new_metrics() | counts | state, refused or [])
 
     def _new_metrics(self) -> dict[str, float]:
-        """Return what was counted beside the groups since the last call."""
+        """Return the counts of requests since the last call."""
         retries = self._client.retries("rollout")
         new = {name: count - self._retries.get(name, 0.0) for name, count in retries.items()}
         self._retries = retries
         return new
 
     def _ask(self, *kinds: type) -> events.Action:
-        """Wait until the controller decides on one of `wanted`."""
+        """Wait until the controller decides on one of these kinds of action."""
         answer: Future[events.Action] = Future()
 
         def ask() -> None:
@@ -371,7 +371,7 @@ def why_failed(samples: list[Sample], *, replaces: bool) -> str:
 
 
 class GroupFilter:
-    """Asks --dynamic-sampling-filter-path."""
+    """--dynamic-sampling-filter-path over a run; ends a run whose filter keeps next to nothing."""
 
     def __init__(self, num_wanted: int) -> None:
         """`num_wanted`: groups of a batch."""
@@ -379,7 +379,7 @@ class GroupFilter:
         self._num_kept, self._refused = 0, Counter[str]()
 
     def refuses(self, context: GroupContext, samples: list[Sample]) -> str:
-        """Return why it does not keep a group, "" where it does.
+        """Return why the filter does not keep a group, "" if it does.
 
         Raises:
             HookError: it raised, or returned something else than a verdict.
@@ -399,7 +399,7 @@ _MOST_NAMED = 5  # groups
 
 
 def describe_waits(actions: Iterable[Action], live: Mapping[int, StreamGroup]) -> str:
-    """Return why the trainers wait and for which samples, and why the engines get nothing new; "" where nobody waits.
+    """Return why the trainers wait and for which samples, and why the engines get nothing new; "" without a wait.
 
     live  ordinal → the samples of a group
     """

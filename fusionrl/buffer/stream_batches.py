@@ -1,4 +1,4 @@
-"""The stream of a rollout function of one's own: it makes whole batches, and its data source gives permits.
+"""The stream of a user's rollout function, which makes whole batches of the groups that it draws.
 
 The function runs in a thread, call after call. What it draws is admitted by the controller (`get_samples` gives fewer
 groups where the bound says so, or none), what it hands back is parked, and what it returns is ready to be trained, in
@@ -82,7 +82,7 @@ class BatchStream(Stream):
 
     # ------------------------------------------------------------------------------------ the function's thread
     def stop(self) -> None:
-        """End everything; a function that does not hear of it is ended with the process."""
+        """End everything; a function that ignores it ends with the process."""
         self._abort.set()
         self._permits.end()
         self._is_ending = True
@@ -166,7 +166,7 @@ class BatchStream(Stream):
         return self._call(self._draw_groups, num_groups, beyond)
 
     def park_groups(self, groups: Groups) -> None:
-        """Park groups that the function has begun; those that it did not get here go to the data source."""
+        """Park groups that the function has started; those from elsewhere go to the data source."""
         self._call(self._park_groups, groups)
 
     def _draw_groups(self, num_groups: int, beyond: bool) -> Groups:
@@ -174,7 +174,7 @@ class BatchStream(Stream):
         if all_fetched(state, knobs):
             return []  # the run needs no more
         must_return = self._is_starving() or (self._is_calling and push_is_due(state, knobs))
-        if must_return:  # somebody waits for the call that is under way: it may begin all that can be trained in time
+        if must_return:  # trainers wait for this call: it may start all groups that can be trained in time
             knobs = replace(knobs, lead=float(knobs.max_staleness))
         pending, num_new = list[int](), 0
         for action in engine_actions(state, knobs):

@@ -95,7 +95,7 @@ class StreamMessages:
             self.source.keep_with(rollout_id, state, stream)
 
     async def waits_for(self) -> str:
-        """Whom the trainers wait for and why; "" where they wait for nobody, or nobody keeps an account."""
+        """Return which groups the trainers wait for and why; "" if they do not wait, or without a stream."""
         return "" if self._stream is None else await asyncio.to_thread(self._stream.waits_for)
 
     async def progress(self) -> str:

@@ -16,9 +16,9 @@ from fusionrl.pipeline.state import State
 
 
 def state_numbers(state: State, knobs: Knobs) -> dict[str, float]:
-    """Return the numbers of a state whose next fetch has begun.
+    """Return the metrics of a state whose next fetch has started.
 
-    Credits are the groups that may be admitted and not yet be fetched: by the bound, the lead and spare groups.
+    Credits are the groups that may be admitted but not fetched yet, by the bound, the lead and spare groups.
     """
     fetched = state.num_fetched * knobs.groups_per_fetch
     return {
@@ -36,11 +36,11 @@ _FAILED = (Status.FAILED, Status.ABORTED)
 
 
 class TokenCounts:
-    """Counts since the last batch, but the lengths, which are of the whole run.
+    """Counts of tokens since the last batch; lengths of responses over the whole run.
 
     A sample counts as generated when its group ends or is given up, and then as trained or dropped. Of a group that is
-    given up under way the samples that have ended count; what engines had of the others nobody knows. A group that is
-    tried again begins anew.
+    given up in flight, the samples that have ended count; the tokens of the others are unknown. A group that is
+    retried starts again.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ _IDLE, _ALL = "idle", "all"
 
 
 class StreamClock:
-    """Adds up seconds, from when it is told first. What it was told last holds until it is told again."""
+    """Adds up seconds that trainers waited and engines had nothing to do; each note holds until the next."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -132,7 +132,7 @@ class StreamClock:
         self._holds: set[str] = {_IDLE}
 
     def note(self, now: float, reason: str | None, has_work: bool) -> None:
-        """Tell what holds from now on.
+        """Note what holds from now on.
 
         reason    `Wait.reason` of a driver that waits for a batch; None where it does not
         has_work  samples are under way, and no push holds them up

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a stream: which groups have ended, and the others, the answers of ready ones too.
+"""State of a stream in a checkpoint: which groups have ended, and the samples of the others.
 
 settings  the knobs on which places and versions depend
 state     of the controller (`State.to_dict`)
@@ -56,13 +56,13 @@ def packed(state: Mapping[str, Any], held: Mapping[int, StreamGroup], knobs: Kno
 
 
 def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State, dict[int, StreamGroup]]:
-    """Return the controller's state and the groups, for a run that goes on after `num_trained` fetches.
+    """Return the controller's state and the groups, for a run that resumes after `num_trained` fetches.
 
-    With other settings than those of the checkpoint its versions and places mean something else: then the groups are
-    generated again, as the first ones.
+    If the settings differ from the checkpoint's, its versions and places have another meaning: then the groups are
+    generated again, before any other.
 
     Raises:
-        ValueError: it is no saved stream.
+        ValueError: it is not a saved stream.
     """
     try:
         held = {

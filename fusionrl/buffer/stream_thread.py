@@ -1,4 +1,4 @@
-"""A thread with an event loop of its own, and how others ask it for something."""
+"""A thread with its own event loop, and calls into it from other threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs `_main` in its thread. It ends with `stop`, or with the first error, which whoever asks next gets."""
+    """Runs `_main` in its thread. It ends with `stop`, or with the first error, which the next call raises."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -26,7 +26,7 @@ class LoopThread:
         self._asked: set[Future[Any]] = set()  # what others wait for
 
     async def _main(self, started: Future[None]) -> None:
-        """Work until `_is_ending`; `started` is told when others may ask."""
+        """Work until `_is_ending`; set `started` once calls may come."""
         raise NotImplementedError
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
 
-Ref = TypeVar("Ref")  # what stands for a shard: a reference into the object store
+Ref = TypeVar("Ref")  # a reference to a shard in the object store
 PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
 
 
@@ -214,7 +214,7 @@ def _plan_steps(
 def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
     """Return the position at which each optimizer step begins, and the end of the last one.
 
-    A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
+    A user's functions may make several samples for one prompt, or fewer prompts; then all steps have as many groups.
     """
     count = len(sizes.lengths)
     if count == plan.num_samples and not by_groups and not sizes.has_fan_out:
@@ -247,7 +247,7 @@ def _siblings(groups: np.ndarray) -> list[list[int]]:
 
 
 def _present(samples: Sequence[Sample], sizes: _Sizes) -> dict[str, tuple[int, ...]]:
-    """Return the fields of the shards, and the dimensions behind the first; a field stands in every shard or in none.
+    """Return the fields of the shards, and the dimensions behind the first; a field is in every shard or in none.
 
     A sample that trains nothing does not need a field that may be missing. Versions are there where any sample has
     them: the others' are unknown.

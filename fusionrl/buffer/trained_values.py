@@ -21,7 +21,7 @@ class TrainedSamples:
     """Knows on which line of which file each sample of a train shard stands.
 
     Trainers number samples by their position in what they were given; a user's conversion and DPO's pairs choose and
-    reorder, so that positions are no lines.
+    reorder, so a position is not a line number.
     """
 
     def __init__(self, writer: RolloutWriter) -> None:

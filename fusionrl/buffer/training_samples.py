@@ -16,7 +16,7 @@ from fusionrl.rollout.types import Limits, check_samples
 
 @dataclass
 class TrainingSamples:
-    """The samples that are trained on, in their order, with what stands beside them.
+    """The samples that are trained on, in their order, with their rewards and a user's columns.
 
     extra        a user's columns: one value a sample
     by_groups    no optimizer step begins within a group
@@ -54,7 +54,7 @@ def choose(scored: Scored, config: Config, num_steps: int, limits: Limits, borde
 def best_and_worst(samples: Sequence[Sample], rewards: Sequence[float]) -> list[tuple[int, int]]:
     """For each group whose rewards differ the positions of its first best and its first worst sample.
 
-    Samples that are not trained on anyway are no one's partner.
+    Samples that are not trained on are in no pair.
     """
     groups: dict[int | None, list[int]] = {}
     for i, sample in enumerate(samples):
@@ -69,7 +69,7 @@ def best_and_worst(samples: Sequence[Sample], rewards: Sequence[float]) -> list[
 def pair_up(chosen: TrainingSamples, num_steps: int) -> TrainingSamples:
     """DPO: the pairs of the rollout, chosen (+1) and rejected (-1) side by side, with what belongs to them.
 
-    Where there are fewer than optimizer steps, removed samples stand for the others: of these nothing is learnt.
+    If there are fewer pairs than optimizer steps, removed samples fill up the rest; they train nothing.
     """
     pairs = best_and_worst(chosen.samples, chosen.rewards)
     members = [i for pair in pairs for i in pair]

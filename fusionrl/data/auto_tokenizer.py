@@ -44,8 +44,8 @@ def import_auto_tokenizer() -> None:
             assert transformers.AutoTokenizer is not None
 
 
-class _TorchLater(types.ModuleType):
-    """In the place of torch in a module that uses it within functions alone: imports it when it is used."""
+class _LazyTorch(types.ModuleType):
+    """Stands in for torch in a module that uses it only inside functions; imports it at the first use."""
 
     def __getattr__(self, name: str) -> object:
         vars(sys.modules[_ROPE])["torch"] = torch = importlib.import_module("torch")
@@ -63,7 +63,7 @@ def _import_rope() -> None:
         rope = importlib.import_module(_ROPE)
     finally:
         vars(utils)["is_torch_available"] = original
-    vars(rope).update(is_torch_available=original, torch=_TorchLater("torch"))
+    vars(rope).update(is_torch_available=original, torch=_LazyTorch("torch"))
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def torch_left_out() -> Iterator[None]:
 
 @contextmanager
 def _called_later() -> Iterator[None]:
-    """Have stand-ins in the place of the modules of `_CALLED`, which import the real ones when they are called."""
+    """Replace the modules of `_CALLED` by stand-ins, which import the real ones when they are called."""
     absent = [module for module in _CALLED if module not in sys.modules]
     for module in absent:
         sys.modules[module] = types.ModuleType(module)
@@ -111,8 +111,8 @@ def _light_factory(transformers: types.ModuleType) -> Iterator[None]:
     if _FACTORY in sys.modules:
         yield
         return
-    generation = transformers.generation  # a lazy module: it imports a name's file when the name is asked for
-    vars(generation)[_MIXIN] = _NotYet
+    generation = transformers.generation  # a lazy module: it imports a name's file at the first access
+    vars(generation)[_MIXIN] = _MixinStandIn
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def _light_factory(transformers: types.ModuleType) -> Iterator[None]:
     _complete_when_used(sys.modules[_FACTORY])
 
 
-class _NotYet:
+class _MixinStandIn:
     """A stand-in for `GenerationMixin` in `auto_factory`, until `_complete_when_used` replaces it."""
 
 

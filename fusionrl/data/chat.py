@@ -189,7 +189,7 @@ class MultiTurnLossMaskGenerator:
             if message["role"] != "assistant":
                 continue
             if position == 0:
-                self._refuse("the conversation begins with the assistant, so there is no prompt before it")
+                self._refuse("the conversation begins with the assistant, so it has no prompt")
             # In the spelling of the whole, which was checked.
             render = self.tokenizer.apply_chat_template
             before = call_template(render, messages[:position], add_generation_prompt=True, **kwargs)
@@ -314,7 +314,7 @@ def tokens_after_assistant(
 ) -> list[int]:
     """Tokens from the end of an assistant's turn, through `messages` (of tools, or of a user), to its next turn.
 
-    They are read off renderings with a dummy in the place of the turn, so that the turn's own tokens, which were
+    They are read off renderings with a dummy instead of the turn, so that the turn's own tokens, which were
     sampled, are never tokenized anew.
 
     end_token  the token by which the model ended its turn; None where it did not (a stop string did): then the

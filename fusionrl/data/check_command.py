@@ -70,7 +70,7 @@ class DataCheck:
         columns = self.columns
         needed = (TOKENS, LOSS_MASK) if self.is_sft and holds_tokens(row) else (columns.input_key,)
         if any(cause.startswith(f"column {key!r}") for cause in mistakes for key in needed):
-            return findings  # what else is wrong with the row may come of that
+            return findings  # other problems of the row may follow from this one
         try:
             tools = metadata_and_tools(row, columns)[1]
         except FindingError:  # the checker has named it

@@ -23,7 +23,7 @@ def samples_of(
 
     tokens, response_lengths and rewards must be there; raw_reward, loss_masks, rollout_log_probs, teacher_log_probs,
     weight_versions, rollout_routed_experts, truncated, sample_indices, group_index and metadata may be. A sample whose
-    index is that of one of `originals` is of its group, and is not trained on where that is not.
+    index is that of one of `originals` belongs to its group, and is not trained on if the original is not.
 
     Raises:
         ValueError: names `flag` and what is missing or of another length.

@@ -221,7 +221,7 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
     """Return whether a text exceeds the limit of tokens by its characters alone: counting tokens could take minutes.
 
     Raises:
-        ValueError: there is no limit, and the text has more characters than are counted.
+        ValueError: without a limit, the text has more characters than are counted.
     """
     if max_prompt_len is not None:
         return len(text) > min(MAX_PROMPT_CHARACTERS, MAX_TOKEN_CHARACTERS * max_prompt_len)

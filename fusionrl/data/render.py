@@ -5,8 +5,8 @@ empty values as `null`, `""` or not at all, a thought as `reasoning_content`, `r
 or as parts. `normal_form` gives all of them one spelling. Templates read different spellings, too: `render_with` takes
 the first of a few that the template renders as a whole. If there is none, the error names the field that is left out.
 
-What is trained on must be whole. A prompt may lose what models do without, and what servers leave out, too: thoughts of
-earlier turns, and what was said beside calls (`CONTEXT`); that is a warning.
+Text that is trained on must be rendered completely. A prompt may lose what models do without and servers leave out:
+thoughts of earlier turns, and content next to calls (`CONTEXT`); that is a warning.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _normal_call(call: Mapping[str, object]) -> Message:
 def decoded(arguments: object) -> object:
     """Return arguments of a call as an object, where they are JSON text of one; templates write the JSON themselves.
 
-    Nothing is no arguments. Text that is not an object's JSON stays text: some model wrote it.
+    An empty text means no arguments. Text that is not an object's JSON stays text: some model wrote it.
     """
     if not isinstance(arguments, str) or not arguments.strip():
         return arguments if isinstance(arguments, list | dict) else {}
@@ -229,7 +229,7 @@ def _spellings(normal: list[Message]) -> Iterator[list[Message]]:
     """Yield messages as most templates read them, then as a few do.
 
     Templates of models that see pictures render parts; for others, parts of text become lines. DeepSeek's templates
-    want `arguments` as text, and a content of null beside calls; LLaVA's want all content as parts.
+    want `arguments` as text, and a content of null next to calls; LLaVA's want all content as parts.
     """
     yield normal
     if any(isinstance(message["content"], list) for message in normal):

@@ -291,7 +291,7 @@ class RowChecker:
             return
         elif messages[-1]["role"] == "assistant":
             cause = f"column {key!r} ends with the assistant's turn"
-            findings.append(Finding(cause, hint="the model is asked for another one after it", is_warning=True))
+            findings.append(Finding(cause, hint="the model then answers a second time", is_warning=True))
         if self.probe is not None and all(finding.is_warning for finding in findings[num_before:]):
             # Whether a loss mask can be made of a conversation that quotes an end marker depends on where it does.
             self._check_template(tuple(shape), messages, tools, findings, is_odd=is_special and self.is_sft)
@@ -310,7 +310,7 @@ class RowChecker:
         return None
 
     def _check_rich_message(self, message: Mapping[str, object], findings: list[Finding]) -> None:
-        """A message whose content is no text, or that has more keys than role and content."""
+        """Check a message whose content is not text, or that has more keys than role and content."""
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
         if problem := value_problem(message):
             findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
@@ -331,7 +331,7 @@ class RowChecker:
                 findings.append(Finding(cause, repr(kind[:80]), hint, is_warning=True))
             break
         if calls is not None and not _are_calls(calls):
-            cause = f"column {key!r}: tool_calls of a message is no list of {{'function': {{'name': …}}}}"
+            cause = f"column {key!r}: tool_calls of a message is not a list of {{'function': {{'name': …}}}}"
             findings.append(Finding(cause))
         elif isinstance(calls, list) and (text := _unreadable_arguments(calls)) is not None:
             cause = f"column {key!r}: arguments of a tool call are text, but not JSON of an object"
@@ -462,7 +462,7 @@ def read_metadata(value: object, key: str) -> dict[str, object]:
     """
     parsed = _from_json(value, key)
     if parsed is not None and not isinstance(parsed, dict):
-        raise FindingError(Finding(f"column {key!r} is no JSON object"))
+        raise FindingError(Finding(f"column {key!r} is not a JSON object"))
     return dict(parsed or {})
 
 
@@ -475,7 +475,7 @@ def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
     parsed = _from_json(value, key)
     if parsed is None or (isinstance(parsed, list) and all(isinstance(tool, dict) for tool in parsed)):
         return parsed or None
-    raise FindingError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
+    raise FindingError(Finding(f"column {key!r} (--tool-key) is not a list of tools"))
 
 
 def _from_json(value: object, key: str) -> object:

@@ -98,7 +98,7 @@ def read_rows(spec: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[s
     """(place, row) of a set, the place being `line 3` in a file of lines and `row 3` elsewhere, both from 1.
 
     Raises:
-        ValueError: nothing readable there, or a line that is no JSON object; names `flag`, file and place.
+        ValueError: nothing readable there, or a line that is not a JSON object; names `flag`, file and place.
     """
     for place, row in scan_rows(spec, flag):
         if isinstance(row, ValueError):
@@ -107,7 +107,7 @@ def read_rows(spec: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[s
 
 
 def line_finding(error: ValueError) -> Finding:
-    """Return the finding of a line that is no row."""
+    """Return the finding of a line that is not a row."""
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return Finding("not valid JSON", str(error))
     if isinstance(error, DuplicateKey):
@@ -116,7 +116,7 @@ def line_finding(error: ValueError) -> Finding:
 
 
 def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | ValueError]]:
-    """As `read_rows`, but a line that is no row comes as the error that says why."""
+    """As `read_rows`, but yield the error of a line that is not a row."""
     prompt_set = parse_set(spec, flag)
     try:
         rows = _read(prompt_set)
@@ -187,7 +187,7 @@ def _check_names(names: list[str]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Messages of Arrow go on with what they know of its own source lines."""
+    """Return the first line of an Arrow message; the others name lines of its source."""
     return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
@@ -209,7 +209,9 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
     elif split is not None:
         raise ValueError(f"it has no splits, so none named {split!r}")
     if not (path / "state.json").is_file():
-        raise ValueError(f"{path} is no folder that datasets.save_to_disk wrote (it has no state.json); give {FORMATS}")
+        raise ValueError(
+            f"{path} is not a folder that datasets.save_to_disk wrote (it has no state.json); give {FORMATS}"
+        )
     names = [str(file["filename"]) for file in _json_list(path / "state.json", "_data_files") if isinstance(file, dict)]
     for name in names:
         if Path(name).name != name:
@@ -234,7 +236,7 @@ def _json_list(path: Path, key: str) -> list[object]:
     except ValueError as error:
         raise ValueError(f"{path.name} is not valid JSON ({error})") from error
     if not isinstance(state, dict):
-        raise ValueError(f"{path.name} is no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     values = state.get(key) or []
     if not isinstance(values, list):
         raise ValueError(f"{path.name}: {key} is no list")

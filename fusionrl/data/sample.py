@@ -168,7 +168,7 @@ class Sample:
         """Return a field as an array, of the dtype that it is packed in; None where it is None. The field stays as is.
 
         Raises:
-            ValueError, TypeError, OverflowError: it holds what is no number, or one that its dtype cannot hold.
+            ValueError, TypeError, OverflowError: a value is not a number, or its dtype cannot hold it.
         """
         value = self.__dict__[name]
         if value is None or isinstance(value, np.ndarray):
@@ -212,7 +212,7 @@ class Sample:
         versions           of each token, or one for all. Default: what `meta_info` says; without it, of tokens of a
         tool the version of the token before, else -1, not known (after a generate function, `post` fills these in).
         meta_info          what SGLang's /generate answers under this name: its weight versions and, with
-        `update_terminal_info`, its finish reason stand for `versions` and `finish_reason` where these are not given.
+        `update_terminal_info`, its finish reason are the defaults of `versions` and `finish_reason`.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lengths that differ.
@@ -252,7 +252,7 @@ class Sample:
         _extend_versions(self, version)
         self._extend("tokens", ids)
         if count:
-            self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
+            self.teacher_log_probs = None  # the teacher has not seen these tokens: it scores all of them again
             self.rollout_routed_experts = None  # as an engine's last answer has them, for all tokens
         self.response_length += count
         self.response += text or ""
@@ -264,7 +264,7 @@ class Sample:
     def update_from_meta_info(self, args: object, meta_info: Mapping[str, object]) -> None:
         """Take over the finish reason and the weight version of what SGLang's /generate answered last (slime's).
 
-        The versions are of the response's last tokens, as many as the answer had; call it after each turn, when its
+        The versions belong to the response's last tokens, as many as the answer had; call it after each turn, when its
         tokens are in the sample. A finish reason that is none of stop, length and abort leaves the status as it is.
         """
         before = np.asarray(split_versions(self.__dict__["weight_versions"])[0], np.int32)
@@ -277,7 +277,7 @@ class Sample:
         self.status = _FINISH_STATUS.get(_finish_reason(meta_info) or "", self.status)
 
     def _add_meta_info(self, args: object, meta_info: Mapping[str, object], is_terminal: bool) -> None:
-        """Take over the experts that an answer of SGLang's /generate names, and its counts."""
+        """Store the experts and the counts that SGLang's /generate answered."""
         size = getattr(args, "routed_experts_size", None)
         experts = meta_info.get("routed_experts")
         if size and isinstance(experts, str) and not meta_info.get("routed_experts_start_len"):
@@ -382,7 +382,7 @@ class Sample:
         return sample
 
 
-# After the dataclass is made, so that these stand for its plain fields.
+# After the dataclass is made, so that these replace its plain fields.
 for _name in LIST_FIELDS:
     setattr(Sample, _name, ListField(_name, grows=_name != "tokens"))
 for _name, (_default, _make) in _RARE.items():
@@ -402,7 +402,7 @@ def is_trained_on(sample: Sample) -> bool:
 
 
 def lacks_reward(sample: Sample) -> bool:
-    """Return whether the sample failed or was aborted before it got a reward: its 0 is no judgement of an answer."""
+    """Return whether the sample failed or was aborted before it got a reward: then its 0 does not grade an answer."""
     return sample.status in _LOST and (sample.reward is None or is_reward_lost(sample))
 
 

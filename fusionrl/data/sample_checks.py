@@ -15,7 +15,7 @@ import numpy as np
 from fusionrl.data.sample import Sample
 
 LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
-SMALLEST_LOG_PROB = -1e5  # lower ones are no log-probs: exp of their difference to any other overflows
+SMALLEST_LOG_PROB = -1e5  # lower values are not log-probs: exp of their difference to any other overflows
 _LARGEST_VERSION = _LARGEST_TOKEN = int(np.iinfo(np.int32).max)
 
 
@@ -48,15 +48,15 @@ def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int
 def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rule: str) -> None:
     """Check a field that is not None.
 
-    kinds  of numpy's dtypes, those that the field may have
-    rule   as a person reads it; {most} is put in where it is told
+    kinds  kinds of numpy dtype that the field may have
+    rule   text for messages; {most} is filled in
     """
     stored = vars(sample)[name]
     rule = rule.replace("{most}", str(most))
     try:
         values = np.asarray(stored)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"sample {sample.index}: {name} is no array of numbers ({error})") from error
+        raise ValueError(f"sample {sample.index}: {name} is not an array of numbers ({error})") from error
     if not values.size:
         return
     if values.dtype.kind not in kinds:
@@ -68,7 +68,7 @@ def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rul
 
 
 def _first_strange(values: np.ndarray | Sequence[object]) -> str:
-    """The first value that is no whole number, as a person reads it."""
+    """Return the first value that is not a whole number, for messages."""
     flat = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
     strange = next((value for value in flat if isinstance(value, bool) or not isinstance(value, int)), flat[0])
     return f"{strange!r:.80}"
@@ -150,7 +150,7 @@ def _check_row(row: Mapping[str, object]) -> None:
 
 
 def _check_reward(name: str, reward: object) -> None:
-    """A dict may hold texts and null beside its numbers: the reward `dapo` keeps the answer that it found."""
+    """Check a reward. A dict may also hold texts and null: the reward `dapo` keeps the answer that it found."""
     if isinstance(reward, dict) and name == "reward":
         for key, value in reward.items():
             if isinstance(value, int | float):

@@ -6,7 +6,7 @@
     scalar, tensor     {"$scalar": array} (numpy's), {"$tensor": array} (torch's)
     tuple, set         {"$tuple": […]}, {"$set": […]}
     bytes              {"$bytes": base64}
-    dict               as it is, or {"$dict": [[key, value], …]} where a key is no string or begins with "$"
+    dict               as it is, or {"$dict": [[key, value], …]} where a key is not a string or begins with "$"
 
 and an object of another kind, which a hook may have put there, is stored as `to_jsonable` has it.
 """
@@ -46,7 +46,7 @@ class SourceState(TypedDict):
 
 
 def pack_sample(sample: Sample) -> dict[str, object]:
-    """All attributes of a sample, those that hooks added too, as values for JSON (NaN and infinities stay)."""
+    """Return all attributes of a sample, including those that hooks added, for JSON (NaN and infinities stay)."""
     values = {name: value for name, value in vars(sample).items() if name != "status"}
     for name in COUNTS:
         if name in values:

@@ -1,6 +1,6 @@
 """How the tokens of a response were sampled: their temperatures, and what else changed the policy's distribution.
 
-Trainers score with `Sample.temperature`. One number stands for the whole response. Turns of several temperatures make
+Trainers score with `Sample.temperature`. One number applies to the whole response. Turns of several temperatures make
 it an array, one number for each token; tokens that were appended after the last turn have the last one. NaN: not known.
 """
 
@@ -34,11 +34,11 @@ def scored_at(temperature: object) -> float:
     """Return the temperature of an engine's log-probs for a request with `temperature` (SGLang's default: 1).
 
     Raises:
-        ValueError: it is no finite number of at least 0.
+        ValueError: it is not a finite number of at least 0.
     """
     value = 1.0 if temperature is None else temperature
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value < np.inf:
-        raise ValueError(f"the temperature {temperature!r} is no finite number of at least 0")
+        raise ValueError(f"the temperature {temperature!r} is not a finite number of at least 0")
     return 1.0 if value < GREEDY_BELOW else float(value)
 
 
@@ -84,7 +84,7 @@ def temperatures_of(sample: Sample, default: float) -> np.ndarray | None:
     """[response_length] fp32 temperatures of a sample; None where all are `default`, that of unknown tokens.
 
     Raises:
-        ValueError: names the sample: a temperature that is no positive number.
+        ValueError: a temperature is not a positive number; names the sample.
     """
     held: Any = sample.temperature
     if held is None or (np.ndim(held) == 0 and held == default):

@@ -20,7 +20,7 @@ import orjson
 Row = dict[str, Any]
 NO_OBJECT = "no JSON object"
 
-# Python's own reader would go on for minutes and fill the memory; no row of prompts is that large.
+# Python's own reader would take minutes and fill the memory; no row of prompts is that large.
 MAX_LINE_BYTES = 64 << 20
 # Levels of lists and objects in a value. What copies, pickles and writes values recurses, several calls a level, and
 # Python ends at a thousand.
@@ -52,7 +52,7 @@ _MAX_EXACT = 2.0**63  # orjson makes a float of an integer that does not fit in 
 def quick_row(line: bytes) -> CleanRow | None:
     """The row of a line, where a quick reader and a look at the bytes are enough; None where it takes `StrictDecoder`.
 
-    orjson reads several times faster than Python's json, and refuses lone surrogates, NaN and bytes that are no UTF-8.
+    orjson reads several times faster than Python's json, and refuses lone surrogates, NaN and bytes that are not UTF-8.
     """
     try:
         row = orjson.loads(line)
@@ -176,7 +176,7 @@ class DuplicateKey(ValueError):
 
 
 def after_space(text: str, start: int) -> int:
-    """Position of the next character that is no white space, or the end."""
+    """Return the position of the next character that is not white space, or the end."""
     match = _SPACE.match(text, start)
     assert match is not None  # it matches the empty text
     return match.end()

@@ -46,7 +46,7 @@ def token_finding(row: Mapping[str, object], vocab_size: int | None) -> Finding 
     tokens, mask = row[TOKENS], row[LOSS_MASK]
     for name, values in ((TOKENS, tokens), (LOSS_MASK, mask)):
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            return Finding(f"column {name!r} is no list of whole numbers")
+            return Finding(f"column {name!r} is not a list of whole numbers")
     assert isinstance(tokens, list) and isinstance(mask, list)
     if not tokens:
         return Finding(f"column {TOKENS!r} is empty")

@@ -1,4 +1,4 @@
-"""Weight versions of tokens: as engines say them, and as functions of slime's leave them, one text for each turn."""
+"""Weight versions of tokens: from engines, per token, and from functions for slime, one text a turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-UNKNOWN_VERSION = -1  # in weight_versions: nobody said which weights sampled the token
+UNKNOWN_VERSION = -1  # in weight_versions: it is not known which weights sampled the token
 
 
 def names_turns(versions: object) -> bool:
@@ -34,7 +34,7 @@ def as_version(version: object) -> int:
 
 
 def token_versions(meta_info: Mapping[str, object], count: int) -> np.ndarray:
-    """[count] int32: the weight version of each token of an answer of SGLang's /generate; -1 where it does not say.
+    """[count] int32: the weight version of each token of an answer from SGLang's /generate; -1: not given.
 
     `weight_versions` are spans over the answer's tokens, where weights changed meanwhile; else there is one
     `weight_version`. Tokens that the caller cut off at the end have none.

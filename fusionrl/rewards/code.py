@@ -6,8 +6,8 @@ A test set is a dict, or its JSON, in one of these forms:
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}    calls of a function, or of a method of `Solution`
     {"asserts": ["assert add(1, 2) == 3"], "setup": "..."}    statements after the program, each a test (MBPP)
 
-or a list of assert statements alone. Every test is a run of its own. What is expected is never in the process that runs
-the program: `code_labels` takes a test apart, `code_run` runs it.
+or a list of assert statements alone. Every test is a run of its own. The process that runs the program never
+holds the expected value: `code_labels` takes a test apart, `code_run` runs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fusionrl.rewards.code_labels import read_tests
 from fusionrl.rewards.code_run import run_test
 
-# A fence may stand in a list item: behind its bullet, or indented below it.
+# A fence may be in a list item: behind its bullet, or indented below it.
 _BLOCK = re.compile(
     r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)```(?:python3?|py)[ \t]*\n(?P<text>.*?)^[ \t]*```",
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
@@ -37,7 +37,7 @@ def grade_share(response: str, label: object) -> CodeGrade:
     """Share of the tests of `label` that the last Python block of the response passes.
 
     Raises:
-        ValueError: the label is no test set.
+        ValueError: the label is not a test set.
         SandboxError: the sandbox does not work.
     """
     tests = read_tests(label)

@@ -68,7 +68,7 @@ class JudgedTest:
 class NumbersTest:
     """An assert over numbers that the expressions have: `test` with the n-th of them as __ask__(n).
 
-    judged  the same test, for answers that are no numbers
+    judged  the same test, for answers that are not numbers
     """
 
     setup: str
@@ -84,7 +84,7 @@ def read_tests(label: object) -> list[Test]:
     """The tests of a label.
 
     Raises:
-        ValueError: it is no test set; the text says what is wrong.
+        ValueError: it is not a test set; the text gives the reason.
     """
     if isinstance(label, str):
         try:
@@ -140,7 +140,7 @@ def _statements(asserts: object) -> list[str]:
             return [ast.unparse(statement) for statement in tree.body]
         return [asserts]
     if not isinstance(asserts, list) or not all(isinstance(text, str) for text in asserts):
-        raise ValueError("--rm-type code: the label's asserts are no list of texts, and no text")
+        raise ValueError("--rm-type code: the label's asserts are neither text nor a list of texts")
     return asserts
 
 
@@ -148,7 +148,7 @@ def _parse(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: NUL, a lone surrogate
-        raise ValueError(f"--rm-type code: {text[:80]!r} of the label is no Python: {error}") from error
+        raise ValueError(f"--rm-type code: {text[:80]!r} of the label is not Python: {error}") from error
 
 
 def _read_statement(statement: str, setup: str) -> Test:
@@ -212,7 +212,7 @@ def _bound_by(setup: str, tree: ast.Module) -> tuple[frozenset[str], bool]:
     try:
         table = symtable.symtable(setup, "setup", "exec")
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"--rm-type code: the setup {setup[:80]!r} is no Python: {error}") from error
+        raise ValueError(f"--rm-type code: the setup {setup[:80]!r} is not Python: {error}") from error
     names = frozenset(
         symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
     )

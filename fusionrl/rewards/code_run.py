@@ -21,7 +21,7 @@ from fusionrl.sandbox.run import Run
 
 LIMITS = Limits(wall_s=20.0, cpu_s=6, memory_bytes=1 << 30, output_bytes=4 << 20)
 ANSWER_BYTES = 4 << 20
-# Why a test is not passed; docs/guides/rewards.md says what each stands for.
+# Reasons of failed tests; docs/guides/rewards.md explains each.
 REASONS = ("no_program", "wrong", "error", "no_answer", "time", "memory", "signal", "output", "object", "sandbox")
 
 _HARNESS = Path(__file__).with_name("harness")

@@ -37,7 +37,7 @@ _packer = GradingPickler()
 
 
 class RewardError(HookError):
-    """A reward function raised or returned what is no reward; the message names function and sample."""
+    """A reward function raised, or did not return a reward; the message names function and sample."""
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float | dict[str, object]:
@@ -58,7 +58,7 @@ async def batched_async_rm(
 ) -> list[float | dict[str, object]]:
     """The rewards of a group: in one call with --group-rm, one call a sample otherwise.
 
-    In one call, too, where --custom-rm-path takes `samples`: what a generate function made of one prompt, say.
+    If --custom-rm-path takes `samples`, several samples that a generate function made of one are also one call.
     """
     return await score_group(RewardSettings.of_args(args), samples, **kwargs)
 
@@ -130,7 +130,7 @@ async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> f
 
 @contextmanager
 def counting_lost() -> Iterator[Counter[str]]:
-    """Count apart from `take_lost` what is lost within the block: an evaluation may run beside a rollout."""
+    """Count lost rewards within the block apart from `take_lost`: an evaluation may run during a rollout."""
     counts: Counter[str] = Counter()
     token = _lost_here.set(counts)
     try:

@@ -47,7 +47,7 @@ def instructions(metadata: Mapping[str, object]) -> list[str]:
     names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
     if not names or any(not isinstance(name, str | None) for name in listed):
         raise ValueError(
-            f"--rm-type ifbench: instruction_id_list {column!r:.80} of the metadata is no list of names;"
+            f"--rm-type ifbench: instruction_id_list {column!r:.80} of the metadata is not a list of names;"
             " --metadata-key names its column"
         )
     return names
@@ -56,7 +56,7 @@ def instructions(metadata: Mapping[str, object]) -> list[str]:
 def _arguments(arguments: object, count: int) -> list[dict[str, object]]:
     """Return the arguments of each instruction; a table's column has a null where an instruction has no such one.
 
-    Of a list that is too short the last ones stand for the rest, as in slime.
+    If the list is too short, its last item is repeated, as in slime.
     """
     each = arguments if isinstance(arguments, list | tuple) else [arguments] * count
     each = [*each[:count], *([each[-1]] if each else [{}]) * (count - len(each))]

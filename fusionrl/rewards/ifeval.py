@@ -33,10 +33,10 @@ def followed(response: str, metadata: Mapping[str, Any]) -> dict[str, bool]:
     if not ids:
         raise ValueError("--rm-type ifeval: the metadata has no instruction_id_list; --metadata-key names its column")
     if not isinstance(ids, list | tuple) or not all(isinstance(name, str) for name in ids):
-        raise ValueError(f"--rm-type ifeval: instruction_id_list {ids!r} is no list of names")
+        raise ValueError(f"--rm-type ifeval: instruction_id_list {ids!r} is not a list of names")
     arguments = [{} for _ in ids] if arguments is None else arguments
     if not isinstance(arguments, list | tuple) or not all(isinstance(item or {}, Mapping) for item in arguments):
-        raise ValueError(f"--rm-type ifeval: kwargs {arguments!r} is no list of dicts, one for each instruction")
+        raise ValueError(f"--rm-type ifeval: kwargs {arguments!r} is not a list of dicts, one for each instruction")
     if len(arguments) != len(ids):
         raise ValueError(f"--rm-type ifeval: {len(ids)} instructions, but {len(arguments)} kwargs")
     response = after_thinking(response)
@@ -88,22 +88,22 @@ def _compared(count: int, relation: str, bound: int) -> bool:
 
 # -------------------------------------------------------------------------------- keywords
 def keywords_existence(text: str, keywords: Sequence[str]) -> bool:
-    """Every keyword stands in the text, in any case, inside of words too."""
+    """The text contains every keyword, in any case, inside words too."""
     return all(word.strip().lower() in text.lower() for word in keywords)
 
 
 def keywords_frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
-    """The keyword stands there at least, or less than, so many times."""
+    """The text contains the keyword at least, or less than, so many times."""
     return _compared(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """None of the words stands there as a word of its own."""
+    """The text contains none of the words as a whole word."""
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
-    """The letter (any character), in either case, stands there at least, or less than, so many times."""
+    """The text contains the letter (any character), in either case, at least, or less than, so many times."""
     return _compared(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
@@ -172,7 +172,7 @@ def number_bullet_lists(text: str, num_bullets: int) -> bool:
 
 
 def constrained_response(text: str) -> bool:
-    """One of three given answers stands there."""
+    """The text contains one of three given answers."""
     return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
 
 
@@ -199,7 +199,7 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """A title in double angular brackets stands there: <<title>>."""
+    """The text contains a title in double angular brackets: <<title>>."""
     for line in text.split("\n"):
         _, opened, rest = line.partition("<<")
         inside, closed, _ = rest.rpartition(">>")

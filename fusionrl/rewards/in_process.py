@@ -1,6 +1,6 @@
 """Scoring in this process (--in-process): a breakpoint in a reward function stops in the terminal.
 
-Nothing guards against a function that hangs or ends its process, and there is no time limit.
+Nothing guards against a function that hangs or ends its process; no time limit applies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusionrl.rewards.settings import Grading
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    """One for all plain functions: one debugger's prompt at a time. The event loop goes on beside it."""
+    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
     return ThreadPoolExecutor(1, thread_name_prefix="reward")
 
 

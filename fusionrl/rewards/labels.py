@@ -32,7 +32,7 @@ _READERS: dict[str, Callable[[Any, Any], object]] = {
     "code_all": lambda label, _: read_tests(label),
 }
 _OF_METADATA = frozenset({"ifeval", "ifbench"})
-_SLOW = frozenset({"ifeval", "code", "code_all"})  # a label of theirs takes up to milliseconds
+_SLOW = frozenset({"ifeval", "code", "code_all"})  # reading one of their labels takes up to milliseconds
 BUDGET_S = 5.0
 
 
@@ -68,7 +68,7 @@ class LabelCheck:
         name = f"rm_type {row_rm_type} of the metadata" if row_rm_type else f"--rm-type {rm_type}"
         try:
             parts = parse_rm_type(str(rm_type))
-        except ValueError as error:  # --rm-type itself is told elsewhere
+        except ValueError as error:  # a wrong --rm-type is reported elsewhere
             return LabelProblem(name, str(error), False, self._is_warning) if row_rm_type else None
         for part in parts.values():
             problem = self._told(part.name, label, metadata)

@@ -1,4 +1,4 @@
-"""Answers to mathematical questions: where they stand in a response, and when two of them are equal."""
+"""Answers to mathematical questions: find them in a response, and decide whether two are equal."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _is_same_text(answer: str, truth: str) -> bool:
 
 
 def _entries(text: str) -> list[str]:
-    """The parts between the commas that stand in no bracket."""
+    """Return the parts between the commas outside brackets."""
     parts, depth = [""], 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
@@ -217,7 +217,7 @@ def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
 
 
 def read_truth(label: object) -> str:
-    r"""Return the ground truth of a label, which may stand in a box.
+    r"""Return the ground truth of a label, which may be in a box.
 
     Raises:
         ValueError: no answer can equal it: it is empty, no text and no number, or a box that is empty or not closed.

@@ -16,7 +16,7 @@ from fractions import Fraction
 Number = Decimal | Fraction  # a Fraction where the text has a slash
 
 _SIGN = "[-+−–﹣－＋]"
-_NUMBER = re.compile(  # the minus of 7-5 is no sign
+_NUMBER = re.compile(  # the minus of 7-5 is not a sign
     rf"(?:(?<![\w)\]}}.+−–-])(?P<sign>{_SIGN}))?(?:\\?\$|[€£¥₹])?(?:(?<=[$€£¥₹])(?P<inner>{_SIGN}))?"
     r"(?P<digits>\d+(?:(?:,|\{,\})\d+)*(?:\.\d+)?|(?<![\w.])\.\d+)"
     rf"(?:[eE](?P<exponent>{_SIGN}?\d+)"

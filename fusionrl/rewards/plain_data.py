@@ -20,7 +20,7 @@ _nans = itertools.count()
 
 
 class Unreadable(ValueError):
-    """The received data are no answer; the text gives the reason."""
+    """The received data are not an answer; the text gives the reason."""
 
 
 class NoPlainData(Unreadable):
@@ -39,7 +39,7 @@ def read_answer(data: bytes) -> object:
     try:
         return json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, 5,000 digits; 100,000 brackets
-        raise Unreadable(f"the answer is no JSON ({type(error).__name__})") from error
+        raise Unreadable(f"the answer is not JSON ({type(error).__name__})") from error
 
 
 def _refuse_constant(text: str) -> None:
@@ -50,11 +50,11 @@ def wire_of(value: object) -> object:
     """The wire form of an expected value.
 
     Raises:
-        ValueError: it is no plain data, or nested too deeply.
+        ValueError: it is not plain data, or nested too deeply.
     """
 
     def refuse(value: object) -> None:
-        raise ValueError(f"{type(value).__name__} is no plain data")
+        raise ValueError(f"{type(value).__name__} is not plain data")
 
     return encode(value, refuse)
 
@@ -63,7 +63,7 @@ def canonical(wire: object, as_json: bool) -> str:
     """Return a text that is the same for equal values.
 
     as_json  equal is what JSON makes equal: a tuple and a list, the keys 1 and "1"; but not true and 1. Otherwise equal
-             is what `==` of Python says: a tuple is no list, True is 1. In both, 1 is 1.0 and nan equals nothing.
+             is what Python's `==` says: a tuple is not a list, True is 1. In both, 1 is 1.0 and nan equals nothing.
 
     Raises:
         Unreadable: no wire form of a plain value.

@@ -36,7 +36,7 @@ from fusionrl.base.pipe_messages import LENGTH, frame
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import LEVELS
 
-# What a process is at, in memory that both see: beats of its event loop, number of the job whose code runs.
+# State of a process, in shared memory: beats of its event loop, number of the job whose code runs.
 STATE = struct.Struct("QQ")
 TICK_S = 0.05
 # A process that has been at one sample for so long does not count any more: another does its share meanwhile.
@@ -44,7 +44,7 @@ SLOW_S = 0.5
 CHUNK = 16  # samples that a process is handed at once, at most
 # A loop without a beat for so long is blocked: its other samples are scored elsewhere meanwhile.
 BLOCKED_S = 1.0
-# A loop that is late by so much may be blocked: until that is known, nobody on it is over the limit but for its fault.
+# A loop that is late by so much may be blocked: until that is known, no job on it counts as over its limit.
 LATE_BEAT_S = 0.3
 MAX_LOOPS = 4
 FEW = 32  # samples that are scored again at once when one of many broke a process and left no trace
@@ -85,11 +85,11 @@ class _Job:
     is_async: bool
     future: Future[Any] = field(default_factory=Future)
     since: float = 0.0  # when a loop that is ready was given it; anew where it is given to another
-    # How many a loop may have together with it: it was in one that died, and nobody knew by whom. None: any number.
+    # Most jobs of a loop that runs this one: an unknown job killed an earlier loop that it was on. None: no limit.
     company: int | None = None
 
     def settle(self, value: object = None, error: Exception | None = None) -> None:
-        """End the wait for it, if somebody still waits: its caller may give up at any moment."""
+        """End the caller's wait, if it has not given up."""
         with suppress(InvalidStateError):
             if error is not None:
                 self.future.set_exception(error)
@@ -248,7 +248,7 @@ class RewardPool:
     ) -> Future[object]:
         """Score a sample, or a group in one call; its future has the reward, or `LostReward`, or raises `RewardRaised`.
 
-        What the function changed of the samples is changed here, too, before the future is done.
+        The function's changes to the samples are applied here before the future is done.
 
         Args:
             grading: a pickled `Grading`.
@@ -435,7 +435,7 @@ class RewardPool:
         process.give(taken)
 
     def _blocked(self, process: _Process, blocked_s: float) -> None:
-        """Its loop stands still: the job that runs is to blame, the others go on elsewhere; the limit still holds."""
+        """Its loop is blocked by the job that runs; the others continue elsewhere, and the job's limit still holds."""
         guilty = process.jobs.get(process.running())
         limit_s = guilty.limit_s if guilty else min((job.limit_s for job in process.jobs.values()), default=0.0)
         innocent = [job for job in process.jobs.values() if job is not guilty and not job.future.done()]

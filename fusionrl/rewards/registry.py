@@ -46,7 +46,7 @@ RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
 }
 REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
 MODEL = "reward_model"  # an engine's, by --rm-model: see `reward_model.py`
-# These say, beside the reward, for which reasons how many tests failed; and they run programs in the sandbox.
+# These run programs in the sandbox, and also count the failed tests by reason.
 EXPLAINED: dict[str, Callable[[str, Any], CodeGrade]] = {"code": grade_share, "code_all": grade_all}
 NEED_METADATA = frozenset({"gpqa", "ifeval", "ifbench", "format"})  # grade(response, label, metadata)
 # With boxed_ these get the answer in the form that they look for, not bare.
@@ -80,7 +80,7 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
     """The terms of `--rm-type`, by name as written there (`boxed_math`).
 
     Raises:
-        ValueError: an unknown name, a name twice, or a weight that is no finite number but 0.
+        ValueError: an unknown name, a name twice, or a weight that is not a finite number other than 0.
     """
     parts: dict[str, Part] = {}
     for term in re.split(r"\+(?=\s*[a-z_])", rm_type):
@@ -95,7 +95,7 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
         if written == "boxed_deepscaler":
             raise ValueError(f"{rm_type}: deepscaler looks for </think> and then for a box itself; leave boxed_ out")
         if written in parts:
-            raise ValueError(f"{rm_type}: {written} stands there twice; add up its weights")
+            raise ValueError(f"{rm_type}: {written} is given twice; add up its weights")
         parts[written] = Part(name, written != name, _weight(rm_type, weight) if colon else 1.0)
     return parts
 
@@ -106,7 +106,9 @@ def _weight(rm_type: str, weight: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number == 0:
-        raise ValueError(f"{rm_type}: the weight {weight!r} is no number other than 0; write name:weight+name:weight")
+        raise ValueError(
+            f"{rm_type}: the weight {weight!r} is not a number other than 0; write name:weight+name:weight"
+        )
     return number
 
 
@@ -144,7 +146,7 @@ def grade(
     """
     parts = parse_rm_type(rm_type)
     if MODEL in parts and model_score is None:
-        raise ValueError(f"{rm_type}: {MODEL} is asked for by async_rm(args, sample), not by a grader")
+        raise ValueError(f"{rm_type}: {MODEL} needs async_rm(args, sample), not a grader")
     failures: Counter[str] = Counter()
     rewards: dict[str, Any] = {
         written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata, failures)

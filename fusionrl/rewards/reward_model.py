@@ -1,6 +1,6 @@
 """`--rm-type reward_model`: engines of their own, which serve the classifier of --rm-model, score the samples.
 
-They put together what is asked of them at the same time; here the number of requests is bounded.
+The engines batch concurrent requests; here their number is bounded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def model_score(scorer: ScorerAddress, sample: Sample) -> float | LostRewa
     Broken connections and 5xx answers are tried again with growing pauses.
 
     Raises:
-        ValueError: there is no reward model, or it cannot read the sample.
+        ValueError: the run has no reward model, or it cannot read the sample.
         RuntimeError: a 4xx answer, or the last failed try.
         AnswerError: the answer holds no score.
     """

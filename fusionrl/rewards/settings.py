@@ -85,7 +85,7 @@ class GradingPickler:
         return last.pickled
 
 
-# Types of values that nobody can change within: to compare them, or to hand them to somebody, takes no pickle.
+# Types of immutable values: comparing or sharing them takes no pickle.
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
 
 
@@ -128,7 +128,7 @@ def _state(values: Mapping[str, object], names: tuple[str, ...]) -> bytes | None
 
 @dataclass(frozen=True)
 class ScorerAddress:
-    """The reward model's engines, and how a sample is put to them; no urls: there is no reward model."""
+    """The reward model's engines, and how they read a sample; no urls: the run has no reward model."""
 
     urls: tuple[str, ...]
     api_key: str | None
@@ -140,7 +140,7 @@ class ScorerAddress:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Everything that scoring a sample depends on besides the sample.
+    """Everything that scoring a sample depends on, other than the sample.
 
     grading        what a reward process needs
     is_group_call  --group-rm: one call scores a group

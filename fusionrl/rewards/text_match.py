@@ -21,7 +21,7 @@ def read_text(label: object) -> str:
     """Return a label that answers are compared with as text.
 
     Raises:
-        ValueError: it is no text, no number, or empty: no answer is meant to equal it.
+        ValueError: it is neither text nor a number, or empty: no answer is meant to equal it.
     """
     if label is None:
         raise ValueError("there is no label (null, or --label-key names no column of the row)")
@@ -53,7 +53,7 @@ def read_number_label(label: object) -> numbers.Number:
         raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
     number = numbers.read_number(str(label))
     if number is None:
-        raise ValueError(f"--rm-type last_number: the label {label!r:.80} is no number")
+        raise ValueError(f"--rm-type last_number: the label {label!r:.80} is not a number")
     return number
 
 

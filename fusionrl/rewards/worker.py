@@ -7,9 +7,8 @@ pickled samples). Out: (number, "ok", reward, changed attributes of each sample)
 `RewardRaised` takes]), and first of all (0, "ready", None, []). It ends when the pool's end of the connection
 is closed.
 
-What a reward function prints, or logs from LEVEL on, goes where the output of the pool's process goes: to the Buffer's
-log.
-The memory of the descriptor MEMFD says what the process is at, even while it answers nothing (see `pool.STATE`).
+Output of a reward function, and its logs from LEVEL on, go to the Buffer's log. The shared memory MEMFD shows which job
+runs, even while the process answers nothing (see `pool.STATE`).
 """
 
 from __future__ import annotations
@@ -114,9 +113,9 @@ class _Inbox:
         self._registered = b""  # the grading whose hooks' folders this process knows
 
     def take(self, message: tuple[Any, ...]) -> _Job | None:
-        """A job to do; None: the message was no job."""
+        """Return the job of a message; None: it was a grading."""
         if message[0] == "grading":
-            self._gradings = {message[1]: message[2]}  # earlier ones are of earlier rollouts
+            self._gradings = {message[1]: message[2]}  # earlier ones belong to earlier rollouts
             return None
         _, number, key, call, kwargs, payload = message
         return _Job(number, call, kwargs, partial(self._load, key, self._gradings[key], payload))
@@ -196,7 +195,7 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
     job_number: contextvars.ContextVar[int] = contextvars.ContextVar("job_number", default=0)
 
     def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-        # What a function starts inherits its context, so that it is known whose it is.
+        # A task that a function starts inherits its context, which names its job.
         context = more.get("context")
         number = context.get(job_number, 0) if context is not None else job_number.get()
         return asyncio.Task(_marked(coroutine, state, number), loop=loop, **more)
@@ -206,7 +205,7 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
     connection.sendall(READY)
     loop.add_reader(connection.fileno(), on_readable)
     loop.run_forever()
-    os._exit(0)  # what is still running is of nobody's use, and may refuse to end
+    os._exit(0)  # tasks that still run are useless, and may refuse to end
 
 
 async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, number: int) -> T:

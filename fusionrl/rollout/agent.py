@@ -4,7 +4,7 @@
 
 Tokens in, tokens out: each request is the tokens of all turns so far, exactly as they were sampled. What tools say is
 rendered by the chat template, appended after the sampled turn, and never trained on. The pieces (`begin`, `run_agent`,
-`append_text`, and `generate_turn` of the default rollout) are what an agent of one's own is made of.
+`append_text`, and `generate_turn` of the default rollout) are the building blocks of a user's own agent.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
     """Put the prompt's tokens into the sample. A row's own tools (--tool-key) are in its prompt already.
 
     Raises:
-        ValueError: there are tools, and the prompt is no list of messages under a chat template.
+        ValueError: there are tools, but the prompt is not a list of messages under a chat template.
     """
     if schemas and tools_of(sample.metadata) is None:
         if sample.messages is None:
@@ -122,7 +122,7 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
         sample.prompt = render_prompt(sample.messages, tokenizer, columns, schemas)
         sample.prompt_tokens = np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=False), np.int32)
         sample.metadata["tools"] = schemas
-    if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not gone on with
+    if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not continued
         sample.response, sample.response_length = "", 0
         sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
         sample.rollout_routed_experts = None
@@ -162,7 +162,7 @@ def end_of_turn(answer: Generation) -> int | None:
 def plain_text(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> str:
     """`text` of at most `max_tokens` tokens, in which special tokens are spelled so that they are none.
 
-    A tool's answer could else end its own turn and speak as somebody else.
+    Otherwise a tool's answer could end its own turn and speak in another role.
     """
     text = spelled_out(tokenizer, text)
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -196,7 +196,7 @@ class ToolResult:
 
 
 async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | None, timeout_s: float) -> ToolResult:
-    """Run one call. Whatever the model did wrong is told to the model; what a tool did wrong is raised.
+    """Run one call. Return the model's mistakes to the model; raise a tool's own errors.
 
     tools_path  --tools-path, for messages; None: the tools are a user's generate function's
     timeout_s   limit of one call
@@ -239,8 +239,7 @@ def _named_tool(tools_path: str | None, name: str) -> AbstractContextManager[Non
 async def parse_tool_calls(
     args: Namespace, tokenizer: object, schemas: Sequence[Mapping[str, object]], text: str
 ) -> tuple[str, list[ToolCall]]:
-    """(what is said beside the calls, the calls) of one turn by SGLang's parser; a call that cannot be read has an
-    `error`."""
+    """Return (content next to the calls, the calls) of a turn by SGLang's parser; an unreadable call has an `error`."""
     name = await asyncio.to_thread(parser_name, args.tool_call_parser, args.hf_checkpoint)  # the import takes seconds
     from sglang.srt.entrypoints.openai.protocol import Tool as Schema
     from sglang.srt.environ import envs
@@ -252,7 +251,7 @@ async def parse_tool_calls(
         return text, []
     content = text
     try:
-        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):  # a tool that is none is for the model to hear about
+        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):  # the model gets an error for an unknown tool
             content, calls = parser.parse_non_stream(text)
         reason = "it is not complete, or not in the format described"
     except Exception as error:  # the text is a model's, and the parsers of thirty formats raise all kinds

@@ -14,8 +14,8 @@ async def post(
 ) -> Any:
     """POST `payload` as JSON and return the JSON that is answered; the run's own engines get their key by themselves.
 
-    Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. What the policy's engines
-    answer is noted, so that the samples that a generate or rollout function makes of it get their weight versions.
+    Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. Answers of the policy's
+    engines are noted, so that the samples that a generate or rollout function makes get their weight versions.
 
     Raises:
         ValueError: a request to /generate without a token, of which an engine dies.

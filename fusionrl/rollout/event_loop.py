@@ -1,7 +1,7 @@
 """One event loop for a process's user code, and objects that work from any loop.
 
-A rollout function may run its coroutines by `asyncio.run`, on a loop in a thread of its own, or by `run` here. What is
-bound to a loop (connections, a semaphore) is made anew for each, and ends with it.
+A rollout function may run its coroutines by `asyncio.run`, on a loop in a thread of its own, or by `run` here. Objects
+bound to a loop (connections, a semaphore) are made for each loop, and end with it.
 """
 
 from __future__ import annotations

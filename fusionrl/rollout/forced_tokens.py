@@ -24,7 +24,7 @@ def num_unsampled(sample: Sample) -> int:
 
 
 def warn_of_unsampled(samples: Sequence[Sample], answers: EngineAnswers, where: str, before: OriginalResponse) -> None:
-    """Warn, once for each function `where`, of trained tokens that stand in none of the engines' answers.
+    """Warn, once for each function `where`, of trained tokens that are in none of the engines' answers.
 
     Only of samples in which at least one whole answer stands: others were made of something else than these answers (by
     another client, or the answers were a judge's), or were tokenized anew.
@@ -75,7 +75,7 @@ def _names_versions(sample: Sample) -> bool:
 
 
 def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, bool]:
-    """Return which tokens of `response` [n] belong to one of `parts`, [n] bool, and whether a whole part stands in it.
+    """Return which tokens of `response` [n] belong to one of `parts`, [n] bool, and whether it holds a whole part.
 
     Wherever a part stands as a whole, it counts. A stretch that is left may begin with a part that was cut.
     """

@@ -142,7 +142,7 @@ async def custom_generate(
     """Call the user's generate function on a sample; returns one or several, each checked.
 
     Raises:
-        HookError: it raised, or returned what is no sample, or one whose fields do not fit together.
+        HookError: it raised, or returned something other than samples, or one whose fields do not fit together.
     """
     function = generate_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
@@ -245,7 +245,7 @@ def _is_stopping(context: SampleContext) -> bool:
 
 
 def _set_baseline(samples: list[Sample], baseline: float | None, comes_again: bool) -> None:
-    """Give the samples of a prompt their baseline; without one they are FAILED, or the next rollout asks for it."""
+    """Give the samples of a prompt their baseline; without one they are FAILED, or the next rollout computes it."""
     for sample in samples:
         sample.baseline_reward = baseline
         if baseline is None and not comes_again:

@@ -1,4 +1,4 @@
-"""What the functions of a rollout share, from any thread and any event loop: client, semaphore, `GenerateState`.
+"""State that the functions of a rollout share, from any thread and event loop: client, semaphore, `GenerateState`.
 
 The default rollout opens a client for its own event loop and puts it on `args`. A user's rollout function has
 loops of its own (`asyncio.run`, a worker's thread, `fusionrl.rollout.event_loop.run`): there the first `generate` opens
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 512  # for each engine, where `args` do not say
 _Ends = tuple[str, tuple[str, ...]]
-# Rollouts and an evaluation beside them may share a loop, and have other engines.
+# A rollout and a concurrent evaluation may share a loop, and have different engines.
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Ends, GenerateClient]] = (
     weakref.WeakKeyDictionary()
 )
-_current: list[Namespace] = []  # the `args` of the default rollout that is open, and of an evaluation beside it
+_current: list[Namespace] = []  # the `args` of the default rollout that is open, and of a concurrent evaluation
 _own: ContextVar[Namespace | None] = ContextVar("own", default=None)  # the one of these that the code runs in
 
 
@@ -76,7 +76,7 @@ def new_client(args: Namespace) -> GenerateClient:
         args.api_key,
         timeout_s=3600.0,
         max_connections=request_limit(args),
-        vocab_size=args.vocab_size,  # an id beyond it would kill the server that is asked for it
+        vocab_size=args.vocab_size,  # a larger id would kill the server
         stream_responses=args.stream_responses,
         # The router drops the request for experts.
         worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
@@ -134,16 +134,16 @@ def is_stopping_of(args: Namespace) -> Callable[[], bool] | None:
 class GenerateState:
     """State that generate functions share: tokenizer, sampling parameters, limit of concurrent requests.
 
-    One object for each rollout's `args`: `GenerateState(args)` gives the same one again. One that a module keeps goes
-    on working in later rollouts, and from any event loop.
+    One object for each rollout's `args`: `GenerateState(args)` gives the same one again. One that a module keeps
+    works in later rollouts too, and from any event loop.
 
     tokenizer             of --hf-checkpoint
-    processor             None: there is no multimodal data yet
+    processor             None: multimodal data is not supported yet
     semaphore             the rollout's; a new one where `args` has none (outside a rollout)
     sampling_params       SGLang's, from the flags
     aborted               the rollout has enough samples, and what remains is being stopped
     pendings              tasks of `submit_generate_tasks`; a user's rollout function takes them from here
-    remaining_batch_size  groups submitted; whoever drops one counts it down
+    remaining_batch_size  groups submitted; the code that drops one counts it down
     """
 
     args: Namespace
@@ -181,7 +181,7 @@ class GenerateState:
     @property
     def aborted(self) -> bool:
         """Return whether the rollout has enough samples and the remaining requests are being stopped."""
-        # A state that a module keeps is of an earlier rollout's `args`; it speaks of the one that is open.
+        # A state that a module keeps belongs to an earlier rollout's `args`; it reports on the one that is open.
         args = _own.get() or (_current[-1] if _current else self.args)
         is_stopping = getattr(args, "is_stopping", None) or getattr(self.args, "is_stopping", None)
         return self._is_aborted or bool(is_stopping is not None and is_stopping())

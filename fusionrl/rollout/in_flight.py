@@ -1,6 +1,6 @@
-"""Samples of this process that are under way: which ones are generated, which ones are scored, and since when.
+"""Samples of this process in flight: which are being generated, which are being scored, and since when.
 
-For a person who looks at a run that stands still. Pure but for the clock.
+For the progress line of a stalled run. Pure except for the clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SamplesInFlight:
             self._num_tokens += sample.response_length
 
     def describe(self) -> str:
-        """Return it in words; "" where nothing is under way."""
+        """Return the counts in words; "" if no sample is in flight."""
         with self._lock:
             now, num_scored, num_tokens = list(self._now.values()), self._num_scored, self._num_tokens
         texts = [text for stage in (GENERATED, SCORED) if (text := self._of_stage(stage, now))]

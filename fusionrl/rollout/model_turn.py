@@ -1,4 +1,4 @@
-"""One turn of the model: the request that goes on from a sample's tokens, and what its answer adds to the sample.
+"""One turn of the model: the request that continues a sample's tokens, and what its answer adds to the sample.
 
 Tokens in, tokens out: what the engine returned is what is trained; nothing is tokenized again.
 """
@@ -29,7 +29,7 @@ SamplingParams = dict[str, Any]  # SGLang's
 
 @dataclass(frozen=True)
 class TurnSettings:
-    """Everything that a turn depends on besides the sample.
+    """Everything that a turn depends on, other than the sample.
 
     client           None where no request is made
     tokenizer        folder of the policy's tokenizer (--hf-checkpoint)
@@ -60,7 +60,7 @@ class TurnSettings:
 
 
 async def generate_sample(settings: TurnSettings, sample: Sample, params: SamplingParams) -> Sample:
-    """Generate the response of one sample, or go on with one that was aborted."""
+    """Generate the response of one sample, or continue one that was aborted."""
     done = sample.response_length
     _begin(settings, sample)
     await take_turn(settings, sample, params, done)
@@ -73,7 +73,7 @@ async def take_turn(
     """Take one turn; see `sglang_rollout.generate_turn`.
 
     Raises:
-        ValueError: the sample has no tokens; an engine that is asked to go on from none dies.
+        ValueError: the sample has no tokens; such a request kills an engine.
     """
     _check_begun(sample)
     payload = _payload(settings, sample, params, done)
@@ -144,17 +144,17 @@ def _begin(settings: TurnSettings, sample: Sample) -> None:
 
 
 def _check_begun(sample: Sample) -> None:
-    """Refuse to go on from no tokens, which an engine dies of.
+    """Refuse a request without tokens, which would kill an engine.
 
     Raises:
-        ValueError: the prompt is empty, or nobody has put its tokens into the sample.
+        ValueError: the prompt is empty, or its tokens are not in the sample.
     """
     if sample.num_tokens:
         return
     if sample.prompt_tokens is not None and not len(sample.prompt_tokens):
         raise ValueError(_empty_prompt(sample))
     raise ValueError(
-        f"sample {sample.index} has no tokens to go on from: call begin(args, sample) first, or set sample.tokens"
+        f"sample {sample.index} has no tokens to continue: call begin(args, sample) first, or set sample.tokens"
         " to the tokens of the prompt"
     )
 
@@ -170,7 +170,7 @@ def room_left(max_context_len: int | None, sample: Sample, params: SamplingParam
     """Tokens by which the sample may still grow.
 
     --rollout-max-context-len bounds all of it; without that flag, the response (the tokens of tools included) is
-    bounded by its own limit, so that a sample is never longer than the trainers were told.
+    bounded by its own limit, so that a sample is never longer than the trainers expect.
     """
     if max_context_len is not None:
         return max_context_len - sample.num_tokens
@@ -199,7 +199,7 @@ def prompt_ids(tokenizer: str, sample: Sample) -> np.ndarray:
 
 
 def _payload(settings: TurnSettings, sample: Sample, params: SamplingParams, done: int) -> dict[str, Any] | None:
-    """The request that goes on from `sample.tokens`; None, with the status set, where there is nothing to ask."""
+    """Return the request that continues `sample.tokens`; None, with the status set, if none is needed."""
     limit = min(params["max_new_tokens"] - done, room_left(settings.max_context_len, sample, params))
     if limit < 1:
         if not done:  # else the turn is one that an earlier rollout began
@@ -225,7 +225,7 @@ def _add_routed_experts(settings: TurnSettings, sample: Sample, answer: Generati
         AnswerError: the engine did not say, or spoke of another number of tokens or of other experts.
     """
     if not settings.experts_size or answer.finish_reason == "abort":
-        return  # what is aborted is gone on with, and then the engine tells of all tokens
+        return  # an aborted sample is continued, and then the engine reports on all tokens
     size = (sample.num_tokens - 1, *settings.experts_size)
     try:
         sample.rollout_routed_experts = routed_experts(answer.meta_info, size, settings.num_experts)
@@ -237,7 +237,7 @@ def _add_routed_experts(settings: TurnSettings, sample: Sample, answer: Generati
 
 
 def _engine_facts(answer: Generation) -> dict[str, float]:
-    """Tokens of the answer, the version of the first, and what the engine tells of its time, in seconds.
+    """Return tokens of the answer, the version of the first, and the engine's times in seconds.
 
     engine_s    from its receipt of the request to its end
     queue_s     of that, before the first forward pass; first_token_s, to the first token. With SGLang's

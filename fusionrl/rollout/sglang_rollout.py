@@ -77,7 +77,7 @@ def generate_rollout(
 
 # ------------------------------------------------------------------------------------------------ one sample
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Generate the response of one sample, or go on with one that was aborted: the default of
+    """Generate the response of one sample, or continue one that was aborted: the default of
     --custom-generate-function-path.
 
     Tokens in, tokens out: what the engine returned is what is trained; nothing is tokenized again.
@@ -88,10 +88,10 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
 async def generate_turn(
     args: Namespace, sample: Sample, sampling_params: SamplingParams, done: int = 0, longest: int | None = None
 ) -> Generation | None:
-    """Let the model go on from `sample.tokens`, and append what it sampled; the sample's status is the turn's.
+    """Let the model continue `sample.tokens`, and append what it sampled; the sample gets the turn's status.
 
     `done` are tokens of the same turn that an earlier rollout left; `longest` bounds this turn alone. Returns None,
-    with status TRUNCATED, where there is no room left (`room`), and with status ABORTED where the rollout has ended.
+    with status TRUNCATED, if no room is left (`room`), and with status ABORTED if the rollout has ended.
     """
     return await take_turn(TurnSettings.of_args(args), sample, sampling_params, done, longest)
 
@@ -107,7 +107,7 @@ async def stream_generate(
                     break
 
     Leaving the loop ends the request; the sample is COMPLETED with what it has. A loop that goes to the end leaves the
-    status of `generate`. Where an engine dies, another goes on; then stop strings see the tokens since alone.
+    status of `generate`. If an engine dies, another continues; then stop strings see only the tokens since.
     """
     async with aclosing(stream_sample(TurnSettings.of_args(args), sample, sampling_params)) as pieces:
         async for piece in pieces:
@@ -180,7 +180,7 @@ class LoopSettings:
     num_wanted     groups to return
     at_once        groups drawn of the data source at a time
     keeps_refused  a hook sees all finished groups (--rollout-all-samples-process-path)
-    is_partial     --partial-rollout: what is unfinished at the end goes on in the next rollout
+    is_partial     --partial-rollout: unfinished groups continue in the next rollout
     masks_earlier  --mask-offpolicy-in-partial-rollout
     """
 
@@ -250,7 +250,7 @@ class _Rollout:
         """Generate until enough groups are kept.
 
         Raises:
-            RolloutAborted: the rollout was told to stop before that.
+            RolloutAborted: the rollout was stopped before that.
             ValueError: the filter keeps next to nothing.
         """
         settings = self._settings
@@ -288,7 +288,7 @@ class _Rollout:
         self._source.add_samples(self._kept_blank)
 
     async def end(self, stopping: asyncio.Event) -> None:
-        """Stop what still runs; with --partial-rollout its samples go on in the next rollout, else from the start."""
+        """Stop what still runs; with --partial-rollout samples continue in the next rollout, else they start again."""
         settings = self._settings
         if self._pending and settings.is_partial and len(self._kept) >= settings.num_wanted:
             stopping.set()
@@ -315,7 +315,7 @@ class _Rollout:
         for task in [task for task in self._pending if task.done()]:
             blank = self._pending.pop(task)
             group = task.result()  # what it raised, a reward function's error say, ends the rollout as at any time
-            one_each = len(group) == len(blank)  # of a function that returns several samples for one, none can go on
+            one_each = len(group) == len(blank)  # several samples made of one cannot be continued
             self._source.add_samples([group if one_each else blank])
             if one_each:
                 self._num_partial += sum(s.status == Sample.Status.ABORTED and s.response_length > 0 for s in group)

@@ -37,7 +37,7 @@ class Teacher:
         self._tasks.append(asyncio.create_task(self.score(samples)))
 
     async def finish(self) -> None:
-        """Wait for all that was begun; raises what `score` raises."""
+        """Wait for everything that `begin` started; raises what `score` raises."""
         await asyncio.gather(*self._tasks)
 
     async def score(self, samples: Sequence[Sample]) -> None:
@@ -63,8 +63,8 @@ class Teacher:
             "return_logprob": True,
             "logprob_start_len": max(sample.prompt_length - 1, 0),
         }
-        # A first token without a prompt has no log-prob: nothing stands before it. Ids are no check of what was read:
-        # SGLang writes 0 for the vocabulary's last one.
+        # The first token of a sample without a prompt has no log-prob. The ids in the answer prove nothing: SGLang
+        # writes 0 for the vocabulary's last one.
         count = sample.response_length - (sample.prompt_length == 0)
         try:
             answer = await client.generate(payload)

@@ -1,4 +1,4 @@
-"""--sample-timeout: a sample whose function hangs fails, and the rollout goes on."""
+"""--sample-timeout: a sample whose function hangs fails, and the rollout continues."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Tool(Protocol):
     def __call__(self, *_: Any, **arguments: Any) -> Awaitable[str]:
         """Return the text for the model; a tool writes it as `async def __call__(self, town: str) -> str`, for example.
 
-        A ToolError is told as well; any other exception ends the rollout.
+        The model gets a ToolError's text as well; any other exception ends the rollout.
         """
         ...
 

@@ -76,7 +76,7 @@ _GENERATING = frozenset({"custom_generate_function_path", "rollout_function_path
 
 
 class RolloutAborted(RuntimeError):
-    """The rollout was told to stop before it had enough groups."""
+    """The rollout was stopped before it had enough groups."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class EngineAnswers:
                   `keeps_tokens` is off
     versions      all versions that were among them
     temperatures  of the requests
-    changes       sampling parameters of theirs that change the policy's distribution
+    changes       their sampling parameters that change the policy's distribution
     """
 
     urls: tuple[str, ...]
@@ -102,7 +102,7 @@ class OriginalResponse:
         return cls(response, np.array(versions, np.int32) if len(versions) else None)
 
     def num_kept(self, sample: Sample) -> int:
-        """Return how many tokens of its response stand in the sample as they came."""
+        """Return how many tokens at the start of its response are unchanged in the sample."""
         response = _response(sample)
         shorter = min(len(response), len(self.response))
         differs = np.flatnonzero(response[:shorter] != self.response[:shorter])
@@ -114,17 +114,17 @@ def fill_versions(
 ) -> None:
     """Give each sample the versions that its function has not set, from the engines' answers.
 
-    Texts that the function appended, one for each turn as in slime, tell of what the answers do not, and never of
-    tokens of an earlier rollout. Tokens that no engine sampled get the version of the token before. What stays unknown
-    among trained tokens is -1, or `weight_versions` None where all is; that is warned of once for each function
-    `where`.
+    Texts that the function appended, one for each turn as in slime, fill in versions that the answers leave open, but
+    never those of an earlier rollout's tokens. Tokens that no engine sampled get the version of the token
+    before. Trained tokens of an unknown version get -1, or `weight_versions` is None if none is known; one warning for
+    each function `where`.
     """
     for sample in samples:
         num_kept = 0
         try:
             known = _known(sample, before)
             num_kept = 0 if before is None or known is None else before.num_kept(sample)
-        except (TypeError, ValueError):  # fields of other types, a version that is no number
+        except (TypeError, ValueError):  # fields of other types, a version that is not a number
             known = None
         if known is None or not len(known):
             continue  # what does not fit is for `check_samples` to say
@@ -182,12 +182,12 @@ def _known(sample: Sample, before: OriginalResponse | None) -> np.ndarray | None
 
 
 def _is_longer(sample: Sample, before: OriginalResponse | None) -> bool:
-    """Return whether the response goes on from one of an earlier rollout: then texts are of turns since."""
+    """Return whether the response continues one of an earlier rollout: then texts belong to the turns since."""
     return before is not None and len(before.response) > 0 and before.num_kept(sample) > 0
 
 
 def _tell_turns(sample: Sample, known: np.ndarray, num_kept: int) -> None:
-    """Fill in what the texts of turns tell of the trained tokens after the first `num_kept`.
+    """Fill in the versions of turns' texts for the trained tokens after the first `num_kept`.
 
     All of them where the texts agree; else where there is a text for each stretch of tokens that are trained on.
     """
@@ -208,7 +208,7 @@ def _tell_turns(sample: Sample, known: np.ndarray, num_kept: int) -> None:
 
 
 def _find(response: np.ndarray, known: np.ndarray, answers: EngineAnswers) -> None:
-    """Fill in what the answers tell: all of it where they are of one version, else where their tokens stand."""
+    """Fill in the answers' versions: for all tokens if there is one, else where the answers' tokens are found."""
     if len(answers.versions) == 1:
         known[known == UNKNOWN_VERSION] = next(iter(answers.versions))
         return
@@ -244,7 +244,7 @@ def _note_temperatures(sample: Sample, answers: EngineAnswers, num_kept: int, wh
 
 
 def _index(response: np.ndarray, tokens: np.ndarray, start: int) -> int | None:
-    """Return the place at which `tokens` stand in `response`, from `start` on."""
+    """Return the place of `tokens` in `response`, from `start` on; None: not found."""
     haystack, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
     place = haystack.find(part, start * size)
     while place >= 0 and place % size:  # within a number

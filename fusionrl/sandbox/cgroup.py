@@ -18,7 +18,7 @@ _numbers = itertools.count()
 
 
 class MemoryCgroup:
-    """A cgroup below this process's own, or beside it, with a limit on memory and without swap."""
+    """A cgroup below this process's own, or its sibling, with a limit on memory and without swap."""
 
     def __init__(self, parent: Path, limit: int) -> None:
         """Make it. Raises OSError if it cannot be made or limited."""
@@ -40,7 +40,7 @@ class MemoryCgroup:
             raise
 
     def add(self, pid: int) -> bool:
-        """Move a process into it; False: the kernel refuses. Takes some 10 ms, in which the process may go on."""
+        """Move a process into it; False: the kernel refuses. Takes some 10 ms, in which the process may run."""
         try:
             (self._folder / "cgroup.procs").write_text(str(pid))
         except OSError:

@@ -11,7 +11,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one run; bytes and seconds. `num_processes` counts threads too, as RLIMIT_NPROC does."""
+    """Bounds of one run; bytes and seconds. `num_processes` also counts threads, like RLIMIT_NPROC."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
@@ -47,7 +47,7 @@ class SandboxResult:
     stderr: str
     """Cut at `Limits.output_bytes`, the last line saying so."""
     answer: bytes
-    """What was written to descriptor 3, if the caller asked for it; at most as many bytes as it asked for."""
+    """Bytes written to descriptor 3, at most as many as the caller requested."""
     exit_code: int | None
     """Minus the signal's number where a signal ended it; None where the sandbox did."""
     timed_out: bool

@@ -52,7 +52,7 @@ def allow_weak(allowed: bool) -> None:
 async def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
     """Run `code` as a script, with `stdin` as its input; cancelling the call ends the run.
 
-    A few runs a core go on at a time and further calls wait; the wall time counts from a run's own start.
+    A few runs a core run at a time and further calls wait; the wall time counts from a run's own start.
 
     Raises:
         SandboxError: the sandbox itself could not be set up, or would be weak and `allow_weak` was not called.
@@ -299,7 +299,7 @@ def _remove(folder: str) -> None:
 
 
 def _open_folder(name: str, parent: int | None) -> int:
-    """Open a folder, which is no link, and take every right to it."""
+    """Open a folder, refusing a link, and take every right to it."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{handle}", 0o700)

@@ -166,7 +166,7 @@ def test_save_and_load_as_with_slime(source: Any) -> None:
 def test_what_is_handed_back_is_checked(source: Any) -> None:
     made = source()
     for wrong in (made.get_samples(1)[0], [[]], None, [["text"]]):
-        with pytest.raises(ValueError, match=r"data_source\.add_samples got .* no list of groups"):
+        with pytest.raises(ValueError, match=r"data_source\.add_samples got .* not a list of groups"):
             made.add_samples(wrong)
     assert made.buffer == []
 
@@ -198,10 +198,10 @@ def test_what_a_filter_left_in_the_buffer_is_not_served_twice(source: Any) -> No
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("all_of_them", "it returned 4 groups, but at most 2 were asked for"),
-        ("one_group", "it returned list that is no list of groups"),
+        ("all_of_them", "it returned 4 groups, but at most 2 were requested"),
+        ("one_group", "it returned list, not a list of groups"),
         ("twice", "it returned a group twice"),
-        ("forgets_to_return", "it returned NoneType that is no list of groups"),
+        ("forgets_to_return", "it returned NoneType, not a list of groups"),
     ],
 )
 def test_a_filter_that_returns_something_else(source: Any, name: str, part: str) -> None:

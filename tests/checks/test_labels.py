@@ -74,7 +74,7 @@ def test_one_bad_label_is_found_with_its_row(found: Found) -> None:
     rows = [row("1"), row("1,234.5"), row(3), row("the answer is nine"), row(""), row([]), row(None)]
     (error,), _ = found(rows, label_key="label")
     assert "column 'label' (--label-key) does not fit --rm-type last_number in 4 of 7 rows (lines 4, 5, 6, …" in error
-    assert "line 4: the label 'the answer is nine' is no number)" in error
+    assert "line 4: the label 'the answer is nine' is not a number)" in error
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_the_metadata_of_a_row_counts() -> None:
         ("gpqa", {"choices": True}, "metadata choices True is no list"),
         ("gpqa", {"valid_letters": 5}, "metadata valid_letters 5 is no list"),
         ("gpqa", {"choices": ["x", "b"], "valid_letters": ["P"]}, "name none of the letters P"),
-        ("ifeval", {"instruction_id_list": 5}, "instruction_id_list 5 is no list of names"),
-        ("ifeval", {"instruction_id_list": [["a"]]}, "instruction_id_list [['a']] is no list of names"),
-        ("ifeval", {"instruction_id_list": ["a"], "kwargs": ["x"]}, "kwargs ['x'] is no list of dicts"),
-        ("ifeval", {"instruction_id_list": ["a"], "kwargs": {"a": 1}}, "kwargs {'a': 1} is no list of dicts"),
-        ("ifeval", {"instruction_id_list": ["a"], "kwargs": 5}, "kwargs 5 is no list of dicts"),
+        ("ifeval", {"instruction_id_list": 5}, "instruction_id_list 5 is not a list of names"),
+        ("ifeval", {"instruction_id_list": [["a"]]}, "instruction_id_list [['a']] is not a list of names"),
+        ("ifeval", {"instruction_id_list": ["a"], "kwargs": ["x"]}, "kwargs ['x'] is not a list of dicts"),
+        ("ifeval", {"instruction_id_list": ["a"], "kwargs": {"a": 1}}, "kwargs {'a': 1} is not a list of dicts"),
+        ("ifeval", {"instruction_id_list": ["a"], "kwargs": 5}, "kwargs 5 is not a list of dicts"),
     ],
 )
 def test_metadata_of_another_kind_is_told_in_a_line(rm_type: str, metadata: dict[str, Any], said: str) -> None:
@@ -159,7 +159,7 @@ def test_evaluation_sets_are_checked_by_their_own_reward(found: Found, write_row
     good, bad = write_rows([row("2")], "good.jsonl"), write_rows([row("2"), row("two")], "bad.jsonl")
     flags = {"label_key": "label", "eval_prompt_data": ["held-out", str(bad)], "eval_interval": 1}
     (error,), _ = found([row("2")], **flags)
-    assert error.startswith("--eval-prompt-data") and "line 2" in error and "'two' is no number" in error
+    assert error.startswith("--eval-prompt-data") and "line 2" in error and "'two' is not a number" in error
     assert found([row("2")], **flags | {"eval_prompt_data": ["held-out", str(good)]})[0] == []
 
 

@@ -238,7 +238,7 @@ def test_every_bad_line_is_named(errors: Errors, write_rows: Callable[..., Path]
         6: "neither text nor a list of messages",
         7: "is empty",
         8: "column 'label' is missing; the columns are input",
-        9: "column 'metadata' is no JSON object",
+        9: "column 'metadata' is not a JSON object",
         10: "add --apply-chat-template",
     }
     assert len(found) == len(wanted), found

@@ -46,7 +46,7 @@ def test_everything_that_is_wrong_is_told_with_its_line(write_rows: Rows, tokeni
         "line 6: column 'q' is empty",
         "column 'q' is neither text nor a list of messages in 2 of 12 rows (lines 7, 8)",
         "line 9: column 'a' is missing; the columns are q",
-        "line 10: column 'metadata' is no JSON object",
+        "line 10: column 'metadata' is not a JSON object",
         "line 11: the prompt is longer than --rollout-max-prompt-len 7 (8 tokens)",
         f"line 13: the same prompt as an earlier row, with another label ({data}: line 1)",
     ]

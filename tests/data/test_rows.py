@@ -138,8 +138,8 @@ def test_metadata_and_tools_may_be_json_as_text(tokenizer: Any, write_rows: Call
     assert loaded.samples[0].metadata == {"a": 1, "tools": [{"n": 2}]}
     for row, part in (
         ({"q": "x", "metadata": "{"}, "column 'metadata' is text, but not valid JSON"),
-        ({"q": "x", "metadata": "3"}, "column 'metadata' is no JSON object"),
-        ({"q": "x", "t": {}}, r"column 't' \(--tool-key\) is no list of tools"),
+        ({"q": "x", "metadata": "3"}, "column 'metadata' is not a JSON object"),
+        ({"q": "x", "t": {}}, r"column 't' \(--tool-key\) is not a list of tools"),
     ):
         with pytest.raises(ValueError, match=f"line 1: {part}"):
             load_prompts(write_rows([row]), tokenizer, columns)

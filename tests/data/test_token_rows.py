@@ -42,13 +42,13 @@ def test_tokens_and_mask_are_trained_on_as_they_stand(write_rows: Rows, tiny_mod
         ([1, -1], [0, 1], "an id that is not in the vocabulary (0..49) (-1)"),
         ([1, 2, 3], [0, 1], "differ in length; give one value of the mask for each token (3 and 2)"),
         ([1, 2], [0, 2], "column 'loss_mask' holds another value than 0 and 1"),
-        ([1, 2], [0, 0.5], "column 'loss_mask' is no list of whole numbers"),
-        ([1, 2], [False, True], "column 'loss_mask' is no list of whole numbers"),
+        ([1, 2], [0, 0.5], "column 'loss_mask' is not a list of whole numbers"),
+        ([1, 2], [False, True], "column 'loss_mask' is not a list of whole numbers"),
         ([1, 2], [0, 0], "column 'loss_mask' is 0 on every token"),
         ([1, 2], [1, 1], "column 'loss_mask' is 1 on the first token"),
         ([], [], "column 'tokens' is empty"),
-        ("12", [0, 1], "column 'tokens' is no list of whole numbers"),
-        ([1, 2.0], [0, 1], "column 'tokens' is no list of whole numbers"),
+        ("12", [0, 1], "column 'tokens' is not a list of whole numbers"),
+        ([1, 2.0], [0, 1], "column 'tokens' is not a list of whole numbers"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(tokens: Any, mask: Any, said: str, write_rows: Rows) -> None:

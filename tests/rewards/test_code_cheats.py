@@ -319,11 +319,11 @@ def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
 @pytest.mark.parametrize(
     ("label", "part"),
     [
-        ({"asserts": "assert f( == 1"}, "is no Python"),
-        ({"asserts": ["assert f() == 1", 3]}, "no list of texts"),
-        ({"asserts": {"a": 1}}, "no list of texts"),
-        ({"asserts": ["assert f() == 1\0"]}, "is no Python"),
-        ({"asserts": ["assert f() == 1"], "setup": "def"}, "is no Python"),
+        ({"asserts": "assert f( == 1"}, "is not Python"),
+        ({"asserts": ["assert f() == 1", 3]}, "neither text nor a list of texts"),
+        ({"asserts": {"a": 1}}, "neither text nor a list of texts"),
+        ({"asserts": ["assert f() == 1\0"]}, "is not Python"),
+        ({"asserts": ["assert f() == 1"], "setup": "def"}, "is not Python"),
         ({"asserts": "  "}, "no tests"),
         ("[" * 100_000, "not valid JSON"),
         ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "input or output 0 of the label is unreadable"),

@@ -168,7 +168,7 @@ def test_of_a_group_that_fails_all_samples_are_counted(hooks: str) -> None:
 
 
 def test_a_grader_that_chokes_names_itself(hooks: str) -> None:
-    with pytest.raises(RewardError, match=r"--rm-type last_number: .*label 'four' is no number at sample 3"):
+    with pytest.raises(RewardError, match=r"--rm-type last_number: .*label 'four' is not a number at sample 3"):
         score(flags(rm_type="last_number"), Sample(index=3, response="4", label="four"))
 
 

@@ -382,7 +382,7 @@ def test_a_reward_model_in_a_sum() -> None:
     assert grade("reward_model", "x", None, model_score=-2.5) == (-2.5, {}, {})
     graded = grade("reward_model:0.5+last_number:2", "it is 42", "42", model_score=-1.0)
     assert graded == (1.5, {"reward_model": -1.0, "last_number": 1.0}, {})
-    with pytest.raises(ValueError, match=r"reward_model is asked for by async_rm"):
+    with pytest.raises(ValueError, match=r"reward_model needs async_rm"):
         grade("reward_model+exact", "x", "x")
     with pytest.raises(ValueError, match="unknown reward 'boxed_reward_model'"):
         parse_rm_type("boxed_reward_model")
@@ -420,11 +420,11 @@ def test_the_last_box_by_math_verify() -> None:
     [
         ("exakt", "exakt: unknown reward 'exakt'; known are code, code_all, "),
         ("boxed_exakt", "unknown reward 'boxed_exakt'"),
-        ("exact:0.5+", "the weight '0.5+' is no number"),
-        ("exact:", "the weight '' is no number other than 0; write name:weight+name:weight"),
+        ("exact:0.5+", "the weight '0.5+' is not a number"),
+        ("exact:", "the weight '' is not a number other than 0; write name:weight+name:weight"),
         ("exact:0+f1", "the weight '0'"),
         ("exact:nan", "the weight 'nan'"),
-        ("exact:1+exact:2", "exact stands there twice"),
+        ("exact:1+exact:2", "exact is given twice"),
         ("boxed_deepscaler", "leave boxed_ out"),
         ("", "unknown reward ''"),
     ],

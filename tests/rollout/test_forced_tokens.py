@@ -112,7 +112,7 @@ def test_an_engine_is_not_asked_to_go_on_from_nothing(tmp_path: Path) -> None:
         "    await post('http://127.0.0.1:9/generate', {'input_ids': [], 'sampling_params': params})\n"
     )
     for name, said in (
-        ("no_begin", r"sample 4 has no tokens to go on from: call begin\(args, sample\) first"),
+        ("no_begin", r"sample 4 has no tokens to continue: call begin\(args, sample\) first"),
         ("posts", "input_ids is empty; give the tokens of the prompt"),
     ):
         with pytest.raises(HookError, match=rf"^--custom-generate-function-path {path}:{name}: .*{said}"):

@@ -1,4 +1,4 @@
-# The process of a test: runs the label's setup and statement, in which the program's names stand for its process. Only
+# The process of a test: runs the label's setup and statement, in which the program's names refer to its process. Only
 # plain values come back from there; objects stay there, and are used by their attributes, calls and items. Comparing an
 # object would run the program's code, so it is refused.
 # mypy: ignore-errors
@@ -175,7 +175,7 @@ class Remote:
 
 
 class Names(dict):
-    """The names of the test; those of the program are asked for when they are used, so what it lacks is a NameError."""
+    """The names of the test; those of the program are looked up at their use, so a missing one is a NameError."""
 
     def __init__(self, names, remote):
         super().__init__(names)

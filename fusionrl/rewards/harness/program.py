@@ -1,5 +1,5 @@
-# The process of the program. What is expected of it never comes here, so nothing that the program does to this process
-# can tell it, or answer for it other than by the right value.
+# The process of the program. It never gets an expected value, so nothing that the program does to this process reveals
+# one, and only the right value passes the test.
 # mypy: ignore-errors
 # ruff: noqa: F821, SIM115  (wire.py stands before this file; the pipes stay open to the end)
 

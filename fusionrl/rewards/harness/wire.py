@@ -2,7 +2,7 @@
 
 None, bool, str, small int and finite float are themselves, a list is a list; everything else is an object of one key:
 {"i": hex}, {"f": "nan"}, {"c": [real, imaginary]}, {"b": hex}, {"t": tuple}, {"s": set}, {"z": frozenset},
-{"d": [[key, value], …]}, {"F": [numerator, denominator]} in hex, {"D": decimal}; {"o": …} is what is no plain data.
+{"d": [[key, value], …]}, {"F": [numerator, denominator]} in hex, {"D": decimal}; {"o": …} is any other object.
 
 Between a program and its judge also {"n": [dtype, shape, items]} is an array of numpy, {"q": [maxlen, items]} a deque,
 {"v": [kind, items]} a view of a dict, and {"T": [type, text or numbers]} a date or a time.
@@ -27,7 +27,7 @@ _TIMES = ("date", "datetime", "time")
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Return the wire form of `value`; `other(value)` gives that of what is no plain data.
+    """Return the wire form of `value`; `encode_object(value)` gives that of an object that is not plain data.
 
     Objects of subclasses become plain ones (a Counter a dict, an IntEnum an int), scalars of numpy Python's numbers.
     """
@@ -72,7 +72,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any], depth: int = 0) -> A
 def encode_library(value: Any, inner: Callable[[Any], Any], encode_object: Callable[[Any], Any]) -> object:
     """Return the wire form of an object of the standard library or of numpy, whose equality needs no program's code.
 
-    `inner(item)` gives the form of an item in it, `other(value)` that of any other object, also of a subclass.
+    `inner(item)` gives the form of an item in it, `encode_object(value)` that of any other object, also of a subclass.
     """
     kind, name = type(value), type(value).__name__
     if kind in _VIEWS:
@@ -114,7 +114,7 @@ def _decode_library(tag: str, payload: Any, decode_object: Callable[[Any], Any])
 
 
 def decode(wire: Any, decode_object: Callable[[Any], Any]) -> Any:
-    """Return the value of a wire form; `other(payload)` gives what stands for an object."""
+    """Return the value of a wire form; `decode_object(payload)` gives the stand-in of an object."""
     if isinstance(wire, list):
         return [decode(item, decode_object) for item in wire]
     if not isinstance(wire, dict):

@@ -181,7 +181,7 @@ def error(refused: Refused) -> Message:
 
 
 def error_event(refused: Refused) -> bytes:
-    """The event that ends a stream which has begun."""
+    """Return the event that ends a started stream with an error."""
     return _event("error", error(refused))
 
 

@@ -127,7 +127,7 @@ async def _in_thread(function: Callable[[], object]) -> object:
             result = context.run(function)
         except SystemExit as exit_of_theirs:
             error = RuntimeError(f"it called exit({exit_of_theirs.code!r})")
-        except Exception as raised:  # whatever an agent raises is told by who waits for it
+        except Exception as raised:  # whatever an agent raises is raised again by the code that waits for it
             error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
         with suppress(RuntimeError):  # the rollout has ended, and its loop is closed
             loop.call_soon_threadsafe(settle, result, error)

@@ -51,7 +51,7 @@ class TurnRequest:
     """A request for one turn of the model.
 
     longest      tokens of the turn, at most; None: the run's limit
-    stop         strings that end the turn, besides the run's
+    stop         strings that end the turn, in addition to the run's
     reads_calls  whether calls of tools are looked for in the answer
     ignored      sampling arguments that the run's flags decide
     constraints  what would change the model's sampling (a grammar, a forced call), in words that begin with its name
@@ -124,7 +124,7 @@ class Call:
 
 @dataclass(frozen=True)
 class TurnReply:
-    """What the model answered.
+    """The model's answer.
 
     finish       "stop", "length" or "tool_calls"
     stop_string  of the request, where one ended the turn
@@ -139,7 +139,7 @@ class TurnReply:
     num_sampled: int
 
     def message(self) -> Message:
-        """The message that stands for it in the conversation."""
+        """Return the answer as a message of the conversation."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [call_message(call.id, call.name, call.arguments) for call in self.calls]
@@ -177,7 +177,7 @@ def _essence(message: Message) -> tuple[object, ...]:
 def content_of(content: object, role: object) -> str | list[Message]:
     """Return the content of a message: a string, or several parts of text, which chat templates join.
 
-    What the assistant said is joined as it was sampled.
+    Parts of the assistant's text are joined as they were sampled.
 
     Raises:
         Refused: pictures, sounds and files, of which the models here know nothing; or no content at all.
@@ -199,7 +199,7 @@ def function_of(name: str, description: object, parameters: object) -> Message:
     """Return a tool as templates and parsers of calls read it; without parameters, one that takes none.
 
     Raises:
-        Refused: a description that is no text, or parameters that are no JSON schema of an object.
+        Refused: a description that is not text, or parameters that are not a JSON schema of an object.
     """
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     if not isinstance(description, str | None) or not isinstance(schema, dict):
@@ -275,7 +275,7 @@ def whole_number(value: object, field: str) -> int | None:
     """Return a limit of at least 1; None where none is given.
 
     Raises:
-        Refused: it is no such number.
+        Refused: it is not such a number.
     """
     if value is None:
         return None
@@ -300,10 +300,12 @@ def checked(messages: list[Message]) -> list[Message]:
     """Return messages that can be answered.
 
     Raises:
-        Refused: there are none, or the last one is the assistant's: what it said is not gone on with.
+        Refused: there are none, or the last one is the assistant's: it is not continued.
     """
     if not messages:
         raise Refused("messages is empty")
     if messages[-1]["role"] == "assistant":
-        raise Refused("the last message is the assistant's; a turn that was begun for the model cannot be trained on")
+        raise Refused(
+            "the last message is the assistant's; a turn that the agent started for the model cannot be trained on"
+        )
     return messages

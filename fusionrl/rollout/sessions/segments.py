@@ -1,9 +1,9 @@
-"""Segments: the conversations of a session, each with the tokens that were asked and sampled for it.
+"""Segments: the conversations of a session, each with its prompt's tokens and the sampled ones.
 
     request 1   system, user                                  segment 1 begins: its prompt is rendered
-    request 2   system, user, assistant 1, tool               segment 1 goes on: the tool's message is appended, mask 0
+    request 2   system, user, assistant 1, tool               segment 1 continues: the tool's text is appended, mask 0
     request 3   system, a summary                             the agent rewrote its history: segment 2 begins
-    request 4   system, user, assistant 1, tool, assistant 2, user      segment 1 goes on
+    request 4   system, user, assistant 1, tool, assistant 2, user      segment 1 continues
 
 A segment becomes a sample. The tokens of its turns are those that were sampled: what the assistant says in a request is
 compared with what was recorded, and never tokenized.
@@ -38,10 +38,10 @@ class Segment:
     """A conversation that was answered at least once.
 
     sample     its tokens, masks, log-probs and versions
-    messages   what its tokens stand for; the last one is the model's
+    messages   the conversation in its tokens; the last one is the model's
     template   keyword arguments of the chat template
     end_token  by which the last turn ended; None where a stop string or a limit did
-    is_busy    a request goes on from it just now
+    is_busy    a request is continuing it now
     """
 
     sample: Sample
@@ -154,7 +154,7 @@ class Segments:
         """Return a sample whose prompt is what a request asks.
 
         Raises:
-            ValueError: there is no chat template, or it refuses the messages.
+            ValueError: the tokenizer has no chat template, or it refuses the messages.
         """
         sample = copy.deepcopy(self.blank)
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=dict(template))
@@ -165,7 +165,7 @@ class Segments:
         return sample
 
     def _guarded(self, message: Message) -> Message:
-        """Return a copy in which a tool's answer, say, cannot end its own turn and speak as somebody else."""
+        """Return a copy in which a tool's answer, say, cannot end its own turn and speak in another role."""
         if message["role"] not in _GUARDED:
             return dict(message)
         content = message["content"]

@@ -95,7 +95,7 @@ class SessionServer:
             app.router.add_post(f"{base}/messages/count_tokens", self._count)
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_get(f"{base}/models/{{model}}", self._models)
-        # A client that hangs up ends its turn: the engines need not go on with it.
+        # A client that hangs up ends its turn: the engines need not finish it.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, HOST, 0).start()
@@ -175,7 +175,7 @@ def _keys(request: web.Request) -> tuple[str, str]:
 
 
 def _is_key(candidate: str, key: str) -> bool:
-    return hmac.compare_digest(candidate.encode(errors="replace"), key.encode())  # a header may be no Unicode
+    return hmac.compare_digest(candidate.encode(errors="replace"), key.encode())  # a header may be invalid Unicode
 
 
 _starting = threading.Lock()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 NO_ROOM = "leave no room for an answer"  # said of a full context
 # Words by which the client packages raise where a limit cut a turn: openai-agents, and two streams of openai.
 CUT = ("incomplete_details", "Didn't receive a `response.completed` event", "the length limit was reached")
-# What a segment says of its sample; all else is the row's and what the agent wrote on it.
+# Fields that a segment sets on its sample; the others come from the row and from the agent.
 _OF_SEGMENT = (
     *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
     *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "status"),
@@ -82,7 +82,7 @@ class Session:
         """Let the model answer.
 
         Raises:
-            Refused: there is no room for a turn, the template cannot render the messages, or the session has ended.
+            Refused: no room is left for a turn, the template cannot render the messages, or the session has ended.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -1,4 +1,4 @@
-"""Landlock: without any privilege, a process hides files from itself and from all that come of it.
+"""Landlock: without any privilege, a process hides files from itself and from all its descendants.
 
 Access rights are those of linux/landlock.h; a kernel knows those up to its ABI version.
 """

@@ -192,7 +192,7 @@ class _Run:
     # -------------------------------------------------------------------------------- in the child
     def _become_code(self) -> None:
         """Give up every privilege, set the limits and become the code's interpreter."""
-        os.setsid()  # out of the launcher's process group: a kill of the own group hits nobody else
+        os.setsid()  # leave the launcher's process group: a kill of its own group hits no other process
         self._be_first_to_go()
         os.dup2(self._stdin, 0)
         high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in self._descriptors]

@@ -102,7 +102,7 @@ CONDITIONAL = {
     "setpriority": (141, 140),
     "prctl": (157, 167),
 }
-# Calls that change the process of their first argument; 0 is the caller, and nobody else may be changed.
+# Calls that change the process of their first argument: only 0, the caller, is allowed.
 OF_A_PROCESS = {
     "prlimit64": (302, 261),
     "sched_setparam": (142, 118),
@@ -203,7 +203,7 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
 
 
 def install(program: list[Line]) -> None:
-    """Put the filter on this process and all that come of it, for good.
+    """Put the filter on this process and all its descendants, for good.
 
     Raises:
         CannotStart: the kernel has no seccomp filters.
