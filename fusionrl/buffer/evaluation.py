@@ -10,7 +10,7 @@ from fusionrl.buffer.eval_metrics import eval_metrics, eval_set_metrics
 from fusionrl.buffer.eval_versions import check_one_version
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.rollout_functions import RolloutFunctions
-from fusionrl.buffer.train_shards import build_shards
+from fusionrl.buffer.train_shards import take_shards
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.data.prompts import PromptColumns, load_conversations
@@ -90,6 +90,6 @@ class Evaluation:
             samples = [to_sft_sample(settings, sample) for sample in samples]
             zeros, count = [0.0] * len(samples), len(samples)
             batch = BatchPlan(count, 1, 1, count, self._plan.batch.dp_size)
-            built = build_shards(samples, zeros, zeros, batch, self._plan.balance, rollout_id=-1)
+            built = take_shards(samples, zeros, zeros, batch, self._plan.balance, rollout_id=-1)
             shards[eval_set.name] = [put(shard) for shard in built]
         return shards

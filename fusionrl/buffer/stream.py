@@ -27,9 +27,8 @@ from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.decide import decide, engine_actions
 from fusionrl.pipeline.events import Action, Wait
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.generate import GroupContext, apply_filter, generate_group
-from fusionrl.rollout.generate_state import sampling_params
+from fusionrl.rollout.generate_state import RolloutClient, sampling_params
 from fusionrl.rollout.sglang_rollout import check_filter_keeps
 from fusionrl.rollout.teacher import Teacher
 

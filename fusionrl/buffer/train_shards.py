@@ -60,7 +60,8 @@ def cut(
     auxiliary: list[Ref] = []
     if (aux_plan := plan.auxiliary) is not None:
         assert aux_plan.batch is not None
-        shards = build_shards(chosen.samples, chosen.rewards, chosen.raw, aux_plan.batch, aux_plan.balance, **named)
+        samples = list(chosen.samples)
+        shards = take_shards(samples, chosen.rewards, chosen.raw, aux_plan.batch, aux_plan.balance, **named)
         auxiliary = [put(shard) for shard in shards]
     named["freed"] = give_freed_back
     taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
@@ -71,47 +72,6 @@ def cut(
         return put(shard)
 
     return CutShards(list(map(counted, taken)), auxiliary)
-
-
-def build_shards(
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    raw_rewards: Sequence[float],
-    plan: BatchPlan,
-    balance: Balance,
-    *,
-    rollout_id: int,
-    extra: dict[str, list[object]] | None = None,
-    by_groups: bool = False,
-    weight_version: int | None = None,
-    temperature: float | None = None,
-) -> list[TrainShard]:
-    """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
-
-    samples  in the order in which they are trained; siblings of one group stand side by side and stay in one step
-             where the step's size allows it.
-    extra    a user's columns: one value a sample.
-    by_groups  no step begins within a group.
-    weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
-    temperature  see `cut`
-
-    Raises:
-        ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
-            micro-batch may be.
-    """
-    shards = take_shards(
-        list(samples),
-        rewards,
-        raw_rewards,
-        plan,
-        balance,
-        rollout_id=rollout_id,
-        extra=extra,
-        by_groups=by_groups,
-        weight_version=weight_version,
-        temperature=temperature,
-    )
-    return list(shards)
 
 
 def take_shards(
@@ -128,10 +88,20 @@ def take_shards(
     temperature: float | None = None,
     freed: Callable[[], None] | None = None,
 ) -> Iterator[TrainShard]:
-    """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
+    """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks; yield rank by rank.
 
-    Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
-    that cannot be cast to its field's type is found before the first is taken.
+    Takes the samples out of the list, so that memory holds them once: a packed sample is replaced by an empty one, and
+    `freed` is called after some hundreds. Every error except a failed cast is raised before the first is taken.
+
+    samples         in training order; siblings of one group are adjacent, and stay in one step if its size allows it
+    extra           a user's columns: one value a sample
+    by_groups       no step begins within a group
+    weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
+    temperature     see `cut`
+
+    Raises:
+        ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
+            micro-batch may be.
     """
     sizes = _Sizes.of(samples)
     present = _present(samples, sizes)

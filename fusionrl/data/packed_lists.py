@@ -1,13 +1,11 @@
-"""Fields of `Sample` that are Python lists to whoever reads them, and packed arrays while nobody does.
+"""Fields of `Sample` that hooks read as Python lists, as in slime, and that are packed arrays otherwise.
 
-A hook reads `sample.tokens`, and it is a list as in slime: `+` joins, `not sample.tokens` asks whether it is empty, and
-what is appended stays. The array of an engine's answer becomes a list at that moment and no sooner: a sample whose
-tokens no hook looks at is never unpacked. `Sample.pack` makes arrays again of lists that a hook left. fusionrl itself
-reads `sample.array(name)`, which unpacks nothing.
+A hook reads `sample.tokens` as a list: `+` joins, `not sample.tokens` is true of an empty one, and appended values
+stay. The array of an engine's answer becomes a list at the first such read; `Sample.pack` makes arrays again of the
+lists that a hook left. fusionrl itself reads `sample.array(name)`, which unpacks nothing.
 
-`append_response_tokens` extends the list that a hook reads, as in slime, and one that a hook has set as a field of the
-response. A list of tokens that a hook has set may be the prompt's own, and any list may stand in another sample, too:
-such a list is copied before it grows.
+`append_response_tokens` extends a list that a hook reads or has set as a field of the response. A list of tokens that a
+hook has set may be the prompt's own, and any list may belong to another sample too: it is copied before it grows.
 """
 
 from __future__ import annotations

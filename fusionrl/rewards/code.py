@@ -6,8 +6,7 @@ A test set is a dict, or its JSON, in one of these forms:
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}    calls of a function, or of a method of `Solution`
     {"asserts": ["assert add(1, 2) == 3"], "setup": "..."}    statements after the program, each a test (MBPP)
 
-or a list of assert statements alone. Every test is a run of its own. The process that runs the program never
-holds the expected value: `code_labels` takes a test apart, `code_run` runs it.
+or a list of assert statements. Every test is a run of its own; the program's process never holds the expected value.
 """
 
 from __future__ import annotations

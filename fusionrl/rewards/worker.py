@@ -3,12 +3,9 @@
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
 Messages are pickles behind their length. In: ("grading", key, pickled `Grading`), ("job", number, key, call, kwargs,
-pickled samples). Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, [what else
-`RewardRaised` takes]), and first of all (0, "ready", None, []). It ends when the pool's end of the connection
-is closed.
-
-Output of a reward function, and its logs from LEVEL on, go to the Buffer's log. The shared memory MEMFD shows which job
-runs, even while the process answers nothing (see `pool.STATE`).
+pickled samples). Out: first (0, "ready", None, []), then (number, "ok", reward, changed attributes of each sample) or
+(number, "error", text, [other arguments of `RewardRaised`]). The process ends with the connection. Its output, and its
+logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job runs (see `pool.STATE`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, reward_value
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.generate import SampleContext, as_list, generate_and_score
+from fusionrl.rollout.generate_state import RolloutClient
 from fusionrl.rollout.model_turn import SamplingParams
 from fusionrl.rollout.types import EvalResult, RolloutFnEvalOutput
 

@@ -21,7 +21,6 @@ import numpy as np
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation, abort_all
-from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.evaluation import evaluate_sets
 from fusionrl.rollout.generate import (
     GroupContext,
@@ -32,7 +31,7 @@ from fusionrl.rollout.generate import (
     generate_group,
     generate_siblings,
 )
-from fusionrl.rollout.generate_state import GenerateState, get_rollout_num_engines, sampling_params
+from fusionrl.rollout.generate_state import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
 from fusionrl.rollout.model_turn import (
     SamplingParams,
     TurnSettings,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from fusionrl.buffer.staleness import StepStaleness
-from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
+from tests.plan.shards import build_shards
 
 NUM_STEPS, SIZE = 2, 4  # steps of the rollout; samples of a step
 

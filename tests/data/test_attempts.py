@@ -11,13 +11,13 @@ from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.eval_metrics import eval_set_metrics
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
-from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.attempts import attempts_of, join_attempt
 from fusionrl.data.sample import Sample, Status
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.rollout.filters import check_accuracy_in_range
 from fusionrl.rollout.types import as_train_output
+from tests.plan.shards import build_shards
 
 STAGES = {name: stage for name, estimator in ESTIMATORS.items() if (stage := estimator.group_stage())}
 STAGES["grpo, plain"] = ESTIMATORS["grpo"].group_stage(is_plain=True)  # type: ignore[assignment]

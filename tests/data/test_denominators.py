@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fusionrl.algorithms.aggregation import token_weights
-from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
+from tests.plan.shards import build_shards
 
 GROUPS, SIZE, LONGEST = 16, 4, 12
 REMOVED, MASKED, FAILED = {3, 17, 40}, {5, 6}, {21, 22, 63}

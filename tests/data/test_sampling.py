@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.data.sampling import CHANGED, note_request, note_temperature, scored_at, temperatures_of
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
+from tests.plan.shards import build_shards
 
 
 def sample_of(length: int, temperature: Any = None) -> Sample:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionrl.buffer.train_shards import build_shards
 from fusionrl.data.sample import Sample
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
+from tests.plan.shards import build_shards
 
 COST = SequenceCost(linear=10.0, quadratic=1.0)
 

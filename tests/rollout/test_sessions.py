@@ -334,7 +334,7 @@ def test_a_client_that_hangs_up_leaves_no_trace(meet: Any) -> None:
         waits = asyncio.create_task(_read(ask(http, session, "Wet?", "Yes", "A?")))
         await asyncio.wait_for(_until(lambda: engine.num_waiting == 1), 10)
         waits.cancel()
-        await asyncio.wait_for(_until(lambda: not session.is_answering), 10)
+        await asyncio.wait_for(_until(lambda: not session._tasks), 10)
         engine.before = None
         async with ask(http, session, "Wet?", "Yes", "B?") as answer:
             assert answer.status == 200

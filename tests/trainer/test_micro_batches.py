@@ -303,10 +303,10 @@ def test_the_weights_of_a_step_count_attempts(rank, kind: str, dp: int) -> None:
 
 def check_attempts(actor, kind: str, dp: int) -> None:
     """Whatever rank a sample of an attempt is on: sequence_mean gives every attempt the same sum of weights."""
-    from fusionrl.buffer.train_shards import build_shards
     from fusionrl.plan.batch import BatchPlan
     from fusionrl.trainer.micro_batches import build_micro_batches
     from tests.data.test_attempts import BALANCE, fanned
+    from tests.plan.shards import build_shards
 
     samples = [*fanned([3, 1], [1, 0], 0, 4), *fanned([1, 2], [1, 0], 1, 3)]
     samples[1].loss_mask = [1, 0, 1, 0]

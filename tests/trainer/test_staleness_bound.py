@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fusionrl.buffer.staleness import check_bound
-from fusionrl.buffer.train_shards import build_shards
 from fusionrl.config.hooks import HookError
 from fusionrl.data.convert import samples_of
 from fusionrl.data.sample import Sample
@@ -15,6 +14,7 @@ from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.trainer.staleness_bound import Bound
+from tests.plan.shards import build_shards
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 KNOBS = Knobs(groups_per_fetch=4, max_staleness=2, lead=0.5)

@@ -175,19 +175,19 @@ ROLLOUTS: Table = {
     "rollout/answers_refused": Entry(
         "answers",
         "Responses of engines that did not match their request (docs/guides/security.md); each request was sent again.",
-        "rollout/client.py",
+        "rollout/generate_state.py",
         "when it happens",
     ),
     "rollout/requests_retried": Entry(
         "requests",
         "Requests that were sent again, by the client and the router.",
-        "rollout/client.py",
+        "rollout/generate_state.py",
         "--use-fault-tolerance",
     ),
     "rollout/tokens_kept": Entry(
         "tokens",
         "Tokens of engines that died which another engine continued.",
-        "rollout/client.py",
+        "rollout/generate_state.py",
         "--use-fault-tolerance",
     ),
     "rollout/considered": Entry(
@@ -288,9 +288,13 @@ EVALUATIONS: Table = {
     "eval/engines_died": Entry(
         "engines", "Engines found dead during the evaluation.", "runtime/engine_pool.py", "--use-fault-tolerance"
     ),
-    "eval/answers_refused": Entry("answers", "As rollout/answers_refused.", "rollout/client.py", "when it happens"),
-    "eval/requests_retried": Entry(
-        "requests", "As rollout/requests_retried.", "rollout/client.py", "--use-fault-tolerance"
+    "eval/answers_refused": Entry(
+        "answers", "As rollout/answers_refused.", "rollout/generate_state.py", "when it happens"
     ),
-    "eval/tokens_kept": Entry("tokens", "As rollout/tokens_kept.", "rollout/client.py", "--use-fault-tolerance"),
+    "eval/requests_retried": Entry(
+        "requests", "As rollout/requests_retried.", "rollout/generate_state.py", "--use-fault-tolerance"
+    ),
+    "eval/tokens_kept": Entry(
+        "tokens", "As rollout/tokens_kept.", "rollout/generate_state.py", "--use-fault-tolerance"
+    ),
 }

@@ -72,11 +72,6 @@ class Session:
         self._num_calls = 0
         self._tasks: set[asyncio.Task[object]] = set()
 
-    @property
-    def is_answering(self) -> bool:
-        """Whether a request is under way."""
-        return bool(self._tasks)
-
     # -------------------------------------------------------------------------------- requests
     async def answer(self, turn_request: TurnRequest) -> TurnReply:
         """Let the model answer.

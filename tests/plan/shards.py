@@ -1,0 +1,14 @@
+"""The shards of a rollout, as a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusionrl.buffer.train_shards import take_shards
+from fusionrl.data.sample import Sample
+from fusionrl.data.train_batch import TrainShard
+
+
+def build_shards(samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[TrainShard]:
+    return list(take_shards(list(samples), *args, **kwargs))
