@@ -119,7 +119,7 @@ class RolloutDataSourceWithBuffer:
         flag = f"--buffer-filter-path {path}"
         _check_groups(groups, f"{flag}: it returned")
         if len(groups) > num_samples:
-            raise ValueError(f"{flag}: it returned {len(groups)} groups, at most {num_samples} were requested")
+            raise ValueError(f"{flag}: it returned {len(groups)} groups, but at most {num_samples} were requested")
         taken = {id(group) for group in groups}
         if len(taken) < len(groups):
             raise ValueError(f"{flag}: it returned a group twice")

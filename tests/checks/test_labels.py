@@ -118,7 +118,7 @@ def test_no_label_passes_that_ends_a_run(rm_type: str) -> None:
 def test_the_metadata_of_a_row_counts() -> None:
     assert LabelCheck("gpqa")(None, {"choices": ["x", "y"], "correct_letter": "B"}) is None
     problem = LabelCheck("ifeval")(None, {})
-    assert problem is not None and not problem.is_about_label and "instruction_id_list" in problem.told
+    assert problem is not None and not problem.is_about_label and "instruction_id_list" in problem.reason
     assert LabelCheck("ifeval")(None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}) is None
     assert LabelCheck("exact")("nine", {"rm_type": "last_number"}) is not None, "the row names its own reward"
     assert LabelCheck(None)("nine", {"rm_type": "no_such"}) is not None
@@ -144,7 +144,7 @@ def test_the_metadata_of_a_row_counts() -> None:
 )
 def test_metadata_of_another_kind_is_told_in_a_line(rm_type: str, metadata: dict[str, Any], said: str) -> None:
     problem = LabelCheck(rm_type)("B", metadata)
-    assert problem is not None and said in problem.told and "\n" not in problem.told
+    assert problem is not None and said in problem.reason and "\n" not in problem.reason
     with pytest.raises(ValueError, match=re.escape(said)):
         grade(rm_type, "the answer is B", "B", metadata)
 

@@ -110,7 +110,7 @@ def test_a_folder_of_datasets(tokenizer: Any) -> None:
         (f"{SAVED}", "choose one of its splits train, test, as in .*:train"),
         (f"{SAVED}:dev", "choose one of its splits train, test"),
         (f"{SAVED}/train:dev", "it has no splits, so none named 'dev'"),
-        (f"{SAVED.parent}", r"no folder that datasets.save_to_disk wrote \(it has no state.json\)"),
+        (f"{SAVED.parent}", r"not a folder that datasets.save_to_disk wrote \(it has no state.json\)"),
         ("nowhere:train", "there is no such file"),
     ],
 )
