@@ -182,7 +182,7 @@ def forkserver() -> None:
     """The process that ranks are forks of, with all that any test's ranks import, whichever file comes first."""
     from multiprocessing import forkserver as server
 
-    server.set_forkserver_preload(["fusionrl.trainer.rank_imports", "tools.bench.push_processes"])
+    server.set_forkserver_preload(["tests.trainer.rank_imports", "tools.bench.push_processes"])
     server.ensure_running()
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.local_ranks import LocalRanks
+from tests.trainer.local_ranks import LocalRanks
 from tools.parity_rows import COMMON, MODELS, ROWS, Row
 
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, LOGIT_BOUND = 1e-5, 1e-4, 1e-4, 1e-5
@@ -150,7 +150,7 @@ class Result:
 
 def first_gradients(actor: Any) -> dict[str, np.ndarray] | None:
     """Gradients of the last step, on rank 0."""
-    from fusionrl.trainer.gradients import whole_gradients
+    from tests.trainer.whole_gradients import whole_gradients
 
     gradients = whole_gradients(actor.trained, actor.shape)
     return {name: tensor.cpu().numpy().copy() for name, tensor in gradients.items()} if actor.rank == 0 else None

@@ -23,7 +23,7 @@ assert not wing, wing
 _TRAINER = """
 import numpy as np
 import torch
-import fusionrl.trainer.rank_imports
+import tests.trainer.rank_imports
 import fusionrl.trainer.checkpoint_io
 import fusionrl.trainer.critic
 import fusionrl.trainer.policy

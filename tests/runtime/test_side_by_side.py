@@ -22,7 +22,7 @@ from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.runtime.trainers import TrainerGroups
-from fusionrl.trainer.local_ranks import LocalRanks
+from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.test_prime import PRIME
 from tests.trainer.test_weight_sets import critic_folder
 from tests.trainer.trainer_worker import Samples, config_of

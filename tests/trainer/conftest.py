@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fusionrl.trainer.local_ranks import LocalRanks
+from tests.trainer.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="session")

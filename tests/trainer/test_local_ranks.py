@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fusionrl.trainer.local_ranks import LocalRanks
+from tests.trainer.local_ranks import LocalRanks
 
 
 def state(actor: object) -> tuple[float, str | None]:

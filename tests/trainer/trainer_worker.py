@@ -10,7 +10,7 @@ import numpy as np
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.local_ranks import Failed, LocalRanks
+from tests.trainer.local_ranks import Failed, LocalRanks
 
 __all__ = ["Failed", "LocalRanks", "Samples", "config_of"]
 
@@ -23,7 +23,7 @@ def gradients(actor: Any) -> dict[str, np.ndarray]:
     They are read from the gradient buffers, where the optimizer finds them: summed over data- and context-parallel
     ranks, each rank's shard of them; the shards are put together first.
     """
-    from fusionrl.trainer.gradients import whole_gradients
+    from tests.trainer.whole_gradients import whole_gradients
 
     return {name: tensor.numpy().copy() for name, tensor in whole_gradients(actor.trained, actor.shape).items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusionrl.trainer.local_ranks import LocalRanks
+from tests.trainer.local_ranks import LocalRanks
 
 
 def _sender(actor: Any, buffer_size: int, timeout_s: float) -> Any:

@@ -20,10 +20,10 @@ from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget
-from fusionrl.trainer.local_ranks import LocalRanks
 from fusionrl.weights.push import push_weights
 from fusionrl.weights.remote_calls import Threaded
 from tests.tiny_model import make_tiny_qwen3
+from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.trainer_worker import config_of
 from tests.weights.faults import Striking
 from tests.weights.push_rank import Pusher

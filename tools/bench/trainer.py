@@ -30,7 +30,7 @@ from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.balance import SequenceCost
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.local_ranks import LocalRanks
+from tests.trainer.local_ranks import LocalRanks
 
 # Sizes of published models (their config.json), under model_type qwen3.
 QWEN3: dict[str, dict[str, Any]] = {

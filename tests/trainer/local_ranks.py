@@ -44,9 +44,12 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
     warnings.filterwarnings("ignore")
-    import fusionrl.trainer.rank_imports  # noqa: F401  # Megatron; a fork has it already
-    from fusionrl.trainer.roles import TRAINERS
+    import tests.trainer.rank_imports  # noqa: F401  # Megatron; a fork has it already
+    from fusionrl.trainer.critic import CriticTrainer
+    from fusionrl.trainer.policy import PolicyTrainer
+    from fusionrl.trainer.process_reward import ProcessRewardTrainer
 
+    trainers: dict[str | None, Any] = {None: PolicyTrainer, "critic": CriticTrainer, "prm": ProcessRewardTrainer}
     gc.freeze()  # each actor's end collects garbage; what was imported is none
     actor: Any = None
     while True:
@@ -58,7 +61,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
                 if actor is not None:
                     actor.shutdown()
                 config, plan, rank, address, port, role = args
-                actor = TRAINERS[role](config, plan, rank, "unused")
+                actor = trainers[role](config, plan, rank, "unused")
                 result = actor.setup(address, port)
             elif command == "call":
                 result = getattr(actor, args[0])(*args[1:])
@@ -76,7 +79,7 @@ def _context() -> Any:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fusionrl.trainer.rank_imports"])
+    context.set_forkserver_preload(["tests.trainer.rank_imports"])
     return context
 
 

@@ -1,4 +1,4 @@
-"""All that a trainer rank imports, in the right order; `fusionrl.trainer.local_ranks` forks its processes after it."""
+"""All that a trainer rank imports, in the right order; `tests.trainer.local_ranks` forks its processes after it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,7 @@ from fusionrl.base.imports import without_collections
 with warnings.catch_warnings(), without_collections():
     warnings.simplefilter("ignore")
     cpu_wing.prepare_megatron()
+    import fusionrl.trainer.critic
     import fusionrl.trainer.model  # and with it Megatron
-    import fusionrl.trainer.roles  # noqa: F401
+    import fusionrl.trainer.policy
+    import fusionrl.trainer.process_reward  # noqa: F401
