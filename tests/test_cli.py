@@ -73,7 +73,7 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
             "no_module",
             "eval.jsonl",
             "--global-batch-size 3",
-            "--rollout-num-gpus 3 is no multiple",
+            "--rollout-num-gpus 3 ",
             "--num-epoch: it needs",
         ),
     ):

@@ -272,13 +272,13 @@ def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
 
     def wait_ready(child: ChildProcess) -> None:
         # The thief accepts connections too, so the first child has to be waited for by its end.
-        ready = (lambda: connects(tried[1])) if len(tried) > 1 else (lambda: False)
+        ready = (lambda: connects(tried[-1])) if len(tried) > 1 else (lambda: False)
         child.wait_until(ready, 20.0, "start")
 
     try:
         with start_on_free_ports("127.0.0.1", 1, start, wait_ready) as child:
             assert child.alive()
-            assert len(tried) == 2
+            assert len(tried) >= 2  # another program of this machine may hold the second port
     finally:
         for thief in thieves:
             thief.close()

@@ -81,7 +81,7 @@ def test_a_file_that_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert command(*EXAMPLE, file=tmp_path / "config.json") == 2
         assert part in capsys.readouterr().err
     assert command(*EXAMPLE, file=tmp_path / "none.json") == 2
-    assert "there is no config.json" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
 
 
 def test_train_refuses_the_flags_of_plan(capsys: pytest.CaptureFixture[str]) -> None:

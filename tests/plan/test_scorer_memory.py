@@ -135,9 +135,7 @@ def test_an_fp8_teacher_counts_as_fp8(tmp_path: Path) -> None:
     assert 0.5 < sizes[1] / sizes[0] < 0.56  # the embeddings stay in bf16
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"), [({"model_type": "gemma2"}, "gemma2"), (None, "there is no config.json; give one")]
-)
+@pytest.mark.parametrize(("raw", "reason"), [({"model_type": "gemma2"}, "gemma2"), (None, "config.json is missing")])
 def test_a_model_that_only_sglang_knows(raw: dict[str, Any] | None, reason: str, tmp_path: Path) -> None:
     path = str(tmp_path / "elsewhere") if raw is None else folder(tmp_path / "rm", raw)
     made = report(80, rm_type="reward_model", rm_model=path)
