@@ -82,7 +82,8 @@ class _StandInFinder(MetaPathFinder):
             return None
         from fusionrl.cpu.sglang_stubs import StandInLoader
 
-        self._replaced.add(root)
+        if fullname == root:  # else an installed package lacks one sub-module
+            self._replaced.add(root)
         return ModuleSpec(fullname, StandInLoader(), is_package=True)
 
 

@@ -225,9 +225,6 @@ def _ray_put(value: object) -> object:
     return ray.put(value)
 
 
-logger = logging.getLogger(__name__)
-
-
 @contextmanager
 def writing_blamed(writer: RolloutWriter, rollout_id: int, attempt: int, kind: str) -> Iterator[None]:
     """Write the samples at which a user's function raised to a file of the run, and name it in the error."""

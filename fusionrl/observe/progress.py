@@ -12,7 +12,6 @@ repair.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -79,9 +78,9 @@ class Progress:
         self._logged: set[str] = set()  # texts of `status` in a log file
         self._lock = threading.RLock()  # of the state; never held while rich, which has its own lock, draws
         self._live: Live | None = None
-        if is_live and stream.isatty() and os.environ.get("TERM") != "dumb":
-            output = cast(TextIO, self._output)
-            console = _Console(file=output, force_terminal=True, force_interactive=True, highlight=False)
+        output = cast(TextIO, self._output)
+        console = _Console(file=output, force_terminal=True, force_interactive=True, highlight=False)
+        if is_live and stream.isatty() and not console.is_dumb_terminal:
             self._live = Live(
                 console=console,
                 auto_refresh=refresh_s > 0,
@@ -122,10 +121,11 @@ class Progress:
 
         recurs  it is a phase of every step: a log file gets it once, so that a step takes one line
         """
+        text = visible(text)
         with self._lock:
             if text == self._state.status:
                 return
-            self._state.status, self._status_since = visible(text), self._clock()
+            self._state.status, self._status_since = text, self._clock()
             if self._live is None and text and not (recurs and text in self._logged):
                 self._logged.add(text)
                 self._output.write(self._state.status + "\n")

@@ -26,7 +26,7 @@ _warnings: list[str] = []
 
 @dataclass
 class EngineAnswers:
-    """EngineAnswers of the policy's engines to the requests of one function.
+    """Answers of the policy's engines to the requests of one function.
 
     parts         (tokens, their versions, temperature), int32 [n] each, in the order of the answers; empty where
                   `keeps_tokens` is off

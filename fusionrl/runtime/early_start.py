@@ -14,6 +14,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,16 +23,12 @@ from typing import TYPE_CHECKING, Self
 from fusionrl.base.environment import child_environment
 from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
 from fusionrl.base.process_title import ROOM
+from fusionrl.base.socket_folder import socket_folder
 from fusionrl.runtime.guard import Guard
 from fusionrl.runtime.warm_start import WARM_KEY, WARM_VARIABLE, WarmBranches, nursery_environment
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
-
-
-import tempfile
-
-from fusionrl.base.socket_folder import socket_folder
 
 logger = logging.getLogger(__name__)
 

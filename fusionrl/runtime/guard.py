@@ -134,7 +134,7 @@ def sweep(watch: ProcessWatch, grace_s: float = _GRACE_S) -> None:
 
 
 def main(token: str, folder: str | None = None) -> None:
-    """ProcessWatch until the driver closes its end of the pipe, or is gone; then sweep, and remove the folder."""
+    """Watch until the driver closes its end of the pipe, or is gone; then sweep, and remove the folder."""
     watch = ProcessWatch(token)
     while not select.select([sys.stdin], [], [], _WATCH_S)[0]:
         watch.look()

@@ -8,21 +8,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.weights.rank_reports import SendReport
-from fusionrl.weights.remote_calls import wait_all
+from fusionrl.weights.remote_calls import future_of, wait_all
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-
-
-from concurrent.futures import Future
-
-from fusionrl.weights.remote_calls import future_of
 
 logger = logging.getLogger(__name__)
 

@@ -150,7 +150,7 @@ class WeightSender:
         return facts
 
     def _meet(self) -> None:
-        """Once: the store of the send_order, and every rank's node."""
+        """Once: the store of the send order, and every rank's node."""
         if self._nodes:
             return
         store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
@@ -357,7 +357,7 @@ class _Sending:
             bucket, buffer, parts = item
             if self._failure is None:
                 try:
-                    # Broadcasts take send_order. Where engines only copy, they see to that, but the version comes last.
+                    # Broadcasts are ordered. Engines that copy keep their own order, but the version comes last.
                     is_last = bool(push.plan.completes(bucket))
                     before = range(bucket.number) if is_last else range(max(0, bucket.number - 1), bucket.number)
                     push.send_order.wait(before if push.transport == "broadcast" or is_last else ())

@@ -25,6 +25,11 @@ import sglang.user as user
 assert user.absent.kernels.is_there is not None and not user.absent.AVAILABLE
 import json
 assert json.loads("1") == 1 and user.json is json          # a real package wins
+try:
+    import json.another_absent_part
+    raise SystemExit("a real package counts as replaced, since sglang imported an absent part of it")
+except ModuleNotFoundError:
+    pass
 for use in (user.absent.kernel, user.absent.sub.kernel, user.absent.Module, user.Imported):
     try:
         use(1)
@@ -41,6 +46,8 @@ def test_stand_ins(tmp_path: Path) -> None:
     (package / "user.py").write_text(
         "import absent_kernels as absent, json\nfrom absent_kernels.deep.er import Imported\n"
         "class Derived(Imported): pass\n"
+        "try: import json.absent_part\n"
+        "except ImportError: pass\n"
     )
     root = Path(__file__).parents[2]
     result = subprocess.run(

@@ -179,6 +179,17 @@ def test_a_log_file_gets_one_aligned_line_a_step(terminal: pytest.MonkeyPatch) -
     assert "step  10/100" in steps[2] and "0.125" in steps[2] and "gen/train/sync 60/30/10%" in steps[2]
 
 
+@pytest.mark.parametrize("kind", ["dumb", "unknown", "DUMB"])
+def test_a_terminal_that_cannot_redraw_gets_lines(terminal: pytest.MonkeyPatch, kind: str) -> None:
+    terminal.setenv("TERM", kind)
+    stream = Stream(tty=True)
+    with Progress(3, "rl", stream) as progress:
+        for _ in range(2):
+            progress.status("engine lost:\nport 1")
+        progress.update(1, STEP)
+        assert stream.text().count("engine lost") == 1 and "1/3" in stream.text()
+
+
 def test_time_left_ignores_the_start_of_the_engines_and_follows_the_last_steps() -> None:
     now, stream = [0.0], Stream(tty=False)
     progress = Progress(101, "rl", stream, clock=lambda: now[0])

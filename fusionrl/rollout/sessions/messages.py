@@ -155,7 +155,7 @@ def same(first: Sequence[Message], second: Sequence[Message]) -> bool:
     """Return whether two conversations say the same.
 
     White space around what the assistant said does not count, nor do fields that no template renders, nor a name that
-    the agent gives to what the model reply.
+    the agent gives to the model's reply.
     """
     return len(first) == len(second) and all(map(_same_message, first, second))
 
