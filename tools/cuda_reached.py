@@ -1,6 +1,6 @@
 """A plug-in of pytest that finds out which tests reach the branches that `tools/cuda_branches.py` lists.
 
-    python -m pytest -p tools.cuda_reached --cuda-reached FILE tests/sync tests/trainer …
+    python -m pytest -p tools.cuda_reached --cuda-reached FILE tests/weights tests/trainer …
 
 FILE gets the rows of the table: each branch that was reached, and the first tests that did. Only this process is
 watched, its threads included; no child is. Instructions are followed, in the functions with a branch alone, so that an

@@ -13,7 +13,7 @@ def socket_folder(max_bytes: int, purpose: str, variable: str = "TMPDIR") -> str
     """Return the folder that `variable` names, the usual temporary one without it, or /tmp if sockets cannot be there.
 
     max_bytes  of its path; a socket's whole path has 107 at most
-    what       is put there, for the warning about /tmp
+    purpose    what is put there, for the warning about /tmp
     """
     name = variable if os.environ.get(variable) else "TMPDIR"
     folder = os.environ.get(variable) or tempfile.gettempdir()

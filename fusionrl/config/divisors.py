@@ -14,7 +14,7 @@ def divisors(count: int) -> list[int]:
 
 
 def dividing(count: int, target: int, *, at_least: int = 1, at_most: int | None = None) -> str:
-    """The sizes near `wanted` that divide `count`, in words: "sizes that divide 12: 1, 2, 3, 4, 6 and 12".
+    """The sizes near `target` that divide `count`, in words: "sizes that divide 12: 1, 2, 3, 4, 6 and 12".
 
     at_least, at_most  bounds of the sizes
     """

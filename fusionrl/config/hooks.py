@@ -180,6 +180,8 @@ def load_object(path: str) -> Any:
         hint = ""
         if isinstance(error, ImportError) and (error.name or "").startswith("megatron.training"):
             hint = "; megatron.training is Megatron-LM's and no part of megatron-core: import from megatron.core"
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("fusionrl."):
+            hint = "; modules of fusionrl may move: import its public names from fusionrl.plugin_api"
         local_file = f"{module_name.replace('.', '/')}.py"
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
             is_local = ":" not in path and Path(local_file).is_file()

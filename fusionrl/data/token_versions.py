@@ -54,7 +54,7 @@ def token_versions(meta_info: Mapping[str, object], count: int) -> np.ndarray:
 def extended_versions(held: Any, num_held: int, new: np.ndarray) -> np.ndarray | list[Any]:
     """Return the versions of a response with those of further tokens.
 
-    Texts of turns stay behind them: `rollout.versions` finds the tokens that they are of.
+    Texts of turns stay behind them: `rollout.weight_versions` finds the tokens that they are of.
 
     Args:
         held: `weight_versions`, as a sample has them.

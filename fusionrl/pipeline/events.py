@@ -112,7 +112,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Wait:
-    """`who` has nothing to do now. The watchdog and `fusionrl status` show why.
+    """`who` has nothing to do now. The watchdog shows why.
 
     reason  why trainers get no batch: too few groups are ready, or a group that is due is not; timed separately
     """

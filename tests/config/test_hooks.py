@@ -110,6 +110,13 @@ def test_a_hook_that_needs_megatron_lm_is_told_so(tmp_path: Path) -> None:
         load_function(f"{file}:hook")
 
 
+def test_a_hook_that_imports_a_module_of_ours_that_moved_gets_the_public_place(tmp_path: Path) -> None:
+    file = tmp_path / "older.py"
+    file.write_text("from fusionrl.rollout.state import GenerateState\ndef hook(args, sample): ...\n")
+    with pytest.raises(ValueError, match=r"fusionrl\.plugin_api"):
+        load_function(f"{file}:hook")
+
+
 ASYNC = """
 import asyncio
 import functools

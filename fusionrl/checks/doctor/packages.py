@@ -154,7 +154,7 @@ def _hash_of(folder: Path) -> str:
 
 
 def version_findings(versions: Mapping[str, Mapping[str, str]], own_node: str) -> list[Finding]:
-    """Compare the versions of all nodes, by name, with those of the node `own`, where this process is."""
+    """Compare the versions of all nodes, by name, with those of `own_node`, where this process is."""
     if own_node not in versions:
         return []
     findings, here = [], versions[own_node]

@@ -22,7 +22,7 @@ Flow = list[Stop]
 
 
 def flows(recorded: RunRecord, courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> list[Flow]:
-    """Return the arrows of all steps; `shown`: step → the samples that are in the file."""
+    """Return the arrows of all steps; `courses_by_step`: step → the samples that are in the file."""
     arrows: list[Flow] = []
     cuts = {span.facts.get("step"): span for span in recorded.of(BUFFER, "cut")}
     trainers = list(recorded.processes("trainer-"))
