@@ -88,7 +88,7 @@ class _StandInFinder(MetaPathFinder):
 
 
 def _importer() -> str | None:
-    """Return the top-level package whose code runs the import that a finder is asked for."""
+    """Return the top-level package whose code runs the current import."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_globals.get("__name__", ""):
         frame = frame.f_back

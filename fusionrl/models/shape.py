@@ -144,7 +144,7 @@ def read_json_object(file: Path, subject: str) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{subject} is not valid JSON ({error})") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{subject} is no JSON object")
+        raise ValueError(f"{subject} is not a JSON object")
     return raw
 
 

@@ -111,7 +111,7 @@ class _Packed:
         return cls(grading, dict(values), changing, _state(values, changing), grading.packed(Namespace(**values)))
 
     def holds(self, grading: Grading, values: Mapping[str, object]) -> bool:
-        """Whether it is the pickle of `grading` with `values`, too."""
+        """Return whether this pickle also holds for `grading` with `values`."""
         return (
             self.state is not None
             and len(values) == len(self.values)

@@ -94,7 +94,7 @@ def _failure(number: int, error: BaseException, path: str | None, positions: Seq
 
 
 def _attributes(sample: Sample) -> dict[str, object]:
-    """What tells whether an attribute was changed."""
+    """Return each attribute as a value that differs once it was changed: plain as it is, others pickled."""
     return {
         name: (type(value), value) if type(value) in UNCHANGING else pickle.dumps(value)
         for name, value in vars(sample).items()

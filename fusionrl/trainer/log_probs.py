@@ -39,6 +39,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_grad: bool,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
+        """Return (log-probs [N], entropies [N]), fp32, from blocks of `width` rows of the vocabulary at a time.
+
+        The logits of the first `num_kept` blocks are saved for backward, which computes the others again.
+        """
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         # No block holds the rows that pad the vocabulary.
         num_valid = min(max(vocab_size - rank * weight.size(0), 0), weight.size(0))
@@ -78,6 +82,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden [N, h] and weight [V/tp, h], block by block; None for the other inputs."""
         hidden, weight, local, lse, entropy, *block_logits = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None

@@ -89,7 +89,7 @@ def test_a_size_that_is_missing(missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("{", "not valid JSON"), ("[]", "no JSON object"), (None, "no config.json")]
+    ("text", "part"), [("{", "not valid JSON"), ("[]", "not a JSON object"), (None, "no config.json")]
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str | None, part: str) -> None:
     if text is not None:

@@ -76,7 +76,7 @@ def test_a_cluster_that_is_none(text: str, part: str, capsys: pytest.CaptureFixt
 
 
 def test_a_file_that_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content, part in (("{", "not valid JSON"), ("[]", "no JSON object"), ('{"model_type": "bert"}', "'bert'")):
+    for content, part in (("{", "not valid JSON"), ("[]", "not a JSON object"), ('{"model_type": "bert"}', "'bert'")):
         (tmp_path / "config.json").write_text(content)
         assert command(*EXAMPLE, file=tmp_path / "config.json") == 2
         assert part in capsys.readouterr().err
