@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -289,16 +290,15 @@ def _schedulers(engine: EngineActor, name: str = "scheduler") -> list[psutil.Pro
     return found
 
 
-def _num_running(engine: EngineActor) -> int:
+def _load(engine: EngineActor, key: str = "num_running_reqs") -> int:
     loads = call("GET", engine.url + "/v1/loads", api_key=API_KEY)["loads"]
-    return sum(load["num_running_reqs"] for load in loads)
+    return sum(load[key] for load in loads)
 
 
 def _wait_for_running_request(engine: EngineActor) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if _num_running(engine):
-            time.sleep(0.1)  # into the decoding
+        if _load(engine) and _load(engine, "num_used_tokens") > len(PROMPT) + 4:  # it decodes
             return
         time.sleep(0.01)
     raise AssertionError("no request is running")
@@ -462,19 +462,27 @@ def test_a_streamed_answer_is_the_whole_one_bit_by_bit(stack: Stack) -> None:
 
 def test_a_stream_goes_on_through_a_weight_update(stack: Stack) -> None:
     """Each piece tells the version of each of its tokens, also one that was under way at the update."""
+    (scheduler,), (detokenizer,) = (_schedulers(stack.engine, name) for name in ("scheduler", "detokenizer"))
+    decoding = threading.Event()
 
     async def stream() -> list[Generation]:
+        pieces = []
         async with GenerateClient(stack.router.url, API_KEY, 120.0, 8) as client:
             params = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
-            return [piece async for piece in client.stream({"input_ids": PROMPT, "sampling_params": params})]
+            async for piece in client.stream({"input_ids": PROMPT, "sampling_params": params}):
+                pieces.append(piece)
+                if len(pieces) == 5:
+                    scheduler.suspend()  # so that it does not end before the update, however slow this machine is
+                    decoding.set()
+        return pieces
 
     with ThreadPoolExecutor() as pool:
         request = pool.submit(lambda: asyncio.run(stream()))
-        _wait_for_running_request(stack.engine)
-        (detokenizer,) = _schedulers(stack.engine, "detokenizer")
+        assert decoding.wait(60)
         detokenizer.suspend()  # so that tokens wait there while the weights change
         try:
-            time.sleep(0.2)
+            scheduler.resume()
+            time.sleep(0.1)
             stack.engine.pause("retract")
             stack.engine.update_weights_from_disk(str(stack.paths[0]), "8")
         finally:
@@ -508,7 +516,7 @@ def test_a_generate_function_stops_early(stack: Stack) -> None:
                     if sample.response_length >= 20:
                         break
             left = time.monotonic()
-            while _num_running(stack.engine):
+            while _load(stack.engine):
                 await asyncio.sleep(0.02)
         return sample, time.monotonic() - left
 
