@@ -1,10 +1,9 @@
-"""The glossary: every metric that a run reports, with unit, meaning and source; docs/reference/metrics.md shows it.
+"""The glossary: every metric that a run reports, with unit, meaning and source, from the table in `glossary.md`.
 
 `<set>`, `<k>`, … in a name stand for any text. Metrics that a user's function reports under names of its own are not
 in it.
 
-To add a metric, add an entry to a table in `metric_entries/` and write the page again:
-`fusionrl metrics > docs/reference/metrics.md`.
+To add a metric, add a row to `glossary.md`, then write the page again: `fusionrl metrics > docs/reference/metrics.md`.
 Tests compare the table with the code (tests/observe/test_glossary.py) and with what whole runs wrote
 (tests/e2e/launch.py).
 """
@@ -13,32 +12,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from fusionrl.observe.metric_entries.entry import Entry, Table
-from fusionrl.observe.metric_entries.hardware import HARDWARE
-from fusionrl.observe.metric_entries.rollouts import EVALUATIONS, ROLLOUTS
-from fusionrl.observe.metric_entries.run import PIPELINE, PUSHES, TIMES
-from fusionrl.observe.metric_entries.training import CRITIC, ENGINE_AGAINST_TRAINER, EVERY_MODEL, POLICY, REWARD_MODEL
 from fusionrl.observe.metrics import RESERVED_KEYS
 
 
-def _with_prefix(prefix: str, *tables: Table) -> Table:
-    return {f"{prefix}/{name}": entry for table in tables for name, entry in table.items()}
+@dataclass(frozen=True)
+class Entry:
+    """One metric.
+
+    section  of the page
+    unit     what its number counts
+    meaning  a sentence or two, with the formula where there is one
+    when     flags or a mode that it needs; "" if every run of its kind has it
+    source   the module that computes it, relative to fusionrl/
+    """
+
+    section: str
+    unit: str
+    meaning: str
+    when: str
+    source: str
 
 
-SECTIONS: dict[str, Table] = {
-    "Rollouts": ROLLOUTS,
-    "Training": _with_prefix("train", POLICY, EVERY_MODEL),
-    "Engine against trainer": _with_prefix("train", ENGINE_AGAINST_TRAINER),
-    "Critic (`--algorithm ppo`)": _with_prefix("critic", CRITIC, EVERY_MODEL),
-    "Process reward model (`--algorithm prime`)": _with_prefix("prm", REWARD_MODEL, EVERY_MODEL),
-    "Evaluations": EVALUATIONS,
-    "Time and speed": TIMES,
-    "Machines": HARDWARE,
-    "Pipelines": PIPELINE,
-    "Weight pushes": PUSHES,
-}
-GLOSSARY: Table = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
+def render_glossary() -> str:
+    """docs/reference/metrics.md."""
+    return Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+
+
+def _read(page: str) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    section = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| `"):
+            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            name, unit, meaning, when, source = cells
+            entries[name.strip("`")] = Entry(section, unit, meaning, when, source.strip("`"))
+    return entries
+
+
+GLOSSARY = _read(render_glossary())
 
 _HOLE = re.compile(r"<\w+>")
 
@@ -58,36 +74,6 @@ def _fits(pattern: str, name: str) -> bool:
 def undocumented(names: Iterable[str]) -> list[str]:
     """Those of `names`, keys of a metrics line, that no entry describes."""
     return sorted(name for name in set(names) - RESERVED_KEYS if entry_of(name) is None)
-
-
-_HEAD = """# Metrics
-
-Made by `fusionrl metrics`; tests compare it with the code and with what whole runs report. `fusionrl metrics NAME`
-prints one entry.
-
-`metrics.jsonl` has a line for each step: `step` (the number of finished rollouts; 0 is before the first), `attempt`
-(1, and one more for each `--resume`), `time` (seconds since 1970), the metrics below, and `nonfinite`, the names whose
-value was NaN or infinite and is written as null. A step can have several lines; `read_metrics` of
-`fusionrl.observe.metrics` merges them, and the attempts. [The run's folder](run-folder.md) has the other files.
-
-A rollout can have several optimizer steps (`--num-steps-per-rollout`). A mean over tokens is then one over the tokens
-of all these steps together, and a mean over samples one over all their samples. Tokens are those with a loss mask. A
-name with `<…>` stands for many. The last column is the module under `fusionrl/` that computes the metric.
-
-Functions of yours can report more: `metrics` of a rollout function's output, and under `train/` the metrics of a custom
-loss (means over the optimizer steps), a custom policy loss or a correction (means over tokens).
-"""
-
-
-def render_glossary() -> str:
-    """docs/reference/metrics.md."""
-    parts = [_HEAD]
-    for title, section in SECTIONS.items():
-        parts.append(f"\n## {title}\n\n| metric | unit | meaning | reported with | from |\n|---|---|---|---|---|\n")
-        for name, entry in section.items():
-            cells = (f"`{name}`", entry.unit, entry.meaning, entry.when, f"`{entry.source}`")
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return "".join(parts)
 
 
 # What the step line on the console and `fusionrl show` call a metric.

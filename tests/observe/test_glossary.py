@@ -22,15 +22,21 @@ from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.cli import main
 from fusionrl.data.sample import Sample
-from fusionrl.observe.glossary import GLOSSARY, SECTIONS, describe, entry_of, render_glossary, undocumented
-from fusionrl.observe.metric_entries.training import ENGINE_AGAINST_TRAINER
-from fusionrl.runtime import reporter as train
+from fusionrl.observe.glossary import (
+    _ON_THE_CONSOLE,
+    GLOSSARY,
+    describe,
+    entry_of,
+    render_glossary,
+    undocumented,
+)
+from fusionrl.runtime.reporter import _SHOWN
 from fusionrl.trainer.step_report import WITH_MAXIMUM, WITH_MINIMUM, StepReport, pooled_metrics
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fusionrl"
 HOW = (
-    "add an entry in fusionrl/observe/metric_entries/, or correct the one of the old name, "
+    "add a row to fusionrl/observe/glossary.md, or correct the one of the old name, "
     "and run: python -m fusionrl.cli metrics > docs/reference/metrics.md"
 )
 _METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm|hardware)/[\w{}/@]+")
@@ -47,7 +53,7 @@ def test_the_page_is_up_to_date() -> None:
 def names_in_the_code() -> Iterator[tuple[str, str]]:
     """(name, file) of every metric that the code spells out; a part that it fills in is {}."""
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "glossary.py" or path.parent.name == "metric_entries":
+        if path.name == "glossary.py":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -69,7 +75,9 @@ def test_every_name_in_the_code_is_documented() -> None:
 def test_every_entry_is_of_a_metric_that_its_module_computes() -> None:
     """The module that an entry names spells the name, or what stands before and after its open parts."""
     stale = []
+    assert len(GLOSSARY) == render_glossary().count("\n| `"), "each name has one row"
     for name, entry in GLOSSARY.items():
+        assert entry.unit and entry.meaning.endswith("."), name
         text = (PACKAGE / entry.source).read_text(encoding="utf-8")
         last = name.split("/", 1)[1] if name.count("/") > 1 and "<" not in name else name.rsplit("/", 1)[1]
         if entry.source == "rewards/pool.py":
@@ -103,30 +111,16 @@ def reported_by_losses() -> Iterator[tuple[str, dict]]:
     yield "train", pooled_metrics([StepReport({}, {"tokens": 1.0}, numbers=extremes)])
 
 
-def test_the_words_of_the_console_are_found() -> None:
-    """Those of the step line, as runtime/reporter.py fills it in."""
-    from fusionrl.observe.glossary import _ON_THE_CONSOLE
-
-    shown = set(train._SHOWN.values())
-    assert all(metric in GLOSSARY or metric in shown for metric in _ON_THE_CONSOLE.values())
-    assert set(_ON_THE_CONSOLE.values()) <= shown
-    assert describe("mismatch").startswith("train/logprob_diff_mean")
-
-
 def test_what_the_losses_report_is_documented() -> None:
     names = [f"{prefix}/{name}" for prefix, metrics in reported_by_losses() for name in metrics]
     assert len(set(names)) > 30
     assert not undocumented(names), f"no entry describes {undocumented(names)}; {HOW}"
-    assert {f"train/{name}" for name in ENGINE_AGAINST_TRAINER} <= set(names)
+    assert {name for name, entry in GLOSSARY.items() if entry.section == "Engine against trainer"} <= set(names)
 
 
 def test_what_rollouts_and_evaluations_report_is_documented(tmp_path: Path) -> None:
-    samples = [
-        Sample(
-            index=i, group_index=i // 2, tokens=[1, 2, 3], response_length=2, response=str(i), prompt="p", reward=1.0
-        )
-        for i in range(4)
-    ]
+    fields = {"tokens": [1, 2, 3], "response_length": 2, "prompt": "p", "reward": 1.0}
+    samples = [Sample(index=i, group_index=i // 2, response=str(i), **fields) for i in range(4)]
     for sample in samples:
         sample.metadata = {"data_source": "gsm8k", "rewards": {"math": 1.0}}
         sample.teacher_log_probs = sample.rollout_log_probs = [-1.0, -1.0]
@@ -147,13 +141,6 @@ def test_a_name_that_nothing_describes_is_found() -> None:
     assert entry_of("eval/accuracy") is None, "a pattern's open part is not empty"
 
 
-def test_every_entry_is_complete_and_no_name_is_in_two_sections() -> None:
-    assert len(GLOSSARY) == sum(map(len, SECTIONS.values()))
-    for name, entry in GLOSSARY.items():
-        assert entry.meaning.endswith("."), name
-        assert entry.unit or name.endswith("/lr"), name
-
-
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics"]) == 0
     assert capsys.readouterr().out == render_glossary()
@@ -161,4 +148,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least one of k samples" in capsys.readouterr().out
     assert main(["metrics", "train/no_such"]) == 2
     assert "no metric is called 'train/no_such'" in capsys.readouterr().err
+    assert describe("mismatch").startswith("train/logprob_diff_mean"), "the step line's own word"
+    assert set(_ON_THE_CONSOLE.values()) <= set(_SHOWN.values()) and set(_ON_THE_CONSOLE.values()) <= set(GLOSSARY)
     assert describe("grad_norm").count("from: fusionrl/") == 9, "of three models: mean, minimum, maximum"
