@@ -10,8 +10,6 @@ A process calls `record_to` once. From then on each of its modules says where it
     count("memory", allocated_gb=3.1)                     # a curve
 
 Without `record_to` all of these do nothing. No span for a single token: a record costs some microseconds.
-
-Who wants to know the present phase of a process asks `open_spans()` within it, or `open_phases(file)` from outside.
 """
 
 from __future__ import annotations
@@ -54,16 +52,15 @@ _MOST_LASTED = 50  # phases of one name that are remembered
 Fact = str | int | float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpenSpan:
-    """A span that has not ended. `start_ns` comes from its machine's monotonic clock; `boot` names that machine."""
+    """A span that has not ended. `start_ns` comes from the monotonic clock."""
 
     lane: str
     name: str
     start_ns: int
     facts: Mapping[str, Fact]
-    boot: str = ""
-    is_phase: bool = True
+    is_phase: bool
 
 
 @dataclass(frozen=True)
@@ -89,43 +86,38 @@ class Recorder:
         self._file = os.open(path, flags, 0o666)
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
-        self._open: dict[int, OpenSpan] = {}
-        self._next_key = 0
+        self._open: list[OpenSpan] = []  # phases of the main thread, the outer ones first
         self._lasted: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=_MOST_LASTED))
         self._ended_ns = 0  # of the last phase of the main thread
         self.start_ns = self._flushed_ns = time.monotonic_ns()
-        self.boot = boot_id()
         header = {"process": process, "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}
-        header |= {"boot": self.boot, "mono_ns": self.start_ns, "wall_ns": time.time_ns()}
+        header |= {"boot": boot_id(), "mono_ns": self.start_ns, "wall_ns": time.time_ns()}
         header["utc_offset_s"] = time.localtime().tm_gmtoff  # logs of this machine are in its local time
         self._write([orjson.dumps(header)])
 
-    def begin(self, name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | None = None) -> int:
-        """Begin a span of this thread; the key ends it."""
-        span = OpenSpan(_lane() if lane is None else lane, name, time.monotonic_ns(), facts, self.boot, is_phase)
-        with self._lock:
-            key = self._next_key = self._next_key + 1
-            self._open[key] = span
+    def begin(self, name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | None = None) -> OpenSpan:
+        span = OpenSpan(_lane() if lane is None else lane, name, time.monotonic_ns(), facts, is_phase)
         if is_phase:
+            if not span.lane:
+                with self._lock:
+                    self._open.append(span)
             self._add(["B", span.lane, name, self._micros(span.start_ns), facts], at_once=True)
-        return key
+        return span
 
-    def end(self, key: int) -> None:
-        """End a span."""
-        with self._lock:
-            span, now = self._open.pop(key), time.monotonic_ns()
-            if span.is_phase and not span.lane:
+    def end(self, span: OpenSpan) -> None:
+        now = time.monotonic_ns()
+        if span.is_phase and not span.lane:
+            with self._lock:
+                self._open.remove(span)
                 self._lasted[span.name].append((now - span.start_ns) / 1e9)
                 self._ended_ns = now
-        self._add_ended(span, now)
+        self.note(span.name, span.start_ns, now, span.lane, span.facts, at_once=span.is_phase)
 
-    def note(self, name: str, start_ns: int, end_ns: int, lane: str, facts: Mapping[str, Fact]) -> None:
+    def note(
+        self, name: str, start_ns: int, end_ns: int, lane: str, facts: Mapping[str, Fact], at_once: bool = False
+    ) -> None:
         """Record a span that has ended."""
-        self._add_ended(OpenSpan(lane, name, start_ns, facts, is_phase=False), end_ns)
-
-    def _add_ended(self, span: OpenSpan, end_ns: int) -> None:
-        record = ["X", span.lane, span.name, *self._extent(span.start_ns, end_ns), span.facts]
-        self._add(record, at_once=span.is_phase)
+        self._add(["X", lane, name, *self._extent(start_ns, end_ns), facts], at_once)
 
     def count(self, name: str, values: Mapping[str, float]) -> None:
         """Record values of a curve as they are now."""
@@ -142,35 +134,23 @@ class Recorder:
         """Record the clock of another machine, as `measure_offset` found it now."""
         self._add(["K", boot, self._micros(time.monotonic_ns()), offset_ns, error_ns], at_once=True)
 
-    def open_spans(self) -> list[OpenSpan]:
-        """Return what this process is doing now, the outer spans first."""
-        with self._lock:
-            return list(self._open.values())
-
     def main_phases(self) -> MainPhases:
         """Return what the main thread is at, and how long it was at such before."""
         with self._lock:
-            phases = [span for span in self._open.values() if span.is_phase and not span.lane]
             lasted = {name: tuple(times) for name, times in self._lasted.items()}
-            return MainPhases(phases[-1] if phases else None, self._ended_ns, lasted)
-
-    def flush(self) -> None:
-        """Write what is still in memory."""
-        with self._lock:
-            self._flush(time.monotonic_ns())
+            return MainPhases(self._open[-1] if self._open else None, self._ended_ns, lasted)
 
     def close(self) -> None:
         """Write what is still in memory, and record nothing more."""
         with self._lock:
             self._flush(time.monotonic_ns())
-            if self._file >= 0:
-                os.close(self._file)
-            self._file = -1
+            self.abandon()
 
     def abandon(self) -> None:
-        """Forget all of it without writing: in a fork of the process."""
+        """Record nothing more, and forget what is in memory: in a fork of the process."""
         if self._file >= 0:
             os.close(self._file)
+        self._file = -1
 
     def _extent(self, start_ns: int, end_ns: int) -> tuple[int, int]:
         """Return start and duration in microseconds; what nests in nanoseconds nests in these as well."""
@@ -203,8 +183,7 @@ class Recorder:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError:  # a full disk: a run does not end for its timeline
-            os.close(self._file)
-            self._file = -1
+            self.abandon()
 
 
 _recorder: Recorder | None = None
@@ -266,11 +245,11 @@ def _recorded(name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | 
     if active is None:
         yield
         return
-    key = active.begin(name, facts, is_phase, lane)
+    begun = active.begin(name, facts, is_phase, lane)
     try:
         yield
     finally:
-        active.end(key)
+        active.end(begun)
 
 
 def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -> None:
@@ -285,44 +264,9 @@ def count(name: str, **values: float) -> None:
         _recorder.count(name, values)
 
 
-def flush() -> None:
-    """Write what is still in memory: at the end of a step, or where a process waits for long."""
-    if _recorder is not None:
-        _recorder.flush()
-
-
-def open_spans() -> list[OpenSpan]:
-    """Return what this process is doing now, the outer spans first; nothing where it does not record."""
-    return [] if _recorder is None else _recorder.open_spans()
-
-
 def main_phases() -> MainPhases:
     """Return the phases of this process's main thread; nothing where it does not record."""
     return MainPhases(None, 0, {}) if _recorder is None else _recorder.main_phases()
-
-
-def open_phases(path: Path) -> list[OpenSpan]:
-    """Return the phases that a process's file has as begun and not ended, the outer ones first.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    begun: dict[tuple[str, str, int], OpenSpan] = {}
-    start_ns, boot = 0, ""
-    for line in lines:
-        try:
-            record = orjson.loads(line)
-        except ValueError:
-            continue  # the last line of a process that was killed
-        if isinstance(record, dict):  # an actor that was started again begins anew in the same file
-            start_ns, boot, begun = record["mono_ns"], record["boot"], {}
-        elif record[0] == "B":
-            _, lane, name, start, facts = record
-            begun[lane, name, start] = OpenSpan(lane, name, start_ns + start * 1000, facts, boot)
-        elif record[0] == "X":
-            begun.pop(tuple(record[1:4]), None)
-    return list(begun.values())
 
 
 def boot_id() -> str:
@@ -345,18 +289,16 @@ def measure_offset(ask: Callable[[], tuple[str, int]]) -> tuple[str, int, int]:
         Its boot; its clock minus ours, and the most by which that may be wrong, in nanoseconds. Zero, exactly, of a
         process of this machine.
     """
-    best: tuple[int, int] | None = None
+    readings = []
     for _ in range(_ROUND_TRIPS):
         sent = time.monotonic_ns()
         boot, theirs = ask()
         back = time.monotonic_ns()
         if boot == boot_id():
             return boot, 0, 0
-        error = (back - sent + 1) // 2
-        if best is None or error < best[1]:
-            best = (theirs - (sent + back) // 2, error)
-    assert best is not None
-    return boot, *best
+        readings.append(((back - sent + 1) // 2, theirs - (sent + back) // 2))
+    error, offset = min(readings)
+    return boot, offset, error
 
 
 def _lane() -> str:

@@ -24,33 +24,20 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 def _records(file: Path) -> list:
+    """What was written so far; of a recorder that was stopped, all."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_spans_nest_and_carry_their_facts(file: Path) -> None:
-    with spans.phase("train", step=3), spans.span("forward", micro_batch=1):
-        time.sleep(0.01)
+    with pytest.raises(ZeroDivisionError), spans.phase("train", step=3), spans.span("forward", micro_batch=1):
+        1 / 0  # noqa: B018
+    assert spans.main_phases().open is None, "a failure ends it, too"
     header, begun, inner, outer = _records(file)
     assert header["process"] == "trainer-0" and header["attempt"] == 2 and header["pid"] == os.getpid()
     assert begun[:3] == ["B", "", "train"] and begun[4] == {"step": 3}
-    assert inner[2] == "forward" and inner[5] == {"micro_batch": 1} and inner[4] >= 10_000
+    assert inner[2] == "forward" and inner[5] == {"micro_batch": 1}
     assert outer[2:4] == begun[2:4]
     assert outer[3] <= inner[3] and inner[3] + inner[4] <= outer[3] + outer[4]
-
-
-def test_a_phase_is_seen_from_outside_while_it_lasts(file: Path) -> None:
-    with spans.phase("train", step=3), spans.span("forward"):
-        (seen,) = spans.open_phases(file)
-        assert (seen.name, seen.facts) == ("train", {"step": 3})
-        assert abs(seen.start_ns - time.monotonic_ns()) < 1e9
-        assert [one.name for one in spans.open_spans()] == ["train", "forward"]
-    assert spans.open_phases(file) == [] == spans.open_spans()
-
-
-def test_a_failure_ends_its_span(file: Path) -> None:
-    with pytest.raises(ZeroDivisionError), spans.phase("train"):
-        1 / 0  # noqa: B018
-    assert spans.open_spans() == []
 
 
 def test_threads_have_lanes_of_their_own(file: Path) -> None:
@@ -75,18 +62,11 @@ def test_small_records_are_kept_in_memory_until_a_phase_ends(file: Path) -> None
     assert len(_records(file)) == 24
 
 
-def test_nothing_happens_without_a_recorder(tmp_path: Path) -> None:
-    with spans.phase("train"), spans.span("forward"):
-        spans.note("decode", 0, 1)
-        spans.count("memory", gb=1.0)
-    assert spans.open_spans() == []
-
-
 def test_a_fork_records_nothing_of_its_own(file: Path) -> None:
     with spans.phase("generate"):
         if (child := os.fork()) == 0:
             spans.note("of the child", 0, 1)
-            spans.flush()
+            spans.stop_recording()
             os._exit(0)
         os.waitpid(child, 0)
     assert [one[2] for one in _records(file)[1:]] == ["generate", "generate"]
@@ -107,14 +87,6 @@ def test_a_fact_that_json_cannot_hold_is_left_out_with_its_record(file: Path) ->
     assert [record[2] for record in _records(file)[1:]] == ["train", "train"]
 
 
-def test_a_torn_last_line_is_passed_over(file: Path) -> None:
-    key = spans.recorder().begin("train", {"step": 1}, True)
-    with file.open("a") as torn:
-        torn.write('["B","","push",12')
-    assert [one.name for one in spans.open_phases(file)] == ["train"]
-    spans.recorder().end(key)
-
-
 def test_a_process_is_named_by_its_log(tmp_path: Path) -> None:
     spans.record_beside(tmp_path / "logs" / "engine-actor-1.a3.log")
     spans.stop_recording()
@@ -132,17 +104,14 @@ def test_a_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_the_clock_of_this_machine_needs_no_correction() -> None:
-    assert spans.measure_offset(spans.clock) == (spans.boot_id(), 0, 0)
-
-
-def test_the_clock_of_another_machine_is_measured_by_round_trips() -> None:
+def test_clocks_are_measured_by_round_trips() -> None:
     def ask() -> tuple[str, int]:
         time.sleep(0.002)
         answer = time.monotonic_ns() + 5_000_000_000
         time.sleep(0.001)
         return "another boot", answer
 
+    assert spans.measure_offset(spans.clock) == (spans.boot_id(), 0, 0), "this machine needs no correction"
     boot, offset, error = spans.measure_offset(ask)
     assert boot == "another boot"
     assert abs(offset - 5_000_000_000) <= error <= 5_000_000
@@ -196,7 +165,7 @@ def test_the_course_of_a_sample_is_one_record_with_its_parts(file: Path) -> None
         await asyncio.gather(sample(1), sample(2))
 
     asyncio.run(both())
-    spans.flush()
+    spans.stop_recording()
     found = sorted(_records(file)[1:], key=lambda record: record[3]["index"])
     assert [record[3] for record in found] == [{"index": index, "status": "completed"} for index in (1, 2)]
     for _, start, duration, _, parts in found:
@@ -216,13 +185,14 @@ def test_a_sample_that_is_cancelled_is_recorded_as_aborted(file: Path) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(main())
-    spans.flush()
+    spans.stop_recording()
     (record,) = _records(file)[1:]
     assert record[3] == {"index": 3, "status": "aborted"}
 
 
 def test_what_belongs_to_no_sample_is_a_span_of_the_rewards(file: Path) -> None:
     part("reward", time.monotonic_ns(), samples=8)
-    spans.flush()
+    spans.stop_recording()
+    part("reward", time.monotonic_ns(), samples=8)  # without a recorder nothing happens
     (record,) = _records(file)[1:]
     assert record[:3] == ["X", "rewards", "reward"] and record[5] == {"samples": 8}

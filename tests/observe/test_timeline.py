@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.observe.timeline.check import faults
-from fusionrl.observe.timeline.records import Span, read_attempt
+from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.observe.timeline.report import summarize_steps
-from fusionrl.observe.timeline.shares import compute_time, driver_shares, pools
+from fusionrl.observe.timeline.shares import driver_shares, pools
 from fusionrl.observe.timeline.steps import steps_of
 from tests.observe.timeline_runs import WALL_NS, Process, S, make_run
+from tests.observe.trace_format import faults
 
 
 @pytest.fixture
@@ -25,7 +25,9 @@ def run(tmp_path: Path) -> Path:
 
 def _trace(run: Path, *flags: str) -> list[dict[str, Any]]:
     assert cli.main(["timeline", str(run), "--check", *flags]) == 0
-    return json.loads((run / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    assert faults(events) == []
+    return events
 
 
 def _spans(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -43,17 +45,10 @@ def test_every_process_is_in_the_file_on_one_clock(run: Path, capsys: pytest.Cap
     of = {(names[event["pid"]], event["name"], event["ts"] / S) for event in events if event["ph"] == "X"}
     assert {("driver", "train", 11.0), ("trainer-1", "train", 11.1), ("engine-actor-0", "load weights", 14.2)} <= of
     assert "1 machine" in capsys.readouterr().out
-
-
-def test_micro_batches_lie_within_the_rank_s_training(run: Path) -> None:
-    events = _trace(run)
     train, forward = (_spans(events, name)[0] for name in ("train", "forward"))
     of_rank = [event for event in _spans(events, "train") if event["pid"] == forward["pid"]]
     assert of_rank and of_rank[0]["tid"] == forward["tid"] != train["tid"]
-
-
-def test_a_turn_is_divided_where_the_engine_told_its_times(run: Path) -> None:
-    events = _trace(run)
+    # A turn is divided where the engine told its times.
     queue, prefill, decode = (_spans(events, name)[0] for name in ("queue", "prefill", "decode"))
     assert [(one["ts"] / S, one["dur"] / S) for one in (queue, prefill, decode)] == [(5.2, 0.2), (5.4, 0.3), (5.7, 4.8)]
 
@@ -84,19 +79,18 @@ def test_steps_can_be_chosen(run: Path) -> None:
     assert cli.main(["timeline", str(run), "--steps", "7-9"]) == 2
 
 
-def test_the_driver_s_shares_add_up(run: Path) -> None:
+def test_shares_add_up(run: Path) -> None:
     recorded = read_attempt(run, 1)
     shares = driver_shares(recorded, 0, recorded.end)
     assert sum(shares.values()) == recorded.end == 26 * S
     expected = {"start": 5, "generate": 12, "train": 6, "push": 1.6, "end": 1, "other": 0.4}
     assert shares == {name: seconds * S for name, seconds in expected.items()}
-
-
-def test_pools_are_busy_in_a_push_or_idle(run: Path) -> None:
-    engines, trainers, rewards = pools(read_attempt(run, 1), 5 * S, 25 * S)
+    engines, trainers, rewards = pools(recorded, 5 * S, 25 * S)
     assert (engines.name, engines.busy, engines.push, engines.idle) == ("engines", 10.8 * S, 1.2 * S, 8 * S)
     assert (trainers.name, trainers.busy, trainers.push) == ("trainers", 5.6 * S, 1.2 * S)
     assert (rewards.busy, rewards.total) == (pytest.approx(0.4 * S), 20 * S)
+    Process(run, "engine-actor-1", 1).span("pause", 14.1, 14.2)
+    assert pools(read_attempt(run, 1), 5 * S, 25 * S)[0].name == "engines (at least one busy)"
 
 
 def test_the_report_names_what_a_step_is_bound_by(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,21 +100,6 @@ def test_the_report_names_what_a_step_is_bound_by(run: Path, capsys: pytest.Capt
     assert "slowest rank: trainer-1, 4.80 s of forward and backward, 1.33 times the median" in out
     assert "longest wait for one sample: step 1, sample 27, 10 tokens: 3.50 s after nine of ten had ended" in out
     assert "sum                     26.00  100.0 %" in out
-
-
-def test_the_spans_of_a_process_are_looked_for_once(run: Path) -> None:
-    recorded = read_attempt(run, 1)
-    first = recorded.of("trainer-1", "forward", "backward")
-    assert [span.name for span in first] == ["forward", "backward"] * 2
-    assert recorded.of("trainer-1", "forward", "backward") is first  # a long run asks for each step and rank
-    assert compute_time(recorded, "trainer-1", 5 * S, 15 * S) == pytest.approx(2.4 * S)
-    recorded.spans.append(Span("trainer-1", "", "forward", 0, 1))
-    assert len(recorded.of("trainer-1", "forward", "backward")) == 5
-
-
-def test_of_several_engines_it_is_said_that_at_least_one_is_busy(run: Path) -> None:
-    Process(run, "engine-actor-1", 1).span("pause", 14.1, 14.2)
-    assert pools(read_attempt(run, 1), 5 * S, 25 * S)[0].name == "engines (at least one busy)"
 
 
 def test_a_late_reward_is_named(tmp_path: Path) -> None:
@@ -231,18 +210,14 @@ def test_an_engine_s_load_is_read_from_its_log(run: Path) -> None:
 def test_mistakes_are_told(run: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["timeline", str(run), *flags]) == 2
     assert said in capsys.readouterr().err
+    (run / "timeline").rename(run / "moved")
+    assert cli.main(["timeline", str(run), *flags]) == 2
 
 
-def test_a_run_without_a_record_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rollouts").mkdir()
-    assert cli.main(["timeline", str(tmp_path)]) == 2
-    assert "has no timeline/" in capsys.readouterr().err
-
-
-def _faults(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def _faults(run: Path, capsys: pytest.CaptureFixture[str], said: str = "checked: ") -> str:
     capsys.readouterr()
     code, output = cli.main(["timeline", str(run), "--check"]), capsys.readouterr()
-    assert code == (1 if output.err else 0) and ("checked: " in output.out) != bool(output.err)
+    assert code == (1 if output.err else 0) and (said in output.out) != bool(output.err)
     return output.err
 
 
@@ -267,8 +242,7 @@ def _drop(run: Path, process: str, name: str) -> None:
 
 def test_the_check_says_if_there_was_nothing_to_compare(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for said in ("metrics.jsonl has no times to compare", "times agree with metrics.jsonl"):
-        assert cli.main(["timeline", str(run), "--check"]) == 0
-        assert said in capsys.readouterr().out
+        assert _faults(run, capsys, said) == ""
         _rows(run)
 
 
@@ -277,9 +251,7 @@ def test_the_check_says_if_there_was_nothing_to_compare(run: Path, capsys: pytes
     [
         ("perf__time_train_s", 3.5, "`train` takes 6.00 s in the record and 6.49 s in metrics.jsonl"),
         ("perf__time_train_s", 2.5, "`train` takes 6.00 s in the record and 5.49 s in metrics.jsonl"),
-        ("perf__time_generate_s", 6.5, "`generate` takes 12.00 s in the record and 12.45 s in metrics.jsonl"),
         ("perf__time_sync_s", 1.0, "`push` takes 1.60 s in the record and 1.78 s in metrics.jsonl"),
-        ("perf__step_time_s", 11.0, "`step` takes 20.00 s in the record and 20.82 s in metrics.jsonl"),
     ],
 )
 def test_the_check_compares_phases_with_the_metrics(
@@ -291,7 +263,7 @@ def test_the_check_compares_phases_with_the_metrics(
     assert said in _faults(run, capsys)
 
 
-@pytest.mark.parametrize("name", ["generate", "train", "push", "step"])
+@pytest.mark.parametrize("name", ["train", "push"])
 def test_the_check_misses_phases_that_are_not_in_the_record(
     name: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,17 +309,15 @@ def test_the_check_wants_exact_clocks(
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    "event",
     [
-        ({"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0}, "dur None"),
-        ({"ph": "Q", "name": "a", "pid": 1, "tid": 1, "ts": 0}, "ph 'Q'"),
-        ({"ph": "X", "name": "a", "pid": "1", "tid": 1, "ts": 0, "dur": 1}, "pid '1'"),
-        ({"ph": "C", "name": "a", "pid": 1, "tid": 1, "ts": 0, "args": {"n": "three"}}, "a counter's args"),
-        ({"ph": "s", "name": "a", "pid": 1, "tid": 1, "ts": 5, "id": 1}, "no span at 5"),
-        ({"ph": "X", "name": "over", "pid": 1, "tid": 2, "ts": 5, "dur": 10}, "over ends after whole"),
+        {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0},
+        {"ph": "X", "name": "a", "pid": "1", "tid": 1, "ts": 0, "dur": 1},
+        {"ph": "C", "name": "a", "pid": 1, "tid": 1, "ts": 0, "args": {"n": None}},
+        {"ph": "s", "name": "a", "pid": 1, "tid": 1, "ts": 5, "id": 1},
+        {"ph": "X", "name": "over", "pid": 1, "tid": 2, "ts": 5, "dur": 10},
     ],
 )
-def test_the_check_finds_what_breaks_the_rules(event: dict[str, Any], said: str) -> None:
+def test_an_event_that_breaks_the_rules_is_found(event: dict[str, Any]) -> None:
     whole = {"ph": "X", "name": "whole", "pid": 1, "tid": 2, "ts": 0, "dur": 10}
-    assert faults({"traceEvents": [whole]}) == []
-    assert said in "\n".join(faults({"traceEvents": [whole, event]}))
+    assert faults([whole]) == [] and len(faults([whole, event])) >= 1

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from fusionrl.observe import spans
-from fusionrl.observe.timeline.check import faults
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
-from fusionrl.observe.timeline.trace_file import Selection, build
+from fusionrl.observe.timeline.trace_file import build
 from fusionrl.trainer.profiler import Profiled
+from tests.observe.trace_format import faults
 
 
 def test_torch_s_trace_lies_where_the_work_was(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_torch_s_trace_lies_where_the_work_was(tmp_path: Path) -> None:
     assert multiplied
     for one in multiplied:  # within the span, but for the 5 ms by which clocks may differ
         assert train.start - 5_000 <= one.start and one.end <= train.end + 5_000
-    trace = build(tmp_path, recorded, {}, Selection())
+    trace = build(tmp_path, recorded, {})
     assert any(event["name"] == "aten::mm" for event in trace.events)
-    assert faults({"traceEvents": trace.events}) == []
+    assert faults(trace.events) == []
     assert list(path.parent.iterdir()) == [path]

@@ -1,127 +1,137 @@
-"""The rules of the Trace Event Format that a timeline must keep, so that Perfetto shows it as it was.
+"""Checks that a record can be believed: its clocks agree, and its times are those that the run measured otherwise.
 
-From the format's description: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Of the same times there are three measurements: spans (monotonic clock, the driver's record), the times among a run's
+metrics (clocks of their own, in driver and Buffer), and when each row of metrics.jsonl was written (the wall clock).
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-Event = Mapping[str, object]
-_PHASES = "XCMstf"
-_META = {"process_name": str, "thread_name": str, "process_sort_index": int, "thread_sort_index": int}
-_ARGUMENT = {name: "name" if name.endswith("_name") else "sort_index" for name in _META}
+from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME
+from fusionrl.observe.timeline.records import DRIVER, RunRecord, Span
+from fusionrl.observe.timeline.shares import OTHER, driver_shares
+from fusionrl.observe.track.metric_lines import read_lines
 
-
-def faults(document: object, limit: int = 20) -> list[str]:
-    """Return what is wrong with a trace, one line each; [] if it keeps the rules."""
-    events = document.get("traceEvents") if isinstance(document, dict) else document
-    if not isinstance(events, list):
-        return ["no list traceEvents"]
-    messages = [f"event {number}: {fault}" for number, event in enumerate(events) for fault in _of_event(event)]
-    if not messages:
-        messages = [*_of_nesting(events), *_of_flows(events)]
-    return messages[:limit]
+_CLOCK_US = 5_000
+_SHARE = 0.02
+_SLACK_US = 5_000  # of a step, for what lies between the two measurements
+_OTHER_US = 20_000  # per step, for the driver's work between phases, which does not grow with the step
+_WALL_US = 50_000  # for setting the wall clock right
 
 
-def _of_event(event: object) -> list[str]:
-    if not isinstance(event, dict):
-        return ["no object"]
-    phase, messages = event.get("ph"), []
-    if not isinstance(phase, str) or len(phase) != 1 or phase not in _PHASES:
-        return [f"ph {phase!r}"]
-    if not isinstance(event.get("name"), str):
-        messages.append(f"name {event.get('name')!r}")
-    messages += [f"{key} {event.get(key)!r} is not an integer" for key in ("pid", "tid") if not _is_int(event.get(key))]
-    if not _is_number(event.get("ts")):
-        messages.append(f"ts {event.get('ts')!r}")
-    args = event.get("args", {})
-    if not isinstance(args, dict):
-        return [*messages, "args is no object"]
-    if phase == "X" and (not _is_number(event.get("dur")) or event["dur"] < 0):
-        messages.append(f"dur {event.get('dur')!r}")
-    if phase == "C" and (not args or not all(_is_number(value) for value in args.values())):
-        messages.append(f"a counter's args {args!r}")
-    if phase == "M":
-        kind = _META.get(str(event["name"]))
-        if kind is None or not isinstance(args.get(_ARGUMENT[str(event["name"])]), kind):
-            messages.append(f"metadata {event['name']!r} with {args!r}")
-    if phase in "stf" and not isinstance(event.get("id"), int | str):
-        messages.append(f"a flow's id {event.get('id')!r}")
+@dataclass(frozen=True)
+class Comparison:
+    """A metric with the phases of the driver that take as long; with `is_within` they may take longer.
+
+    fact  of a span: the step, or the version that is pushed
+    """
+
+    names: tuple[str, ...]
+    fact: str
+    metric: str
+    is_within: bool = True
+
+
+_COMPARED = (
+    Comparison(("train",), "step", "perf/time_train_s", is_within=False),
+    Comparison(("generate", "fetch"), "step", "perf/time_generate_s"),
+    Comparison(("push",), "version", "perf/time_sync_s"),
+    Comparison(("step",), "step", STEP_TIME),
+)
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """What metrics.jsonl says of an attempt.
+
+    seconds  metric → step, or pushed version → its seconds
+    written  step → when its row was written, in seconds of the wall clock
+    """
+
+    seconds: Mapping[str, Mapping[int, float]]
+    written: Mapping[int, float]
+
+
+def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
+    """Read the times of an attempt. For a live run, call it before its record is read, which then has all of them."""
+    seconds: dict[str, dict[int, float]] = defaultdict(dict)
+    written: dict[int, float] = {}
+    for line in read_lines(run):
+        if line.attempt != attempt:
+            continue
+        for compared in _COMPARED:
+            if compared.metric in line.values:
+                number = line.values.get("sync/version", line.step) if compared.fact == "version" else line.step
+                seconds[compared.metric][int(number)] = line.values[compared.metric]
+        if STEP_TIME in line.values:
+            written[line.step] = line.time_s
+    return MeasuredTimes(seconds, written)
+
+
+def record_faults(recorded: RunRecord, measured: MeasuredTimes) -> list[str]:
+    """Return what cannot be believed, one line each."""
+    messages = [*_of_clocks(recorded), *_of_rows(recorded, measured)]
+    for compared in _COMPARED:
+        messages += _of_phases(recorded, compared, measured.seconds.get(compared.metric, {}))
     return messages
 
 
-def _of_nesting(events: Sequence[Event]) -> list[str]:
-    messages = []
-    for (pid, tid), spans in _by_track(events).items():
-        open_spans: list[tuple[float, object]] = []
-        for start, negative_end, name in sorted(spans):
-            end = -negative_end
-            while open_spans and open_spans[-1][0] <= start:
-                open_spans.pop()
-            if open_spans and end > open_spans[-1][0]:
-                messages.append(f"pid {pid}, tid {tid}: {name} ends after {open_spans[-1][1]}, in which it began")
-            open_spans.append((end, name))
-    return messages
+def _of_clocks(recorded: RunRecord) -> list[str]:
+    return [  # the report names clocks that were never measured
+        f"the clock of {name} on {machine.host} is known within {machine.error_us / 1e3:.1f} ms,"
+        f" and not within {_CLOCK_US / 1e3:.0f}"
+        for name, machine in recorded.machines.items()
+        if machine.error_us is not None and machine.error_us > _CLOCK_US
+    ]
 
 
-def _of_flows(events: Sequence[Event]) -> list[str]:
-    """Each arrow has one start, then steps, then one end; each within a span of its track."""
-    messages, tracks = [], {track: _Cover(spans) for track, spans in _by_track(events).items()}
-    flows: dict[object, list[Event]] = defaultdict(list)
-    for event in events:
-        if event["ph"] in ("s", "t", "f"):
-            flows[event["id"]].append(event)
-            time = _number(event["ts"])
-            track = tracks.get((event["pid"], event["tid"]))
-            if track is None or not track.has(time):
-                messages.append(f"flow {event['id']}: no span at {event['ts']} on tid {event['tid']}")
-    for number, stops in flows.items():
-        kinds = "".join(str(stop["ph"]) for stop in stops)
-        if len(kinds) < 2 or kinds != "s" + "t" * (len(kinds) - 2) + "f":
-            messages.append(f"flow {number} is {kinds}, not s, t…, f")
-        times = [_number(stop["ts"]) for stop in stops]
-        if times != sorted(times):
-            messages.append(f"flow {number} goes back in time: {times}")
-    return messages
+def _of_rows(recorded: RunRecord, measured: MeasuredTimes) -> Iterator[str]:
+    """Each row is written within its step; the driver's phases add up to the time between the first and the last."""
+    spans = _by_fact(recorded, ("step",), "step")
+    rows = {step: round(time * 1e6 - recorded.wall_ns / 1e3) for step, time in measured.written.items()}
+    for step, at in rows.items():
+        slack = _WALL_US + _SHARE * at
+        if step in spans and not any(span.start - slack <= at <= span.end + slack for span in spans[step]):
+            yield (
+                f"the row of step {step} was written {at / 1e6:.2f} s after the run began, and the record has that step"
+                f" from {spans[step][0].start / 1e6:.2f} s to {spans[step][-1].end / 1e6:.2f} s"
+            )
+    if len(rows) < 2:
+        return
+    first, last = min(rows.values()), max(rows.values())
+    shares = driver_shares(recorded, first, last)
+    named = sum(micros for name, micros in shares.items() if name != OTHER)
+    if last - first - named > _SHARE * (last - first) + _OTHER_US * (len(rows) - 1):
+        yield (
+            f"the driver's phases add up to {named / 1e6:.2f} s of the {(last - first) / 1e6:.2f} s between the first"
+            f" step's row in {METRICS_FILE} and the last one's"
+        )
 
 
-class _Cover:
-    """The times at which a track has a span."""
-
-    def __init__(self, spans: Sequence[tuple[float, float, str]]) -> None:
-        ordered = sorted(spans)
-        self._starts = [start for start, _, _ in ordered]
-        self._ends = list(itertools.accumulate((-end for _, end, _ in ordered), max))
-
-    def has(self, time: float) -> bool:
-        """Return whether a span is there at a time, its ends included."""
-        before = bisect.bisect_right(self._starts, time)
-        return before > 0 and self._ends[before - 1] >= time
-
-
-def _by_track(events: Sequence[Event]) -> dict[tuple[object, object], list[tuple[float, float, str]]]:
-    """(pid, tid) → (start, -end, name) of its spans."""
-    spans: dict[tuple[object, object], list[tuple[float, float, str]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            start = _number(event["ts"])
-            spans[event["pid"], event["tid"]].append((start, -start - _number(event["dur"]), str(event["name"])))
-    return spans
+def _of_phases(recorded: RunRecord, compared: Comparison, seconds: Mapping[int, float]) -> Iterator[str]:
+    """Compare phases of the driver with a metric, which a clock of its own measures."""
+    spans, name = _by_fact(recorded, compared.names, compared.fact), compared.names[0]
+    if missing := [number for number in seconds if number not in spans]:
+        numbers = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
+        yield (
+            f"`{name}` of {compared.fact} {numbers} is not in the record, and {METRICS_FILE} has its {compared.metric}"
+        )
+    ended = [number for number in seconds if number in spans and not any(span.is_open for span in spans[number])]
+    here = sum(span.duration for number in ended for span in spans[number])
+    there = 1e6 * sum(seconds[number] for number in ended)
+    slack = _SHARE * there + _SLACK_US * len(ended)
+    if here < there - slack or (here > there + slack and not compared.is_within):
+        yield f"`{name}` takes {here / 1e6:.2f} s in the record and {there / 1e6:.2f} s in {METRICS_FILE}"
 
 
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _by_fact(recorded: RunRecord, names: tuple[str, ...], fact: str) -> dict[int, list[Span]]:
+    spans = defaultdict[int, list[Span]](list)
+    for span in recorded.of(DRIVER, *names):
+        number = span.facts.get(fact)
+        if isinstance(number, int):
+            spans[number].append(span)
+    return dict(spans)

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import orjson
@@ -36,14 +37,11 @@ class Span:
 
     @property
     def duration(self) -> int:
-        """Microseconds."""
         return self.end - self.start
 
 
 @dataclass
 class SampleCourse:
-    """The course of a sample, with its parts in order."""
-
     process: str
     start: int
     end: int
@@ -53,8 +51,6 @@ class SampleCourse:
 
 @dataclass
 class Counter:
-    """Values of a curve at a time."""
-
     process: str
     name: str
     time: int
@@ -63,20 +59,22 @@ class Counter:
 
 @dataclass
 class Machine:
-    """A process's machine: `error_us` bounds how wrong its times may be, None if it was not measured."""
+    """A process's machine.
+
+    error_us       the most by which its times may be wrong; None: not measured
+    utc_offset_s   of the local time, in which its logs are
+    wall_start_ns  what its wall clock said when the attempt began
+    """
 
     host: str
     error_us: float | None
+    utc_offset_s: int
+    wall_start_ns: int
 
 
 @dataclass
 class RunRecord:
-    """The record of one attempt of a run.
-
-    wall_ns         when it began, of the wall clock
-    utc_offset_s    of the local time, in which the logs of a process's machine are
-    wall_starts_ns  process → what its machine's wall clock said when the attempt began
-    """
+    """The record of one attempt of a run. `wall_ns`: when it began, of the driver's wall clock."""
 
     attempt: int
     wall_ns: int
@@ -84,36 +82,29 @@ class RunRecord:
     courses: list[SampleCourse] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
-    utc_offset_s: dict[str, int] = field(default_factory=dict)
-    wall_starts_ns: dict[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._by_name: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
-        self._ordered: dict[tuple[str, tuple[str, ...]], list[Span]] = {}
-        self._num_indexed = 0
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, str], list[Span]]:
+        by_name: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        for span in self.spans:
+            by_name[span.process, span.name].append(span)
+        return by_name
+
+    @cached_property
+    def _ordered(self) -> dict[tuple[str, tuple[str, ...]], list[Span]]:
+        return {}
 
     @property
     def end(self) -> int:
-        """The last time in the record."""
         return max([0, *(item.end for item in self.spans), *(item.end for item in self.courses)])
 
     def of(self, process: str, *names: str) -> list[Span]:
-        """Return the spans of a process with these names, in order."""
-        if len(self.spans) != self._num_indexed:
-            self._index()
+        """Return the spans of a process with these names, in order; sorted once, as a long run needs them each step."""
         key = (process, names)
         if key not in self._ordered:
             spans = [span for name in names for span in self._by_name.get((process, name), ())]
             self._ordered[key] = sorted(spans, key=lambda span: span.start)
         return self._ordered[key]
-
-    def _index(self) -> None:
-        """Sort the spans by process and name, once: a long run needs them in each step."""
-        self._by_name.clear()
-        self._ordered.clear()
-        for span in self.spans:
-            self._by_name[span.process, span.name].append(span)
-        self._num_indexed = len(self.spans)
 
     def processes(self, prefix: str = "") -> list[str]:
         """Return the names of the processes that begin so, in order of their numbers."""
@@ -126,13 +117,13 @@ def attempts(run: Path) -> list[int]:
     Raises:
         ValueError: none has.
     """
-    numbers = {int(match["attempt"]) for path in _files(run) if (match := _NAME.fullmatch(path.name))}
+    numbers = sorted(_files(run))
     if not numbers:
         raise ValueError(
             f"{run} has no {FOLDER}/ with records: its run has not started, it is not a run folder, or an older version"
             " of fusionrl made it"
         )
-    return sorted(numbers)
+    return numbers
 
 
 def read_attempt(run: Path, attempt: int) -> RunRecord:
@@ -141,8 +132,7 @@ def read_attempt(run: Path, attempt: int) -> RunRecord:
     Raises:
         ValueError: the driver has none.
     """
-    files = {match["process"]: path for path in _files(run) if (match := _NAME.fullmatch(path.name))
-             and int(match["attempt"]) == attempt}  # fmt: skip
+    files = _files(run).get(attempt, {})
     if DRIVER not in files:
         raise ValueError(f"{run}/{FOLDER} has no record of the driver for attempt {attempt}: the file is gone")
     lines = {process: list(_lines(path)) for process, path in files.items()}
@@ -157,9 +147,14 @@ def read_attempt(run: Path, attempt: int) -> RunRecord:
     return recorded
 
 
-def _files(run: Path) -> list[Path]:
+def _files(run: Path) -> dict[int, dict[str, Path]]:
+    """Return attempt → process → its file."""
+    files: dict[int, dict[str, Path]] = defaultdict(dict)
     folder = run / FOLDER
-    return [path for path in sorted(folder.iterdir()) if path.is_file()] if folder.is_dir() else []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _NAME.fullmatch(path.name):
+            files[int(match["attempt"])][match["process"]] = path
+    return files
 
 
 def _lines(path: Path) -> Iterator[list[object] | dict[str, object]]:
@@ -173,34 +168,21 @@ def _lines(path: Path) -> Iterator[list[object] | dict[str, object]]:
             yield record
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The clock of another machine, as the driver measured it.
+def _placing(start_ns: int, readings: Sequence[tuple[int, int]]) -> Callable[[int], int]:
+    """Return the function that moves µs in a process's record to the driver's clock, since the run began.
 
-    at      when, by that machine's own clock
-    offset  its clock minus the driver's
-    error   the most by which that may be wrong; all in nanoseconds
+    readings  (time by the process's clock, its clock minus the driver's, ns): between two of them it drifts evenly
     """
+    times = [time for time, _ in readings]
 
-    at: int
-    offset: int
-    error: int
+    def place(micros: int) -> int:
+        at = start_ns + micros * 1000
+        after = bisect.bisect(times, at)
+        (left, offset), (right, next_offset) = readings[max(0, after - 1)], readings[min(after, len(readings) - 1)]
+        share = (at - left) / (right - left) if left < at < right else 0.0
+        return (at - offset - round(share * (next_offset - offset))) // 1000
 
-
-@dataclass(frozen=True)
-class Clock:
-    """Moves times of one process to the driver's clock. Between two measurements the offset drifts evenly."""
-
-    start_ns: int
-    measured: Sequence[Measured]
-
-    def place(self, micros: int) -> int:
-        """Return the µs on the driver's clock, since the run began, of a time in the process's record."""
-        at = self.start_ns + micros * 1000
-        after = bisect.bisect(self.measured, at, key=lambda reading: reading.at)
-        left, right = self.measured[max(0, after - 1)], self.measured[min(after, len(self.measured) - 1)]
-        share = (at - left.at) / (right.at - left.at) if left.at < at < right.at else 0.0
-        return (at - left.offset - round(share * (right.offset - left.offset))) // 1000
+    return place
 
 
 class _DriverClock:
@@ -210,22 +192,22 @@ class _DriverClock:
             raise ValueError("the driver's record has no first line: the disk was full when the run began")
         self.wall_ns, self._mono_ns = _int(header["wall_ns"]), _int(header["mono_ns"])
         self._boot = str(header["boot"])
-        self._measured: dict[str, list[Measured]] = {}
+        self._measured: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # boot → (time, offset, error), ns
         for line in lines:
             if isinstance(line, list) and line[0] == "K":
                 boot, micros, offset, error = str(line[1]), *map(_int, line[2:5])
                 at = self._mono_ns + micros * 1000 + offset
-                self._measured.setdefault(boot, []).append(Measured(at, offset + self._mono_ns, error))
+                self._measured[boot].append((at, offset + self._mono_ns, error))
 
-    def of(self, header: dict[str, object]) -> tuple[Clock, float | None]:
-        """Return the clock of a process, and the most µs by which its times are wrong; None: unknown."""
+    def of(self, header: dict[str, object]) -> tuple[Callable[[int], int], float | None]:
+        """Return the function that places a process's times, and the most µs by which it is wrong; None: unknown."""
         boot, mono_ns = str(header["boot"]), _int(header["mono_ns"])
         if boot == self._boot:
-            return Clock(mono_ns, [Measured(mono_ns, self._mono_ns, 0)]), 0.0
-        if known := sorted(self._measured.get(boot, ()), key=lambda reading: reading.at):
-            return Clock(mono_ns, known), max(reading.error for reading in known) / 1000
+            return _placing(mono_ns, [(mono_ns, self._mono_ns)]), 0.0
+        if known := sorted(self._measured.get(boot, ())):
+            return _placing(mono_ns, [reading[:2] for reading in known]), max(error for *_, error in known) / 1000
         begun = _int(header["wall_ns"]) - self.wall_ns
-        return Clock(mono_ns, [Measured(mono_ns, mono_ns - begun, 0)]), None
+        return _placing(mono_ns, [(mono_ns, mono_ns - begun)]), None
 
 
 def _read_process(
@@ -239,11 +221,9 @@ def _read_process(
         else:
             owner = process
         if isinstance(line, dict):
-            process_clock, error = clock.of(line)
-            place = process_clock.place
-            into.machines[process] = Machine(str(line["host"]), error)
-            into.wall_starts_ns[process] = _int(line["wall_ns"]) - place(0) * 1000
-            into.utc_offset_s[process] = _int(line.get("utc_offset_s", 0))
+            place, error = clock.of(line)
+            wall_start_ns = _int(line["wall_ns"]) - place(0) * 1000
+            into.machines[process] = Machine(str(line["host"]), error, _int(line.get("utc_offset_s", 0)), wall_start_ns)
             into.spans += begun.values()
             begun = {}
         elif line[0] == "B":

@@ -8,8 +8,7 @@ from statistics import median
 
 from fusionrl.base.plurals import counted
 from fusionrl.observe.timeline.records import DRIVER, RunRecord, SampleCourse, Span
-from fusionrl.observe.timeline.shares import compute_time, driver_shares, in_flight, pools
-from fusionrl.observe.timeline.steps import tokens_of
+from fusionrl.observe.timeline.shares import OTHER, compute_time, driver_shares, in_flight, pools
 
 _SLOW = 1.1  # a rank that takes so many times the median is named as the cause
 _TAIL = 0.9  # the tail of a generation begins when so many of its samples have ended
@@ -42,9 +41,8 @@ def summarize_steps(recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCo
         number = span.facts.get("step")
         if isinstance(number, int) and not span.is_open:
             shares = driver_shares(recorded, span.start, span.end)
-            waiting = next(
-                (generation for generation in recorded.of(DRIVER, "generate") if _inside(generation, span)), None
-            )
+            generations = recorded.of(DRIVER, "generate")
+            waiting = next((phase for phase in generations if span.start <= phase.start <= phase.end <= span.end), None)
             waited, tail = _waited_for(by_step.get(number, ()), waiting)
             bound = _bound(recorded, span, shares, waited, tail)
             steps.append(Step(number, span.duration, shares, tail, waited, bound))
@@ -80,14 +78,15 @@ _WORDS = {
     "push": "the push",
     "save": "the checkpoint",
     "publish checkpoint": "the checkpoint",
-    "other": "the driver",
+    "evaluate": "the evaluation",
+    "wait for evaluation": "the evaluation",
+    "drain": "samples in flight",
     "profile": "the profile",
+    OTHER: "the driver",
 }
-_WORDS |= {"evaluate": "the evaluation", "wait for evaluation": "the evaluation", "drain": "samples in flight"}
 
 
 def _is_late(course: SampleCourse) -> bool:
-    """Return whether most of a sample's time was its reward's."""
     return course.parts[-1].duration > 0.5 * (course.end - course.start)
 
 
@@ -161,12 +160,8 @@ def _steps(steps: Sequence[Step]) -> Iterator[str]:
     if waited is not None and waited.waited is not None:
         yield (
             f"longest wait for one sample: step {waited.number}, sample {waited.waited.facts.get('index')},"
-            f" {tokens_of(waited.waited)} tokens: {_seconds(waited.tail)} after nine of ten had ended"
+            f" {waited.waited.facts.get('tokens', 0)} tokens: {_seconds(waited.tail)} after nine of ten had ended"
         )
-
-
-def _inside(inner: Span, outer: Span) -> bool:
-    return outer.start <= inner.start and inner.end <= outer.end
 
 
 def _seconds(micros: float) -> str:

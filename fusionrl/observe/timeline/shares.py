@@ -55,26 +55,10 @@ def driver_shares(recorded: RunRecord, start: int, end: int) -> dict[str, int]:
     return shares
 
 
-_DRIVER_PHASES = frozenset(
-    (
-        "import",
-        "start",
-        "restore",
-        "generate",
-        "fetch",
-        "train",
-        "columns",
-        "measure",
-        "make room",
-        "resume stream",
-        "record",
-        "drain",
-        "push",
-        "evaluate",
-        "validate",
-        "wait for evaluation",
-    )
-    + ("save", "publish checkpoint", "save hf", "profile", "end")
+_DRIVER_PHASES = (
+    *("import", "start", "restore", "generate", "fetch", "train", "columns", "measure", "make room", "resume stream"),
+    *("record", "drain", "push", "evaluate", "validate", "wait for evaluation", "save", "publish checkpoint"),
+    *("save hf", "profile", "end"),
 )
 
 

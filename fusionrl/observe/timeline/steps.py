@@ -73,11 +73,5 @@ def first_token(part: Span) -> int:
     return next((span.start for span in detailed(part) if span.name == "decode"), part.start)
 
 
-def tokens_of(course: SampleCourse) -> int:
-    """Return the tokens of a sample's response."""
-    tokens = course.facts.get("tokens")
-    return tokens if isinstance(tokens, int) else 0
-
-
 def _micros(seconds: object) -> int:
     return int(1e6 * seconds) if isinstance(seconds, int | float) else 0

@@ -43,7 +43,9 @@ def read_trace(path: Path, process: str, recorded: RunRecord) -> dict[str, list[
         document = orjson.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}): remove it, and the timeline is made without it") from error
-    base_ns = int(document.get("baseTimeNanoseconds", 0)) - recorded.wall_starts_ns.get(process, recorded.wall_ns)
+    machine = recorded.machines.get(process)
+    wall_start_ns = recorded.wall_ns if machine is None else machine.wall_start_ns
+    base_ns = int(document.get("baseTimeNanoseconds", 0)) - wall_start_ns
     events = document.get("traceEvents", [])
     names = {
         (event.get("pid"), event.get("tid")): str(event["args"]["name"])

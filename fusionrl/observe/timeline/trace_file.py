@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import orjson
 
-from fusionrl.observe.timeline.flows import Flow, first_users, flows
+from fusionrl.observe.timeline.flows import Flow, first_turns, flows
 from fusionrl.observe.timeline.records import BUFFER, DRIVER, RunRecord, SampleCourse, Span
 from fusionrl.observe.timeline.steps import detailed
 from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
@@ -21,18 +20,6 @@ from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
 Event = dict[str, object]
 SAMPLES = "samples"
 _UNFINISHED = ("aborted", "failed")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The choice of what goes into the file.
-
-    steps    None: all
-    samples  the longest of each step; and all that were aborted or failed
-    """
-
-    steps: range | None = None
-    samples: int = 64
 
 
 @dataclass
@@ -45,7 +32,6 @@ class Trace:
     place_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # id of a span → (pid, tid)
 
     def pid(self, process: str) -> int:
-        """Return the number of a process."""
         if process not in self.pids:
             number = self.pids[process] = len(self.pids) + 1
             self._meta("process_name", number, 0, name=process)
@@ -53,7 +39,6 @@ class Trace:
         return self.pids[process]
 
     def tid(self, pid: int, track: str) -> int:
-        """Return the number of a track of a process."""
         if (pid, track) not in self.tids:
             number = self.tids[pid, track] = len(self.tids) + 1
             self._meta("thread_name", pid, number, name=track)
@@ -64,41 +49,54 @@ class Trace:
         self.events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
     def span(self, span: Span, pid: int, tid: int) -> None:
-        """Add a span."""
         args = dict(span.facts) | ({"not ended": True} if span.is_open else {})
         self.place_of[id(span)] = pid, tid
         event: Event = {"ph": "X", "name": span.name, "cat": span.process, "pid": pid, "tid": tid}
         self.events.append(event | {"ts": span.start, "dur": span.duration, "args": args})
 
     def counter(self, process: str, name: str, time: int, values: Mapping[str, float]) -> None:
-        """Add values of a curve."""
         pid = self.pid(process)
         self.events.append({"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": time, "args": dict(values)})
 
     def flow(self, number: int, flow: Flow) -> None:
-        """Add an arrow, if the spans of all its stops are in the file."""
-        places = [self.place_of.get(id(stop.span)) for stop in flow]
-        times = [stop.time for stop in flow]
-        if len(flow) < 2 or None in places or times != sorted(times):  # clocks of two machines may differ a little
-            return
-        last = len(flow) - 1
-        for at, (stop, place) in enumerate(zip(flow, places, strict=True)):
-            assert place is not None
-            event: Event = {"ph": "s" if at == 0 else "f" if at == last else "t", "id": number, "name": "data"}
-            event |= {"cat": "flow", "pid": place[0], "tid": place[1], "ts": stop.time}
+        """Add an arrow, if all its spans are in the file."""
+        times = [time for _, time in flow]
+        if len(flow) < 2 or any(id(span) not in self.place_of for span, _ in flow) or times != sorted(times):
+            return  # clocks of two machines may differ a little
+        for at, (span, time) in enumerate(flow):
+            pid, tid = self.place_of[id(span)]
+            event: Event = {"ph": "s" if at == 0 else "f" if at == len(flow) - 1 else "t", "id": number, "name": "data"}
+            event |= {"cat": "flow", "pid": pid, "tid": tid, "ts": time}
             self.events.append(event | ({"bp": "e"} if at else {}))
 
 
-def build(run: Path, recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCourse]], choice: Selection) -> Trace:
-    """Make the events of an attempt."""
-    trace, window = Trace(), _window(recorded, choice.steps)
+def build(
+    run: Path,
+    recorded: RunRecord,
+    by_step: Mapping[int, Sequence[SampleCourse]],
+    steps: range | None = None,
+    num_samples: int = 64,
+) -> Trace:
+    """Make the events of an attempt.
+
+    steps        None: all
+    num_samples  the longest of each step; and all that were aborted or failed
+    """
+    trace, window = Trace(), _window(recorded, steps)
     for process in (DRIVER, BUFFER):
         trace.pid(process)
     for process in recorded.processes():
-        _add_process(trace, process, [s for s in recorded.spans if s.process == process and _overlaps(s, window)])
-    for process, rank, path in trace_files(run, recorded.attempt, choice.steps):
-        _add_torch_trace(trace, process, rank, read_trace(path, process, recorded))
-    courses_by_step = chosen_samples(by_step, choice)
+        lanes: dict[str, list[Span]] = defaultdict(list)
+        for span in recorded.spans:
+            if span.process == process and _overlaps(span, window):
+                lanes[span.lane if span.lane in OWN_TRACKS else "main"].append(span)
+        pid = trace.pid(process)
+        for lane in sorted(lanes, key=lambda lane: (lane != "main", lane)):
+            _add_tracks(trace, pid, lane, lanes[lane])
+    for process, rank, path in trace_files(run, recorded.attempt, steps):
+        for thread, spans in read_trace(path, process, recorded).items():
+            _add_tracks(trace, trace.pid(process), " ".join(filter(None, ("torch", rank, thread))), spans)
+    courses_by_step = chosen_samples(by_step, steps, num_samples)
     _add_samples(trace, courses_by_step)
     for counter in recorded.counters:
         if window[0] <= counter.time <= window[1]:
@@ -121,23 +119,24 @@ def write(trace: Iterable[Event], path: Path, wall_ns: int) -> int:
         return file.tell()
 
 
-def chosen_samples(by_step: Mapping[int, Sequence[SampleCourse]], choice: Selection) -> dict[int, list[SampleCourse]]:
-    """Return step → its longest samples, all that were not finished, and the first ones of new weights."""
-    everyone = [course for courses in by_step.values() for course in courses]
-    first = {id(course) for course in first_users(everyone)} if choice.samples else set()
+def chosen_samples(
+    by_step: Mapping[int, Sequence[SampleCourse]], steps: range | None, count: int
+) -> dict[int, list[SampleCourse]]:
+    """Return step → its `count` longest samples, all that were not finished, and the first ones of new weights."""
+    everyone = itertools.chain.from_iterable(by_step.values())
+    first = {id(course) for _, course in first_turns(everyone).values()} if count else set()
     chosen: dict[int, list[SampleCourse]] = {}
     for step, courses in by_step.items():
-        if choice.steps is not None and step not in choice.steps:
+        if steps is not None and step not in steps:
             continue
         longest = sorted(courses, key=lambda course: course.start - course.end)
-        rest = longest[choice.samples :]
+        rest = longest[count:]
         remaining = [sample for sample in rest if sample.facts.get("status") in _UNFINISHED or id(sample) in first]
-        chosen[step] = sorted([*longest[: choice.samples], *remaining], key=lambda course: course.start)
+        chosen[step] = sorted([*longest[:count], *remaining], key=lambda course: course.start)
     return chosen
 
 
 def _window(recorded: RunRecord, steps: range | None) -> tuple[int, int]:
-    """The time of the chosen steps."""
     if steps is None:
         return -(1 << 60), 1 << 60
     spans = [span for span in recorded.of(DRIVER, "step") if span.facts.get("step") in steps]
@@ -150,26 +149,12 @@ def _overlaps(span: Span, window: tuple[int, int]) -> bool:
     return span.end >= window[0] and span.start <= window[1]
 
 
-def _add_process(trace: Trace, process: str, spans: Sequence[Span]) -> None:
-    lanes: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        lanes[track_of(span.lane)].append(span)
-    pid = trace.pid(process)
-    for lane in sorted(lanes):
-        for number, placed in enumerate(nested(lanes[lane])):
-            name = (lane or "main") + (f" {number + 1}" if number else "")
-            tid = trace.tid(pid, name)
-            for span in placed:
-                trace.span(span, pid, tid)
-
-
-def _add_torch_trace(trace: Trace, process: str, rank: str, threads: Mapping[str, Sequence[Span]]) -> None:
-    pid = trace.pid(process)
-    for thread, spans in threads.items():
-        for number, placed in enumerate(nested(spans)):
-            tid = trace.tid(pid, " ".join(filter(None, ("torch", rank, thread, str(number + 1) if number else ""))))
-            for span in placed:
-                trace.span(span, pid, tid)
+def _add_tracks(trace: Trace, pid: int, name: str, spans: Iterable[Span]) -> None:
+    """Add spans on as few tracks as it takes: `name`, `name 2`, …"""
+    for number, placed in enumerate(nested(spans), start=1):
+        tid = trace.tid(pid, name if number == 1 else f"{name} {number}")
+        for span in placed:
+            trace.span(span, pid, tid)
 
 
 def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> None:
@@ -193,10 +178,7 @@ def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCour
             for part in main_lane:
                 for span in detailed(part):
                     trace.span(span, pid, tid)
-    for number, parts in enumerate(nested(beside)):
-        tid = trace.tid(pid, f"beside {number + 1}")
-        for part in parts:
-            trace.span(part, pid, tid)
+    _add_tracks(trace, pid, "beside", beside)
 
 
 def _in_a_row(courses: Sequence[SampleCourse]) -> list[list[SampleCourse]]:
@@ -218,8 +200,9 @@ def _add_loads(trace: Trace, run: Path, recorded: RunRecord, window: tuple[int, 
         path = run / "logs" / f"engine-{number}.log"
         if not path.is_file():
             continue
-        for rank, micros, values in read_load(path, recorded.utc_offset_s[process]):
-            time = micros - recorded.wall_starts_ns[process] // 1000
+        machine = recorded.machines[process]
+        for rank, micros, values in read_load(path, machine.utc_offset_s):
+            time = micros - machine.wall_start_ns // 1000
             if low <= time <= high:
                 for name, value in values.items():
                     trace.counter(process, f"{rank} {name}".strip(), time, {name: value})
@@ -233,36 +216,19 @@ def _add_in_flight(trace: Trace, recorded: RunRecord, window: tuple[int, int]) -
         if part.name in changes and _overlaps(part, window):
             changes[part.name] += [(part.start, 1), (part.end, -1)]
     for name, steps in changes.items():
-        for time, value in running_total(steps):
-            trace.counter(SAMPLES, names[name], time, {"samples": value})
-
-
-def running_total(changes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield (time, total) after all changes of a time."""
-    total = 0
-    for time, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
-        total += sum(change for _, change in group)
-        yield time, total
+        total = 0
+        for time, group in itertools.groupby(sorted(steps), key=lambda change: change[0]):
+            total += sum(change for _, change in group)
+            trace.counter(SAMPLES, names[name], time, {"samples": total})
 
 
 # Lanes with a track of their own; those of threads share the first tracks of their process.
 OWN_TRACKS = ("rollouts", "stages", "evaluations", "rewards", "send")
 
 
-class _Timed(Protocol):
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
-
-
-T = TypeVar("T", bound=_Timed)
-
-
-def nested(spans: Iterable[T]) -> list[list[T]]:
+def nested(spans: Iterable[Span]) -> list[list[Span]]:
     """Divide spans over as few tracks as it takes one after the other; in each, in order of their starts."""
-    tracks: list[tuple[list[T], list[int]]] = []  # spans, and the ends of those that are open
+    tracks: list[tuple[list[Span], list[int]]] = []  # spans, and the ends of those that are open
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for placed, open_ends in tracks:
             while open_ends and open_ends[-1] <= span.start:
@@ -276,46 +242,20 @@ def nested(spans: Iterable[T]) -> list[list[T]]:
     return [placed for placed, _ in tracks]
 
 
-def track_of(lane: str) -> str:
-    """Return the track of a lane: its own, or "" for that of the process."""
-    return lane if lane in OWN_TRACKS else ""
-
-
-_LINE = re.compile(
-    rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{3}))?(?P<rank>[^\]]*)\] (?P<kind>Decode|Prefill) batch"
-    rb"(?P<rest>[^\n]*)"
-)
-_FIELDS = {
-    "running": re.compile(rb"#running-req: (\d+)"),
+_LINE = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{3}))?([^\]]*)\] (?:Decode|Prefill) batch([^\n]*)")
+_LOADS = {
+    "running": re.compile(rb"#running-req: (\d+)"),  # requests
     "queued": re.compile(rb"#queue-req: (\d+)"),
-    "kv_used": re.compile(rb"token usage: ([\d.]+)"),
-}
-_SPEED = {
-    b"Decode": ("decoded_tokens_per_s", re.compile(rb"gen throughput \(token/s\): ([\d.]+)")),
-    b"Prefill": ("prefilled_tokens_per_s", re.compile(rb"input throughput \(token/s\): ([\d.]+)")),
+    "kv_used": re.compile(rb"token usage: ([\d.]+)"),  # share of the cache, 0 … 1
+    "decoded_tokens_per_s": re.compile(rb"gen throughput \(token/s\): ([\d.]+)"),
+    "prefilled_tokens_per_s": re.compile(rb"input throughput \(token/s\): ([\d.]+)"),
 }
 
 
 def read_load(path: Path, utc_offset_s: int) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yield (rank of the engine, "" where it has one, wall clock in µs, values) of each line.
-
-    running, queued         requests
-    kv_used                 share of the cache, 0 … 1
-    decoded_tokens_per_s    of a decode line
-    prefilled_tokens_per_s  of a prefill line
-    """
-    for match in _LINE.finditer(path.read_bytes()):
-        at = datetime.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
-        micros = int(at.timestamp() - utc_offset_s) * 1_000_000 + int(match[2] or 0) * 1000
-        name, speed = _SPEED[match["kind"]]
-        values = {
-            field: number for field, pattern in _FIELDS.items() if (number := _value(pattern, match["rest"])) >= 0
-        }
-        if (number := _value(speed, match["rest"])) >= 0:
-            values[name] = number
-        yield match["rank"].decode().strip(), micros, values
-
-
-def _value(pattern: re.Pattern[bytes], text: bytes) -> float:
-    match = pattern.search(text)
-    return float(match[1]) if match else -1.0
+    """Yield (rank of the engine, "" where it has one, wall clock in µs, values by a name of `_LOADS`) of each line."""
+    for second, millis, rank, text in _LINE.findall(path.read_bytes()):
+        at = datetime.strptime(second.decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        micros = int(at.timestamp() - utc_offset_s) * 1_000_000 + int(millis or 0) * 1000
+        values = {name: float(match[1]) for name, pattern in _LOADS.items() if (match := pattern.search(text))}
+        yield rank.decode().strip(), micros, values
