@@ -29,16 +29,7 @@ def good(tiny_model: Path, write_rows: Callable[..., Path]) -> list[str]:
     """Flags of a run without a mistake."""
     data = write_rows([{"input": f"{i}+1=", "label": str(i + 1)} for i in range(10)])
     return [
-        *(
-            "--hf-checkpoint",
-            str(tiny_model),
-            "--prompt-data",
-            str(data),
-            "--label-key",
-            "label",
-            "--rm-type",
-            "exact",
-        ),
+        *("--hf-checkpoint", str(tiny_model), "--prompt-data", str(data), "--label-key", "label", "--rm-type", "exact"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"),
         *("--num-epoch", "2", "--device", "cpu"),
     ]
@@ -62,20 +53,8 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
     assert cli.main(["train", *argv]) == 2
     found = messages(capsys)
     for part in (
-        *(
-            "--lr fast",
-            "none: there is no such folder",
-            "--pipeline async",
-            "--fp16",
-            "which tp 3 × pp 1 × cp 1 does not divide",
-        ),
-        *(
-            "no_module",
-            "eval.jsonl",
-            "--global-batch-size 3",
-            "--rollout-num-gpus 3 ",
-            "--num-epoch: it needs",
-        ),
+        *("--lr fast", "none: there is no such folder", "--pipeline async", "--fp16", "which tp 3 × pp 1 × cp 1 does"),
+        *("no_module", "eval.jsonl", "--global-batch-size 3", "--rollout-num-gpus 3 ", "--num-epoch: it needs"),
     ):
         assert sum(part in error for error in found) == 1, (part, found)
 
@@ -83,41 +62,23 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
 def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*good, "--rollout-batch-size", "eight", "--rm-type"]
     assert cli.main(["plan", *argv]) == 2
-    assert [error.split(" ")[0].rstrip(":") for error in messages(capsys)] == [
-        "--rm-type",
-        "--rollout-batch-size",
-    ]
+    assert [error.split(" ")[0].rstrip(":") for error in messages(capsys)] == ["--rm-type", "--rollout-batch-size"]
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (
-            ["--global-batch-size", "3"],
-            ["4 x --n-samples-per-prompt 2 = 8 samples", "--global-batch-size 3", "sizes that divide 8: 1, 2, 4 and 8"],
-        ),
-        (
-            ["--num-steps-per-rollout", "3"],
-            ["= 8 samples", "--num-steps-per-rollout 3", "sizes that divide 8: 1, 2, 4 and 8"],
-        ),
-        (
-            ["--num-steps-per-rollout", "2", "--global-batch-size", "8"],
-            ["= 8 samples", "8 x --num-steps-per-rollout 2 = 16"],
-        ),
-        (
-            ["--actor-num-gpus-per-node", "4", "--global-batch-size", "2"],
-            ["--global-batch-size 2", "4 data-parallel ranks"],
-        ),
-        (
-            ["--num-epoch", "1", "--rollout-batch-size", "16"],
-            ["--num-epoch 1 x 10 prompts", "--rollout-batch-size 16"],
-        ),
+        ("--global-batch-size 3", ["4 x --n-samples-per-prompt 2 = 8 samples", "sizes that divide 8: 1, 2, 4 and 8"]),
+        ("--num-steps-per-rollout 3", ["= 8 samples", "sizes that divide 8: 1, 2, 4 and 8"]),
+        ("--num-steps-per-rollout 2 --global-batch-size 8", ["= 8 samples", "8 x --num-steps-per-rollout 2 = 16"]),
+        ("--actor-num-gpus-per-node 4 --global-batch-size 2", ["--global-batch-size 2", "4 data-parallel ranks"]),
+        ("--num-epoch 1 --rollout-batch-size 16", ["--num-epoch 1 x 10 prompts", "--rollout-batch-size 16"]),
     ],
 )
 def test_sizes_come_with_their_arithmetic(
-    good: list[str], flags: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+    good: list[str], flags: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", *good, *flags]) == 2
+    assert cli.main(["plan", *good, *flags.split()]) == 2
     found = messages(capsys)
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found
@@ -162,11 +123,6 @@ def test_mistakes_in_a_file_are_told_with_the_others(
     assert len(messages(capsys)) == 1
     assert cli.main(["data", "check", "x.jsonl", "--config", "/no/run.yaml"]) == 2
     assert len(messages(capsys)) == 1
-
-
-def test_the_template_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["flags", "--template"]) == 0
-    assert "\n#lr: 1e-06\n" in capsys.readouterr().out
 
 
 def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,11 +172,10 @@ def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--rollout-batch-size SIZE" in text
     assert "{rl,sft,reject-sampling,eval}" in text
-
-
-def test_the_help_of_plan_is_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: fusionrl plan ")
+    assert cli.main(["flags", "--template"]) == 0
+    assert "\n#lr: 1e-06\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["flags", "metrics", "flags --template", "--help", "train --help"])

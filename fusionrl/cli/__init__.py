@@ -1,4 +1,4 @@
-"""The command `fusionrl`. Each command is a file of this room; only that of the command given is imported."""
+"""The command `fusionrl`. Only the module of the command that is given is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 
 from fusionrl import __version__
 from fusionrl.base.spelling import closest
@@ -32,20 +32,20 @@ USAGE = """usage: fusionrl COMMAND [flags]
 `fusionrl train --help` and `fusionrl show --help` list the flags."""
 
 
-# Command → the module with its `run(argv) -> exit code`.
+# Command → its function (argv) -> exit code.
 COMMANDS: dict[str, str] = {
-    "train": "fusionrl.cli.train",
-    "plan": "fusionrl.cli.plan",
-    "doctor": "fusionrl.cli.doctor",
-    "show": "fusionrl.cli.show",
-    "view": "fusionrl.cli.view",
-    "timeline": "fusionrl.cli.timeline",
-    "track": "fusionrl.cli.track",
-    "engines": "fusionrl.cli.engines",
-    "data": "fusionrl.cli.data",
-    "flags": "fusionrl.cli.flags",
-    "from-slime": "fusionrl.cli.from_slime",
-    "metrics": "fusionrl.cli.metrics",
+    "train": "fusionrl.cli.train:run",
+    "plan": "fusionrl.cli.plan:run",
+    "doctor": "fusionrl.cli.doctor:run",
+    "show": "fusionrl.observe.show:main",
+    "view": "fusionrl.observe.view.command:main",
+    "timeline": "fusionrl.observe.timeline.command:main",
+    "track": "fusionrl.observe.track.command:main",
+    "engines": "fusionrl.cli.engines:run",
+    "data": "fusionrl.cli.data:run",
+    "flags": "fusionrl.cli.flags:run",
+    "from-slime": "fusionrl.cli.from_slime:run",
+    "metrics": "fusionrl.cli.metrics:run",
 }
 
 
@@ -83,5 +83,5 @@ def _run(args: list[str]) -> int:
         hint = f"; did you mean `fusionrl {close}`?" if close else ""
         print(f"error: unknown command {command!r}{hint}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER
-    exit_code: int = import_module(COMMANDS[command]).run(rest)
+    exit_code: int = resolve_name(COMMANDS[command])(rest)
     return exit_code

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-from pathlib import Path
 from typing import Literal
 
 from fusionrl.base.log_suppression import quiet
@@ -29,7 +29,8 @@ def detect_device(device: str) -> Literal["cpu", "cuda"]:
         count = pynvml.nvmlDeviceGetCount()
         pynvml.nvmlShutdown()
     except ImportError:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False) if _has("nvidia-smi") else None
+        found = shutil.which("nvidia-smi")
+        listed = subprocess.run([found, "-L"], capture_output=True, check=False) if found else None
         count = len(listed.stdout.splitlines()) if listed is not None and listed.returncode == 0 else 0
     except pynvml.NVMLError:
         count = 0
@@ -41,7 +42,3 @@ def detect_device(device: str) -> Literal["cpu", "cuda"]:
     if device == "cuda" and not count:
         raise ValueError("--device cuda: this machine has no NVIDIA GPU; use --device cpu or auto")
     return "cuda" if count else "cpu"
-
-
-def _has(program: str) -> bool:
-    return any(os.access(Path(folder) / program, os.X_OK) for folder in os.get_exec_path())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from collections.abc import Sequence
@@ -39,29 +40,24 @@ def run(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(_USAGE)
         return 0
-    is_json, deep, gold, rest = False, False, None, list[str]()
-    tokens = iter(argv)
-    for token in tokens:
-        flag, separator, value = token.partition("=")
-        if token == "--json":
-            is_json = True
-        elif token == "--deep":
-            deep = True
-        elif flag == "--gold":
-            gold = value if separator else next(tokens, "")
-        else:
-            rest.append(token)
-    if gold is not None and "{label}" not in gold:
-        return refuse([f"--gold {gold}: the form of an answer needs {{label}} in it, such as 'FINAL: {{label}}'"])
+    parser = argparse.ArgumentParser("fusionrl doctor", add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--deep", action="store_true")
+    parser.add_argument("--gold", metavar="FORM")
+    options, rest = parser.parse_known_args(argv)
+    if options.gold is not None and "{label}" not in options.gold:
+        return refuse(
+            [f"--gold {options.gold}: the form of an answer needs {{label}} in it, such as 'FINAL: {{label}}'"]
+        )
     from fusionrl.checks.doctor.examine import Options, examine
     from fusionrl.checks.doctor.findings import has_fault, summary
     from fusionrl.cli.doctor_nodes import cluster_findings
 
     examined = _examined(rest)
-    findings = examine(examined, Options(deep=deep, gold=gold))
+    findings = examine(examined, Options(deep=options.deep, gold=options.gold))
     if not any(finding.check == "ray" and finding.status == "fault" for finding in findings):
         findings += cluster_findings(examined)
-    if is_json:
+    if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:
         for finding in findings:
