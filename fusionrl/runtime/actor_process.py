@@ -96,7 +96,7 @@ class ProcessHardware:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "gpus": [device.inventory().as_json() for device in self._devices],
+            "gpus": [device.inventory() for device in self._devices],
             "bound_to_cpus": list(self.cpus),
         }
 

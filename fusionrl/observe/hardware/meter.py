@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from fusionrl.observe.hardware.nvml import Device, Reading, open_nvml
 from fusionrl.observe.spans import count
 
 EVERY_S = 1.0
+_COMBINED: dict[str, Callable[[list[float]], float]] = {
+    "utilisation": fmean,
+    "power_w": fmean,
+    "memory_used_bytes": max,
+    "temperature_c": max,
+    "ecc_errors": max,
+}
 
 
 class Meter:
@@ -37,7 +44,6 @@ class Meter:
             self.look()
 
     def look(self) -> None:
-        """Look at each GPU now."""
         readings = [device.reading() for device in self._devices]
         with self._lock:
             self._readings += readings
@@ -58,28 +64,16 @@ class Meter:
         return summary(readings)
 
     def close(self) -> None:
-        """End the thread."""
         self._is_over.set()
 
 
 def summary(readings: Sequence[Reading]) -> dict[str, float]:
     """Return the numbers of some readings; what no card supports is left out."""
     values: dict[str, float] = {}
-    busy = [reading.utilisation for reading in readings if reading.utilisation is not None]
-    power = [reading.power_w for reading in readings if reading.power_w is not None]
-    used = [reading.memory_used_bytes for reading in readings if reading.memory_used_bytes is not None]
-    degrees = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
-    errors = [reading.ecc_errors for reading in readings if reading.ecc_errors is not None]
-    if busy:
-        values["utilisation"] = fmean(busy)
-    if power:
-        values["power_w"] = fmean(power)
-    if used:
-        values["memory_used_bytes"] = float(max(used))
-    if degrees:
-        values["temperature_c"] = max(degrees)
-    if errors:
-        values["ecc_errors"] = float(max(errors))
+    for name, combine in _COMBINED.items():
+        known = [float(value) for reading in readings if (value := getattr(reading, name)) is not None]
+        if known:
+            values[name] = combine(known)
     if readings:
         values["slowed"] = fmean(bool(reading.slowed_by) for reading in readings)
     return values

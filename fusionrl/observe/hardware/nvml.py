@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,29 +26,6 @@ _SLOWED_BY = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """Facts of one GPU that do not change in a run.
-
-    memory_bytes  all of its memory
-    num_nvlinks   links that are up
-    cpus          CPUs of its NUMA node
-    """
-
-    name: str
-    uuid: str
-    driver: str
-    memory_bytes: int | None
-    num_nvlinks: int
-    ecc: bool | None
-    cpus: tuple[int, ...]
-    power_limit_w: float | None
-
-    def as_json(self) -> dict[str, object]:
-        """Return it as hardware.json has it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -74,36 +51,31 @@ class Device:
     def __init__(self, nvml: Any, handle: Any, driver: str) -> None:
         self._nvml, self._handle, self._driver = nvml, handle, driver
 
-    def inventory(self) -> Inventory:
-        """Look up what does not change."""
-        nvml, handle = self._nvml, self._handle
+    def inventory(self) -> dict[str, object]:
+        """Return what does not change in a run: name, memory, links that are up, CPUs of its NUMA node, …."""
+        nvml = self._nvml
         ecc, limit = self._ask(nvml.nvmlDeviceGetEccMode), self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
-        links = [ask(nvml, functools.partial(nvml.nvmlDeviceGetNvLinkState, handle, i)) for i in range(_MOST_LINKS)]
-        return Inventory(
-            name=as_text(self._ask(nvml.nvmlDeviceGetName)),
-            uuid=as_text(self._ask(nvml.nvmlDeviceGetUUID)),
-            driver=self._driver,
-            memory_bytes=None if memory is None else int(memory.total),
-            num_nvlinks=sum(link == 1 for link in links),
-            ecc=None if ecc is None else bool(ecc[0]),
-            cpus=self.cpus(),
-            power_limit_w=None if limit is None else limit / 1000,
-        )
+        links = [self._ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_LINKS)]
+        return {
+            "name": as_text(self._ask(nvml.nvmlDeviceGetName)),
+            "uuid": as_text(self._ask(nvml.nvmlDeviceGetUUID)),
+            "driver": self._driver,
+            "memory_bytes": None if memory is None else int(memory.total),
+            "num_nvlinks": sum(link == 1 for link in links),
+            "ecc": None if ecc is None else bool(ecc[0]),
+            "cpus": self.cpus(),
+            "power_limit_w": None if limit is None else limit / 1000,
+        }
 
     def reading(self) -> Reading:
-        """Look at it now."""
-        nvml, handle = self._nvml, self._handle
+        nvml = self._nvml
         busy, memory = self._ask(nvml.nvmlDeviceGetUtilizationRates), self._ask(nvml.nvmlDeviceGetMemoryInfo)
         power = self._ask(nvml.nvmlDeviceGetPowerUsage)
-        temperature = ask(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        temperature = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
-        errors = ask(
-            nvml,
-            lambda: nvml.nvmlDeviceGetTotalEccErrors(
-                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            ),
-        )
+        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        errors = self._ask(nvml.nvmlDeviceGetTotalEccErrors, kind, since)
         return Reading(
             utilisation=None if busy is None else busy.gpu / 100,
             memory_used_bytes=None if memory is None else int(memory.used),
@@ -115,13 +87,12 @@ class Device:
 
     def cpus(self) -> tuple[int, ...]:
         """The numbers of the CPUs of its NUMA node; none where they are unknown."""
-        words = ask(self._nvml, lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, _num_words()))
-        if words is None:
-            return ()
+        num_words = max(1, -(-(os.cpu_count() or 1) // _BITS))
+        words = self._ask(self._nvml.nvmlDeviceGetCpuAffinity, num_words) or ()
         return tuple(_BITS * i + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
 
-    def _ask(self, function: Callable[[Any], T]) -> T | None:
-        return ask(self._nvml, lambda: function(self._handle))
+    def _ask(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return ask(self._nvml, lambda: function(self._handle, *arguments))
 
 
 class Nvml:
@@ -136,19 +107,16 @@ class Nvml:
 
         One that is not there is left out.
         """
-        return [device for name in (self._all() if names is None else names) for device in self._find(name)]
-
-    def _all(self) -> list[str]:
-        return [str(index) for index in range(ask(self._nvml, self._nvml.nvmlDeviceGetCount) or 0)]
-
-    def _find(self, name: str) -> Iterator[Device]:
         nvml = self._nvml
-        if name.isdigit():
-            handle = ask(nvml, lambda: nvml.nvmlDeviceGetHandleByIndex(int(name)))
-        else:
-            handle = ask(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(name))
-        if handle is not None:
-            yield Device(nvml, handle, self.driver)
+        if names is None:
+            names = [str(index) for index in range(ask(nvml, nvml.nvmlDeviceGetCount) or 0)]
+        handles = [
+            ask(nvml, functools.partial(nvml.nvmlDeviceGetHandleByIndex, int(name)))
+            if name.isdigit()
+            else ask(nvml, functools.partial(nvml.nvmlDeviceGetHandleByUUID, name))
+            for name in names
+        ]
+        return [Device(nvml, handle, self.driver) for handle in handles if handle is not None]
 
 
 @functools.cache
@@ -177,8 +145,3 @@ def ask(nvml: Any, function: Callable[[], T]) -> T | None:
 
 def as_text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
-
-
-def _num_words() -> int:
-    """Words of a set of CPUs."""
-    return max(1, -(-(os.cpu_count() or 1) // _BITS))

@@ -71,7 +71,6 @@ def stall_line(
 
 
 def seconds(value: float) -> str:
-    """Seconds as a person reads them."""
     return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
 
 
@@ -107,13 +106,13 @@ def describe_troubles(seen: Sequence[ProcessState]) -> list[str]:
     ]
 
 
-def describe_ranks(seen: Sequence[ProcessState], group: str = "trainer") -> str:
+def describe_ranks(seen: Sequence[ProcessState]) -> str:
     """Who of the ranks waits in a collective, and who did not arrive there; "" where no rank waits in one."""
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     away: defaultdict[str, list[int]] = defaultdict(list)
     for process in seen:
         match = _NUMBERED.match(process.role)
-        if match is None or match["group"] != group:
+        if match is None or match["group"] != "trainer":
             continue
         rank, thread = int(match["number"]), process.thread
         collective = thread.collective if thread is not None else None

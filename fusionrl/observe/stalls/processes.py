@@ -11,20 +11,29 @@ import os
 import re
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from fusionrl.base.stack_signal import ask_for_stacks
-from fusionrl.observe.stalls.stacks import Thread, main_thread, read_stacks
+from fusionrl.observe.stalls.stacks import Thread, read_stacks
 
 ANSWER_S = 1.0
 _PATIENCE_S = 0.5  # a process that has written nothing by then may hold Python's lock
 _QUIET_S = 0.05  # a process whose log has not grown for so long has written all
 _MOST_BYTES = 1 << 20  # of one process
 _POLL_S = 0.01
-_ROLE = re.compile(r"^(?P<role>.+?)(\.a\d+)?\.log$")
-_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a disk or a driver", "Z": "dead"}
+_DEAD = "dead"
+_TROUBLES = {
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "waits for a disk or a driver",
+    psutil.STATUS_ZOMBIE: _DEAD,
+}
 _SAYS_NOTHING = "it has not answered SIGUSR1"
 
 
@@ -47,13 +56,12 @@ class ProcessState:
 
     @property
     def threads(self) -> list[Thread]:
-        """Its threads."""
         return read_stacks(self.stacks)
 
     @property
     def thread(self) -> Thread | None:
-        """Its main thread."""
-        return main_thread(self.threads)
+        """Its main thread: the oldest, which `faulthandler` writes last."""
+        return self.threads[-1] if self.threads else None
 
     def render(self) -> str:
         """Return it as the file in `logs/` has it."""
@@ -64,24 +72,22 @@ class ProcessState:
 def look(logs: Path, answer_s: float = ANSWER_S) -> list[ProcessState]:
     """Return the run's processes on this machine with the folder `logs`, each with its stacks.
 
-    Processes with logs of their own are asked at once; those that share one, one after the other, so that their stacks
-    do not mix. Each has `answer_s` seconds.
+    Those that share a log are asked one after the other, so that their stacks do not mix. Each has `answer_s` seconds.
     """
-    processes = sorted(_processes(logs))
-    stacks: dict[int, str] = {}
-    rounds: list[dict[Path, int]] = []
-    for log, pid in processes:
-        free = next((batch for batch in rounds if log not in batch), None)
-        if free is None:
-            rounds.append(free := {})
-        free[log] = pid
-    for batch in rounds:
-        stacks |= _ask(batch, answer_s)
-    host = socket.gethostname()
-    return [
-        ProcessState(_role(log), pid, host, _title(pid), _STATES.get(_state(pid), ""), stacks.get(pid, ""))
-        for log, pid in processes
-    ]
+    by_log: dict[Path, list[int]] = defaultdict(list)
+    for log, pid in sorted(_processes(logs)):
+        by_log[log].append(pid)
+
+    def ask(log: Path) -> list[ProcessState]:
+        role = re.sub(r"(\.a\d+)?\.log$", "", log.name)
+        states = []
+        for pid in by_log[log]:
+            stacks = _ask(log, pid, answer_s)
+            states.append(ProcessState(role, pid, socket.gethostname(), *_examine(pid), stacks))
+        return states
+
+    with ThreadPoolExecutor(max(1, len(by_log))) as pool:
+        return [state for states in pool.map(ask, by_log) for state in states]
 
 
 def _processes(logs: Path) -> Iterable[tuple[Path, int]]:
@@ -89,16 +95,16 @@ def _processes(logs: Path) -> Iterable[tuple[Path, int]]:
     folder = logs.resolve()
     parents: dict[int, int] = {}
     logs_by_pid: dict[int, Path] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for pid in psutil.pids():
         try:
-            parents[int(entry.name)] = int(_stat(int(entry.name))[1])
-            log = Path(os.readlink(entry / "fd" / "2"))
-        except (OSError, IndexError):  # it has ended, or is another user's
+            parents[pid] = psutil.Process(pid).ppid()
+            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+        except (OSError, psutil.Error):  # it has ended, or is another user's
             continue
         if log.parent == folder and log.suffix == ".log":
-            logs_by_pid[int(entry.name)] = log
+            logs_by_pid[pid] = log
+    parents.pop(os.getpid(), None)
+    logs_by_pid.pop(os.getpid(), None)
     for pid in parents:
         above: int | None = pid
         while above is not None and above not in logs_by_pid:
@@ -107,25 +113,23 @@ def _processes(logs: Path) -> Iterable[tuple[Path, int]]:
             yield logs_by_pid[above], pid
 
 
-def _ask(processes: dict[Path, int], answer_s: float) -> dict[int, str]:
-    """Ask one process of each log for its stacks; return what those wrote that answered."""
-    before = {log: _size(log) for log in processes}
-    pending = {log for log, pid in processes.items() if _state(pid) not in "TtZ" and ask_for_stacks(pid)}
-    sizes, grown = dict(before), dict.fromkeys(processes, 0.0)
-    deadline = time.monotonic() + answer_s
-    forced_at = time.monotonic() + _PATIENCE_S
-    while pending and (now := time.monotonic()) < deadline:
-        if now > forced_at:
-            for log in (log for log in pending if not grown[log]):
-                ask_for_stacks(processes[log], is_forced=True)
-            forced_at = deadline
-        for log in list(pending):
-            if (size := _size(log)) > sizes[log]:
-                sizes[log], grown[log] = size, now
-            elif grown[log] and now - grown[log] > _QUIET_S:
-                pending.remove(log)
+def _ask(log: Path, pid: int, answer_s: float) -> str:
+    """Ask a process for its stacks; return those that it wrote into its log, "" where it did not answer."""
+    start = size = _size(log)
+    trouble = _examine(pid)[1]
+    if trouble == _DEAD or trouble.startswith("stopped") or not ask_for_stacks(pid):
+        return ""
+    begun = grown = time.monotonic()
+    is_forced = False
+    while (now := time.monotonic()) < begun + answer_s:
+        if (new_size := _size(log)) > size:
+            size, grown = new_size, now
+        elif size > start and now - grown > _QUIET_S:
+            break
+        elif size == start and not is_forced and now - begun > _PATIENCE_S:
+            is_forced = ask_for_stacks(pid, is_forced=True)
         time.sleep(_POLL_S)
-    return {pid: _read(log, before[log]) for log, pid in processes.items() if sizes[log] > before[log]}
+    return _read(log, start) if size > start else ""
 
 
 def _read(log: Path, start: int) -> str:
@@ -146,26 +150,9 @@ def _size(log: Path) -> int:
         return 0
 
 
-def _role(log: Path) -> str:
-    match = _ROLE.match(log.name)
-    return match["role"] if match else log.name
-
-
-def _state(pid: int) -> str:
-    """The letter of its state, as `ps` shows it; "Z" for one that is gone."""
+def _examine(pid: int) -> tuple[str, str]:
     try:
-        return _stat(pid)[0]
-    except (OSError, IndexError):
-        return "Z"
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, …: the fields of /proc/<pid>/stat behind the name."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
-    except OSError:
-        return ""
+        process = psutil.Process(pid)
+        return " ".join(process.cmdline())[:200], _TROUBLES.get(process.status(), "")
+    except psutil.Error:
+        return "", _DEAD

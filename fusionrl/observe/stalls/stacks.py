@@ -32,8 +32,6 @@ def _file_of_package(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
-
     file: str
     line: int
     function: str
@@ -73,14 +71,9 @@ class Thread:
                 return None
             for file, name in _COLLECTIVES:
                 if frame.file.endswith(file):
-                    return name or _outermost(self.frames, file)
+                    # The function that was called from without: "all_reduce", and not what it calls.
+                    return name or [inner.function for inner in self.frames if inner.file.endswith(file)][-1]
         return None
-
-
-def _outermost(frames: tuple[Frame, ...], file: str) -> str:
-    """The function of `file` that was called from without: "all_reduce", and not what it calls."""
-    inside = [frame.function for frame in frames if frame.file.endswith(file)]
-    return inside[-1]
 
 
 def read_stacks(text: str) -> list[Thread]:
@@ -91,13 +84,8 @@ def read_stacks(text: str) -> list[Thread]:
             threads.append([])
         elif threads and (match := _FRAME.match(line)):
             threads[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
-    return [Thread(tuple(frames)) for frames in threads if not any(_answers(frame) for frame in frames)]
-
-
-def _answers(frame: Frame) -> bool:
-    return _file_of_package(frame.file) == "base/stack_signal.py"
-
-
-def main_thread(threads: list[Thread]) -> Thread | None:
-    """Return the main thread: it is the oldest, which `faulthandler` writes last."""
-    return threads[-1] if threads else None
+    return [
+        Thread(tuple(frames))
+        for frames in threads
+        if not any(_file_of_package(frame.file) == "base/stack_signal.py" for frame in frames)
+    ]

@@ -65,10 +65,12 @@ class StallClock:
         phase   the innermost phase of now; None: none
         lasted  name of a phase → seconds of those that have ended
         """
+        usual_s = median(times) if phase is not None and (times := lasted.get(phase.name)) else None
         if phase != self._phase:
-            over = self._over(now)
-            self._begin(phase, lasted)
-            return over
+            before, was_reported = self._phase, self._number > 0
+            self._phase, self._number = phase, 0
+            self._next_s = FACTOR * self._floor_s if usual_s is None else max(self._floor_s, FACTOR * usual_s)
+            return EndedPhase(before.name, now - before.since) if before is not None and was_reported else None
         if phase is None:
             return None
         seconds = now - phase.since
@@ -77,18 +79,4 @@ class StallClock:
             return None
         self._number += 1
         self._next_s = 2 * seconds
-        return LatePhase(phase.name, seconds, _usual(lasted.get(phase.name, ())), self._number, is_last)
-
-    def _begin(self, phase: Phase | None, lasted: Mapping[str, Sequence[float]]) -> None:
-        self._phase, self._number = phase, 0
-        usual_s = None if phase is None else _usual(lasted.get(phase.name, ()))
-        self._next_s = FACTOR * self._floor_s if usual_s is None else max(self._floor_s, FACTOR * usual_s)
-
-    def _over(self, now: float) -> EndedPhase | None:
-        if self._phase is None or not self._number:
-            return None
-        return EndedPhase(self._phase.name, now - self._phase.since)
-
-
-def _usual(lasted: Sequence[float]) -> float | None:
-    return median(lasted) if lasted else None
+        return LatePhase(phase.name, seconds, usual_s, self._number, is_last)
