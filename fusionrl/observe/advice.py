@@ -322,7 +322,6 @@ def describe(sample: Glimpse) -> str:
 
 
 def show_command(run: str, step: int) -> str:
-    """The command that shows the samples of a step."""
     return f"fusionrl show {shlex.quote(run)} --step {step}"
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fusionrl.base.plurals import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ TIMES = (("generate", "perf/time_generate_s"), ("train", "perf/time_train_s"), (
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, MUTED, GRID = "#222222", "#6B6B6B", "#E6E6E6"
 
-_STYLE = {
+_STYLE: Any = {
     "font.size": 10.0,
     "axes.edgecolor": "#B0B0B0",
     "axes.linewidth": 0.8,
@@ -33,10 +34,6 @@ _STYLE = {
     "axes.titlecolor": INK,
     "axes.titlelocation": "left",
     "axes.titlepad": 10.0,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 9.0,
-    "ytick.labelsize": 9.0,
     "legend.frameon": False,
     "legend.fontsize": 9.0,
     "legend.labelcolor": MUTED,
@@ -46,11 +43,17 @@ _STYLE = {
     "grid.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
     "savefig.facecolor": "white",
+}
+for _axis in ("xtick", "ytick"):
+    _STYLE |= {f"{_axis}.color": MUTED, f"{_axis}.labelsize": 9.0, f"{_axis}.major.size": 0, f"{_axis}.minor.size": 0}
+
+# Charts of one metric: title, unit, colour.
+_CHARTS = {
+    REWARD: ("Reward", "mean raw reward of a rollout", COLORS[0]),
+    LOSS: ("Loss", "training loss", COLORS[0]),
+    MISMATCH: ("Trainer against engine", "mean |Δ log-prob|, nats per token", COLORS[3]),
+    TOKENS: ("Throughput", "tokens per second", COLORS[2]),
 }
 
 
@@ -65,8 +68,8 @@ def series(metrics: Metrics, key: str) -> Series:
     return steps, values
 
 
-def smooth(steps: Sequence[int], values: Sequence[float], span: float | None = None) -> list[float]:
-    """A Gaussian average over steps of deviation `span` (default: 3 % of the range, at least 1 step).
+def smooth(steps: Sequence[int], values: Sequence[float]) -> list[float]:
+    """A Gaussian average over steps of deviation 3 % of the range, at least 1 step.
 
     Centred, so it does not lag behind as an exponential average does; its weights are normalised at each
     step, so neither gaps nor the ends bend it.
@@ -76,7 +79,7 @@ def smooth(steps: Sequence[int], values: Sequence[float], span: float | None = N
     if len(values) < 3:
         return list(values)
     at, known = np.asarray(steps, float), np.asarray(values, float)
-    width = span if span is not None else max(0.03 * (at[-1] - at[0]), 1.0)
+    width = max(0.03 * (at[-1] - at[0]), 1.0)
     # Row by row: a run of 100,000 steps has no room for all the weights at once.
     smoothed = []
     for step in at:
@@ -91,17 +94,28 @@ def draw_curves(metrics: Metrics, out: Path, title: str) -> Path:
 
     `metrics` is what `read_metrics` returns. Raises ValueError if no known key has a single finite value.
     """
-    charts = [chart for has, chart in _charts() if has(metrics)]
-    if not charts:
+    import matplotlib
+
+    has_times = any(series(metrics, key)[0] for _, key in TIMES)
+    charts: list[tuple[object, Callable[[Axes, Metrics], None]]] = [
+        (series(metrics, REWARD)[0], _draw_metric(REWARD)),
+        (_accuracy_keys(metrics), _draw_accuracy),
+        (series(metrics, LOSS)[0], _draw_metric(LOSS)),
+        (series(metrics, MISMATCH)[0], _draw_metric(MISMATCH)),
+        (has_times, _draw_times),
+        (series(metrics, TOKENS)[0], _draw_metric(TOKENS)),
+    ]
+    draws = [draw for has_values, draw in charts if has_values]
+    if not draws:
         raise ValueError(
             f"nothing to draw for {title!r}: none of {REWARD}, eval/*/accuracy, {LOSS}, {MISMATCH}, "
             "perf/time_*_s has a value; did the run finish a step?"
         )
-    figure, axes = _figure(len(charts), title, _subtitle(metrics))
-    with _style():
-        for axis, chart in zip(axes, charts, strict=True):
-            chart(axis, metrics)
-    return _save(figure, out)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(len(draws), title, _subtitle(metrics))
+        for axis, draw in zip(axes, draws, strict=True):
+            draw(axis, metrics)
+        return _save(figure, out)
 
 
 def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
@@ -109,54 +123,41 @@ def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
 
     Raises ValueError if none of the runs has a finite value of `key`.
     """
+    import matplotlib
+
     drawn = {name: curve for name, metrics in runs.items() if (curve := series(metrics, key))[0]}
     if not drawn:
         raise ValueError(f"none of the runs {', '.join(runs)} has a value of {key!r}")
-    figure, (axis,) = _figure(1)
-    with _style():
+    with matplotlib.rc_context(_STYLE):
+        figure, (axis,) = _figure(1)
         for index, (name, (steps, values)) in enumerate(drawn.items()):
             _line(axis, steps, values, COLORS[index % len(COLORS)], name, "-" if index < len(COLORS) else "--")
         _label_axis(axis, key, _unit(key))
         if key == MISMATCH:
             _logarithmic(axis, [value for _, values in drawn.values() for value in values])
         axis.legend(loc="best")
-    return _save(figure, out)
+        return _save(figure, out)
 
 
 # ---- charts ------------------------------------------------------------------------------------------------
 
 
-def _charts() -> list[tuple[Callable[[Metrics], bool], Callable[[Axes, Metrics], None]]]:
-    def has(key: str) -> Callable[[Metrics], bool]:
-        return lambda metrics: bool(series(metrics, key)[0])
+def _draw_metric(key: str) -> Callable[[Axes, Metrics], None]:
+    title, unit, color = _CHARTS[key]
 
-    return [
-        (has(REWARD), _draw_reward),
-        (lambda metrics: bool(_accuracy_keys(metrics)), _draw_accuracy),
-        (has(LOSS), _draw_loss),
-        (has(MISMATCH), _draw_mismatch),
-        (lambda metrics: any(has(key)(metrics) for _, key in TIMES), _draw_times),
-        (has(TOKENS), _draw_tokens),
-    ]
+    def draw(axis: Axes, metrics: Metrics) -> None:
+        from matplotlib.ticker import EngFormatter
 
+        steps, values = series(metrics, key)
+        _line(axis, steps, values, color)
+        if key == MISMATCH:
+            _logarithmic(axis, values)
+        elif key == TOKENS:
+            axis.set_ylim(bottom=0)
+            axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+        _label_axis(axis, title, unit)
 
-def _draw_reward(axis: Axes, metrics: Metrics) -> None:
-    _line(axis, *series(metrics, REWARD), COLORS[0])
-    _label_axis(axis, "Reward", "mean raw reward of a rollout")
-
-
-def _draw_loss(axis: Axes, metrics: Metrics) -> None:
-    _line(axis, *series(metrics, LOSS), COLORS[0])
-    _label_axis(axis, "Loss", "training loss")
-
-
-def _draw_tokens(axis: Axes, metrics: Metrics) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    _line(axis, *series(metrics, TOKENS), COLORS[2])
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _label_axis(axis, "Throughput", "tokens per second")
+    return draw
 
 
 def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:
@@ -168,40 +169,19 @@ def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:
     names = [key for key in _accuracy_keys(metrics) if key != ACCURACY]
     for index, key in enumerate(names):
         steps, values = series(metrics, key)
-        axis.plot(
-            steps,
-            values,
-            color=COLORS[(index + 1) % len(COLORS)],
-            linewidth=1.8,
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            label=f"eval: {key.split('/', 1)[1].removesuffix('/accuracy')}",
-            zorder=3,
-        )
+        label = f"eval: {key.removeprefix('eval/').removesuffix('/accuracy')}"
+        look: dict[str, Any] = {"linewidth": 1.8, "markersize": 5, "markeredgecolor": "white", "zorder": 3}
+        axis.plot(steps, values, "o-", color=COLORS[(index + 1) % len(COLORS)], label=label, **look)
     axis.set_ylim(0, _headroom(axis.get_ylim()[1]))
     axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
     axis.legend(loc="best")
     _label_axis(axis, "Accuracy", "share of correct answers")
 
 
-def _draw_mismatch(axis: Axes, metrics: Metrics) -> None:
-    steps, values = series(metrics, MISMATCH)
-    _line(axis, steps, values, COLORS[3])
-    _logarithmic(axis, values)
-    _label_axis(axis, "Trainer against engine", "mean |Δ log-prob|, nats per token")
-
-
 def _draw_times(axis: Axes, metrics: Metrics) -> None:
     known = {name: dict(zip(*series(metrics, key), strict=True)) for name, key in TIMES}
     known = {name: times for name, times in known.items() if times}
     _label_axis(axis, "Time of a step", "seconds")
-    if len(known) == 1:
-        ((name, times),) = known.items()
-        _line(axis, list(times), list(times.values()), COLORS[4], name)
-        axis.set_ylim(0, _headroom(max(times.values()), cap=None) * 1.12)
-        axis.legend(loc="upper left")
-        return
     steps = sorted(set().union(*known.values()))
     colors = dict(zip((name for name, _ in TIMES), ("#5B9BC8", "#E08A4A", "#8C8C8C"), strict=True))
     heights = [[times.get(step, 0.0) for step in steps] for times in known.values()]
@@ -221,12 +201,8 @@ def _draw_times(axis: Axes, metrics: Metrics) -> None:
 
 
 def _accuracy_keys(metrics: Metrics) -> list[str]:
-    keys = {
-        key
-        for line in metrics
-        for key in line
-        if key == ACCURACY or (key.startswith("eval/") and key.endswith("/accuracy"))
-    }
+    names = {key for line in metrics for key in line}
+    keys = [key for key in names if key == ACCURACY or (key.startswith("eval/") and key.endswith("/accuracy"))]
     return sorted(key for key in keys if series(metrics, key)[0])
 
 
@@ -274,15 +250,11 @@ def _label_axis(axis: Axes, title: str, unit: str) -> None:
 
 
 def _unit(key: str) -> str:
-    known = {
-        REWARD: "mean raw reward",
-        LOSS: "training loss",
-        MISMATCH: "mean |Δ log-prob|, nats per token",
-        TOKENS: "tokens per second",
-    }
+    if key in _CHARTS:
+        return _CHARTS[key][1]
     if key.endswith("accuracy"):
         return "share of correct answers"
-    return known.get(key, "seconds" if key.endswith("_s") else key.rsplit("/", 1)[-1])
+    return "seconds" if key.endswith("_s") else key.rsplit("/", 1)[-1]
 
 
 def _share(row: list[float], heights: list[list[float]]) -> str:
@@ -304,14 +276,8 @@ def _subtitle(metrics: Metrics) -> str:
         parts.append(f"{len(attempts)} attempts")
     nonfinite = sum(1 for line in metrics if line.get("nonfinite"))
     if nonfinite:
-        parts.append(f"{nonfinite} step{'s' if nonfinite > 1 else ''} with NaN or infinite values")
+        parts.append(f"{counted(nonfinite, 'step')} with NaN or infinite values")
     return "   ·   ".join(parts)
-
-
-def _style() -> AbstractContextManager[None]:
-    import matplotlib
-
-    return matplotlib.rc_context(_STYLE)  # type: ignore[arg-type]
 
 
 def _figure(count: int, title: str = "", subtitle: str = "") -> tuple[Figure, list[Axes]]:
@@ -324,29 +290,23 @@ def _figure(count: int, title: str = "", subtitle: str = "") -> tuple[Figure, li
     rows = -(-count // columns)
     head = 0.75 if title else 0.0  # inches
     height = 3.6 * rows + head
-    with _style():
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, rect=(0, 0, 1, 1 - head / height))
-        figure = Figure(figsize=(7.2 if columns == 1 else 11.5, height), dpi=130, layout=layout)
-        FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(rows, columns, wspace=0.08, hspace=0.1)
-        axes = []
-        for index in range(count):
-            last_alone = columns == 2 and index == count - 1 and count % 2 == 1
-            place = grid[index // columns, :] if last_alone else grid[index // columns, index % columns]
-            axes.append(figure.add_subplot(place))
-        left = 0.16 / figure.get_size_inches()[0]
-        for text, down, size, color in ((title, 0.16, 15, INK), (subtitle, 0.46, 10, MUTED)):
-            weight = "bold" if color == INK else "normal"
-            # A title is the user's text; a '$' in it starts no formula.
-            figure.text(left, 1 - down / height, text, fontsize=size, color=color, weight=weight, va="top",
-                        parse_math=False)  # fmt: skip
-    return figure, axes
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, rect=(0, 0, 1, 1 - head / height))
+    figure = Figure(figsize=(7.2 if columns == 1 else 11.5, height), dpi=130, layout=layout)
+    FigureCanvasAgg(figure)
+    cells = [*range(count), *[count - 1] * (columns == 2 and count % 2)]  # the last chart alone takes its row
+    mosaic = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    axes = figure.subplot_mosaic(mosaic, gridspec_kw={"wspace": 0.08, "hspace": 0.1})
+    left = 0.16 / figure.get_size_inches()[0]
+    for text, down, size, color in ((title, 0.16, 15, INK), (subtitle, 0.46, 10, MUTED)):
+        weight = "bold" if color == INK else "normal"
+        # A title is the user's text; a '$' in it starts no formula.
+        figure.text(left, 1 - down / height, text, fontsize=size, color=color, weight=weight, va="top",
+                    parse_math=False)  # fmt: skip
+    return figure, [axes[chart] for chart in range(count)]
 
 
 def _save(figure: Figure, out: Path) -> Path:
-    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _style():
-        figure.align_ylabels()
-        figure.savefig(out, format="png")
+    figure.align_ylabels()
+    figure.savefig(out, format="png")
     return out

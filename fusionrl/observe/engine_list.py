@@ -12,8 +12,7 @@ import ipaddress
 import json
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict
 from urllib.parse import urlsplit
@@ -95,7 +94,6 @@ def remove_wanted(run_dir: Path, urls: Sequence[str]) -> list[str]:
 
 
 def write_states(run_dir: Path, states: Sequence[EngineState]) -> None:
-    """Write what has become of the engines."""
     write_atomically(run_dir / STATES, json.dumps(states, indent=1) + "\n")
 
 
@@ -109,18 +107,11 @@ def read_states(run_dir: Path) -> list[EngineState]:
 
 
 def _change(run_dir: Path, change: Callable[[str], str]) -> None:
-    with _locked(run_dir):
-        path = run_dir / WANTED
+    path = run_dir / WANTED
+    with (run_dir / ".engines.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two that change the list at a time, none is lost
         mode = path.stat().st_mode if path.exists() else None
         before = path.read_text(encoding="utf-8") if mode is not None else ""
         write_atomically(path, change(before))
         if mode is not None:
             path.chmod(stat.S_IMODE(mode))  # a group that could write it still can
-
-
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock for changes of the list: of two that change it at a time, none is lost."""
-    with (run_dir / ".engines.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -7,14 +7,12 @@ import enum
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import orjson
 
 Scalar = float | int | str | bool | None
-
-
 _PLAIN = frozenset((type(None), bool, int, str))  # JSON has them as they are
 
 
@@ -41,12 +39,9 @@ def to_jsonable(value: object) -> object:
     """
     if type(value) in _PLAIN:  # most values
         return value
-    if isinstance(value, str):
-        # A str-valued Enum is a str too; its value is what a reader expects.
-        return value.value if isinstance(value, enum.Enum) else value
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum):  # before str: a str-valued Enum is a str, too
         return to_jsonable(value.value)
-    if isinstance(value, int):
+    if isinstance(value, str | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
@@ -72,24 +67,33 @@ def _key(key: object) -> str:
 
 
 def json_line(row: Mapping[str, object]) -> bytes:
-    """`row` as one line of strict JSON in UTF-8, newline included; NaN and infinities are null.
+    """`row` as one line of strict JSON in UTF-8, newline included."""
+    return to_json(row) + b"\n"
+
+
+def to_json(value: object) -> bytes:
+    """`value` as strict JSON in UTF-8; NaN and infinities are null.
 
     Numbers of an array have as many digits as tell them from others of its type: those of a float32 array are read back
     exactly where they are read as float32.
     """
     try:
         # Arrays are written as they stand: as lists, a long sample's numbers take thirty times as long.
-        return orjson.dumps(row, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # a key that is not a string, an integer of more than 64 bits, half a surrogate pair
-        text = json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8", "backslashreplace") + b"\n"
+        return orjson.dumps(value, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # an integer of more than 64 bits, half a surrogate pair
+        text = json.dumps(to_jsonable(value), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8", "backslashreplace")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under a temporary name next to `path`, then rename: a reader never sees half a file."""
+def write_atomically(path: Path, content: str | Iterable[bytes]) -> None:
+    """Write a text, or parts of one, under a temporary name next to `path`, then rename: a reader never sees half a
+    file, and an error leaves none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.writelines([content.encode()] if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -14,31 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 LIBRARIES = (
-    "ray",
-    "httpx",
-    "httpcore",
-    "urllib3",
-    "asyncio",
-    "aiohttp",
-    "uvicorn",
-    "filelock",
-    "fsspec",
-    "megatron",
-    "transformers",
-    "datasets",
-    "huggingface_hub",
-    "sglang",
-    "sglang_router",
-    "torch",
-    "torchao",
-    "matplotlib",
-    "PIL",
-    "numexpr",
-    "py.warnings",
+    *("ray", "httpx", "httpcore", "urllib3", "asyncio", "aiohttp", "uvicorn", "filelock", "fsspec", "numexpr"),
+    *("megatron", "transformers", "datasets", "huggingface_hub", "sglang", "sglang_router", "torch", "torchao"),
+    *("matplotlib", "PIL", "py.warnings"),
 )
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-_OURS = "_fusionrl_handler"
+_handlers: list[logging.Handler] = []  # those of the last `setup_logging`
 
 
 def setup_logging(
@@ -60,25 +42,24 @@ def setup_logging(
         raise ValueError(f"--log-level {level!r} is unknown; choose one of {', '.join(LEVELS)}")
     number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if getattr(handler, _OURS, False)]:
+    while _handlers:
+        handler = _handlers.pop()
         root.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = []
     if terminal:
-        shown_on: logging.Handler = _ConsoleHandler(_Console(console)) if console else logging.StreamHandler(sys.stderr)
+        shown_on: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
         shown_on.setFormatter(_TerminalFormatter(role))
         if console or file is not None:  # else stderr is a log, and what is left out of it would be nowhere
             shown_on.addFilter(_worth_the_terminal)
-        handlers.append(shown_on)
+        _handlers.append(shown_on)
     if file is not None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         to_file = _LogFile(file, mode="a", encoding="utf-8", delay=True)
         # A role is the user's text and may hold a '%'.
         escaped_role = role.replace("%", "%%")
         to_file.setFormatter(logging.Formatter(f"%(asctime)s {escaped_role} %(levelname)s %(name)s: %(message)s"))
-        handlers.append(to_file)
-    for handler in handlers:
-        setattr(handler, _OURS, True)
+        _handlers.append(to_file)
+    for handler in _handlers:
         root.addHandler(handler)
     root.setLevel(number)
     logging.captureWarnings(True)
@@ -142,21 +123,6 @@ class _TerminalFormatter(logging.Formatter):
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         return f"{self.formatTime(record, self.datefmt)} {self._role}  {level}{record.message}"
 
-    def usesTime(self) -> bool:
-        return True
-
-
-class _Console:
-    """A stream that hands each line to a function; `StreamHandler` writes to it."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show = show
-
-    def write(self, text: str) -> None:
-        self._show(text)
-
-    def flush(self) -> None: ...
-
 
 class _LogFile(logging.FileHandler):
     """Leaves out what a full disk has no room for, without a traceback for each record."""
@@ -170,7 +136,13 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-class _ConsoleHandler(logging.StreamHandler[_Console]):
-    """Hands formatted lines to a function."""
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
 
-    terminator = ""
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(self.format(record))
+        except Exception:  # as of every handler: a record that cannot be shown ends nothing
+            self.handleError(record)

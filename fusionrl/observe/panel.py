@@ -47,7 +47,11 @@ ASCII = Glyphs("_.:-=+*#", "-", "#", ".", "#=-", "|/-\\", "-", "~")
 
 @dataclass
 class State:
-    """All values that the display shows. Times in seconds; `values` are the latest, the histories one per step."""
+    """All that the display shows. Times in seconds; the histories have a value a step.
+
+    values  the latest, by name: reward, accuracy, loss, tokens_per_s, mismatch, staleness, staleness_max, in_flight,
+            ready, engines_idle, trainers_idle, time_generate_s, time_train_s, time_sync_s, eval_accuracy
+    """
 
     mode: str
     total_steps: int
@@ -170,8 +174,11 @@ class Panel:
         color = console.color_system is not None and not console.no_color
         look = _Look(glyphs, color, max(min(options.max_width - 1, MAX_WIDTH), 1))
         state = self.state
-        lines = [_title(state, look), _step(state, look), _headline(state, look), _accuracy(state), _speed(state)]
-        lines += [_staleness(state), _in_flight(state), _time(state, look), _status(state, look)]
+        hidden = set() if "reward" in state.values else {"loss"}  # which the headline has
+        hidden |= set() if "in_flight" in state.values else _AHEAD
+        values = {name: value for name, value in state.values.items() if name not in hidden}
+        lines = [_title(state, look), _step(state, look), _headline(state, look)]
+        lines += [*(_row(values, row) for row in _ROWS), _time(state, look), _status(state, look)]
         for line in filter(None, lines):
             yield _join(line, look)
         yield Text("")
@@ -232,39 +239,28 @@ def _headline(state: State, look: _Look) -> list[Piece]:
     return pieces
 
 
-def _accuracy(state: State) -> list[Piece]:
-    return _row(state.values, ("accuracy", "accuracy", percent), ("eval", "eval_accuracy", percent))
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
 
 
-def _speed(state: State) -> list[Piece]:
-    loss = [("loss", "loss", number)] if "reward" in state.values else []  # else the headline shows it
-    return _row(state.values, ("tokens/s", "tokens_per_s", rate), *loss, ("mismatch", "mismatch", number))
+# Rows of (name, key, format); the first known one is the label of its line.
+Row = tuple[tuple[str, str, Callable[[float], str]], ...]
+_ROWS: tuple[Row, ...] = (
+    (("accuracy", "accuracy", percent), ("eval", "eval_accuracy", percent)),
+    (("tokens/s", "tokens_per_s", rate), ("loss", "loss", number), ("mismatch", "mismatch", number)),
+    (("staleness", "staleness", number), ("max", "staleness_max", _whole)),
+    (
+        *(("in flight", "in_flight", _whole), ("ready", "ready", _whole)),
+        *(("engines idle", "engines_idle", percent), ("trainers idle", "trainers_idle", percent)),
+    ),
+)
+# Values that tell something only where rollouts run ahead of training.
+_AHEAD = {"staleness", "staleness_max", "ready", "engines_idle", "trainers_idle"}
 
 
-def _row(values: Mapping[str, float], *columns: tuple[str, str, Callable[[float], str]]) -> list[Piece]:
-    """Return the known ones of (name, key, format), the first as the label of the line."""
-    texts = [(name, form(values[key])) for name, key, form in columns if key in values]
+def _row(values: Mapping[str, float], row: Row) -> list[Piece]:
+    texts = [(name, form(values[key])) for name, key, form in row if key in values]
     return [*_label(*texts[0]), *((f"{name} {text}   ", "") for name, text in texts[1:])] if texts else []
-
-
-def _staleness(state: State) -> list[Piece]:
-    """Show how old the tokens are; nothing where one rollout comes after the other."""
-    values = state.values
-    if "in_flight" not in values or "staleness" not in values:
-        return []
-    pieces = _label("staleness", number(values["staleness"]))
-    return pieces + ([(f"max {values['staleness_max']:.0f}", "")] if "staleness_max" in values else [])
-
-
-def _in_flight(state: State) -> list[Piece]:
-    """Show what runs ahead of training, and who has nothing to do."""
-    values = state.values
-    if "in_flight" not in values:
-        return []
-    pieces = _label("in flight", f"{values['in_flight']:.0f}")
-    pieces += [(f"ready {values['ready']:.0f}   ", "")] if "ready" in values else []
-    idle = [(name, f"{name}s_idle") for name in ("engine", "trainer")]
-    return pieces + [(f"{name}s idle {percent(values[key])}   ", "") for name, key in idle if key in values]
 
 
 def _time(state: State, look: _Look) -> list[Piece]:

@@ -27,24 +27,6 @@ from rich.text import Text
 from fusionrl.observe.panel import Panel, State, compact
 from fusionrl.observe.safe_text import visible
 
-VALUE_KEYS = (
-    "reward",
-    "accuracy",
-    "loss",
-    "tokens_per_s",
-    "mismatch",
-    "staleness",
-    "staleness_max",
-    "in_flight",
-    "ready",
-    "engines_idle",
-    "trainers_idle",
-    "time_generate_s",
-    "time_train_s",
-    "time_sync_s",
-    "eval_accuracy",
-)
-
 _STEPS_AVERAGED = 10
 
 
@@ -57,22 +39,21 @@ class Progress:
         mode: str,
         stream: TextIO | None = None,
         *,
-        first_step: int = 0,
         refresh_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         is_live: bool = True,
     ) -> None:
         """Start the clock.
 
-        `stream` defaults to stderr. `first_step` is the number of steps an earlier attempt finished. A panel
-        is redrawn every `refresh_s` seconds so that its clock runs during a long step; 0 draws on updates
-        only. Without `is_live` there are lines, no panel, also on a terminal, where a debugger may ask.
+        `stream` defaults to stderr. A panel is redrawn every `refresh_s` seconds so that its clock runs during a long
+        step; 0 draws on updates only. Without `is_live` there are lines, no panel, also on a terminal, where a debugger
+        may ask.
         """
         stream = sys.stderr if stream is None else stream
         self._output = _Output(stream)
         self._clock = clock
         self._started = self._last_step_at = self._status_since = clock()
-        self._state = State(mode=mode, total_steps=total_steps, step=first_step)
+        self._state = State(mode=mode, total_steps=total_steps)
         self._durations: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._timed = False
         self._logged: set[str] = set()  # texts of `status` in a log file
@@ -93,14 +74,11 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Report that `step` steps (of `total_steps`) are finished, with any of `VALUE_KEYS` known by now.
+        """Report that `step` steps (of `total_steps`) are finished, with values by the names that the panel shows.
 
-        Shares (accuracy) are in 0..1, times in seconds. A second update of the same step, such as its
-        evaluation, adds to the first. Raises ValueError for a key that the display does not know.
+        Shares (accuracy) are in 0..1, times in seconds. A second update of the same step, such as its evaluation, adds
+        to the first.
         """
-        unknown = sorted(set(values) - set(VALUE_KEYS))
-        if unknown:
-            raise ValueError(f"progress values {unknown} are unknown; known are {', '.join(VALUE_KEYS)}")
         numbers = {key: float(value) for key, value in values.items() if value is not None}
         with self._lock:
             self._measure(step, numbers)

@@ -58,7 +58,7 @@ class RunDir:
         self._lock.acquire()
         try:
             _refuse_content(self.path, resume)
-            _refuse_links(self.path)
+            self.attempt = next_attempt(self.path)
         except ValueError:
             self._lock.release()
             raise
@@ -67,7 +67,6 @@ class RunDir:
         self.rollouts, self.checkpoints, self.logs = (self.path / name for name in SUB_FOLDERS)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
-        self.attempt = next_attempt(self.path)
 
     @staticmethod
     def check(path: Path, resume: bool) -> None:
@@ -76,7 +75,6 @@ class RunDir:
         if path.is_dir():
             _Lock(path / LOCK_FILE).check()
             _refuse_content(path, resume)
-            _refuse_links(path)
 
     def write_config(self, config: Mapping[str, object]) -> Path:
         """Write the resolved configuration, less passwords in URLs, and return the file that holds it.
@@ -113,20 +111,21 @@ class RunDir:
 
 def is_running(path: Path) -> bool:
     """Return whether a live process, or one of another machine, which cannot be asked, holds a run's folder."""
-    try:
-        holder = _parse((path / LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return False
+    holder = _holder(path)
     return holder is not None and (holder.get("host") != socket.gethostname() or _alive(holder))
 
 
 def other_host(path: Path) -> str | None:
     """Return the host that holds a run's folder where it is another machine, which cannot be asked."""
+    holder = _holder(path)
+    return None if holder is None or holder.get("host") == socket.gethostname() else str(holder.get("host"))
+
+
+def _holder(path: Path) -> _Holder | None:
     try:
-        holder = _parse((path / LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
+        return _parse((path / LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-    return None if holder is None or holder.get("host") == socket.gethostname() else str(holder.get("host"))
 
 
 def last_config(path: Path) -> dict[str, object] | None:
@@ -154,11 +153,10 @@ def holds_run(path: Path) -> bool:
 def own_config_file(path: Path) -> Path | None:
     """Return `last_config_file` where it is this user's and no link: its flags may name functions, which run."""
     file = last_config_file(path)
-    return file if file is not None and stat.S_ISREG(file.lstat().st_mode) and _is_mine(file) else None
-
-
-def _is_mine(path: Path) -> bool:
-    return path.lstat().st_uid == os.getuid()
+    if file is None:
+        return None
+    facts = file.lstat()
+    return file if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() else None
 
 
 def _refuse_file(path: Path) -> None:
@@ -172,10 +170,7 @@ def _refuse_content(path: Path, resume: bool) -> None:
             f"--run-dir {path} already holds a run: pass --resume to go on with it, "
             "or another --run-dir to start a new one"
         )
-
-
-def _refuse_links(path: Path) -> None:
-    """Raise ValueError where the folder has something else than files and folders, or one in the place of the other."""
+    # Nothing but files and folders, none in the place of the other.
     for folder in (path, *(path / name for name in LINKED_FOLDERS)):
         if not folder.is_symlink() and not folder.exists():
             continue
@@ -195,9 +190,7 @@ def _refuse_links(path: Path) -> None:
 
 def _is_own_link(path: Path) -> bool:
     """Return whether it is a link of this user to a folder of this user."""
-    return (
-        path.is_symlink() and path.is_dir() and path.lstat().st_uid == os.getuid() and path.stat().st_uid == os.getuid()
-    )
+    return path.is_symlink() and path.is_dir() and path.lstat().st_uid == path.stat().st_uid == os.getuid()
 
 
 def _has_content(path: Path) -> bool:

@@ -12,10 +12,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypedDict
+from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
@@ -82,15 +82,18 @@ def _shown(options: argparse.Namespace) -> Iterator[str]:
     file = _choose_file(run, options.step, options.eval, options.failed)
     samples = Samples(file, reward_key(run, file))
     if options.sample is not None:
-        chosen = samples.with_index(options.sample)
+        entries = samples.with_index(options.sample)
     else:
-        chosen = samples.chosen(options.worst, options.best, options.all_equal, options.n)
+        entries = samples.ordered(options.worst, options.best, options.all_equal)
+    chosen = entries if options.sample is not None or not options.n else entries[: options.n]
     if options.json:
         return (json.dumps(samples.record(entry)) + "\n" for entry in chosen)
-    return _page(run, samples, chosen, options)
+    return _page(run, samples, chosen, len(entries), options)
 
 
-def _page(run: Path, samples: Samples, chosen: list[Entry], options: argparse.Namespace) -> Iterator[str]:
+def _page(
+    run: Path, samples: Samples, chosen: list[Entry], num_matching: int, options: argparse.Namespace
+) -> Iterator[str]:
     default = _LISTED if options.sample is None else _ALONE
     limit = default if options.chars is None else options.chars
     paint = painter(sys.stdout)
@@ -100,11 +103,11 @@ def _page(run: Path, samples: Samples, chosen: list[Entry], options: argparse.Na
     if options.sample is not None:
         if group := samples.describe_group(chosen[0]):
             yield f"\n{group}\n"
-    elif len(chosen) < (total := samples.num_matching(options.all_equal)):
-        yield f"\n{len(chosen)} of {total}: -n 0 shows all; --sample I shows one in full, with its group\n"
+    elif len(chosen) < num_matching:
+        yield f"\n{len(chosen)} of {num_matching}: -n 0 shows all; --sample I shows one in full, with its group\n"
 
 
-def find_run(name: str | None, root: Path = Path("runs")) -> Path:
+def find_run(name: str | None) -> Path:
     """The run folder that was named (also by its name under runs/ alone); None: the newest one under runs/.
 
     A folder of runs, as the quickstart makes one, stands for its newest run; stderr names the others.
@@ -112,6 +115,7 @@ def find_run(name: str | None, root: Path = Path("runs")) -> Path:
     Raises:
         ValueError: there is none; says what there is.
     """
+    root = Path("runs")
     if name is not None:
         for path in (Path(name), root / name):
             if path.is_dir():
@@ -153,7 +157,6 @@ def _last_change(run: Path) -> float:
 
 
 def parse_steps(text: str | None) -> range | None:
-    """Return the steps of a --steps flag, such as 7 or 10-20."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -212,32 +215,7 @@ class Entry:
     status: str
 
 
-class SampleRecord(TypedDict):
-    """All that is shown of a sample, as JSON can hold it; texts whole."""
-
-    step: int
-    attempt: int
-    index: int | None
-    group: object
-    prompt: object
-    response: object
-    label: object
-    reward: object
-    rewards: dict[str, object] | None
-    trained_reward: object
-    advantage: object
-    mismatch: object
-    length: int
-    num_trained: object
-    status: str
-    is_removed: bool
-    weight_versions: list[int] | None
-    metadata: object
-
-
 class Samples:
-    """The samples of one rollout file."""
-
     def __init__(self, file: RolloutFile, key: str | None = None) -> None:
         """Read the numbers of all samples. `key` chooses from rewards that are dicts."""
         self.file, self.key = file, key
@@ -251,9 +229,8 @@ class Samples:
         self.groups: dict[object, list[Entry]] = {}
         for entry in self.entries:
             self.groups.setdefault(entry.group, []).append(entry)
-        trained = file.scan_trained()
-        self.trained = {line: row for line, (_, row) in trained.items()}
-        self._trained_offsets = {line: offset for line, (offset, _) in trained.items()}
+        self._trained = file.scan_trained()
+        self.trained = {line: row for line, (_, row) in self._trained.items()}
 
     def _entry(self, line: int, offset: int, row: dict[str, object]) -> Entry:
         group, index, length = row.get("group_index"), row.get("index"), row.get("response_length")
@@ -267,17 +244,13 @@ class Samples:
             status=str(row.get("status", "")),
         )
 
-    def chosen(self, worst: bool, best: bool, all_equal: bool, count: int) -> list[Entry]:
-        """The first `count` samples (0: all) in this order and of these groups. Without a reward: last."""
+    def ordered(self, worst: bool, best: bool, all_equal: bool) -> list[Entry]:
+        """The samples in this order; `all_equal`: one of each group with equal rewards. Without a reward: last."""
         entries = [group[0] for group in self._equal_groups()] if all_equal else list(self.entries)
         if worst or best:
             sign = -1.0 if best else 1.0
             entries.sort(key=lambda e: math.inf if e.reward is None else sign * e.reward)
-        return entries[:count] if count else entries
-
-    def num_matching(self, all_equal: bool) -> int:
-        """Samples that `chosen` would return without a limit."""
-        return len(self._equal_groups()) if all_equal else len(self.entries)
+        return entries
 
     def with_index(self, index: int) -> list[Entry]:
         """The samples with this index: one, or several that a generate function made of one.
@@ -292,8 +265,8 @@ class Samples:
             raise ValueError(f"--sample {index}: no sample of step {self.file.step} has this index; {there}")
         return entries
 
-    def record(self, entry: Entry) -> SampleRecord:
-        """Collect what is shown of a sample."""
+    def record(self, entry: Entry) -> dict[str, Any]:
+        """Collect all that is shown of a sample, as JSON can hold it; texts whole."""
         row, trained = self.file.row_at(entry.offset), self.trained.get(entry.line, {})
         reward = row.get("reward")
         mask, versions = row.get("loss_mask"), row.get("weight_versions")
@@ -321,8 +294,7 @@ class Samples:
 
     def trained_row(self, entry: Entry) -> dict[str, object]:
         """Values of a sample that the trainers wrote, those of its tokens included; {} where they wrote none."""
-        offset = self._trained_offsets.get(entry.line)
-        return {} if offset is None else self.file.trained_at(offset)
+        return self.file.trained_at(self._trained[entry.line][0]) if entry.line in self._trained else {}
 
     def _equal_groups(self) -> list[list[Entry]]:
         return [group for group in self.groups.values() if is_equal(group)]
@@ -372,12 +344,12 @@ def reward_number(reward: object, key: str | None) -> float | None:
     """A sample's reward as one number: of a dict that under `key`, or its only one; None where there is none."""
     if isinstance(reward, dict):
         only = next(iter(reward.values())) if len(reward) == 1 else None
-        reward = reward.get(key, only) if key is not None else only
+        reward = only if key is None else reward.get(key, only)
     return float(reward) if isinstance(reward, bool | int | float) else None
 
 
 # ------------------------------------------------------------------------------------------------ text
-def sample_block(record: SampleRecord, limit: int, paint: Paint) -> str:
+def sample_block(record: Mapping[str, Any], limit: int, paint: Paint) -> str:
     """One sample, a line of numbers and its texts."""
     parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
     if record["advantage"] is not None:

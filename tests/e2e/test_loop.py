@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionrl.observe.timeline.check import faults
-from fusionrl.observe.timeline.record_check import read_measured_times, record_faults
+from fusionrl.observe.timeline.check import read_measured_times, record_faults
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.observe.timeline.shares import driver_shares, pools
 from fusionrl.observe.timeline.steps import steps_of
-from fusionrl.observe.timeline.trace_file import Selection, build
-from fusionrl.observe.view.packing import unpack
+from fusionrl.observe.timeline.trace_file import build
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
 from fusionrl.observe.view.terminal import column_of, token_texts
 from tests.e2e.launch import metrics_of, run, samples_of_step, show, undocumented_files
+from tests.observe.trace_format import faults
+from tests.observe.view_runs import unpack
 
 pytestmark = pytest.mark.e2e
 
@@ -107,8 +107,8 @@ def _check_timeline(folder: Path) -> None:
     }
     by_step = steps_of(folder, recorded)
     assert {step: len(courses) for step, courses in by_step.items() if step} == dict.fromkeys((1, 2, 3), 32)
-    trace = build(folder, recorded, by_step, Selection())
-    assert faults({"traceEvents": trace.events}) == []
+    trace = build(folder, recorded, by_step)
+    assert faults(trace.events) == []
     spans = {event["name"] for event in trace.events if event["ph"] == "X"}
     assert {"wait", "turn", "reward", "forward", "backward", "optimizer", "gather", "cut", "save", "pause"} <= spans
     assert "aten::mm" in spans, "the profile of step 2"
@@ -156,7 +156,8 @@ def _check_viewed(folder: Path, rows: list[dict]) -> None:
     """The page of `fusionrl view` has the trainers' values of every token, and the text of the engine from its ids."""
     block = build_run(folder, 0, 5_000_000)
     vocabulary = vocabulary_of(folder, "")
-    assert block.num_kept == block.num_samples >= 3 * 32, "and those of evaluations"
+    kept, samples = (sum(file[name] for file in block.facts["files"]) for name in ("kept", "samples"))
+    assert kept == samples >= 3 * 32, "and those of evaluations"
     for row in rows[1:]:
         file = next(one for one in block.facts["files"] if (one["step"], one["kind"]) == (row["step"], "train"))
         packed = unpack(block.blocks[file["block"]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import shutil
 import subprocess
 import time
@@ -147,10 +146,6 @@ class Browser:
     def text(self) -> str:
         """The text that is shown."""
         return str(self.js("document.body.innerText"))
-
-    def picture(self, path: Path) -> None:
-        """Write a screenshot."""
-        path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
         """End the browser."""

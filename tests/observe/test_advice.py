@@ -49,45 +49,52 @@ def test_equal_rewards_name_cause_sample_and_command() -> None:
     assert "\x1b" not in text
 
 
-def test_loss_terms_that_train_all_the_same_are_named() -> None:
+def test_what_equal_rewards_leave_to_say() -> None:
     (text,) = Watches(replace(SETTINGS, other_terms=("--use-kl-loss",))).after_rollout(4, EQUAL)
     assert "teaches nothing beyond --use-kl-loss:" in text
-
-
-def test_the_command_finds_what_it_is_about() -> None:
-    """Rewards of a group may differ where advantages are 0: a user's post-processing, ReMax's whitened baseline."""
+    # Rewards of a group may differ where advantages are 0: a user's post-processing, ReMax's whitened baseline.
     (text,) = Watches(SETTINGS).after_rollout(4, replace(EQUAL, num_equal_groups=2))
     assert ": every advantage is 0\n" in text and text.endswith("--step 4")
 
 
-def test_causes() -> None:
-    assert "--n-samples-per-prompt 1: --advantage-estimator grpo" in causes(replace(EQUAL, num_groups=32))
-    assert "--n-samples-per-prompt" not in causes(
-        replace(EQUAL, num_groups=32), estimator="remax", compares_siblings=False
-    )
-    cut = replace(EQUAL, num_truncated=24, num_at_response_limit=20)
-    assert "75% of the answers were cut off at --rollout-max-response-len 64" in causes(cut)
-    context = replace(cut, num_at_response_limit=0, num_at_context_limit=20)
-    assert "cut off at --rollout-max-context-len 99" in causes(context, max_context_len=99)
-    assert "--max-turns" in causes(replace(context, num_at_context_limit=0))
-    assert "no sample has a label: see column 'label'" in causes(replace(EQUAL, num_without_label=32))
-    assert "no sample has a label: --label-key is not given" in causes(
-        replace(EQUAL, num_without_label=32), label_key=None
-    )
-    assert "5 samples have no label" in causes(replace(EQUAL, num_without_label=5))
-    assert "same text in 8 of 8 groups (--rollout-temperature 0.01)" in causes(
-        replace(EQUAL, num_same_text=8), temperature=0.01
-    )
-    assert "every answer gets 1: the prompts are too easy" in causes(replace(EQUAL, lowest=1.0, highest=1.0))
-    assert "always answered right or always wrong" in causes(replace(EQUAL, highest=1.0))
-    assert causes(replace(EQUAL, num_failed=32)).startswith("every sample failed")
-    assert "loss mask of 0" in causes(replace(EQUAL, num_trained=0))
+@pytest.mark.parametrize(
+    ("changes", "settings", "cause"),
+    [
+        ({"num_groups": 32}, {}, "--n-samples-per-prompt 1: --advantage-estimator grpo"),
+        (
+            {"num_truncated": 24, "num_at_response_limit": 20},
+            {},
+            "75% of the answers were cut off at --rollout-max-re",
+        ),
+        ({"num_truncated": 24, "num_at_context_limit": 20}, {"max_context_len": 99}, "at --rollout-max-context-len 99"),
+        ({"num_truncated": 24, "num_at_response_limit": 0}, {}, "--max-turns"),
+        ({"num_without_label": 32}, {}, "no sample has a label: see column 'label'"),
+        ({"num_without_label": 32}, {"label_key": None}, "no sample has a label: --label-key is not given"),
+        ({"num_without_label": 5}, {}, "5 samples have no label"),
+        ({"num_same_text": 8}, {"temperature": 0.01}, "same text in 8 of 8 groups (--rollout-temperature 0.01)"),
+        ({"lowest": 1.0, "highest": 1.0}, {}, "every answer gets 1: the prompts are too easy"),
+        ({"highest": 1.0}, {}, "always answered right or always wrong"),
+        ({"num_failed": 32}, {}, "every sample failed"),
+        ({"num_trained": 0}, {}, "loss mask of 0"),
+    ],
+)
+def test_causes(changes: dict, settings: dict, cause: str) -> None:
+    facts = replace(EQUAL, **({"num_at_response_limit": 0} | changes))
+    assert cause in causes(facts, **settings)
+
+
+def test_an_estimator_that_compares_no_siblings_needs_none() -> None:
+    ungrouped = replace(EQUAL, num_groups=32)
+    assert "--n-samples-per-prompt" not in causes(ungrouped, estimator="remax", compares_siblings=False)
 
 
 def test_the_same_again_only_after_some_steps() -> None:
     watches = Watches(SETTINGS)
     told = [step for step in range(1, 60) if watches.after_rollout(step, EQUAL)]
     assert told == [1, 21, 41]
+    watches = Watches(SETTINGS)  # truncation is a cause in the first warning: it is no second one, nor a step later
+    assert len(watches.after_rollout(1, replace(EQUAL, num_truncated=30, num_at_response_limit=30))) == 1
+    assert watches.after_rollout(2, replace(GOOD, num_truncated=30, num_at_response_limit=30)) == []
 
 
 def test_truncated_answers() -> None:
@@ -96,13 +103,6 @@ def test_truncated_answers() -> None:
     assert "53% of the answers (17 of 32) were cut off at --rollout-max-response-len 64" in text
     assert Watches(SETTINGS).after_rollout(2, replace(facts, num_truncated=16)) == []
     assert Watches(replace(SETTINGS, ignores_eos=True)).after_rollout(2, facts) == []
-
-
-def test_one_warning_of_what_another_named_already() -> None:
-    """Truncation is a cause in the first warning; it is no second one, then or in the step after."""
-    watches = Watches(SETTINGS)
-    assert len(watches.after_rollout(1, replace(EQUAL, num_truncated=30, num_at_response_limit=30))) == 1
-    assert watches.after_rollout(2, replace(GOOD, num_truncated=30, num_at_response_limit=30)) == []
 
 
 def test_no_room_for_a_second_turn() -> None:
@@ -125,11 +125,13 @@ def test_a_gradient_of_zero_tells_what_a_users_function_hid() -> None:
     assert watches.after_step(1, {"train/grad_norm": 0.0}) == [], "the groups differ: something else is wrong"
 
 
-def test_evaluations_that_are_cut_off() -> None:
+def test_evaluations_that_are_cut_off_or_not_scored() -> None:
     watches = Watches(SETTINGS)
     (text,) = watches.after_step(0, {"eval/a/truncated_ratio": 0.7, "eval/b/truncated_ratio": 0.1})
     assert "evaluation set a: 70%" in text and "--eval-max-response-len" in text
     assert len(watches.after_step(5, {"eval/a/truncated_ratio": 0.7, "eval/b/truncated_ratio": 0.6})) == 1
+    (text,) = watches.after_step(6, {"eval/reward_timeout": 2.0, "eval/reward_crash": 1.0})
+    assert text.startswith("3 answers of the evaluation got no reward")
 
 
 @pytest.mark.parametrize(("accepted", "count"), [(0.0, 1), (3.0, 0)])
@@ -161,11 +163,6 @@ def test_lost_rewards_are_the_first_cause_of_equal_ones() -> None:
     assert "may not find the answer" not in text and "removed" not in text
     some = causes(replace(EQUAL, num_timeouts=3))
     assert some.startswith("3 of 32 samples got no reward") and "the reward is always 0" in some
-
-
-def test_lost_rewards_of_an_evaluation_are_told() -> None:
-    (text,) = Watches(SETTINGS).after_step(3, {"eval/reward_timeout": 2.0, "eval/reward_crash": 1.0})
-    assert text.startswith("3 answers of the evaluation got no reward")
 
 
 def test_sampling_parameters_that_change_the_distribution_are_named() -> None:

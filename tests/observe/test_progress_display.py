@@ -9,19 +9,8 @@ import time
 import pytest
 from rich.cells import cell_len
 
-from fusionrl.observe.panel import (
-    ASCII,
-    UNICODE,
-    bar,
-    duration,
-    number,
-    rate,
-    sparkline,
-    split,
-    stacked,
-)
-from fusionrl.observe.progress import VALUE_KEYS, Progress
-from fusionrl.runtime import reporter
+from fusionrl.observe.panel import ASCII, UNICODE, bar, duration, number, rate, sparkline, split, stacked
+from fusionrl.observe.progress import Progress
 
 STEP = {
     "reward": 0.412,
@@ -92,25 +81,14 @@ def test_a_pipeline_that_runs_ahead_shows_ages_and_idle_shares(terminal: pytest.
         progress = Progress(200, "rl", stream, refresh_s=0)
         progress.update(1, values)
         shown = panels(stream.text())[-1]
-        for text in (
-            "staleness 0.450",
-            "max 2 ",
-            "in flight 24 ",
-            "ready 3 ",
-            "engines idle 5.0%",
-            "trainers idle 20.0%",
-        ):
-            assert (" ".join(text.split()) in " ".join(shown.split())) == is_shown, text
+        for text in ("staleness 0.450", "max 2", "in flight 24", "ready 3", "engines idle 5.0%", "trainers idle 20.0%"):
+            assert (text in " ".join(shown.split())) == is_shown, text
         log = Stream(tty=False)
         Progress(200, "rl", log).update(1, values)
         assert ("stale 0.450" in log.text()) == is_shown
 
 
-def test_the_driver_shows_what_the_display_knows() -> None:
-    assert set(reporter._SHOWN) <= set(VALUE_KEYS)
-
-
-@pytest.mark.parametrize("columns", [1, 7, 20, 33, 44, 60, 79, 80, 120, 300])
+@pytest.mark.parametrize("columns", [1, 20, 44, 79, 80, 300])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("color", [True, False])
 def test_no_line_is_wider_than_the_terminal(
@@ -179,14 +157,13 @@ def test_a_log_file_gets_one_aligned_line_a_step(terminal: pytest.MonkeyPatch) -
     assert "step  10/100" in steps[2] and "0.125" in steps[2] and "gen/train/sync 60/30/10%" in steps[2]
 
 
-@pytest.mark.parametrize("kind", ["dumb", "unknown", "DUMB"])
-def test_a_terminal_that_cannot_redraw_gets_lines(terminal: pytest.MonkeyPatch, kind: str) -> None:
-    terminal.setenv("TERM", kind)
+def test_a_terminal_that_cannot_redraw_gets_lines(terminal: pytest.MonkeyPatch) -> None:
+    terminal.setenv("TERM", "dumb")
     stream = Stream(tty=True)
     with Progress(3, "rl", stream) as progress:
         for _ in range(2):
             progress.status("engine lost:\nport 1")
-        progress.update(1, STEP)
+        progress.update(1, {})  # a step without values still counts
         assert stream.text().count("engine lost") == 1 and "1/3" in stream.text()
 
 
@@ -223,11 +200,6 @@ def test_a_closed_terminal_does_not_stop_the_run(terminal: pytest.MonkeyPatch) -
     progress.close()
 
 
-def test_an_unknown_value_is_named() -> None:
-    with pytest.raises(ValueError, match="rewards"):
-        Progress(10, "rl", Stream(tty=False)).update(1, {"rewards": 1.0})
-
-
 def test_sparkline_scales_averages_and_survives_flat_and_nan() -> None:
     assert sparkline(range(8), 8) == UNICODE.sparks
     assert sparkline([0, 0, 1, 1], 2) == "▁█", "a long history is averaged, not cut"
@@ -246,21 +218,8 @@ def test_shares_and_bars_add_up() -> None:
 
 
 def test_numbers_read_well() -> None:
-    assert [duration(value) for value in (0, 7.34, 59.6, 200, 7500, 200_000)] == [
-        "0.0s", "7.3s", "1m00s", "3m20s", "2h05m", "2d07h",
-    ]  # fmt: skip
-    assert [number(value) for value in (0.0, 0.5, -12.25, 3.1e-4, 2e6, float("nan"))] == [
-        "0.000", "0.500", "-12.250", "3.1e-04", "2.0e+06", "nan",
-    ]  # fmt: skip
-    assert [rate(value) for value in (87.44, 1234.4, 999_949, 1_240_000)] == [
-        "87.4",
-        "1,234",
-        "999,949",
-        "1.24M",
-    ]
-
-
-def test_a_step_without_values_still_counts() -> None:
-    stream = Stream(tty=False)
-    Progress(10, "rl", stream).update(1, {})
-    assert stream.text().startswith("step  1/10")
+    durations = [duration(value) for value in (0, 7.34, 59.6, 200, 7500, 200_000)]
+    assert durations == ["0.0s", "7.3s", "1m00s", "3m20s", "2h05m", "2d07h"]
+    numbers = [number(value) for value in (0.0, 0.5, -12.25, 3.1e-4, 2e6, float("nan"))]
+    assert numbers == ["0.000", "0.500", "-12.250", "3.1e-04", "2.0e+06", "nan"]
+    assert [rate(value) for value in (87.44, 1234.4, 999_949, 1_240_000)] == ["87.4", "1,234", "999,949", "1.24M"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.observe.metrics import MetricsSink
-from fusionrl.observe.run_dir import LOCK_FILE, RunDir
+from fusionrl.observe.run_dir import LOCK_FILE, RunDir, is_running
 
 
 def _holder(path: Path) -> subprocess.Popen[str]:
@@ -32,26 +32,19 @@ def test_a_new_run_has_its_folders_and_files(tmp_path: Path) -> None:
     with RunDir(tmp_path / "runs" / "a") as run:
         assert run.attempt == 1
         assert all(folder.is_dir() for folder in (run.rollouts, run.checkpoints, run.logs))
-        assert json.loads(run.write_config({"lr": 1e-6, "out": Path("x")}).read_text()) == {
-            "lr": 1e-6,
-            "out": "x",
-        }
+        assert json.loads(run.write_config({"lr": 1e-6, "out": Path("x")}).read_text()) == {"lr": 1e-6, "out": "x"}
         assert run.write_plan("one GPU").read_text() == "one GPU\n"
     assert (tmp_path / "runs" / "a" / "config.json").exists()
 
 
 def test_a_folder_with_a_run_wants_resume_or_another(tmp_path: Path) -> None:
+    RunDir(tmp_path).close()
     with RunDir(tmp_path) as run:
+        assert run.attempt == 1, "a start that wrote nothing is no run"
         run.write_config({})
     with pytest.raises(ValueError, match="--resume"):
         RunDir(tmp_path)
     RunDir(tmp_path, resume=True).close()
-
-
-def test_a_start_that_wrote_nothing_is_no_run(tmp_path: Path) -> None:
-    RunDir(tmp_path).close()
-    with RunDir(tmp_path) as run:
-        assert run.attempt == 1
 
 
 def test_a_resume_adds_a_config_only_if_it_differs(tmp_path: Path) -> None:
@@ -61,13 +54,8 @@ def test_a_resume_adds_a_config_only_if_it_differs(tmp_path: Path) -> None:
             names.append((run.attempt, run.write_config({"lr": lr}).name))
             with MetricsSink(tmp_path, run.attempt) as sink:
                 sink.log(0, {})
-    assert names == [
-        (1, "config.json"),
-        (2, "config.json"),
-        (3, "config.a3.json"),
-        (4, "config.a3.json"),
-        (5, "config.a5.json"),
-    ]
+    files = ["config.json", "config.json", "config.a3.json", "config.a3.json", "config.a5.json"]
+    assert names == list(enumerate(files, start=1))
     assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 1}
 
 
@@ -95,20 +83,18 @@ def test_the_same_process_cannot_hold_it_twice_and_a_refusal_releases_nothing(tm
                 RunDir(tmp_path, resume=True)
 
 
-def test_a_recycled_pid_is_not_the_holder(tmp_path: Path) -> None:
-    with RunDir(tmp_path) as run:
-        holder = json.loads((tmp_path / LOCK_FILE).read_text())
-        run.write_config({})
-    (tmp_path / LOCK_FILE).write_text(json.dumps({**holder, "started": "another-boot/1"}))
-    RunDir(tmp_path, resume=True).close()
-
-
-def test_a_holder_on_another_host_is_believed(tmp_path: Path) -> None:
-    (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
+def test_whom_a_lock_names(tmp_path: Path) -> None:
+    lock = tmp_path / LOCK_FILE
+    assert not is_running(tmp_path)
+    with RunDir(tmp_path):
+        assert is_running(tmp_path)
+        holder = json.loads(lock.read_text())
+    assert not is_running(tmp_path)
+    for text in (json.dumps({**holder, "started": "another-boot/1"}), '{"pid": 12'):  # a recycled pid; half a record
+        lock.write_text(text)
+        assert not is_running(tmp_path)
+        RunDir(tmp_path).close()
+    lock.write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
     with pytest.raises(ValueError, match=r"host elsewhere.*delete"):
         RunDir(tmp_path)
-
-
-def test_half_a_lock_is_nobodys(tmp_path: Path) -> None:
-    (tmp_path / LOCK_FILE).write_text('{"pid": 12')
-    RunDir(tmp_path).close()
+    assert is_running(tmp_path), "a machine that cannot be asked"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.cells import cell_len
 
 from fusionrl import cli
 from fusionrl.observe.advice import Glimpse
-from fusionrl.observe.rollouts import RolloutWriter, as_ranges, rollout_of_step
+from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.safe_text import ending, shorten, visible
 from fusionrl.observe.show import sample_table
 
@@ -122,28 +121,12 @@ def test_evaluations(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_of_evaluations_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    writer = RolloutWriter(tmp_path)
-    writer.write(0, 1, [row(0, 1.0)], kind="eval-a")
-    assert "evaluation a at step 0" in show(capsys, tmp_path)
-    writer.write(0, 1, [row(0, 1.0)], kind="eval-b")
-    assert "choose one with --eval: a, b" in show(capsys, tmp_path, code=2)
+    for name, code, shown in (("a", 0, "evaluation a at step 0"), ("b", 2, "choose one with --eval: a, b")):
+        RolloutWriter(tmp_path).write(0, 1, [row(0, 1.0)], kind=f"eval-{name}")
+        assert shown in show(capsys, tmp_path, code=code)
 
 
 # ------------------------------------------------------------------------------------------------ which run
-def test_the_newest_run_is_the_default(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(run.parent.parent)
-    time.sleep(0.02)
-    RolloutWriter(Path("runs/newer")).write(0, 1, [row(77, 1.0)])
-    assert indices(capsys) == [77]
-    assert indices(capsys, "mine", "--step", 1) == [0], "a name under runs/"
-    time.sleep(0.02)
-    RolloutWriter(run).write(5, 1, [row(55, 1.0)])
-    assert indices(capsys) == [55], "the run that went on last"
-    assert "under runs/ there are newer, mine" in show(capsys, "other", code=2)
-
-
 @pytest.mark.parametrize("command", ["show", "view"])
 def test_a_folder_of_runs_stands_for_its_newest(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -164,6 +147,8 @@ def test_a_folder_of_runs_stands_for_its_newest(
         assert shown.err == "runs/quickstart-1 has 2 runs: sft, grpo; the newest is taken\n"
     assert cli.main([command, "older", "--step", "1"]) == 0 and not capsys.readouterr().err
     assert "there are older, quickstart-1/sft, quickstart-1/grpo" in show(capsys, "other", code=2)
+    RolloutWriter(Path("runs/newer")).write(0, 1, [row(77, 1.0)])
+    assert indices(capsys) == [77], "a run under runs/ itself"
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,13 +160,6 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--chars -1 must be 0 or more" in show(capsys, run, "--chars", -1, code=2)
     (tmp_path / "empty").mkdir()
     assert "no rollout is finished yet" in show(capsys, tmp_path / "empty", code=2)
-
-
-def test_steps_are_found_in_one_place(run: Path) -> None:
-    assert rollout_of_step(run).path.name == "step_000002.train.a1.jsonl"
-    assert rollout_of_step(run, 1).path.name == "step_000001.train.a1.jsonl"
-    assert rollout_of_step(run, 2, "eval-gsm8k").path.name == "step_000002.eval-gsm8k.a1.jsonl"
-    assert as_ranges([3, 1, 2, 9]) == "1-3, 9" and as_ranges([4]) == "4"
 
 
 # ------------------------------------------------------------------------------------------------ hostile files
@@ -257,12 +235,7 @@ def test_a_reader_that_leaves_early(run: Path) -> None:
     ("no_color", "term", "colored"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)]
 )
 def test_colour_only_on_a_terminal_that_wants_it(
-    no_color: str,
-    term: str,
-    colored: bool,
-    run: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    no_color: str, term: str, colored: bool, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", term)

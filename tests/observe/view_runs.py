@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,3 +83,8 @@ def write_run(
             values = {name.replace("__", "/"): series[name][i] for name in series if i < len(series[name])}
             sink.log(i + 1, {"rollout/raw_reward": 0.5, **values})
     return folder
+
+
+def unpack(text: str) -> Any:
+    """The value that the page has as `text`, as its script unpacks it."""
+    return json.loads(zlib.decompress(base64.b64decode(text), -15))

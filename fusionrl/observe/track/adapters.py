@@ -54,7 +54,19 @@ class Tracker(Protocol):
         """Wait until everything has arrived."""
 
 
-class Wandb:
+class _Queued:
+    """A tracker that takes lines into a queue: only its end tells whether they have arrived."""
+
+    _session: Any  # what has `log` and `finish`
+
+    def flush(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._session.finish()
+
+
+class Wandb(_Queued):
     """Weights & Biases. Steps are a metric of their own: W&B's must grow, and a resumed run does steps again."""
 
     def __init__(self, target: Target) -> None:
@@ -62,7 +74,7 @@ class Wandb:
 
         settings = wandb.Settings(console="off", base_url=target.address) if target.address else {"console": "off"}
         self.run_id = target.run_id
-        self._run = wandb.init(
+        self._session = wandb.init(
             project=target.project,
             name=target.name,
             id=target.run_id,
@@ -72,17 +84,11 @@ class Wandb:
             config=dict(target.config),
             settings=settings,
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        self._session.define_metric("step")
+        self._session.define_metric("*", step_metric="step")
 
     def log(self, line: Line) -> None:
-        self._run.log({**line.values, "step": line.step, "time": line.time_s})
-
-    def flush(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._run.finish()
+        self._session.log({**line.values, "step": line.step, "time": line.time_s})
 
 
 class TensorBoard:
@@ -164,7 +170,7 @@ def mlflow_name(name: str) -> str:
     return posixpath.normpath(plain).lstrip("./")[:250].rstrip("./") or "_"
 
 
-class SwanLab:
+class SwanLab(_Queued):
     """SwanLab; offline in `swanlog` of the run's folder, where each command makes a run of its own."""
 
     def __init__(self, target: Target) -> None:
@@ -172,7 +178,7 @@ class SwanLab:
 
         self.run_id = target.run_id
         more = {} if target.offline else {"id": target.run_id, "resume": "allow"}
-        self._run = swanlab.init(
+        swanlab.init(
             project=target.project,
             name=target.name,
             mode="offline" if target.offline else "online",
@@ -180,19 +186,13 @@ class SwanLab:
             config=dict(target.config),
             **more,
         )
-        self._swanlab = swanlab
+        self._session = swanlab
 
     def log(self, line: Line) -> None:
-        self._swanlab.log(line.values, step=line.step)
-
-    def flush(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._swanlab.finish()
+        self._session.log(line.values, step=line.step)
 
 
-class Trackio:
+class Trackio(_Queued):
     """trackio: a database on this machine (TRACKIO_DIR; offline `trackio` of the run's folder), or a Space."""
 
     def __init__(self, target: Target) -> None:
@@ -200,7 +200,7 @@ class Trackio:
             os.environ.setdefault("TRACKIO_DIR", str((target.folder / "trackio").resolve()))
         import trackio
 
-        self._trackio = trackio
+        self._session = trackio
         self.run_id = target.run_id
         trackio.init(
             project=target.project,
@@ -214,13 +214,7 @@ class Trackio:
         )
 
     def log(self, line: Line) -> None:
-        self._trackio.log(line.values, step=line.step)
-
-    def flush(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._trackio.finish()
+        self._session.log(line.values, step=line.step)
 
 
 ADAPTERS: dict[str, Callable[[Target], Tracker]] = {

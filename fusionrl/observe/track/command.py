@@ -15,15 +15,7 @@ from fusionrl.observe.show import EXIT_USER, find_run
 from fusionrl.observe.track.adapters import ADAPTERS, Target, flat_config, open_tracker
 from fusionrl.observe.track.metric_lines import read_lines
 from fusionrl.observe.track.prometheus import Prometheus
-from fusionrl.observe.track.send import (
-    Sender,
-    SentPart,
-    SentState,
-    TrackerError,
-    new_sent,
-    say_who_holds,
-    until_stopped,
-)
+from fusionrl.observe.track.send import Sender, SentPart, SentState, TrackerError, say_who_holds, until_stopped
 
 TRACKERS = ADAPTERS | {"prometheus": Prometheus}
 LIVE = frozenset({"prometheus"})  # they hold the newest values alone
@@ -79,10 +71,10 @@ def _parser() -> argparse.ArgumentParser:
 def _send(run: Path, options: argparse.Namespace) -> int:
     """Send what is new; return the number of lines."""
     if options.to in LIVE:
-        return _send_from(run, options, new_sent(), None)
+        return _send_from(run, options, SentPart(), None)
     key = f"{options.to} {options.project}" + (" offline" if options.offline else "") + f" {options.address}".rstrip()
     with closing(SentState(run, key)) as memory:
-        sent = new_sent() if options.again else memory.read()
+        sent = SentPart() if options.again else memory.read()
         return _send_from(run, options, sent, memory)
 
 

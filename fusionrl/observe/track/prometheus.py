@@ -11,9 +11,8 @@ fall together.
 from __future__ import annotations
 
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from fusionrl.observe.local_server import THIS_MACHINE, names_this_machine
+from fusionrl.observe.local_server import Answer, make_server
 from fusionrl.observe.track.adapters import Target
 from fusionrl.observe.track.metric_lines import Line
 
@@ -34,23 +33,20 @@ class Prometheus:
             raise ValueError(f"--address {target.address}: expected HOST:PORT, such as {DEFAULT_ADDRESS}")
         self.run_id = target.run_id
         self._run = target.name
-        self._is_local = host in THIS_MACHINE
         self._values: dict[str, float] = {}
         self._step, self._time_s = 0, 0.0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer((host, int(port)), self._handler())
+        self._server = make_server(host, int(port), self._answer)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
     def log(self, line: Line) -> None:
-        """Take the values of a line."""
         with self._lock:
             self._values |= line.values
             self._step, self._time_s = line.step, line.time_s
 
     def text(self) -> str:
-        """Return the values in Prometheus' text format."""
         run = f'run="{_escape(self._run)}"'
         with self._lock:
             samples: dict[str, list[tuple[str, float]]] = {
@@ -69,31 +65,14 @@ class Prometheus:
         return True
 
     def close(self) -> None:
-        """End the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        metrics = self
-
-        class Handler(BaseHTTPRequestHandler):
-            server_version = "fusionrl"
-
-            def do_GET(self) -> None:
-                is_ours = not metrics._is_local or names_this_machine(self.headers.get("Host"))
-                is_known = is_ours and self.path == "/metrics"
-                body = metrics.text().encode() if is_known else b"the metrics are at http://127.0.0.1:PORT/metrics\n"
-                self.send_response(200 if is_known else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Print nothing: Prometheus asks every few seconds."""
-
-        return Handler
+    def _answer(self, path: str) -> Answer:
+        if path == "/metrics":
+            return 200, "text/plain; version=0.0.4", self.text().encode()
+        return 404, "text/plain", b"the metrics are at http://127.0.0.1:PORT/metrics\n"
 
 
 def _escape(text: str) -> str:

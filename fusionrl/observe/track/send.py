@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -134,14 +134,9 @@ class SentPart:
     is_new  there is no run there yet
     """
 
-    run_id: str
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
     bytes: int = 0
     is_new: bool = True
-
-
-def new_sent() -> SentPart:
-    """Return a new name for a run of which nothing was sent."""
-    return SentPart(secrets.token_hex(4))
 
 
 class SentState:
@@ -172,31 +167,22 @@ class SentState:
     def read(self) -> SentPart:
         """Return what has arrived; of a tracker that has nothing yet, a new name for the run there."""
         record = _read(self._path).get(self._key)
-        if (
-            isinstance(record, dict)
-            and isinstance(record.get("bytes"), int)
-            and _RUN_ID.fullmatch(str(record.get("run_id")))
-        ):
-            return SentPart(record["run_id"], max(record["bytes"], 0), is_new=False)
-        return new_sent()
+        if not isinstance(record, dict) or not isinstance(record.get("bytes"), int):
+            return SentPart()
+        is_name = _RUN_ID.fullmatch(str(record.get("run_id")))
+        return SentPart(record["run_id"], max(record["bytes"], 0), is_new=False) if is_name else SentPart()
 
     def write(self, sent: SentPart) -> None:
         """Remember what has arrived, of a run that was opened there."""
-        with self._alone():
-            state = _read(self._path) | {self._key: {"run_id": sent.run_id, "bytes": sent.bytes}}
-            write_atomically(self._path, json.dumps(state, indent=2) + "\n")
-
-    def close(self) -> None:
-        """Let another process send."""
-        os.close(self._file)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0)
         try:
-            yield
+            state = _read(self._path) | {self._key: {"run_id": sent.run_id, "bytes": sent.bytes}}
+            write_atomically(self._path, json.dumps(state, indent=2) + "\n")
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionrl.observe.json_values import write_atomically
 from fusionrl.observe.rollouts import EVAL_KIND, rollout_of_step
 from fusionrl.observe.show import (
     EXIT_USER,
@@ -20,9 +21,9 @@ from fusionrl.observe.show import (
     sample_block,
     write_text,
 )
-from fusionrl.observe.view.page import FRAME, page_parts, write_page
+from fusionrl.observe.view.page import FRAME, page_parts
 from fusionrl.observe.view.run_block import NoRoomError, build_run, vocabulary_of
-from fusionrl.observe.view.serve import Pages, make_server
+from fusionrl.observe.view.serve import Pages, serve_pages
 from fusionrl.observe.view.step_block import page_row
 from fusionrl.observe.view.terminal import COLUMNS, render_tokens
 
@@ -119,21 +120,24 @@ def _write_html(options: argparse.Namespace) -> str:
         blocks.append(block)
     path = Path(options.html) if options.html else runs[0] / PAGE_FILE
     try:
-        size = write_page(path, page_parts(blocks))
+        write_atomically(path, (part.encode() for part in page_parts(blocks)))
+        size = path.stat().st_size
         assert size <= megabytes * _MEGABYTE, "the frame of the page is larger than FRAME, or a block than its share"
     except OSError as error:
         raise ValueError(f"--html {path} cannot be written ({error.strerror}); name another file") from error
     lines = [f"{path}: {size / _MEGABYTE:.1f} MB, opens in any browser without a network"]
     for run, block in zip(runs, blocks, strict=True):
-        lines.append(f"{run}: {block.num_kept:,} of {block.num_samples:,} samples with texts and tokens")
-        lines += [f"  left out: {reason}" for reason in block.left_out]
+        files = [file for file in block.facts["files"] if "samples" in file]
+        kept, total = (sum(file[name] for file in files) for name in ("kept", "samples"))
+        lines.append(f"{run}: {kept:,} of {total:,} samples with texts and tokens")
+        lines += [f"  left out: {reason}" for reason in block.facts["left_out"]]
     return "\n".join(lines)
 
 
 def _serve(options: argparse.Namespace) -> None:
     pages = Pages([find_run(name) for name in options.runs or [None]], options.tokenizer or "")
     pages.index()  # a run that cannot be read fails here, not in the browser
-    server, address = make_server(pages, options.serve)
+    server, address = serve_pages(pages, options.serve)
     print(f"{address}\nCtrl-C ends it", flush=True)
     with server:
         try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fusionrl.observe.view.packing import pack
@@ -46,17 +45,3 @@ def _data(blocks: Mapping[str, str]) -> Iterator[str]:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
-
-
-def write_page(path: Path, parts: Iterable[str]) -> int:
-    """Write the page under a temporary name, then rename; return its size in bytes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            for part in parts:
-                file.write(part)
-        size = temporary.stat().st_size
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return size

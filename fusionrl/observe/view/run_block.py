@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fusionrl.observe.metrics import METRICS_FILE, read_metrics
 from fusionrl.observe.rollouts import RolloutFile, as_ranges, list_rollouts
 from fusionrl.observe.run_dir import last_config
 from fusionrl.observe.show import Samples, reward_key
 from fusionrl.observe.view.packing import pack
-from fusionrl.observe.view.series import Series, notable_steps, read_series, series_of
+from fusionrl.observe.view.series import Series, notable_steps, read_series
 from fusionrl.observe.view.step_block import build_block
 from fusionrl.observe.view.vocabulary import Vocabulary
 
@@ -35,45 +35,13 @@ class RunBlock:
 
     facts    metrics, files and settings, as JSON can hold them
     blocks   name of a block → packed samples of a file
-    num_samples, num_kept  of the files; of these with texts and tokens
     """
 
-    facts: dict[str, object]
+    facts: dict[str, Any]
     blocks: dict[str, str]
-    num_samples: int
-    num_kept: int
-
-    @property
-    def left_out(self) -> list[str]:
-        """Sentences about what of the run the page does not have."""
-        sentences = self.facts["left_out"]
-        assert isinstance(sentences, list)
-        return sentences
 
     def size(self) -> int:
-        """Bytes on the page."""
         return len(pack(self.facts)) + sum(len(text) for text in self.blocks.values())
-
-
-@dataclass
-class _Prompts:
-    """Numbers of prompts, and where each stands: (place of the file, line of the group's first sample)."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-    places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def of_file(self, place: int) -> Callable[[object, int], int]:
-        """The function that numbers the prompts of one file."""
-
-        def number(prompt: object, line: int) -> int:
-            key = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-            number_of_prompt = self.numbers.setdefault(key, len(self.numbers))
-            places = self.places.setdefault(number_of_prompt, [])
-            if (place, line) not in places[-1:]:
-                places.append((place, line))
-            return number_of_prompt
-
-        return number
 
 
 def build_run(run: Path, number: int, room: int, steps: range | None = None, vocabulary: str = "") -> RunBlock:
@@ -105,13 +73,10 @@ def build_run(run: Path, number: int, room: int, steps: range | None = None, voc
 
 def _fitting_series(run: Path, room: int, files: Sequence[RolloutFile]) -> Series:
     """Read the metrics, of so many steps that they and the settings take at most half of the room."""
-    if not (run / METRICS_FILE).is_file():
-        return Series()
-    rows = read_metrics(run)
-    series = series_of(rows)
+    series = read_series(run)
     while (size := len(pack(_facts(run, series, files)))) > room // 2 and len(series.steps) > 1:
         most = len(series.steps)
-        series = series_of(rows, max(min(most * (room // 2) // size, most * 3 // 4), 1))
+        series = read_series(run, max(min(most * (room // 2) // size, most * 3 // 4), 1))
     return series
 
 
@@ -134,19 +99,20 @@ def _build(
             f"--steps {steps.start}-{steps.stop - 1}: {run} has samples of steps {as_ranges({f.step for f in files})}"
         )
     chosen = choose_files(selected, series, max(room // _LEAST_ROOM, 1))
-    prompts, token_ids = _Prompts(), set[int]()
-    listed: list[dict[str, object]] = []
+    numbers, token_ids = dict[str, int](), set[int]()
+    prompts = defaultdict[int, list[tuple[int, int]]](list)  # number → (place of the file, line) where it stands
+    listed: list[dict[str, Any]] = []
     blocks: dict[str, str] = {}
-    num_samples = num_kept = 0
     for place, file in enumerate(files):
-        entry: dict[str, object] = {"step": file.step, "kind": file.kind, "attempt": file.attempt, "block": None}
+        entry: dict[str, Any] = {"step": file.step, "kind": file.kind, "attempt": file.attempt, "block": None}
         listed.append(entry)
         if file not in chosen:
             continue
         share = max(room, 0) // (len(chosen) - len(blocks))
-        block = build_block(Samples(file, reward_key(run, file)), share, prompts.of_file(place))
-        num_samples, num_kept = num_samples + block.num_samples, num_kept + block.num_kept
-        entry |= {"samples": block.num_samples, "kept": block.num_kept, **block.facts}
+        block = build_block(Samples(file, reward_key(run, file)), share, numbers)
+        for prompt, line in block.prompts:
+            prompts[prompt].append((place, line))
+        entry |= block.facts
         if block.text is None:
             chosen.remove(file)
             continue
@@ -156,11 +122,11 @@ def _build(
         token_ids |= block.token_ids
     facts |= {
         "files": listed,
-        "repeats": {n: places for n, places in prompts.places.items() if len(places) > 1},
+        "repeats": {prompt: places for prompt, places in prompts.items() if len(places) > 1},
         "vocabulary": pieces.pieces(token_ids) if pieces is not None else None,
-        "left_out": list(_left_out(series, listed, num_samples - num_kept)),
+        "left_out": list(_left_out(series, listed)),
     }
-    return RunBlock(facts, blocks, num_samples, num_kept)
+    return RunBlock(facts, blocks)
 
 
 def choose_files(files: Sequence[RolloutFile], series: Series, most: int) -> set[RolloutFile]:
@@ -187,7 +153,7 @@ def metrics_of(run: Path) -> tuple[dict[str, object], list[str]]:
         ValueError: as of `build_run`.
     """
     series = read_series(run)
-    return _facts(run, series, list_rollouts(run)), list(_left_out(series, [], 0))
+    return _facts(run, series, list_rollouts(run)), list(_left_out(series, []))
 
 
 def _facts(run: Path, series: Series, files: Sequence[RolloutFile]) -> dict[str, object]:
@@ -224,13 +190,13 @@ def vocabulary_of(run: Path, folder: str) -> Vocabulary | None:
     return Vocabulary.read(Path(folder) / "tokenizer.json") if folder else None
 
 
-def _left_out(series: Series, files: list[dict[str, object]], num_samples: int) -> Iterator[str]:
+def _left_out(series: Series, files: list[dict[str, Any]]) -> Iterator[str]:
     """Say what of the run the page does not have."""
     if series.num_left_out:
         yield f"metrics of {series.num_left_out:,} steps"
-    if without := sorted({int(str(file["step"])) for file in files if file["block"] is None}):
+    if without := sorted({file["step"] for file in files if file["block"] is None}):
         listed = as_ranges(without)
         more = f" ({listed})" if len(listed) <= 200 else ""
         yield f"samples of {len(without):,} steps{more}; --steps A-B chooses others"
-    if num_samples:
-        yield f"texts and tokens of {num_samples:,} samples of the steps that are here; their numbers are here"
+    if num_cut := sum(file["samples"] - file["kept"] for file in files if "samples" in file):
+        yield f"texts and tokens of {num_cut:,} samples of the steps that are here; their numbers are here"

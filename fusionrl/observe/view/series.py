@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,12 +37,10 @@ class Series:
 
 
 def read_series(run: Path, most_steps: int = MOST_STEPS) -> Series:
-    """Read `metrics.jsonl` of a run's folder; an empty one where there is none yet."""
-    return series_of(read_metrics(run), most_steps) if (run / METRICS_FILE).is_file() else Series()
-
-
-def series_of(rows: Sequence[dict[str, Any]], most_steps: int = MOST_STEPS) -> Series:
-    """Put lines of `metrics.jsonl` into columns, at most so many of them."""
+    """Read `metrics.jsonl` of a run's folder, at most so many steps; an empty one where there is none yet."""
+    if not (run / METRICS_FILE).is_file():
+        return Series()
+    rows = read_metrics(run)
     stride = math.ceil(len(rows) / most_steps) or 1
     thinned = rows[::-1][::stride][::-1]  # the last step is always there
     names = sorted({name for row in thinned for name in row} - RESERVED_KEYS)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
+from fusionrl.observe.json_values import to_json
 from fusionrl.observe.show import Entry, Samples, is_equal
-from fusionrl.observe.view.packing import Number, Packer, column, short, short_all, to_json
+from fusionrl.observe.view.packing import Number, Packer, column, short
 
 MOST_TOKENS = 400_000  # of one sample; what comes after them is cut
 _MOST_CHARS = 2_000_000  # of a text of one sample
 _MOST_JSON = 50_000  # bytes of metadata or messages
 _MOST_MISSES = 8  # samples that have no room; what comes after them is not even read
-
-PromptNumber = Callable[[object, int], int]  # (prompt, line of its group's first sample) → number of the prompt
 
 
 @dataclass(frozen=True)
@@ -24,23 +23,22 @@ class StepBlock:
     """A packed file.
 
     text         in base64; None where there was no room even for the numbers
-    num_samples  of the file
-    num_kept     of these, those with texts and tokens
-    facts        what the table of steps shows of them
+    facts        what the table of steps shows of it; "kept": samples with texts and tokens
     token_ids    of the kept samples
+    prompts      (number of a prompt, line of the first sample) of each group that is kept
     """
 
     text: str | None
-    num_samples: int
-    num_kept: int
-    facts: dict[str, object]
+    facts: dict[str, Any]
     token_ids: set[int]
+    prompts: list[tuple[int, int]]
 
 
-def build_block(samples: Samples, room: int, prompt_number: PromptNumber) -> StepBlock:
+def build_block(samples: Samples, room: int, numbers: dict[str, int]) -> StepBlock:
     """Pack the samples of a file into at most `room` bytes.
 
     Groups come in the order of `by_interest`, so that what is left out is what is least likely to be looked at.
+    `numbers` has the number of each prompt that came before, also in other files; new ones are added.
     """
     entries = samples.entries
     statuses = sorted({entry.status for entry in entries})
@@ -49,12 +47,15 @@ def build_block(samples: Samples, room: int, prompt_number: PromptNumber) -> Ste
     packer.add(b',"unreadable":%d,"rows":{' % samples.num_unreadable)
     facts = facts_of(samples)
     if packer.size() > room:
-        return StepBlock(None, len(entries), 0, facts, set())
-    num_kept, misses, token_ids = 0, 0, set[int]()
+        return StepBlock(None, facts, set(), [])
+    num_kept, misses, token_ids, prompts = 0, 0, set[int](), list[tuple[int, int]]()
     for group in by_interest(samples):
         for entry in group if misses < _MOST_MISSES else ():
             row = page_row(samples.file.row_at(entry.offset), samples.trained_row(entry), entry.length)
-            row["prompt_number"] = prompt_number(row["prompt"], group[0].line)
+            prompt = row["prompt"] if isinstance(row["prompt"], str) else to_json(row["prompt"]).decode()
+            row["prompt_number"] = number = numbers.setdefault(prompt, len(numbers))
+            if (number, group[0].line) not in prompts[-1:]:
+                prompts.append((number, group[0].line))
             text = to_json(row)
             left = room - packer.size() - 64
             if _most_packed(text, left) > left:
@@ -64,7 +65,7 @@ def build_block(samples: Samples, room: int, prompt_number: PromptNumber) -> Ste
             num_kept += 1
             token_ids.update(_token_ids(row.get("tokens")), _token_ids(row.get("prompt_tokens")))
     packer.add(b"}}")
-    return StepBlock(packer.text(), len(entries), num_kept, facts, token_ids)
+    return StepBlock(packer.text(), facts | {"kept": num_kept}, token_ids, prompts)
 
 
 def _most_packed(text: bytes, left: int) -> int:
@@ -81,12 +82,14 @@ def _token_ids(tokens: object) -> list[int]:
     return tokens if isinstance(tokens, list) and set(map(type, tokens)) <= {int} else []
 
 
-def facts_of(samples: Samples) -> dict[str, object]:
+def facts_of(samples: Samples) -> dict[str, Any]:
     """Numbers of a file as a whole, for the table of steps."""
     entries, trained = samples.entries, samples.trained
     rewards = [entry.reward for entry in entries if entry.reward is not None]
     mismatches = [value for row in trained.values() if (value := short(row.get("mismatch"))) is not None]
     return {
+        "samples": len(entries),
+        "kept": 0,
         "groups": len(samples.groups),
         "equal": sum(is_equal(group) for group in samples.groups.values()),
         "reward": short(sum(rewards) / len(rewards)) if rewards else None,
@@ -97,11 +100,10 @@ def facts_of(samples: Samples) -> dict[str, object]:
     }
 
 
-def by_interest(samples: Samples) -> Iterator[list[Entry]]:
+def by_interest(samples: Samples) -> list[list[Entry]]:
     """Groups, the most telling first: in turn one by worst mismatch, by lowest and highest reward, one that was cut
     off, the next in the file's order."""
     groups = list(samples.groups.values())
-    places = {id(group): place for place, group in enumerate(groups)}
 
     def mismatch(group: list[Entry]) -> float:
         values = (short(samples.trained.get(entry.line, {}).get("mismatch")) for entry in group)
@@ -118,12 +120,11 @@ def by_interest(samples: Samples) -> Iterator[list[Entry]]:
         [group for group in groups if any(entry.status != "completed" for entry in group)],
         groups,
     )
-    seen: set[int] = set()
-    for turn in zip_longest(*orders):
-        for group in turn:
-            if group is not None and places[id(group)] not in seen:
-                seen.add(places[id(group)])
-                yield group
+    ranks: dict[int, tuple[int, int]] = {}
+    for number, order in enumerate(orders):
+        for rank, group in enumerate(order):
+            ranks[id(group)] = min((rank, number), ranks.get(id(group), (rank, number)))
+    return sorted(groups, key=lambda group: ranks[id(group)])
 
 
 def _columns(samples: Samples, statuses: Sequence[str]) -> dict[str, object]:
@@ -179,14 +180,14 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     }
     for name, values in columns.items():
         if values is not None and any(value is not None for value in values):
-            fields[name] = column(short_all(values[:MOST_TOKENS]))
+            fields[name] = column([short(value) for value in values[:MOST_TOKENS]])
     return fields
 
 
 def _difference(trainer: list[Number], engine: list[Number]) -> list[Number]:
     # The files' decimals are exact as float32: differences of a few units of the last place would else be wrong.
     gaps = np.array(trainer, dtype=np.float32) - np.array(engine, dtype=np.float32)
-    return short_all(gaps.tolist(), 3)
+    return [short(gap, 3) for gap in gaps.tolist()]
 
 
 def _numbers(values: object, length: int) -> list[Number] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import orjson
@@ -33,7 +33,7 @@ class Vocabulary:
             special = {int(entry["id"]): str(entry["content"]) for entry in content.get("added_tokens") or ()}
         except (OSError, ValueError, TypeError, LookupError, AttributeError):
             return None  # a page with ids in place of text is better than none
-        return cls(entries, special, "ByteLevel" in set(_types(content.get("decoder"))))
+        return cls(entries, special, b'"ByteLevel"' in orjson.dumps(content.get("decoder")))
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token; None for one that the vocabulary does not have."""
@@ -52,14 +52,6 @@ class Vocabulary:
         """The bytes of each of these tokens that the vocabulary has, a character a byte (latin-1)."""
         pairs = ((token, self.bytes_of(token)) for token in sorted(set(tokens)))
         return {token: piece.decode("latin-1") for token, piece in pairs if piece is not None}
-
-
-def _types(decoder: object) -> Iterator[str]:
-    """The types of a decoder and of those that it is made of."""
-    if isinstance(decoder, dict):
-        yield str(decoder.get("type"))
-        for part in decoder.get("decoders") or ():
-            yield from _types(part)
 
 
 def _byte_characters() -> dict[str, int]:
