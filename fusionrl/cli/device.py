@@ -29,8 +29,8 @@ def detect_device(device: str) -> Literal["cpu", "cuda"]:
         count = pynvml.nvmlDeviceGetCount()
         pynvml.nvmlShutdown()
     except ImportError:
-        found = shutil.which("nvidia-smi")
-        listed = subprocess.run([found, "-L"], capture_output=True, check=False) if found else None
+        program = shutil.which("nvidia-smi")
+        listed = subprocess.run([program, "-L"], capture_output=True, check=False) if program else None
         count = len(listed.stdout.splitlines()) if listed is not None and listed.returncode == 0 else 0
     except pynvml.NVMLError:
         count = 0

@@ -188,30 +188,22 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
     if facts.num_truncated / count >= TRUNCATED_SHARE:
         causes.append(f"{facts.num_truncated / count:.0%} of the answers were cut off {_limit(facts, settings)}")
     if facts.num_without_label:
-        share = "no sample has" if facts.num_without_label == count else f"{facts.num_without_label} samples have no"
-        column = (
-            "--label-key is not given, if the reward needs one"
-            if settings.label_key is None
-            else f"see column {settings.label_key!r} (--label-key) of the data"
-        )
-        causes.append(f"{share} {'a ' * (facts.num_without_label == count)}label: {column}")
+        key = settings.label_key
+        cure = "give --label-key, if the reward needs one" if key is None else f"see column {key!r} (--label-key)"
+        causes.append(f"{facts.num_without_label} of {count} samples have no label: {cure}")
     if facts.num_same_text and facts.num_same_text >= facts.num_groups / 2:
         causes.append(
             f"the answers to one prompt are the same text in {facts.num_same_text} of {facts.num_groups} groups"
             f" (--rollout-temperature {settings.temperature:g})"
         )
     if facts.lowest < facts.highest:
-        causes.append(
-            "each prompt is always answered right or always wrong: take prompts of medium difficulty, more"
-            " --n-samples-per-prompt, or a filter (--dynamic-sampling-filter-path)"
-        )
+        cure = "more --n-samples-per-prompt, or a filter (--dynamic-sampling-filter-path)"
+        causes.append(f"each prompt is always answered right or always wrong: take medium ones, {cure}")
     elif facts.highest > 0:
         causes.append(f"every answer gets {facts.highest:g}: the prompts are too easy, or the reward is a constant")
     else:
-        causes.append(
-            f"the reward is always {facts.highest:g}: it may not find the answer in the form in which the model gives"
-            " it, or the prompts are too hard"
-        )
+        why = "it may not find the answer in the form that the model gives, or the prompts are too hard"
+        causes.append(f"the reward is always {facts.highest:g}: {why}")
     return causes
 
 
@@ -228,16 +220,13 @@ def changed_distribution(facts: RolloutFacts) -> str | None:
 
 def lost_rewards(facts: RolloutFacts, settings: AdviceSettings) -> str | None:
     """Return the text about samples whose reward function hung, took its process down or raised; None for none."""
-    parts = []
-    if facts.num_timeouts:
-        limit = f"--reward-timeout-s {settings.reward_timeout_s:g}"
-        parts.append(f"{facts.num_timeouts} of {facts.num_samples} samples got no reward within {limit}")
-    if facts.num_crashes:
-        parts.append(f"the process of the reward function died at {facts.num_crashes} of {facts.num_samples} samples")
-    if facts.num_errors:
-        parts.append(
-            f"the reward function raised at {facts.num_errors} of {facts.num_samples} samples, or gave no number"
-        )
+    limit = f"--reward-timeout-s {settings.reward_timeout_s:g}"
+    counts = {
+        "got no reward within " + limit: facts.num_timeouts,
+        "ended the process of the reward function": facts.num_crashes,
+        "made the reward function raise, or got no number": facts.num_errors,
+    }
+    parts = [f"{count} of {facts.num_samples} samples {fate}" for fate, count in counts.items() if count]
     if not parts:
         return None
     value = settings.failure_value
@@ -274,14 +263,11 @@ def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> 
     if settings.max_context_len is not None:
         limit = f"--rollout-max-context-len {settings.max_context_len} bounds the prompt and all turns"
     else:
-        limit = (
-            f"--rollout-max-response-len {settings.max_response_len} bounds all turns together, tools' tokens included,"
-            " where --rollout-max-context-len is not given"
-        )
+        limit = f"--rollout-max-response-len {settings.max_response_len} bounds all turns, with tools' tokens"
     return (
         f"{share:.0%} of the samples ({facts.num_no_second_turn} of {facts.num_samples}) had no room for a second turn:"
-        f" {limit}. Raise it, or bound a turn with generate_turn(…, longest=…)"
-        f"\n  look: {show_command(settings.run, step)}"
+        f" {limit}. Raise it, or bound a turn with generate_turn(…, longest=…)\n  look:"
+        f" {show_command(settings.run, step)}"
     )
 
 
@@ -312,12 +298,11 @@ def nothing_accepted(metrics: Mapping[str, float], settings: AdviceSettings, ste
 
 def describe(sample: Glimpse) -> str:
     """One sample on one line, safe for a terminal."""
-    answer, label = visible(shorten(sample.response, _EXAMPLE_ANSWER)), sample.label
+    prompt, answer = visible(ending(sample.prompt, _EXAMPLE_PROMPT)), visible(shorten(sample.response, _EXAMPLE_ANSWER))
+    label = "None" if sample.label is None else f'"{visible(shorten(sample.label, _EXAMPLE_ANSWER))}"'
     return (
-        f'sample {sample.index}: prompt "{visible(ending(sample.prompt, _EXAMPLE_PROMPT))}"; answer "{answer}"'
-        f" ({sample.response_length} tokens, {sample.status}); label"
-        f" {'None' if label is None else chr(34) + visible(shorten(label, _EXAMPLE_ANSWER)) + chr(34)};"
-        f" reward {sample.reward:g}"
+        f'sample {sample.index}: prompt "{prompt}"; answer "{answer}" ({sample.response_length} tokens,'
+        f" {sample.status}); label {label}; reward {sample.reward:g}"
     )
 
 

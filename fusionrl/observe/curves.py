@@ -172,7 +172,8 @@ def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:
         label = f"eval: {key.removeprefix('eval/').removesuffix('/accuracy')}"
         look: dict[str, Any] = {"linewidth": 1.8, "markersize": 5, "markeredgecolor": "white", "zorder": 3}
         axis.plot(steps, values, "o-", color=COLORS[(index + 1) % len(COLORS)], label=label, **look)
-    axis.set_ylim(0, _headroom(axis.get_ylim()[1]))
+    top = axis.get_ylim()[1]
+    axis.set_ylim(0, min(1.05 * top, 1.02) if top > 0 else 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
     axis.legend(loc="best")
     _label_axis(axis, "Accuracy", "share of correct answers")
@@ -185,7 +186,8 @@ def _draw_times(axis: Axes, metrics: Metrics) -> None:
     steps = sorted(set().union(*known.values()))
     colors = dict(zip((name for name, _ in TIMES), ("#5B9BC8", "#E08A4A", "#8C8C8C"), strict=True))
     heights = [[times.get(step, 0.0) for step in steps] for times in known.values()]
-    labels = [f"{name} ({_share(row, heights)})" for name, row in zip(known, heights, strict=True)]
+    total = sum(map(sum, heights)) or 1.0
+    labels = [f"{name} ({100 * sum(row) / total:.0f}%)" for name, row in zip(known, heights, strict=True)]
     if len(steps) <= 60:
         base = [0.0] * len(steps)
         for (name, row), label in zip(zip(known, heights, strict=True), labels, strict=True):
@@ -193,7 +195,7 @@ def _draw_times(axis: Axes, metrics: Metrics) -> None:
             base = [under + height for under, height in zip(base, row, strict=True)]
     else:
         axis.stackplot(steps, heights, colors=[colors[name] for name in known], labels=labels, linewidth=0)
-    axis.set_ylim(0, _headroom(max(map(sum, zip(*heights, strict=True))), cap=None) * 1.12)
+    axis.set_ylim(0, 1.18 * max(map(sum, zip(*heights, strict=True))) or 1.0)
     axis.legend(loc="upper left", ncols=len(known), handlelength=1.0, columnspacing=1.2)
 
 
@@ -255,17 +257,6 @@ def _unit(key: str) -> str:
     if key.endswith("accuracy"):
         return "share of correct answers"
     return "seconds" if key.endswith("_s") else key.rsplit("/", 1)[-1]
-
-
-def _share(row: list[float], heights: list[list[float]]) -> str:
-    total = sum(map(sum, heights))
-    return f"{100 * sum(row) / total:.0f}%" if total > 0 else "0%"
-
-
-def _headroom(top: float, cap: float | None = 1.0) -> float:
-    """An upper end for an axis that starts at 0: a little above the data; never a degenerate 0."""
-    top = top * 1.05 if top > 0 else 1.0
-    return top if cap is None else min(top, cap * 1.02)
 
 
 def _subtitle(metrics: Metrics) -> str:

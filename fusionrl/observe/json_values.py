@@ -46,7 +46,7 @@ def to_jsonable(value: object) -> object:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {_key(key): to_jsonable(item) for key, item in value.items()}
+        return {str(key.value if isinstance(key, enum.Enum) else key): to_jsonable(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [to_jsonable(item) for item in value]
     if isinstance(value, set | frozenset):
@@ -58,12 +58,6 @@ def to_jsonable(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     return repr(value)
-
-
-def _key(key: object) -> str:
-    if isinstance(key, enum.Enum):
-        key = key.value
-    return key if isinstance(key, str) else str(key)
 
 
 def json_line(row: Mapping[str, object]) -> bytes:

@@ -77,18 +77,10 @@ def write_whole_lines() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-        elif (descriptor := _descriptor(stream)) is not None:
-            lines = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-            setattr(sys, name, lines)
-
-
-def _descriptor(stream: object) -> int | None:
-    """Return the file descriptor that a stream writes to; None for one that writes to none."""
-    try:
-        descriptor = getattr(stream, "fileno", lambda: None)()
-    except (OSError, ValueError):
-        return None
-    return descriptor if isinstance(descriptor, int) else None
+        else:
+            with suppress(AttributeError, OSError, ValueError):  # a stream that writes to no file
+                lines = open(stream.fileno(), "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                setattr(sys, name, lines)
 
 
 def quiet_libraries() -> None:

@@ -43,10 +43,10 @@ class MetricsSink:
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard = _TensorBoard(Path(run_dir), attempt) if tensorboard else None
-        torn = _ends_without_newline(self.path)
         # Unbuffered and in append mode: a line is one write, and is with the kernel when `log` returns.
-        self._file = self.path.open("ab", buffering=0)
-        if torn:
+        self._file = self.path.open("a+b", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
             # The attempt before was killed while it wrote: its half line must not swallow our first one.
             self._file.write(b"\n")
 
@@ -62,12 +62,7 @@ class MetricsSink:
             raise ValueError(f"metric names {sorted(taken)} are reserved; use e.g. 'train/step'")
         scalars = {key: to_scalar(key, value) for key, value in values.items()}
         nonfinite = [key for key, value in scalars.items() if isinstance(value, float) and not math.isfinite(value)]
-        line: dict[str, Any] = {
-            "step": int(step),
-            "attempt": self.attempt,
-            "time": round(time.time(), 3),
-            **scalars,
-        }
+        line: dict[str, Any] = {"step": int(step), "attempt": self.attempt, "time": round(time.time(), 3), **scalars}
         if nonfinite:
             line["nonfinite"] = nonfinite
         self._append(json_line(line))
@@ -158,13 +153,14 @@ def made_by(lines: Iterable[tuple[int, int, Container[str]]]) -> dict[int, int]:
 
 
 def _merged(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
-    nonfinite = [key for key in _nonfinite(earlier) if key not in later] + _nonfinite(later)
+    nonfinite = [key for key in nonfinite_names(earlier) if key not in later] + nonfinite_names(later)
     merged = {**earlier, **later}
     merged.pop("nonfinite", None)
     return {**merged, "nonfinite": nonfinite} if nonfinite else merged
 
 
-def _nonfinite(line: Mapping[str, object]) -> list[object]:
+def nonfinite_names(line: Mapping[str, object]) -> list[object]:
+    """Return the metrics of a line that were NaN or infinite."""
     names = line.get("nonfinite")
     return names if isinstance(names, list) else []
 
@@ -214,11 +210,3 @@ def next_attempt(run_dir: Path) -> int:
     if metrics.exists():
         seen.extend(attempt for _, attempt, _ in _lines(metrics))
     return max(seen) + 1
-
-
-def _ends_without_newline(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"

@@ -55,7 +55,6 @@ class Progress:
         self._started = self._last_step_at = self._status_since = clock()
         self._state = State(mode=mode, total_steps=total_steps)
         self._durations: deque[float] = deque(maxlen=_STEPS_AVERAGED)
-        self._timed = False
         self._logged: set[str] = set()  # texts of `status` in a log file
         self._lock = threading.RLock()  # of the state; never held while rich, which has its own lock, draws
         self._live: Live | None = None
@@ -148,8 +147,7 @@ class Progress:
         now = self._clock()
         phases_s = sum(values.get(key, 0.0) for key in ("time_generate_s", "time_train_s", "time_sync_s"))
         passed = (now - self._last_step_at) / finished
-        self._durations.append(min(phases_s, passed) if not self._timed and phases_s > 0 else passed)
-        self._timed = True
+        self._durations.append(min(phases_s, passed) if not self._durations and phases_s > 0 else passed)
         self._last_step_at = now
 
     def _refresh_times(self) -> None:
@@ -171,7 +169,6 @@ class _Console(Console):
     """A console that never hides the cursor, since a killed run could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Ignore rich's wish to hide it."""
         return False
 
 
@@ -193,8 +190,7 @@ class _Output:
                 self._is_closed = True
         return len(text)
 
-    def flush(self) -> None:
-        """Do nothing: `write` has flushed."""
+    def flush(self) -> None: ...  # `write` has flushed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -428,7 +428,8 @@ def sample_table(glimpses: Sequence[Glimpse], step: int, width: int) -> str:
     rows = [["sample", "reward", "tokens", "label", "answer (end)", "prompt (end)"]]
     for glimpse in glimpses:
         cut = "+" if glimpse.status == "truncated" else "" if glimpse.status == "completed" else "!"
-        label = "" if glimpse.label is None else _start(visible(glimpse.label), 16)
+        label = visible(glimpse.label or "")
+        label = label if cell_len(label) <= 16 else set_cell_size(label, 15) + "…"
         numbers = [str(glimpse.index), f"{glimpse.reward:.4g}", f"{glimpse.response_length}{cut}"]
         rows.append([*numbers, label, visible(glimpse.response), visible(glimpse.prompt)])
     *widths, answer_width, prompt_width = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
@@ -440,11 +441,6 @@ def sample_table(glimpses: Sequence[Glimpse], step: int, width: int) -> str:
         numbers = [text.rjust(column) for text, column in zip(row[:3], widths, strict=False)]
         lines.append("  " + "  ".join([*numbers, *texts, _end(row[5], room - answer_width)]).rstrip())
     return "\n".join(lines)
-
-
-def _start(text: str, width: int) -> str:
-    """The start of `text`, in at most `width` columns."""
-    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
 def _end(text: str, width: int) -> str:

@@ -68,9 +68,9 @@ def test_what_equal_rewards_leave_to_say() -> None:
         ),
         ({"num_truncated": 24, "num_at_context_limit": 20}, {"max_context_len": 99}, "at --rollout-max-context-len 99"),
         ({"num_truncated": 24, "num_at_response_limit": 0}, {}, "--max-turns"),
-        ({"num_without_label": 32}, {}, "no sample has a label: see column 'label'"),
-        ({"num_without_label": 32}, {"label_key": None}, "no sample has a label: --label-key is not given"),
-        ({"num_without_label": 5}, {}, "5 samples have no label"),
+        ({"num_without_label": 32}, {}, "32 of 32 samples have no label: see column 'label'"),
+        ({"num_without_label": 32}, {"label_key": None}, "have no label: give --label-key"),
+        ({"num_without_label": 5}, {}, "5 of 32 samples have no label"),
         ({"num_same_text": 8}, {"temperature": 0.01}, "same text in 8 of 8 groups (--rollout-temperature 0.01)"),
         ({"lowest": 1.0, "highest": 1.0}, {}, "every answer gets 1: the prompts are too easy"),
         ({"highest": 1.0}, {}, "always answered right or always wrong"),
@@ -153,7 +153,7 @@ def test_lost_rewards_are_told_at_the_first_rollout_that_lost_some() -> None:
     assert text.startswith("2 of 32 samples got no reward within --reward-timeout-s 5; these are not trained on: see")
     assert watches.after_rollout(2, lost) == [], "not at every step"
     (text,) = Watches(replace(SETTINGS, failure_value=-1.0)).after_rollout(1, replace(GOOD, num_crashes=1))
-    assert "died at 1 of 32 samples; these are trained with --reward-failure-value -1" in text
+    assert text.startswith("1 of 32 samples ended the process") and "trained with --reward-failure-value -1" in text
 
 
 def test_lost_rewards_are_the_first_cause_of_equal_ones() -> None:

@@ -19,6 +19,8 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.safe_text import ending, shorten, visible
 from fusionrl.observe.show import sample_table
 
+Capsys = pytest.CaptureFixture[str]
+
 REWARDS = [0.0, 1.0, 0.5, 0.5, -2.0, 3.0]  # of groups 0, 0, 1, 1, 2, 2
 
 
@@ -54,7 +56,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def show(capsys: pytest.CaptureFixture[str], *args: Any, code: int = 0) -> str:
+def show(capsys: Capsys, *args: Any, code: int = 0) -> str:
     assert cli.main(["show", *map(str, args)]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out
@@ -64,12 +66,12 @@ def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def indices(capsys: pytest.CaptureFixture[str], *args: Any) -> list[int]:
+def indices(capsys: Capsys, *args: Any) -> list[int]:
     return [record["index"] for record in records(show(capsys, *args, "--json"))]
 
 
 # ------------------------------------------------------------------------------------------------ which samples
-def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: Capsys) -> None:
     text = show(capsys, run)
     assert f"{run}: step 2 (rollouts/step_000002.train.a1.jsonl)" in text
     assert "6 samples in 3 groups; mean reward 0.5 (-2 to 3); groups with equal rewards: 1" in text
@@ -86,7 +88,7 @@ def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: pyt
     assert "5 of 6: -n 0 shows all" in text and "\x1b" not in text
 
 
-def test_order_and_choice(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_order_and_choice(run: Path, capsys: Capsys) -> None:
     assert indices(capsys, run) == [10, 11, 12, 13, 14]
     assert indices(capsys, run, "-n", 0) == [10, 11, 12, 13, 14, 15]
     assert indices(capsys, run, "--worst", "-n", 2) == [14, 10]
@@ -96,14 +98,14 @@ def test_order_and_choice(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert indices(capsys, run, "--step", 1) == [0]
 
 
-def test_samples_without_a_reward_come_last(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_without_a_reward_come_last(run: Path, capsys: Capsys) -> None:
     RolloutWriter(run).write(1, 2, [row(0, None, status="failed"), row(1, 5.0), row(2, -1.0)])
     assert indices(capsys, run, "--worst") == [2, 1, 0] and indices(capsys, run, "--best") == [1, 2, 0]
     text = show(capsys, run)
     assert "step 2, attempt 2" in text and "reward none" in text and "failed: 1" in text
 
 
-def test_one_sample_in_full_with_its_group(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sample_in_full_with_its_group(run: Path, capsys: Capsys) -> None:
     RolloutWriter(run).write(2, 1, [row(0, 1.0, response="a" * 5000 + "END", metadata={"k": [1]}), row(1, 1.0)])
     text = show(capsys, run, "--sample", 0)
     assert "a" * 5000 + "END" in text and 'metadata {"k": [1]}' in text
@@ -113,14 +115,14 @@ def test_one_sample_in_full_with_its_group(run: Path, capsys: pytest.CaptureFixt
     assert "a" * 5000 in show(capsys, run, "--chars", 0)
 
 
-def test_evaluations(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations(run: Path, capsys: Capsys) -> None:
     text = show(capsys, run, "--eval", "gsm8k")
     assert "evaluation gsm8k at step 2" in text and "reward 1 " in text
     assert 'rewards  {"acc": 1.0, "style": 0.25}' in text
     assert "it has gsm8k" in show(capsys, run, "--eval", "math", code=2)
 
 
-def test_a_run_of_evaluations_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_evaluations_alone(tmp_path: Path, capsys: Capsys) -> None:
     for name, code, shown in (("a", 0, "evaluation a at step 0"), ("b", 2, "choose one with --eval: a, b")):
         RolloutWriter(tmp_path).write(0, 1, [row(0, 1.0)], kind=f"eval-{name}")
         assert shown in show(capsys, tmp_path, code=code)
@@ -129,7 +131,7 @@ def test_a_run_of_evaluations_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
 # ------------------------------------------------------------------------------------------------ which run
 @pytest.mark.parametrize("command", ["show", "view"])
 def test_a_folder_of_runs_stands_for_its_newest(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     """The quickstart's folder has a model and several runs, none of them under runs/ itself."""
     monkeypatch.chdir(tmp_path)
@@ -151,7 +153,7 @@ def test_a_folder_of_runs_stands_for_its_newest(
     assert indices(capsys) == [77], "a run under runs/ itself"
 
 
-def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     RolloutWriter(run).write(6, 1, [row(0, 0.0)])
     assert f"--step 4: {run} has samples of steps 1-2, 7" in show(capsys, run, "--step", 4, code=2)
     message = show(capsys, run, "--step", 2, "--sample", 99, code=2)
@@ -163,7 +165,7 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 # ------------------------------------------------------------------------------------------------ hostile files
-def test_escapes_in_a_sample_do_not_reach_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escapes_in_a_sample_do_not_reach_the_terminal(run: Path, capsys: Capsys) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\b\u202egnp.exe\ud800\x00 ok\n\tnext 数学 e\u0301 👩‍🚀"
     fields = dict.fromkeys(("prompt", "response", "label", "status"), evil)
     RolloutWriter(run).write(2, 1, [row(3, 1.0, metadata={evil: evil}, **fields)])
@@ -177,7 +179,7 @@ def test_escapes_in_a_sample_do_not_reach_the_terminal(run: Path, capsys: pytest
     assert "\n           \tnext 数学 e\u0301 👩‍🚀\n" in text, "further lines are indented"
 
 
-def test_a_torn_file_is_read_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_file_is_read_as_far_as_it_goes(run: Path, capsys: Capsys) -> None:
     for folder in ("rollouts", "rollouts/trained"):
         path = run / folder / "step_000002.train.a1.jsonl"
         whole = path.read_bytes()
@@ -187,7 +189,7 @@ def test_a_torn_file_is_read_as_far_as_it_goes(run: Path, capsys: pytest.Capture
     assert "advantage -0.5" in text
 
 
-def test_a_sparse_row_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sparse_row_is_shown(tmp_path: Path, capsys: Capsys) -> None:
     """A user's rollout function need not fill all fields; messages stand for a prompt."""
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     RolloutWriter(tmp_path).write(0, 1, [{"prompt": messages, "reward": {"a": 0.5}}, {"reward": {"a": 1, "b": 2}}])
@@ -235,7 +237,7 @@ def test_a_reader_that_leaves_early(run: Path) -> None:
     ("no_color", "term", "colored"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)]
 )
 def test_colour_only_on_a_terminal_that_wants_it(
-    no_color: str, term: str, colored: bool, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    no_color: str, term: str, colored: bool, run: Path, capsys: Capsys, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", term)

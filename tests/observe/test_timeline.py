@@ -17,6 +17,8 @@ from fusionrl.observe.timeline.steps import steps_of
 from tests.observe.timeline_runs import WALL_NS, Process, S, make_run
 from tests.observe.trace_format import faults
 
+Capsys = pytest.CaptureFixture[str]
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -38,7 +40,7 @@ def _process_names(events: list[dict[str, Any]]) -> dict[int, str]:
     return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
-def test_every_process_is_in_the_file_on_one_clock(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_process_is_in_the_file_on_one_clock(run: Path, capsys: Capsys) -> None:
     events = _trace(run)
     names = _process_names(events)
     assert set(names.values()) == {"driver", "buffer", "trainer-0", "trainer-1", "engine-actor-0", "samples"}
@@ -93,7 +95,7 @@ def test_shares_add_up(run: Path) -> None:
     assert pools(read_attempt(run, 1), 5 * S, 25 * S)[0].name == "engines (at least one busy)"
 
 
-def test_the_report_names_what_a_step_is_bound_by(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_what_a_step_is_bound_by(run: Path, capsys: Capsys) -> None:
     assert cli.main(["timeline", str(run)]) == 0
     out = capsys.readouterr().out
     assert "generation (60 %), most of it for sample 27: all wait for it" in out
@@ -122,9 +124,7 @@ def test_a_slow_rank_is_named_where_training_takes_longest(tmp_path: Path) -> No
     assert step.bound == "training (80 %), trainer-1 is slow"
 
 
-def test_times_of_another_machine_are_moved_by_the_measured_offset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_of_another_machine_are_moved_by_the_measured_offset(tmp_path: Path, capsys: Capsys) -> None:
     run = make_run(tmp_path / "run", far_s=-3600.0)
     events = _trace(run)
     names = _process_names(events)
@@ -133,7 +133,7 @@ def test_times_of_another_machine_are_moved_by_the_measured_offset(
     assert "2 machines; clocks agree within 0.40 ms" in capsys.readouterr().out
 
 
-def test_a_clock_that_drifts_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clock_that_drifts_is_followed(tmp_path: Path, capsys: Capsys) -> None:
     run = tmp_path / "run"
     driver, far = Process(run, "driver"), Process(run, "trainer-0", 0, boot="boot-2", ahead_s=100.0)
     driver.span("train", 0, 4000)
@@ -148,7 +148,7 @@ def test_a_clock_that_drifts_is_followed(tmp_path: Path, capsys: pytest.CaptureF
     assert "clocks agree within 0.70 ms" in capsys.readouterr().out
 
 
-def test_a_clock_that_nobody_measured_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clock_that_nobody_measured_is_told(tmp_path: Path, capsys: Capsys) -> None:
     run = make_run(tmp_path / "run")
     Process(run, "trainer-2", 2, boot="boot-3", ahead_s=77).span("train", 11, 12, step=1)
     (late,) = [event for event in _spans(_trace(run), "train") if event["dur"] == S]
@@ -169,7 +169,7 @@ def test_parts_of_a_run_in_one_process_have_tracks_as_if_they_were_several(tmp_p
     assert recorded.processes() == ["buffer", "driver", "engine-actor-1", "trainer-0"]
 
 
-def test_a_killed_run_ends_within_its_phase(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_ends_within_its_phase(run: Path, capsys: Capsys) -> None:
     driver = Process(run, "driver")  # its lines come after those of make_run, as a torn record's would
     driver.begin("step", 25, step=3)
     driver.begin("generate", 25.1, step=3)
@@ -207,14 +207,14 @@ def test_an_engine_s_load_is_read_from_its_log(run: Path) -> None:
         (["--out", "/proc/no/file"], "cannot be written"),
     ],
 )
-def test_mistakes_are_told(run: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(run: Path, flags: list[str], said: str, capsys: Capsys) -> None:
     assert cli.main(["timeline", str(run), *flags]) == 2
     assert said in capsys.readouterr().err
     (run / "timeline").rename(run / "moved")
     assert cli.main(["timeline", str(run), *flags]) == 2
 
 
-def _faults(run: Path, capsys: pytest.CaptureFixture[str], said: str = "checked: ") -> str:
+def _faults(run: Path, capsys: Capsys, said: str = "checked: ") -> str:
     capsys.readouterr()
     code, output = cli.main(["timeline", str(run), "--check"]), capsys.readouterr()
     assert code == (1 if output.err else 0) and (said in output.out) != bool(output.err)
@@ -240,7 +240,7 @@ def _drop(run: Path, process: str, name: str) -> None:
     path.write_text("".join(line for line in path.open() if f'"", "{name}"' not in line))
 
 
-def test_the_check_says_if_there_was_nothing_to_compare(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_says_if_there_was_nothing_to_compare(run: Path, capsys: Capsys) -> None:
     for said in ("metrics.jsonl has no times to compare", "times agree with metrics.jsonl"):
         assert _faults(run, capsys, said) == ""
         _rows(run)
@@ -255,7 +255,7 @@ def test_the_check_says_if_there_was_nothing_to_compare(run: Path, capsys: pytes
     ],
 )
 def test_the_check_compares_phases_with_the_metrics(
-    metric: str, seconds: float, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+    metric: str, seconds: float, said: str, run: Path, capsys: Capsys
 ) -> None:
     _rows(run)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])[metric.replace("__", "/")]
@@ -264,9 +264,7 @@ def test_the_check_compares_phases_with_the_metrics(
 
 
 @pytest.mark.parametrize("name", ["train", "push"])
-def test_the_check_misses_phases_that_are_not_in_the_record(
-    name: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_misses_phases_that_are_not_in_the_record(name: str, run: Path, capsys: Capsys) -> None:
     """A phase that had not ended when the record did is not missing: the run was killed, or goes on."""
     _rows(run)
     _drop(run, "driver", name)
@@ -278,7 +276,7 @@ def test_the_check_misses_phases_that_are_not_in_the_record(
     assert f"`{name}` of" not in _faults(run, capsys)
 
 
-def test_the_check_compares_steps_with_the_wall_clock(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_compares_steps_with_the_wall_clock(run: Path, capsys: Capsys) -> None:
     """By which the rows are written: here the clock of the spans is too slow by a tenth."""
     _rows(run, time=[WALL_NS / 1e9 + at for at in (16.4, 27.4)])
     found = _faults(run, capsys)
@@ -286,7 +284,7 @@ def test_the_check_compares_steps_with_the_wall_clock(run: Path, capsys: pytest.
     assert "that step from 15.00 s to 25.00 s" in found
 
 
-def test_the_check_wants_phases_to_fill_the_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_wants_phases_to_fill_the_steps(run: Path, capsys: Capsys) -> None:
     """A fiftieth of the wall time may be between phases, and not a tenth. No metric tells of it here."""
     driver = run / "timeline" / "driver.a1.jsonl"
     text = driver.read_text()
@@ -299,9 +297,7 @@ def test_the_check_wants_phases_to_fill_the_steps(run: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(("error_ns", "said"), [(400_000, ""), (9_000_000, "known within 9.0 ms, and not within 5")])
-def test_the_check_wants_exact_clocks(
-    error_ns: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_wants_exact_clocks(error_ns: int, said: str, tmp_path: Path, capsys: Capsys) -> None:
     folder = make_run(tmp_path / "far", far_s=3600.0)
     driver = folder / "timeline" / "driver.a1.jsonl"
     driver.write_text(driver.read_text().replace(",400000]", f",{error_ns}]").replace(" 400000]", f" {error_ns}]"))

@@ -24,10 +24,12 @@ from fusionrl.observe.track import command
 from fusionrl.observe.track.adapters import Target, mlflow_name
 from fusionrl.observe.track.metric_lines import Line, read_lines
 
+Capsys = pytest.CaptureFixture[str]
+
 Points = list[tuple[str, int, float]]  # name, step, value; in the order in which they were sent
 
 
-def track(capsys: pytest.CaptureFixture[str], run: Path, *args: str, code: int = 0) -> str:
+def track(capsys: Capsys, run: Path, *args: str, code: int = 0) -> str:
     assert cli.main(["track", str(run), *args]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out.splitlines()[-1]
@@ -119,7 +121,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return fresh
 
 
-def test_a_tracker_gets_what_is_new(run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_gets_what_is_new(run: Path, recorder: type[Recorder], capsys: Capsys) -> None:
     assert track(capsys, run, "--to", "wandb", "--project", "p") == f"{run}: 3 lines sent to wandb"
     (target,) = recorder.targets
     assert (target.project, target.name, target.is_new, target.offline) == ("p", "sums", True, False)
@@ -136,7 +138,7 @@ def test_a_tracker_gets_what_is_new(run: Path, recorder: type[Recorder], capsys:
 
 @pytest.mark.parametrize(("fail_at", "num_left"), [(1, 3), (2, 2)])
 def test_a_tracker_that_fails_gets_the_rest_later(
-    fail_at: int, num_left: int, run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str]
+    fail_at: int, num_left: int, run: Path, recorder: type[Recorder], capsys: Capsys
 ) -> None:
     """In the same run there, also where the first line failed."""
     recorder.fail_at = fail_at
@@ -149,9 +151,7 @@ def test_a_tracker_that_fails_gets_the_rest_later(
     assert first.is_new and not second.is_new
 
 
-def test_what_has_not_arrived_is_sent_again(
-    run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_not_arrived_is_sent_again(run: Path, recorder: type[Recorder], capsys: Capsys) -> None:
     """A tracker that only takes lines into a queue fails while it is closed."""
     recorder.is_queue = recorder.close_fails = True
     said = track(capsys, run, "--to", "wandb", code=1)
@@ -163,7 +163,7 @@ def test_what_has_not_arrived_is_sent_again(
     assert track(capsys, run, "--to", "wandb").endswith("0 lines sent to wandb")
 
 
-def test_passwords_are_not_remembered(run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str]) -> None:
+def test_passwords_are_not_remembered(run: Path, recorder: type[Recorder], capsys: Capsys) -> None:
     address = "postgresql://me:hush@host/db"
     state = {f"wandb fusionrl {address}": {"run_id": "abc", "bytes": 0}}  # of an earlier version
     (run / "trackers.json").write_text(json.dumps(state))
@@ -187,7 +187,7 @@ sys.exit(cli.main(["track", sys.argv[1], "--to", "wandb", "--follow"]))
 """
 
 
-def test_a_follower_that_is_terminated_keeps_what_was_sent(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_follower_that_is_terminated_keeps_what_was_sent(run: Path, capsys: Capsys) -> None:
     with RunDir(run, resume=True):
         args = [sys.executable, "-c", _FOLLOWER, str(run)]
         follower = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
@@ -207,7 +207,7 @@ def test_a_follower_that_is_terminated_keeps_what_was_sent(run: Path, capsys: py
 
 
 def test_a_lock_of_another_machine_is_named(
-    run: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     (run / "run.lock").write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
 
@@ -221,7 +221,7 @@ def test_a_lock_of_another_machine_is_named(
 
 
 def test_following_a_run_to_its_end(
-    run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, recorder: type[Recorder], capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusionrl.observe.track.send._POLL_S", 0.01)
     held = RunDir(run, resume=True)
@@ -237,18 +237,14 @@ def test_following_a_run_to_its_end(
     assert not followed.is_alive() and [line.step for line in recorder.lines] == [1, 2, 2, 2, 3]
 
 
-def test_a_memory_that_was_changed_names_no_file(
-    run: Path, recorder: type[Recorder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_memory_that_was_changed_names_no_file(run: Path, recorder: type[Recorder], capsys: Capsys) -> None:
     for content in ('{"wandb fusionrl": {"run_id": "../../x", "bytes": 0}}', "[1]", "{", '{"wandb fusionrl": 3}'):
         (run / "trackers.json").write_text(content)
         track(capsys, run, "--to", "wandb")
         assert recorder.targets[-1].is_new and recorder.targets[-1].run_id.isalnum()
 
 
-def test_mistakes(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("mlflow", "trackio"):
         said = track(capsys, run, "--to", kind, "--offline", "--address", "http://me:hush@host", code=2)
         assert "leave one of the two out" in said and "hush" not in said
@@ -340,7 +336,7 @@ def of_trackio(run: Path) -> Points:
     return [(name, step, value) for _, step, text in rows for name, value in json.loads(text).items()]
 
 
-def test_a_run_that_is_sent_again_does_not_double_tensorboard(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_sent_again_does_not_double_tensorboard(run: Path, capsys: Capsys) -> None:
     pytest.importorskip("tensorboard.summary.writer.event_file_writer", reason="tensorboard is not installed here")
     for args in ([], ["--again"], []):
         track(capsys, run, "--to", "tensorboard", *args)

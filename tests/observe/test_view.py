@@ -26,11 +26,13 @@ from fusionrl.observe.view.terminal import render_tokens, token_texts
 from fusionrl.observe.view.vocabulary import Vocabulary
 from tests.observe.view_runs import sample, trained, unpack, write_run, write_tokenizer
 
+Capsys = pytest.CaptureFixture[str]
+
 HERE = Path(__file__).parent
 MB = 1_000_000
 
 
-def view(capsys: pytest.CaptureFixture[str], *args: Any, code: int = 0) -> str:
+def view(capsys: Capsys, *args: Any, code: int = 0) -> str:
     assert cli.main(["view", *map(str, args)]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out
@@ -120,7 +122,7 @@ def test_the_most_telling_groups_come_first(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ a page
-def test_a_page_holds_the_whole_of_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_holds_the_whole_of_a_small_run(tmp_path: Path, capsys: Capsys) -> None:
     tokenizer = write_tokenizer(tmp_path / "model")
     steps = [[sample(i, i / 4) for i in range(4)], [sample(i, 1.0) for i in range(4)]]
     run = write_run(tmp_path / "run", steps, tokenizer, train__loss=[0.5, 0.25])
@@ -146,7 +148,7 @@ def test_a_page_holds_the_whole_of_a_small_run(tmp_path: Path, capsys: pytest.Ca
     assert used <= facts["vocabulary"].keys()
 
 
-def test_no_text_of_a_run_leaves_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_text_of_a_run_leaves_its_data(tmp_path: Path, capsys: Capsys) -> None:
     evil = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
     run = write_run(tmp_path / "a<b>&c", [[sample(0, prompt=evil, response=evil, label=evil, metadata={evil: evil})]])
     view(capsys, run, "--html", tmp_path / "page.html")
@@ -157,7 +159,7 @@ def test_no_text_of_a_run_leaves_its_data(tmp_path: Path, capsys: pytest.Capture
     assert policy is not None and policy[1].startswith("default-src 'none'; script-src 'sha256-")
 
 
-def test_the_limit_holds_and_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limit_holds_and_what_is_left_out_is_said(tmp_path: Path, capsys: Capsys) -> None:
     rng = np.random.default_rng(0)
     steps = [
         [sample(i, length=400, response=rng.bytes(500).hex(), seed=100 * step + i) for i in range(12)]
@@ -188,7 +190,7 @@ def test_of_too_many_steps_those_at_jumps_are_chosen(tmp_path: Path) -> None:
     assert len(choose_files(files, Series(), 1)) == 1 and len(choose_files(files, Series(), 200)) == 100
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_cut_off(tmp_path: Path, capsys: Capsys) -> None:
     """A copy of a run that was still going, or a full disk."""
     run = write_run(tmp_path / "run", [[sample(i) for i in range(4)]])
     for path in (*(run / "rollouts").glob("*.jsonl"), *(run / "rollouts" / "trained").iterdir(), run / "metrics.jsonl"):
@@ -199,7 +201,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert block["unreadable"] == 1 and set(block["rows"]) == {"0", "1", "2"} and "gap" in block["rows"]["2"]
 
 
-def test_two_runs_share_the_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_share_the_room(tmp_path: Path, capsys: Capsys) -> None:
     runs = [write_run(tmp_path / name, [[sample(0, response=name)]], train__loss=[1.0]) for name in ("one", "two")]
     view(capsys, *runs, "--html", tmp_path / "both.html")
     blocks = blocks_of(tmp_path / "both.html")
@@ -207,13 +209,13 @@ def test_two_runs_share_the_room(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert blocks["run1-0"]["rows"]["0"]["response"] == "two"
 
 
-def test_a_run_of_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_metrics_alone(tmp_path: Path, capsys: Capsys) -> None:
     with MetricsSink(tmp_path / "sft", 1) as sink:
         sink.log(1, {"train/loss": 1.0})
     assert "0 of 0 samples" in view(capsys, tmp_path / "sft")
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", [[sample(0)]])
     (tmp_path / "empty").mkdir()
     assert "is no run folder" in view(capsys, tmp_path / "none", code=2)
@@ -259,7 +261,7 @@ def test_other_vocabularies_and_none(tmp_path: Path) -> None:
     assert token_texts([1, 2], None) == ["[1]", "[2]"] and token_texts([], None) == []
 
 
-def test_one_sample_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sample_in_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     tokenizer = write_tokenizer(tmp_path / "model")
     rows = [sample(0), sample(1, length=5, tokens=[10, 10, 10, 0, 14, 12, 13, 15], loss_mask=[1, 1, 0, 1, 1])]
     run = write_run(tmp_path / "run", [rows], tokenizer)
@@ -274,9 +276,7 @@ def test_one_sample_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "[10]" not in text and "[14]" in view(capsys, run, "--sample", 1, "--tokenizer", tmp_path)
 
 
-def test_a_response_that_is_cut_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_response_that_is_cut_says_so(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", [[sample(0, length=9)]], write_tokenizer(tmp_path / "model"))
     assert "is cut" not in view(capsys, run, "--sample", 0)
     monkeypatch.setattr("fusionrl.observe.view.step_block.MOST_TOKENS", 4)
@@ -286,7 +286,7 @@ def test_a_response_that_is_cut_says_so(
     assert len(row["tokens"]) == 4 and row["num_tokens"] == 9, "by these the page says it"
 
 
-def test_an_evaluation_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_in_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", [[sample(0)]])
     RolloutWriter(run).write(1, 1, [sample(0, prompt="held out")], kind="eval-sums")
     assert "held out" in view(capsys, run, "--eval", "sums"), "it selects the terminal by itself"
@@ -304,14 +304,12 @@ def test_an_evaluation_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFix
         (["--tokenizer", "none", "--serve"], "name a folder with a tokenizer.json"),
     ],
 )
-def test_flags_that_have_no_effect_are_refused(
-    args: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_have_no_effect_are_refused(args: list[str], said: str, tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", [[sample(0)]])
     assert said in view(capsys, run, *args, code=2)
 
 
-def test_metrics_that_are_larger_than_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_that_are_larger_than_the_limit(tmp_path: Path, capsys: Capsys) -> None:
     """Of many metrics some steps are left out; the samples still have room."""
     run = write_run(tmp_path / "run", [[sample(i) for i in range(4)]])
     rng = np.random.default_rng(0)
@@ -325,7 +323,7 @@ def test_metrics_that_are_larger_than_the_limit(tmp_path: Path, capsys: pytest.C
     assert 20 < len(facts["steps"]) < 1000 and facts["steps"][-1] == 2000 and "metrics of" in said
 
 
-def test_a_limit_below_what_a_run_needs_names_the_smallest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_below_what_a_run_needs_names_the_smallest(tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", [[sample(0)]])
     rng = np.random.default_rng(0)
     config = json.loads((run / "config.json").read_text()) | {"custom": {"text": rng.bytes(300_000).hex()}}

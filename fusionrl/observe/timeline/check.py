@@ -74,19 +74,16 @@ def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
 
 def record_faults(recorded: RunRecord, measured: MeasuredTimes) -> list[str]:
     """Return what cannot be believed, one line each."""
-    messages = [*_of_clocks(recorded), *_of_rows(recorded, measured)]
-    for compared in _COMPARED:
-        messages += _of_phases(recorded, compared, measured.seconds.get(compared.metric, {}))
-    return messages
-
-
-def _of_clocks(recorded: RunRecord) -> list[str]:
-    return [  # the report names clocks that were never measured
+    messages = [  # the report names clocks that were never measured
         f"the clock of {name} on {machine.host} is known within {machine.error_us / 1e3:.1f} ms,"
         f" and not within {_CLOCK_US / 1e3:.0f}"
         for name, machine in recorded.machines.items()
         if machine.error_us is not None and machine.error_us > _CLOCK_US
     ]
+    messages += _of_rows(recorded, measured)
+    for compared in _COMPARED:
+        messages += _of_phases(recorded, compared, measured.seconds.get(compared.metric, {}))
+    return messages
 
 
 def _of_rows(recorded: RunRecord, measured: MeasuredTimes) -> Iterator[str]:

@@ -44,11 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the N longest samples of each step, and all that were aborted; default: 64",
     )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="check the record: clocks, and times against metrics.jsonl",
-    )
+    parser.add_argument("--check", action="store_true", help="check the record: clocks, times against metrics.jsonl")
     return parser
 
 

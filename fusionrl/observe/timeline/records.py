@@ -82,6 +82,7 @@ class RunRecord:
     courses: list[SampleCourse] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
+    _ordered: dict[tuple[str, tuple[str, ...]], list[Span]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], list[Span]]:
@@ -89,10 +90,6 @@ class RunRecord:
         for span in self.spans:
             by_name[span.process, span.name].append(span)
         return by_name
-
-    @cached_property
-    def _ordered(self) -> dict[tuple[str, tuple[str, ...]], list[Span]]:
-        return {}
 
     @property
     def end(self) -> int:

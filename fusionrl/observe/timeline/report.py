@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,7 +15,6 @@ _SLOW = 1.1  # a rank that takes so many times the median is named as the cause
 _TAIL = 0.9  # the tail of a generation begins when so many of its samples have ended
 _LONG_TAIL = 1 / 3
 _MOST_ROWS = 20
-_SHORT = {"generate": "gen", "fetch": "gen", "train": "train", "push": "push"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ def _bound(recorded: RunRecord, step: Span, shares: Mapping[str, int], waited: S
     percent = f"{100 * shares[name] / max(1, step.duration):.0f} %"
     if name == "generate":
         if waited is not None and tail > _LONG_TAIL * shares[name]:
-            kind = "its reward" if waited.parts and waited.parts[-1].name == "reward" and _is_late(waited) else "it"
+            last = waited.parts[-1] if waited.parts else None
+            is_late = last is not None and last.name == "reward" and 2 * last.duration > waited.end - waited.start
+            kind = "its reward" if is_late else "it"
             return f"generation ({percent}), most of it for sample {waited.facts.get('index')}: all wait for {kind}"
         return f"generation ({percent})"
     if name == "fetch":
@@ -84,10 +86,6 @@ _WORDS = {
     "profile": "the profile",
     OTHER: "the driver",
 }
-
-
-def _is_late(course: SampleCourse) -> bool:
-    return course.parts[-1].duration > 0.5 * (course.end - course.start)
 
 
 def slowest_rank(recorded: RunRecord, start: int, end: int) -> tuple[str, int, float] | None:
@@ -150,12 +148,9 @@ def _steps(steps: Sequence[Step]) -> Iterator[str]:
         yield f"the {len(longest)} longest of {counted(len(steps), 'step')}"
     yield "step        s   gen %  train %  push %   bound by"
     for step in longest:
-        parts = dict.fromkeys(("gen", "train", "push"), 0.0)
-        for name, micros in step.shares.items():
-            if name in _SHORT:
-                parts[_SHORT[name]] += 100 * micros / max(1, step.wall)
-        numbers = f"{parts['gen']:>7.1f}{parts['train']:>9.1f}{parts['push']:>8.1f}"
-        yield f"{step.number:>4}{step.wall / 1e6:>9.2f}{numbers}   {step.bound}"
+        share = defaultdict(float, {name: 100 * micros / max(1, step.wall) for name, micros in step.shares.items()})
+        parts = f"{share['generate'] + share['fetch']:>7.1f}{share['train']:>9.1f}{share['push']:>8.1f}"
+        yield f"{step.number:>4}{step.wall / 1e6:>9.2f}{parts}   {step.bound}"
     waited = max((step for step in steps if step.waited is not None), key=lambda step: step.tail, default=None)
     if waited is not None and waited.waited is not None:
         yield (

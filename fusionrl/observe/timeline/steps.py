@@ -6,10 +6,10 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.observe.timeline.records import RunRecord, SampleCourse, Span
 
 _INDEX = re.compile(rb'"index":(\d+)')
-_NAME = re.compile(r"step_(\d+)\.train\.a(\d+)\.jsonl")
 _HEAD_BYTES = 400  # of a row: its index is at its beginning
 
 
@@ -18,7 +18,7 @@ def steps_of(run: Path, recorded: RunRecord) -> dict[int, list[SampleCourse]]:
 
     Samples that no step trained are under 0: of evaluations, dropped, or under way at the end.
     """
-    step_of_index = _indices(run / "rollouts", recorded.attempt)
+    step_of_index = _indices(run, recorded.attempt)
     rollouts = recorded.of("buffer", "rollout")
     courses_by_step: dict[int, list[SampleCourse]] = defaultdict(list)
     for course in recorded.courses:
@@ -33,16 +33,14 @@ def steps_of(run: Path, recorded: RunRecord) -> dict[int, list[SampleCourse]]:
     return dict(courses_by_step)
 
 
-def _indices(folder: Path, attempt: int) -> dict[int, int]:
+def _indices(run: Path, attempt: int) -> dict[int, int]:
+    """Index of a sample → the step that trained it."""
     steps: dict[int, int] = {}
-    for path in sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match is None or int(match[2]) != attempt:
-            continue
-        with path.open("rb") as file:
-            for line in file:
-                if index := _INDEX.search(line[:_HEAD_BYTES]):
-                    steps[int(index[1])] = int(match[1])
+    for rollout in list_rollouts(run, "train", all_attempts=True):
+        if rollout.attempt == attempt:
+            with rollout.path.open("rb") as file:
+                matches = (_INDEX.search(line[:_HEAD_BYTES]) for line in file)
+                steps |= {int(match[1]): rollout.step for match in matches if match}
     return steps
 
 

@@ -142,10 +142,8 @@ class MLflow:
         self._client = MlflowClient((target.folder / "mlruns").resolve().as_uri() if local else target.address or None)
         self.run_id = target.run_id
         if target.is_new:
-            experiment = self._client.get_experiment_by_name(target.project)
-            number = (
-                experiment.experiment_id if experiment is not None else self._client.create_experiment(target.project)
-            )
+            known = self._client.get_experiment_by_name(target.project)
+            number = self._client.create_experiment(target.project) if known is None else known.experiment_id
             self.run_id = self._client.create_run(number, run_name=target.name).info.run_id
             params = [Param(name, str(value)[:500]) for name, value in target.config.items()]
             for start in range(0, len(params), 100):

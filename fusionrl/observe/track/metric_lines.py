@@ -57,9 +57,6 @@ def _parsed(path: Path, start: int) -> Iterator[Line]:
                 step, attempt, time_s = int(row["step"]), int(row["attempt"]), float(row["time"])
             except (ValueError, LookupError, TypeError):
                 continue
-            yield Line(step, time_s, _numbers(row), attempt, end)
-
-
-def _numbers(row: dict[str, object]) -> dict[str, float]:
-    numbers = {name: value for name, value in row.items() if isinstance(value, bool | int | float)}
-    return {name: float(value) for name, value in numbers.items() if name not in RESERVED_KEYS and math.isfinite(value)}
+            numbers = {n: v for n, v in row.items() if n not in RESERVED_KEYS and isinstance(v, bool | int | float)}
+            values = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+            yield Line(step, time_s, values, attempt, end)

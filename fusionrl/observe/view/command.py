@@ -128,8 +128,8 @@ def _write_html(options: argparse.Namespace) -> str:
     lines = [f"{path}: {size / _MEGABYTE:.1f} MB, opens in any browser without a network"]
     for run, block in zip(runs, blocks, strict=True):
         files = [file for file in block.facts["files"] if "samples" in file]
-        kept, total = (sum(file[name] for file in files) for name in ("kept", "samples"))
-        lines.append(f"{run}: {kept:,} of {total:,} samples with texts and tokens")
+        num_kept, total = (sum(file[name] for file in files) for name in ("kept", "samples"))
+        lines.append(f"{run}: {num_kept:,} of {total:,} samples with texts and tokens")
         lines += [f"  left out: {reason}" for reason in block.facts["left_out"]]
     return "\n".join(lines)
 

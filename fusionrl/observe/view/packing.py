@@ -45,8 +45,3 @@ def short(value: object, digits: int = 4) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return int(value) if isinstance(value, bool) else None
     return value if isinstance(value, int) else float(f"{value:.{digits}g}")
-
-
-def column(values: list[Number]) -> list[Number] | Number:
-    """`values`, or the one value that all of them have."""
-    return values[0] if values and values.count(values[0]) == len(values) else values

@@ -45,14 +45,11 @@ class RunBlock:
 
 
 def build_run(run: Path, number: int, room: int, steps: range | None = None, vocabulary: str = "") -> RunBlock:
-    """Read a run's folder into at most `room` bytes.
+    """Read a run's folder, also of a live run, into at most `room` bytes of base64.
 
-    Args:
-        run: the folder; the run may still be going.
-        number: of the run on the page, from 0.
-        room: in bytes of base64.
-        steps: samples of these steps alone; None: of those that `choose_files` chooses.
-        vocabulary: a folder with a tokenizer.json; "": the one of the run's configuration.
+    number      of the run on the page, from 0
+    steps       samples of these steps alone; None: of those that `choose_files` chooses
+    vocabulary  a folder with a tokenizer.json; "": the one of the run's configuration
 
     Raises:
         ValueError: metrics.jsonl cannot be read, or there is neither a metric nor a sample.

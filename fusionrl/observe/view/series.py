@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusionrl.observe.metrics import METRICS_FILE, RESERVED_KEYS, read_metrics
+from fusionrl.observe.metrics import METRICS_FILE, RESERVED_KEYS, nonfinite_names, read_metrics
 from fusionrl.observe.view.packing import Number, short
 
 MOST_STEPS = 20_000  # lines of a table; of a longer run every second one, every third, …
@@ -47,9 +47,9 @@ def read_series(run: Path, most_steps: int = MOST_STEPS) -> Series:
     values: dict[str, list[Number]] = {}
     for name in names:
         numbers = [short(row.get(name), _DIGITS) for row in thinned]
-        if any(number is not None for number in numbers) or any(name in _nonfinite(row) for row in thinned):
+        if any(number is not None for number in numbers) or any(name in nonfinite_names(row) for row in thinned):
             values[name] = numbers
-    nonfinite = {name: [i for i, row in enumerate(thinned) if name in _nonfinite(row)] for name in values}
+    nonfinite = {name: [i for i, row in enumerate(thinned) if name in nonfinite_names(row)] for name in values}
     return Series(
         steps=[int(row["step"]) for row in thinned],
         values=values,
@@ -57,11 +57,6 @@ def read_series(run: Path, most_steps: int = MOST_STEPS) -> Series:
         spikes={name: places for name, numbers in values.items() if (places := find_spikes(numbers))},
         num_left_out=len(rows) - len(thinned),
     )
-
-
-def _nonfinite(row: dict[str, object]) -> list[object]:
-    names = row.get("nonfinite")
-    return names if isinstance(names, list) else []
 
 
 def find_spikes(values: Sequence[Number]) -> list[int]:

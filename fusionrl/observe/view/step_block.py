@@ -10,7 +10,7 @@ import numpy as np
 
 from fusionrl.observe.json_values import to_json
 from fusionrl.observe.show import Entry, Samples, is_equal
-from fusionrl.observe.view.packing import Number, Packer, column, short
+from fusionrl.observe.view.packing import Number, Packer, short
 
 MOST_TOKENS = 400_000  # of one sample; what comes after them is cut
 _MOST_CHARS = 2_000_000  # of a text of one sample
@@ -167,27 +167,26 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     if 0 < length <= len(tokens):
         fields["prompt_tokens"] = tokens[: len(tokens) - length][-MOST_TOKENS:]
         fields["tokens"] = tokens[len(tokens) - length :][:MOST_TOKENS]
-    engine, trainer = (
-        _numbers(log_probs, length) for log_probs in (row.get("rollout_log_probs"), trained.get("log_probs"))
-    )
+    engine = _numbers(row.get("rollout_log_probs"), length)
+    trainer = _numbers(trained.get("log_probs"), length)
+    gap: list[Number] | None = None
+    if trainer and engine:
+        # The files' decimals are exact as float32: differences of a few units of the last place would else be wrong.
+        gaps = np.array(trainer, dtype=np.float32) - np.array(engine, dtype=np.float32)
+        gap = [short(value, 3) for value in gaps.tolist()]
     columns = {
         "mask": _numbers(row.get("loss_mask"), length),
         "version": _numbers(row.get("weight_versions"), length),
         "engine": engine,
-        "gap": _difference(trainer, engine) if trainer and engine else None,
+        "gap": gap,
         "entropy": _numbers(trained.get("entropy"), length),
         "advantage": _numbers(trained.get("advantages"), length),
     }
     for name, values in columns.items():
         if values is not None and any(value is not None for value in values):
-            fields[name] = column([short(value) for value in values[:MOST_TOKENS]])
+            numbers = [short(value) for value in values[:MOST_TOKENS]]
+            fields[name] = numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
     return fields
-
-
-def _difference(trainer: list[Number], engine: list[Number]) -> list[Number]:
-    # The files' decimals are exact as float32: differences of a few units of the last place would else be wrong.
-    gaps = np.array(trainer, dtype=np.float32) - np.array(engine, dtype=np.float32)
-    return [short(gap, 3) for gap in gaps.tolist()]
 
 
 def _numbers(values: object, length: int) -> list[Number] | None:

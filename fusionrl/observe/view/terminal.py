@@ -65,7 +65,9 @@ def render_tokens(row: Mapping[str, object], by: str, vocabulary: Vocabulary | N
     if isinstance(length, int) and length > len(tokens):
         yield f"these are the first {len(tokens):,} of {length:,} tokens; the rest is cut"
     if all(value is None for value in values):
-        yield f"no token has a value: {missing(by)}"
+        is_of_trainers = by in ("mismatch", "entropy", "advantage")
+        source = "trainers write it with --save-token-values" if is_of_trainers else "the rollout has none"
+        yield f"no token has a value: {source}"
     styles = _styles(values, by)
     mask = column_of(row, "mask")
     parts = []
@@ -79,13 +81,6 @@ def render_tokens(row: Mapping[str, object], by: str, vocabulary: Vocabulary | N
     yield "".join(parts)
     if by != "mask":
         yield from _table(row, texts, values)
-
-
-def missing(by: str) -> str:
-    """Say how a run gets the values that it lacks."""
-    if by in ("mismatch", "entropy", "advantage"):
-        return "trainers write it with --save-token-values"
-    return "the rollout has none"
 
 
 def _styles(values: Sequence[Number], by: str) -> list[str]:
