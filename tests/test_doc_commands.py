@@ -24,7 +24,7 @@ from tests.observe.view_runs import sample
 DOCS = Path(__file__).parents[1] / "docs"
 TROUBLE = "guides/trouble"
 GET_STARTED = [f"get-started/{path.stem}" for path in sorted(DOCS.glob("get-started/*.md"))]
-PAGES = [*GET_STARTED, "guides/multinode", "guides/tuning", TROUBLE]
+PAGES = [*GET_STARTED, "guides/multinode", "guides/profiling", TROUBLE]
 # A name alone is the name of a program, and not a command to type.
 _PROGRAM = re.compile(
     r"(?:fusionrl|python[\d.]*|bash|ray|rm|docker|hf|ip|nc|kubectl|sbatch|apptainer|tail|source|ssh) "
@@ -33,6 +33,7 @@ _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 OF_OTHER_PROGRAMS = {
     *("--ipc", "--bind", "--shm-size", "--ulimit", "--network", "--gpus", "--exclusive", "--no-deps", "--num-gpus"),
     *("--resources", "--nv", "--pdb", "--resume", "--step", "--worst", "--all-equal", "--config", "--deep"),
+    *("--steps", "--samples", "--attempt", "--check"),
 }
 
 
@@ -99,7 +100,7 @@ def test_an_environment_is_entered_and_removed(tmp_path: Path) -> None:
 
 
 def test_a_step_of_the_metrics(in_a_folder_with_runs: Path) -> None:
-    (command,) = typed("guides/tuning", "tail -n 1")
+    (command,) = typed("guides/profiling", "tail -n 1")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command], env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
@@ -108,7 +109,7 @@ def test_a_step_of_the_metrics(in_a_folder_with_runs: Path) -> None:
 
 
 def test_the_definition_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = typed("guides/tuning", "fusionrl metrics perf")
+    (command,) = typed("guides/profiling", "fusionrl metrics perf")
     assert cli.main(command.split()[1:]) == 0
     assert "perf/engines_idle" in capsys.readouterr().out
 

@@ -1,7 +1,6 @@
 """Hold the memory estimate of `fusionrl plan` against Megatron-core: parameter bytes by rank, and autograd's tensors.
 
-    python tools/memory_check.py [--states] [--activations] [--step] [--published] [--only TEXT ...]
-        [--markdown docs/results/memory.md] [--json FILE]
+    python tools/memory_check.py [--states] [--activations] [--step] [--published] [--only TEXT ...] [--json FILE]
 
 --states       For every layout of tools/parity.py and every rank of it: builds Megatron's real model, its data-parallel
                buffers and its distributed optimizer, and counts their bytes. Parameters and buffers must be equal.
@@ -40,10 +39,6 @@ from tools import published_peaks
 from tools.parity_rows import COMMON, MODELS, ROWS, Row
 
 BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.05
-MARKERS = {
-    name: (f"<!-- {name}: made by tools/memory_check.py --{name} -->", f"<!-- /{name} -->")
-    for name in ("states", "activations", "step", "published")
-}
 _HEAD = {
     "states": "| model | layout | ranks | parameters of a rank, bytes | buffers | optimizer | equal |\n"
     "|---|---|---|---|---|---|---|",
@@ -599,7 +594,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in CHECKS:
         parser.add_argument(f"--{name}", action="store_true", help="do this check alone")
     parser.add_argument("--only", nargs="+", default=[], help="rows whose first columns contain one of these texts")
-    parser.add_argument("--markdown", type=Path, help="a page; the tables in it, between their markers, are replaced")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
@@ -611,12 +605,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = results[name] = check(options.only, lambda entry, line=line: print(line(entry), flush=True))
         failed = sum(not row["holds"] for row in rows)
         print(f"\n{name}: {len(rows)} rows in {time.perf_counter() - start:.0f} s, {failed} out of bounds\n")
-        if options.markdown:
-            text = options.markdown.read_text(encoding="utf-8")
-            first, last = MARKERS[name]
-            before, after = text.split(first)[0], text.split(last)[1]
-            table = "\n".join([_HEAD[name], *map(line, rows)])
-            options.markdown.write_text(f"{before}{first}\n{table}\n{last}{after}", encoding="utf-8")
     if not any(results.values()):
         parser.error(f"--only {' '.join(options.only)}: no row has that text")
     if options.json:

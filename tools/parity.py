@@ -1,7 +1,6 @@
 """Prove that every parallel layout computes the same thing: one rank against many, and one rank against transformers.
 
     python tools/parity.py [--only TEXT] [--max-ranks N] [--logits] [--json FILE]
-        [--markdown docs/results/parallelism.md]
 
 Tiny models in fp32 on this machine's CPU, gloo between processes. A row is one layout, trained for three steps on
 packed sequences of different lengths and compared with one rank: the loss and the gradient norm of each step, and at
@@ -36,10 +35,6 @@ LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, LOGIT_BOUND = 1e-5, 1e-4, 1e-4, 1e-5
 STEPS = 3
 # Layouts that live processes run before they are replaced: each group of process groups keeps descriptors open.
 LAYOUTS_PER_PROCESS = 8
-MARKERS = {
-    False: ("<!-- parity: made by tools/parity.py -->", "<!-- /parity -->"),
-    True: ("<!-- logits: made by tools/parity.py --logits -->", "<!-- /logits -->"),
-}
 
 
 def make_model(name: str, folder: Path) -> Any:
@@ -347,7 +342,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help="rows whose model or layout contains this text")
     parser.add_argument("--max-ranks", type=int, help="rows of at most so many ranks")
     parser.add_argument("--logits", action="store_true", help="compare logits with transformers'")
-    parser.add_argument("--markdown", type=Path, help="a page; the table in it, between its markers, is replaced")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     rows = rows_with(options.only, options.max_ranks)
@@ -367,12 +361,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{len(results)} rows in {time.perf_counter() - start:.0f} s, {len(failed)} out of bounds")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if options.markdown:
-        text = options.markdown.read_text(encoding="utf-8")
-        first, last = MARKERS[options.logits]
-        before, after = text.split(first)[0], text.split(last)[1]
-        table = "\n".join([head, *map(row_of, results)])
-        options.markdown.write_text(f"{before}{first}\n{table}\n{last}{after}", encoding="utf-8")
     return 1 if failed else 0
 
 

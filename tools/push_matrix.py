@@ -1,6 +1,6 @@
 """Prove the weight push: every trainer layout into every set of engines, by every executor.
 
-    python tools/push_matrix.py [--only TEXT] [--markdown docs/results/weight-push-matrix.md] [--json FILE]
+    python tools/push_matrix.py [--only TEXT] [--json FILE]
 
 Tiny models in fp32 on this machine's CPU: real SGLang servers, Megatron ranks, gloo and shared memory, through the code
 that `fusionrl train` pushes with. Before each push the trainers read weights that none of the engines holds, so that a
@@ -407,25 +407,9 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-PAGE = """# The push matrix
-
-Made by `python tools/push_matrix.py --markdown docs/results/weight-push-matrix.md` on a CPU, in fp32: tiny Qwen3 and
-Qwen3-MoE models, real SGLang servers, Megatron ranks. Each push brings weights that the engines did not hold; `disk`
-finds no copy on the engines' host and brings all, `delta` comes after it and is applied to that copy. A cell has
-the largest log-prob difference of a sampled token between engine and transformers, then between engine and trainers;
-"tensors" are those on all engine ranks, each equal by checksum to what the checkpoint's files and the trainers say that
-it must be. A bucket has at most 128 KiB here, so that every push has several.
-
-{table}
-
-{summary}
-"""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="rows whose model, trainers or engines contain this text")
-    parser.add_argument("--markdown", type=Path, help="write the page here")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     chosen = [row for row in rows() if not options.only or options.only in f"{row.model}, {row.layout}, {row.engines}"]
@@ -439,9 +423,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{summary(results)} {time.perf_counter() - start:.0f} s")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if options.markdown:
-        table = "\n".join([HEAD, *map(line, results)])
-        options.markdown.write_text(PAGE.format(table=table, summary=summary(results)), encoding="utf-8")
     return 0 if all(entry["holds"] for entry in results) else 1
 
 

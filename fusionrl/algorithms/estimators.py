@@ -1,6 +1,6 @@
 """The table of advantage estimators (--advantage-estimator). To add one: a file with its stage, and an entry here.
 
-docs/internals/add-an-estimator.md has a complete example. Everything that the name of an estimator decides is a field
+docs/internals/extend.md has a complete example. Everything that the name of an estimator decides is a field
 of its entry; no other code compares the name. Nothing here needs torch: the command line and the Buffer read the table.
 """
 

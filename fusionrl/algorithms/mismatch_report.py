@@ -84,7 +84,7 @@ def _mask_suspects(functions: Sequence[str]) -> list[str]:
     return [
         f"the loss_mask that {' or '.join(functions)} sets: tokens that a tool or an environment wrote need mask 0, and"
         " without a loss_mask all are trained on (append_text and append_response_tokens(trainable=False) set it;"
-        " docs/guides/multi-turn.md)"
+        " docs/guides/agents.md)"
     ]
 
 

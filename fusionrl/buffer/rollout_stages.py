@@ -166,5 +166,5 @@ def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:
             "rollout_log_probs of --use-tis",
             f"sample {lacking.index} has no rollout_log_probs, so --use-tis, the default of --pipeline"
             f" {config.run.pipeline}, does nothing in such rollouts: tokens of older weights are taken for tokens of"
-            " the newest. Let your function set them (docs/guides/multi-turn.md), or give --no-use-tis",
+            " the newest. Let your function set them (docs/guides/agents.md), or give --no-use-tis",
         )

@@ -28,7 +28,7 @@ Each line has a status (ok, warn, FAULT), a fact and, but for ok, a cure.
   --deep       also import the whole stack and read all weights: a minute
   --gold FORM  the form in which your reward wants an answer, such as 'FINAL: {label}'
 
-Exit code 2: there is a fault. docs/guides/doctor.md has each check."""
+Exit code 2: there is a fault. docs/guides/check.md has each check."""
 
 
 _OF_A_CLUSTER = frozenset({"--ray-address", "--allow-open-ray", "--device", "--run-dir"})

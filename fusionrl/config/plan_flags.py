@@ -10,7 +10,7 @@ PLAN_FLAGS: dict[str, tuple[str, str, str]] = {
         "NODESxGPUSxKIND",
         "",
         "Plan for this cluster instead of this machine, e.g. 8x8xh200. --hf-checkpoint may be a config.json alone,"
-        " and so may a teacher or a reward model; nothing else is read. docs/guides/memory.md has the kinds.",
+        " and so may a teacher or a reward model; nothing else is read. docs/guides/check.md has the kinds.",
     ),
     "--router-imbalance": (
         "number",

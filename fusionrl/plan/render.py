@@ -69,7 +69,7 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         lines.append(f"batches    {plan.batch.describe()}")
     if plan.memory:
         lines += [f"{'memory' if not i else '':<11}{line}" for i, line in enumerate(plan.memory.lines())]
-        lines.append(f"verdict    {plan.memory.verdict()} (an estimate: docs/guides/memory.md)")
+        lines.append(f"verdict    {plan.memory.verdict()} (an estimate: docs/guides/check.md)")
     lines += [f"schedule   {text}" for text in warm_up_notes(config, plan.num_optimizer_steps)]
     if plan.sandbox is not None:
         lines.append(f"sandbox    {plan.sandbox}")

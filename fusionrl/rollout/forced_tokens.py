@@ -62,7 +62,7 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: EngineAnswers, where: 
             f"unsampled {where}",
             f"{where}: {missing} of the {int(trained.sum())} tokens that sample {sample.index} is trained on are in"
             " no answer of the engines: give them 0 in sample.loss_mask, or append them by append_text; or, if a"
-            " tokenizer made them anew of the answer's text, take the tokens of the answer (docs/guides/multi-turn.md)",
+            " tokenizer made them anew of the answer's text, take the tokens of the answer (docs/guides/agents.md)",
         )
 
 

@@ -239,7 +239,7 @@ def _note_temperatures(sample: Sample, answers: EngineAnswers, num_kept: int, wh
         warn_once(
             f"{where}: temperature",
             f"{where}: it asked the engines at several temperatures, and which of them its tokens have is not known:"
-            " trainers score them at --rollout-temperature; set sample.temperature (docs/guides/multi-turn.md)",
+            " trainers score them at --rollout-temperature; set sample.temperature (docs/guides/agents.md)",
         )
 
 
@@ -274,7 +274,7 @@ def _warn(where: str) -> None:
         where,
         f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
         " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
-        ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/guides/multi-turn.md)',
+        ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/guides/agents.md)',
     )
 
 

@@ -22,7 +22,7 @@ from fusionrl.trainer.packed_batch import BatchOptions
 from fusionrl.trainer.routing import FREE
 
 # Tokens without sharing ÷ with it, from which a row shares its prompts: below, finding the shared tokens again in
-# each layer's attention costs more than the prompt saves. Measured on a CPU (docs/results/parallelism.md): it costs
+# each layer's attention costs more than the prompt saves. Measured on a CPU (docs/results/performance.md): it costs
 # less where prompts are short, as no row of attention leaves them out, and none needs a mask.
 LEAST_GAIN = 1.3
 LEAST_GAIN_SHORT = 1.1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On-policy distillation of Qwen3-32B into Qwen3-8B: one node of 8 H100 (80 GB), at least 47 GiB host memory.
-# The student samples; the teacher says the log-prob of each token (docs/guides/distillation.md).
+# The student samples; the teacher says the log-prob of each token (docs/guides/algorithms.md).
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 CLUSTER=1x8xh100

@@ -1,4 +1,4 @@
-"""docs/internals/add-an-estimator.md: its examples, applied to a copy of the package as they are written, work."""
+"""docs/internals/extend.md: its examples, applied to a copy of the package as they are written, work."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-PAGE = (REPO / "docs" / "internals" / "add-an-estimator.md").read_text(encoding="utf-8")
+PAGE = (REPO / "docs" / "internals" / "extend.md").read_text(encoding="utf-8")
 _FILES = re.compile(r"`(\w+\.py)`\s+in\s+`([\w/]+)/`:\n\n```python\n(.*?)```", re.DOTALL)
 _LINES = re.compile(r"add a line to `ESTIMATORS`:\n\n```python\n(from .*?)\n\n(.*?)```", re.DOTALL)
 FILES = {name: (folder, text) for name, folder, text in _FILES.findall(PAGE)}
-PAGE_IS = "the example of docs/internals/add-an-estimator.md is real:"
+PAGE_IS = "the example of docs/internals/extend.md is real:"
 TAKE_ANOTHER = "take another example for the page"
 TABLE = "ESTIMATORS: dict[str, Estimator] = {\n"
 

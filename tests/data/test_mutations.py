@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.data.row_checks import PromptColumns, RowChecker
 from fusionrl.data.strict_json import CleanRow, read_lines
-from tools.data_mutations import (
+from tests.data.mutations import (
     MODES,
     Judge,
     Mutation,
@@ -18,12 +18,9 @@ from tools.data_mutations import (
     catalogue,
     good_rows,
     jsonl,
-    render,
     row_mutations,
     run_all,
 )
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "data-mutations.md"
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +31,6 @@ def outcomes() -> Sequence[tuple[Mutation, Outcome]]:
 def test_no_mutation_passes_in_silence_or_ends_in_a_traceback(outcomes: Sequence[tuple[Mutation, Outcome]]) -> None:
     assert len({(one.kind, one.name) for one, _ in outcomes}) == len(outcomes) >= 200
     assert [f"{one.kind}: {one.name}: {fault}" for one, outcome in outcomes for fault in outcome.faults] == []
-
-
-def test_the_page_is_made_of_it(outcomes: Sequence[tuple[Mutation, Outcome]]) -> None:
-    pytest.importorskip("pyarrow")
-    assert PAGE.read_text(encoding="utf-8") == render(outcomes)
 
 
 @pytest.mark.parametrize("mode", MODES)

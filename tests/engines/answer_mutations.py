@@ -1,13 +1,9 @@
-"""Answers that no engine should give, each a change of a good one; and what `AnswerBounds` makes of them.
-
-`MUTATIONS` has the kind of each for the table in docs/guides/security.md (`python -m tests.engines.answer_mutations`).
-"""
+"""Answers that no engine should give, each a change of a good one: `MUTATIONS` has the kind of each."""
 
 from __future__ import annotations
 
 import copy
 import gzip
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -158,14 +154,3 @@ HARMLESS: list[tuple[str, bytes]] = [
 def compressed(mutate: Callable[[bytes], bytes] = gzip.compress) -> bytes:
     """600 MB of blanks and an answer: half a megabyte on the wire."""
     return mutate(b" " * (600 << 20) + body(GOOD))
-
-
-def table() -> str:
-    """The kinds with their numbers, as Markdown."""
-    counts = Counter(kind for kind, _, _ in MUTATIONS)
-    rows = [f"| {kind} | {count} |" for kind, count in counts.items()]
-    return "\n".join(["| what is wrong | answers |", "|---|---|", *rows, f"| all | {sum(counts.values())} |"])
-
-
-if __name__ == "__main__":
-    print(table())

@@ -16,8 +16,8 @@ from fusionrl.plan.cluster import Cluster, on_cluster
 from fusionrl.plan.devices import GIB, KINDS
 
 FILE = Path(__file__).parent / "qwen3_30b_a3b.json"
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"
-# The example of docs/guides/memory.md.
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "check.md"
+# The example of docs/guides/check.md.
 (_TEXT,) = re.findall(r"plan --cluster 8x8xh200 --hf-checkpoint config\.json (.*?)\n```", PAGE.read_text(), re.S)
 EXAMPLE = _TEXT.replace("\\\n", " ").split()
 

@@ -1,6 +1,6 @@
 """Programs that want the reward of `f` without computing it; each must score 0, whatever form the test has.
 
-`f(20)` is 314159265, which no program here can know. docs/results/sandbox.md has them as a table.
+`f(20)` is 314159265, which no program here can know.
 """
 
 from __future__ import annotations

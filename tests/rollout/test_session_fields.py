@@ -153,7 +153,7 @@ def test_other_fields(name: str) -> None:
 
 @pytest.mark.parametrize("name", APIS)
 def test_docs_list_every_field(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "sessions.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
     assert [field for field in sorted(fields(name).known) if f"`{field}`" not in page] == []
 
 

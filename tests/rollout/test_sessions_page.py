@@ -1,4 +1,4 @@
-"""docs/guides/sessions.md: its agent runs as it stands there, and its generate function too."""
+"""docs/guides/agents.md: its agent runs as it stands there, and its generate function too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusionrl.rollout.sglang_rollout import sampling_params
 from tests.rollout.engine import Engine, Turn, check_sample
 from tests.rollout.test_agent import call, folder  # noqa: F401
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "sessions.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 

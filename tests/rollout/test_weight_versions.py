@@ -278,8 +278,8 @@ def test_a_function_that_generates_nothing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_mask_left_out_is_told_as_the_page_says(tmp_path: Path) -> None:
-    """docs/guides/multi-turn.md, "Which tokens are trained on": what a function without loss_mask leads to."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "multi-turn.md").read_text(encoding="utf-8")
+    """docs/guides/agents.md, "Which tokens are trained on": what a function without loss_mask leads to."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
     path = tmp_path / "masks.py"
     path.write_text(
         "async def aligned(args, sample, params):\n"

@@ -1,7 +1,7 @@
 """Programs that try to get out of the sandbox, or at something that is not theirs. One that succeeds prints ESCAPED.
 
 Each is run behind `HEADER`, which gives it the targets that the test has set up, as `T`, and some ctypes. An error is a
-failed attempt. docs/results/sandbox.md has them as a table.
+failed attempt.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from fusionrl.pipeline.knobs import PIPELINES
 from tools.bench import pipelines, pipelines_tool
 from tools.bench.lengths import Lengths
-from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row
+from tools.bench.pipelines_paced import Row, Setting, run_row
 from tools.bench.pipelines_virtual import run_virtual
 from tools.bench.slow_tool import LIMIT_S, latency_s
 
@@ -50,17 +48,6 @@ def test_in_virtual_time_overlap_hides_generation() -> None:
     assert partial["speed_up"] > 2.5 and partial["trainers_idle"] < 0.15 < base["trainers_idle"]
     assert partial["tokens_prefilled_again"] > 0 == base["tokens_prefilled_again"]
     assert 1.8 < partial["speed_up_without"] < partial["speed_up"]
-
-
-def test_the_table_of_the_docs_is_of_rows_that_are_made() -> None:
-    text = (ROOT / "docs" / "results" / "pipelines.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(async\S*)`, ([\d.]+)(?:, (\d) rollouts a push)? \|", text, re.MULTILINE)
-    assert len(rows) >= 8
-    made = set()
-    for row in pipelines.rows(Setting()):
-        lead = row.flags.get("admission_lead", PIPELINES[row.pipeline]["lead"])
-        made.add((row.pipeline, float(lead), row.parts))
-    assert {(name, float(lead), int(parts or 1)) for name, lead, parts in rows} <= made
 
 
 def test_the_tool_is_slow_now_and_then() -> None:
@@ -124,36 +111,6 @@ def test_what_has_figures_is_not_run_again(tmp_path: Path) -> None:
     lines[0] |= {"seed": 3, "accuracy": 0.1, "samples_per_s": 99.0}
     _, partial = pipelines_tool.summary(lines[:4], 0.75)
     assert partial["speed_up"] == 2.5 and partial["accuracy_gap"] == pytest.approx(-0.02)
-
-
-def test_a_report_says_what_holds_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = pipelines_tool.SIZES["full"]
-    names = {"on-policy": (4.0, 0.8), "async-partial": (9.0, 0.79), "stream": (8.0, 0.75)}
-    lines = [
-        {"size": "full", "pipeline": name, "seed": 1, "task": asdict(task), "curve": [[9.0, 0.8]]}
-        | LINE
-        | {"samples_per_s": speed, "accuracy": accuracy}
-        for name, (speed, accuracy) in names.items()
-    ]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    wanted = ["--pipelines", *names, "async", "--seeds", "1"]
-    pipelines.main(["tool", "--out", str(tmp_path), "--size", "full", "--report", *wanted])
-    said = capsys.readouterr().out.splitlines()
-    assert said[-3:] == [
-        "holds: async-partial 2.25 x on-policy in samples a second (2 wanted)",
-        "FAILS: final accuracies within 0.03 of on-policy's; stream has -0.050",
-        "missing: async, seed 1, about 7 minutes",
-    ]
-    assert any(line.startswith("| async-partial | 1 | 9.0 | 2.2 |") for line in said)
-
-
-def test_a_run_is_the_quickstart_s_in_a_third_of_its_rollouts() -> None:
-    """It has 90 rollouts of 512 samples and two steps; `stream` pushes after four."""
-    task = pipelines_tool.SIZES["full"]
-    samples = task.rollouts * task.prompts * task.samples
-    assert 0.7 < samples / (90 * 512) <= 1 and samples / (task.rollouts * task.optimizer_steps) == 256
-    assert task.rollouts % 4 == task.warm_up % 4 == 0 and task.eval_interval is not None
-    assert task.rollouts % task.eval_interval == task.eval_interval % 4 == 0
 
 
 def test_in_virtual_time_the_presets_keep_their_bound() -> None:

@@ -69,13 +69,6 @@ def test_ratios_are_of_the_same_turn() -> None:
     assert found["trl_over_fusionrl"] == round(4 / 1.8, 3)
 
 
-def test_a_report_without_rows_and_without_trl() -> None:
-    ours = {GENERATE: 1.0, TRAIN: 1.0, PUSH: 0.0, "seconds": 2.0}
-    options = argparse.Namespace(model="m", prompts=1, samples=2, new_tokens=3, precision="bf16", threads=1)
-    found = report(options, [Turn([ours])])
-    assert not {"bare_seconds", "fusionrl_over_bare", "trl_median"} & found.keys()
-
-
 class _Engine(BaseHTTPRequestHandler):
     """Answers a request when all of them have come, so a sender that waits for one answer before the next hangs."""
 

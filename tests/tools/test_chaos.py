@@ -70,13 +70,6 @@ def test_a_run_has_as_many_prompts_as_it_needs(tool: Any) -> None:
     assert tool.is_refused("12+7=") and not tool.is_refused("13+8=")
 
 
-def test_bad_flags_are_refused(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--runs", "0"], ["--pipelines", "on-policy"], ["--steps", "9999"]):
-        with pytest.raises(SystemExit):
-            tool.parse(flags)
-    assert "--runs 0: give at least 1" in capsys.readouterr().err
-
-
 def test_a_kill_comes_at_its_moment(process: Any, tmp_path: Path) -> None:
     attempt = start(process, tmp_path, after="time.sleep(60)")
     end = attempt.run(process.Kill("driver", "push", 0, 0.0), 30, 30)
@@ -158,19 +151,6 @@ def test_the_message_has_to_name_who_died(process: Any) -> None:
     assert process.check_end(end_of(process, -9, "step 1/3\n"), "driver", False) == []
     assert "a message of a driver" in process.check_end(end_of(process, -9, good["buffer"]), "driver", False)[0]
     assert "though nothing was killed" in process.check_end(end_of(process, 1, good["buffer"]), None, False)[0]
-
-
-def test_the_summary_tells_of_failures(tool: Any) -> None:
-    options = tool.parse([])
-    first, second = (tool.Outcome(tool.plan_case(options, number), 2, 30.0) for number in (1, 2))
-    first.kills = [(first.case.kills[0], "push after step 2")]
-    second.kills, second.violations = [(second.case.kills[0], None)], ["1 prompts lost: 3+1="]
-    found = tool.summary([first, second])
-    assert found["failed"] == [2] and found["violations"] == 1
-    assert (found["kills"], found["kills_too_late"], found["by_moment"]) == (1, 1, {"push": 1})
-    assert tool.told(first).startswith("pass  run   1") and "(push after step 2)" in tool.told(first)
-    assert tool.told(second).startswith("FAIL  run   2") and "1 prompts lost" in tool.told(second)
-    assert "ended first" in tool.told(second)
 
 
 # A run without engines: every step takes the next four prompts, and a resume goes on from the newest checkpoint; or,

@@ -52,16 +52,6 @@ def test_the_limit_of_a_request_holds() -> None:
     with_engines(use)
 
 
-def test_short_siblings_share_a_request() -> None:
-    async def use(engines: dict[str, PacedEngine]) -> None:
-        request = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 60}}
-        async with GenerateClient(next(iter(engines))) as client:
-            answers = await asyncio.gather(*(client.generate(request) for _ in range(4)))
-        assert len({len(answer.tokens) for answer in answers}) > 1
-
-    with_engines(use, median=300)
-
-
 def test_a_stream_brings_the_same_tokens() -> None:
     async def use(engines: dict[str, PacedEngine]) -> None:
         async with GenerateClient(next(iter(engines)), stream_responses=True) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from tests.trainer.checkpoint_mutations import MARKER, MUTATIONS, forge
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of
 
 LIMIT_S = 5.0
-DOCS = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 
 
 @dataclass
@@ -113,14 +111,6 @@ def test_it_is_loaded_as_it_was_or_refused(saved: Saved, name: str, tmp_path: Pa
     assert outcome not in ("identical", "changed"), "it was loaded"
     assert "\n" not in outcome and "Traceback" not in outcome and len(outcome) < 1200, outcome
     assert str(tmp_path) in outcome or "resume from another one" in outcome, outcome
-
-
-def test_the_page_has_them_all() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    table = text[text.index("| checkpoint | outcome |") :].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| (.+) \| (refused|loaded, identical) \|$", table, re.M))
-    said = {"refused": "refused", "identical": "loaded, identical"}
-    assert rows == {name: said[mutation.result] for name, mutation in MUTATIONS.items()}
 
 
 def test_the_marker_marks(saved: Saved, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def check_steps(actor, samples: Samples) -> None:
 
 @pytest.mark.parametrize(("prompt", "response", "gain"), [(256, 1024, 10232 / 8440), (256, 512, 6136 / 4344)])
 def test_prompts_are_shared_where_it_saves_enough(prompt: int, response: int, gain: float):
-    """Eight samples of one prompt; docs/results/parallelism.md has their times."""
+    """Eight samples of one prompt; docs/results/performance.md has their times."""
     from fusionrl.trainer.packed_row import LEAST_GAIN, pack_row, sharing_gain
 
     random = np.random.default_rng(prompt)

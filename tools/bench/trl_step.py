@@ -40,98 +40,95 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def distinct_share(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """The share of distinct tokens of each completion."""
-    return [len(set(ids)) / max(1, len(ids)) for ids in completion_ids]
+def grpo_config(args: argparse.Namespace, folder: str) -> Any:
+    """TRL's settings: one optimizer step a batch, and nothing logged or saved."""
+    import torch
+    import trl
+
+    return trl.GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=args.num_prompts * args.num_samples,
+        num_generations=args.num_samples,
+        max_completion_length=args.new_tokens,
+        # An end token that is never sampled keeps every completion at full length.
+        generation_kwargs={"min_new_tokens": args.new_tokens},
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        max_steps=args.steps,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+    )
+
+
+def timed_steps(args: argparse.Namespace) -> list[float]:
+    """Run the steps; return the seconds between begin and end of each, generation included."""
+    import datasets
+    import torch
+    import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    torch.set_num_threads(args.threads)
+    prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
+    rows = [{"prompt": prompts[i % len(prompts)]} for i in range(args.num_prompts * args.steps)]
+    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    lengths: set[int] = set()
+    seconds: list[float] = []
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        """The share of distinct tokens of each completion."""
+        lengths.update(map(len, completion_ids))
+        return [len(set(ids)) / max(1, len(ids)) for ids in completion_ids]
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+            seconds.append(time.perf_counter() - self.begin)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype),
+            reward_funcs=reward,
+            args=grpo_config(args, folder),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
+            callbacks=[Clock()],
+        ).train()
+    if lengths != {args.new_tokens}:
+        raise SystemExit(f"completions of {sorted(lengths)} tokens, not of {args.new_tokens}")
+    return seconds
 
 
 def main() -> None:
     """Run the steps, print the JSON line."""
     args = parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    import datasets
+    seconds = timed_steps(args)
     import torch
     import transformers
     import trl
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    torch.set_num_threads(args.threads)
-    with args.prompts.open() as lines:
-        prompts = [json.loads(line)["prompt"] for line in lines]
-    needed = args.num_prompts * args.steps
-    rows = datasets.Dataset.from_list([{"prompt": prompts[i % len(prompts)]} for i in range(needed)])
-    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    lengths: list[int] = []
-
-    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        lengths.extend(len(ids) for ids in completion_ids)
-        return distinct_share(completion_ids)
-
-    class Clock(TrainerCallback):
-        """Seconds between the begin and the end of each step; generation is inside a step."""
-
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-            self.begin = 0.0
-
-        def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:
-            self.begin = time.perf_counter()
-
-        def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.begin)
-
-    clock = Clock()
-    batch = args.num_prompts * args.num_samples
-    with tempfile.TemporaryDirectory() as folder:
-        config = trl.GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=batch,
-            num_generations=args.num_samples,
-            max_completion_length=args.new_tokens,
-            # An end token that is never sampled keeps every completion at full length.
-            generation_kwargs={"min_new_tokens": args.new_tokens},
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=1e-6,
-            max_steps=args.steps,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=not torch.cuda.is_available(),
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            seed=0,
-        )
-        trainer = trl.GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=config,
-            train_dataset=rows,
-            processing_class=tokenizer,
-            callbacks=[clock],
-        )
-        trainer.train()
-    if set(lengths) != {args.new_tokens}:
-        raise SystemExit(f"completions of {sorted(set(lengths))} tokens, not of {args.new_tokens}")
-    print(
-        json.dumps(
-            {
-                "seconds_per_step": [round(s, 4) for s in clock.seconds],
-                "samples": batch,
-                "new_tokens": args.new_tokens,
-                "dtype": args.dtype,
-                "threads": args.threads,
-                "cores": len(os.sched_getaffinity(0)),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "trl": trl.__version__,
-            }
-        )
-    )
+    facts = {
+        "seconds_per_step": [round(s, 4) for s in seconds],
+        "samples": args.num_prompts * args.num_samples,
+        "new_tokens": args.new_tokens,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

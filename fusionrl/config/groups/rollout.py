@@ -35,7 +35,7 @@ class RolloutGroup(Group):
     agent_path: str | None = Field(
         None,
         description="Agent of fusionrl.rollout.sessions.generate, `agent(args, sample, base_url, api_key)`, which calls"
-        " the model by OpenAI's or Anthropic's protocol (docs/guides/sessions.md).",
+        " the model by OpenAI's or Anthropic's protocol (docs/guides/agents.md).",
     )
     agent_timeout_s: float = Field(
         3600.0,

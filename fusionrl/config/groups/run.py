@@ -91,7 +91,7 @@ class RunGroup(Group):
     in_process: bool = Field(
         False,
         description="Run driver, Buffer, rewards and one trainer rank in this process, without Ray: breakpoint()"
-        " stops in the terminal; engines stay children. docs/guides/debugging.md.",
+        " stops in the terminal; engines stay children. docs/guides/trouble.md.",
     )
     pdb: bool = Field(
         False,

@@ -233,7 +233,7 @@ def open_tracker(kind: str, target: Target, adapters: Mapping[str, Callable[[Tar
     try:
         return adapters[kind](target)
     except ImportError as error:
-        cure = f"{install_hint(kind)} (docs/guides/track.md)"
+        cure = f"{install_hint(kind)} (docs/guides/inspect.md)"
         raise ValueError(f"--to {kind}: its package cannot be imported ({error}); {cure}") from error
     except ValueError:
         raise

@@ -1,4 +1,4 @@
-"""An estimate of what a plan takes of its devices' and its hosts' memory. Pure; see docs/guides/memory.md.
+"""An estimate of what a plan takes of its devices' and its hosts' memory. Pure; see docs/guides/check.md.
 
 states       parameters, gradients, optimizer of a rank, exactly as Megatron lays them out
 activations  what autograd keeps of a layer

@@ -5,7 +5,7 @@ Two implementations of a layer are known:
   local               torch operations (`trainer/local_spec.py`). The inventory was read off
                       `torch.autograd.graph.saved_tensors_hooks` on a CPU; `tools/memory_check.py` measures it anew.
   transformer_engine  fused kernels in bf16. The inventory was compared with published peaks
-                      (docs/results/memory.md) and not measured with the versions that are pinned here.
+                      (docs/results/checks.md) and not measured with the versions that are pinned here.
 
 Sizes are in bytes a token of the rank's packed row (T, after context parallelism). The parts of a layer that sequence
 parallelism divides over the tensor-parallel ranks are divided here.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # Of a process on a GPU: CUDA's context, kernels and NCCL's buffers; what the allocator cannot use, of the rest.
 CONTEXT_BYTES, FRAGMENTATION = 1.5 * GIB, 0.04
-# glibc keeps more of what was freed (docs/results/memory.md).
+# glibc keeps more of what was freed (docs/results/checks.md).
 CPU_FRAGMENTATION = 0.10
-# Resident memory of a process with nothing in it, measured on a CPU (docs/results/memory.md).
+# Resident memory of a process with nothing in it, measured on a CPU (docs/results/checks.md).
 TRAINER_PROCESS, ENGINE_PROCESS, OTHER_PROCESSES = 0.8 * GIB, 2.0 * GIB, 2.0 * GIB
 # On GPU nodes, where CUDA's libraries are loaded; assumed.
 GPU_PROCESS = 4.0 * GIB

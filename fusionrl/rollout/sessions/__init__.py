@@ -4,7 +4,7 @@
 
 Each sample has a session, with an address and a key of its own. Tokens in, tokens out: the turns of a conversation are
 kept as they were sampled, with log-probs and weight versions; what the agent says between them is rendered by the chat
-template with mask 0. docs/guides/sessions.md has an example.
+template with mask 0. docs/guides/agents.md has an example.
 """
 
 from fusionrl.rollout.sessions.generate import generate

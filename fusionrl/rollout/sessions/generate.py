@@ -27,7 +27,7 @@ Reward = float | dict[str, object]
 async def generate(
     args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One run of the agent of --agent-path in a session of its own; see docs/guides/sessions.md.
+    """One run of the agent of --agent-path in a session of its own; see docs/guides/agents.md.
 
     One sample, or one for each segment where the agent rewrote its history. All have the agent's reward. Where it
     returns None, the run's reward function scores the last segment, and its reward is that of all; with --group-rm, or

@@ -101,7 +101,7 @@ class Fields:
         known = self.known
         for name, value in present.items():
             if name not in known:
-                raise Refused(f"{name}: no such field is known; docs/guides/sessions.md lists those that are")
+                raise Refused(f"{name}: no such field is known; docs/guides/agents.md lists those that are")
             if name in self.refused and value not in (False, [], {}):
                 raise Refused(f"{name}: {self.refused[name]}", code=self.codes.get(name))
         constraints = (f"{name}: {NO_GRAMMAR}" for name in present if name in self.grammars.split())

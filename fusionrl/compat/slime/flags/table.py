@@ -179,7 +179,7 @@ _CONFIG = "read from config.json"
 _BUFFER = "fusionrl does not read it; your own rollout function finds it in its args"
 _RAY = "rollouts travel through Ray's object store: the same data, another speed"
 _SESSIONS = (
-    "the session proxy starts when a function or an agent opens a session, on a free port (docs/guides/sessions.md)"
+    "the session proxy starts when a function or an agent opens a session, on a free port (docs/guides/agents.md)"
 )
 _MEMORY = "memory is saved by --offload-train, --optimizer-cpu-offload and --recompute-granularity: the same values"
 _MEMORY_SWITCHES = ("rematerialize_param_from_master_weight", "offload_ref", "offload_old_actor")

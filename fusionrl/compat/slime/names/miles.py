@@ -30,7 +30,7 @@ MILES: dict[str, Names] = {
     "miles.rollout.generate_hub.agentic_tool_call": {
         "generate": Here(
             f"{_MILES}:agentic_tool_call",
-            "through the session proxy (docs/guides/sessions.md); custom_agent_function_path is a key of"
+            "through the session proxy (docs/guides/agents.md); custom_agent_function_path is a key of"
             " --custom-config-path; what the agent raises ends the run",
         ),
         "build_chat_request_kwargs": Here(f"{_MILES}:build_chat_request_kwargs", "what the session proxy reads"),

@@ -19,16 +19,16 @@ _TRACE = "no traces of requests are recorded here"
 _PROXY = (
     "the session proxy answers both protocols, and records tokens, masks and log-probs",
     "take base_url and api_key of the agent's function (--agent-path), or of fusionrl.plugin_api.open_session in a"
-    " generate function (docs/guides/sessions.md)",
+    " generate function (docs/guides/agents.md)",
 )
 _RECORD = (
     "the session proxy keeps the turns of a conversation, and begins a segment where its history is rewritten",
-    "return session.samples(reward) of fusionrl.plugin_api.open_session (docs/guides/sessions.md)",
+    "return session.samples(reward) of fusionrl.plugin_api.open_session (docs/guides/agents.md)",
 )
 _HARNESS = (
     "no program of an agent is installed or started here",
     "start it in the agent's function with OPENAI_BASE_URL or ANTHROPIC_BASE_URL in its environment (--agent-path,"
-    " docs/guides/sessions.md)",
+    " docs/guides/agents.md)",
 )
 
 _TYPES: Names = {
@@ -334,7 +334,7 @@ MODULES: dict[str, Names] = {
     ),
     "slime.agent.sandbox": none_of(
         "no service of remote sandboxes is built in",
-        "open yours in the agent's function (--agent-path, docs/guides/sessions.md); python code of a model runs in"
+        "open yours in the agent's function (--agent-path, docs/guides/agents.md); python code of a model runs in"
         " fusionrl.rollout.sandbox.run_python (docs/guides/sandbox.md)",
         *("Sandbox", "E2BSandbox", "exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED"),
     ),
@@ -357,7 +357,7 @@ _INSIDE = Absent("it is a part of the framework's own machinery", "the run does 
 ABSENT_MODULES: dict[str, Absent] = {
     "slime.agent": Absent(
         "agents are trained through the session proxy in front of the router",
-        "point the agent's OpenAI or Anthropic client at it: --agent-path (docs/guides/sessions.md)",
+        "point the agent's OpenAI or Anthropic client at it: --agent-path (docs/guides/agents.md)",
     ),
     "slime.backends": _INSIDE,
     "slime.backends.megatron_utils.kernels": Absent("its kernels are not here", "use --transformer-impl"),
