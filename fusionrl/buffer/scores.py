@@ -15,7 +15,7 @@ from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.convert import check_rewards
 from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
-from fusionrl.rewards.length import LengthPenalties, length_reward
+from fusionrl.rewards.length import length_reward
 
 
 @dataclass
@@ -65,8 +65,8 @@ def _post_processed(samples: list[Sample], output: object, where: str) -> Scored
 
 def _shaped(samples: Sequence[Sample], raw: Sequence[float], config: Config) -> list[float]:
     """Add the penalties for length."""
-    longest, penalties = config.rollout.rollout_max_response_len, LengthPenalties.of(config.reward)
-    return [r + length_reward(s.response_length, longest, penalties) for s, r in zip(samples, raw, strict=True)]
+    longest = config.rollout.rollout_max_response_len
+    return [r + length_reward(s.response_length, longest, config.reward) for s, r in zip(samples, raw, strict=True)]
 
 
 def _value(sample: Sample, key: str | None) -> float:

@@ -13,7 +13,7 @@ from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.groups import DataGroup, RolloutGroup
 from fusionrl.rewards.ifbench import LIBRARY, MISSING
 from fusionrl.rewards.labels import BUDGET_S, LabelCheck
-from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type, runs_programs
+from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, asks_model, gives_dict, parse_rm_type, runs_programs
 
 
 def reward_errors(config: Config) -> list[str]:
@@ -66,7 +66,7 @@ def rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_fla
     errors = []
     if asks_model(rm_type) and config.reward.rm_model is None:
         errors.append(f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model")
-    for package in sorted({PACKAGES[part.name] for part in parts.values() if part.name in PACKAGES}):
+    for package in sorted({RM_TYPES[part.name].package or "" for part in parts.values() if part.name != MODEL} - {""}):
         if importlib.util.find_spec(package) is None:
             pip = package.replace("_", "-")
             cure = f"the package {pip} is not installed; {install_hint(pip)}"

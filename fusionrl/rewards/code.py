@@ -13,23 +13,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from typing import NamedTuple
 
 from fusionrl.rewards.code_labels import read_tests
 from fusionrl.rewards.code_run import run_test
+from fusionrl.rewards.grader import CodeGrade, Grader
 
 # A fence may be in a list item: behind its bullet, or indented below it.
 _BLOCK = re.compile(
     r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)```(?:python3?|py)[ \t]*\n(?P<text>.*?)^[ \t]*```",
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
-
-
-class CodeGrade(NamedTuple):
-    """A reward in [0, 1], and how many tests failed for which of `code_run.REASONS`."""
-
-    reward: float
-    failures: dict[str, int]
 
 
 def grade_share(response: str, label: object) -> CodeGrade:
@@ -59,16 +52,6 @@ def grade_all(response: str, label: object) -> CodeGrade:
     return CodeGrade(1.0, {})
 
 
-def code(response: str, label: object) -> float:
-    """The reward of `grade_share`."""
-    return grade_share(response, label).reward
-
-
-def code_all(response: str, label: object) -> float:
-    """The reward of `grade_all`."""
-    return grade_all(response, label).reward
-
-
 def last_python_block(response: str) -> str | None:
     """Return the text of the last closed ```python block; None without one.
 
@@ -81,3 +64,7 @@ def last_python_block(response: str) -> str | None:
     first = text.lstrip("\n")
     width = min(len(blocks[0]["indent"]), len(first) - len(first.lstrip(" \t")))
     return re.sub(rf"^[ \t]{{1,{width}}}", "", text, flags=re.MULTILINE) if width else text
+
+
+CODE = Grader(grade_share, read_tests, is_slow_to_check=True, runs_programs=True)
+CODE_ALL = Grader(grade_all, read_tests, is_slow_to_check=True, runs_programs=True)

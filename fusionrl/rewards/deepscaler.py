@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusionrl.rewards.math_utils import grade_answer_verl
+from fusionrl.rewards.grader import Grader
+from fusionrl.rewards.math_utils import grade_answer_verl, read_truth
 
 
 def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
@@ -14,3 +15,6 @@ def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
     else:
         return 0.0
     return float(grade_answer_verl(solution, label))
+
+
+DEEPSCALER = Grader(get_deepscaler_rule_based_reward, read_truth, package="math_verify")

@@ -12,7 +12,6 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import SupportsFloat, TypeGuard
@@ -21,19 +20,26 @@ from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.observe.sample_timeline import part
 from fusionrl.rewards.in_process import score_here
-from fusionrl.rewards.pool import LostReward, RewardPool, RewardRaised
+from fusionrl.rewards.pool import RewardPool
 from fusionrl.rewards.registry import MODEL, asks_model
 from fusionrl.rewards.remote import PATH as REMOTE_PATH
-from fusionrl.rewards.reward_call import is_async, reward_name, reward_path, rm_type_of, takes_a_list
+from fusionrl.rewards.reward_call import (
+    LostReward,
+    RewardRaised,
+    is_async,
+    reward_name,
+    reward_path,
+    rm_type_of,
+    takes_a_list,
+)
 from fusionrl.rewards.reward_model import model_score
-from fusionrl.rewards.settings import GradingPickler, RewardSettings
+from fusionrl.rewards.settings import RewardSettings
 
 logger = logging.getLogger(__name__)
 
 _lost: Counter[str] = Counter()
 _lost_here: ContextVar[Counter[str]] = ContextVar("lost", default=_lost)
 _lock = threading.Lock()
-_packer = GradingPickler()
 
 
 class RewardError(HookError):
@@ -118,7 +124,7 @@ async def score_group(
 
 async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> float | LostReward:
     try:
-        score = await model_score(settings.scorer, sample)
+        score = await model_score(settings.args, sample)
     except (RuntimeError, ValueError) as error:
         raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
     if isinstance(score, LostReward):
@@ -162,31 +168,20 @@ async def _score(
     kwargs: dict[str, object],
 ) -> object:
     """Let a process of the pool call the function of `path`, or the built-in reward where that is None."""
-    asynchronous = is_async(path)
+    grading, asynchronous = settings.grading.with_args(_args_for(path, settings)), is_async(path)
     try:
         if settings.in_process:
-            args = _args_for(path, settings)
-            return await score_here(settings.grading, args, samples, call=call, kwargs=kwargs, is_async=asynchronous)
-        return await asyncio.wrap_future(_submit(settings, samples, call, path, kwargs, asynchronous))
+            return await score_here(grading, samples, call=call, kwargs=kwargs, is_async=asynchronous)
+        pool = reward_pool(settings.num_processes or len(os.sched_getaffinity(0)))
+        future = pool.submit(
+            grading.packed(), samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=asynchronous
+        )
+        return await asyncio.wrap_future(future)
     except RewardRaised as error:
         blamed = [samples[position] for position in error.positions] or list(samples)
         error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
         text = with_frames(f"{name}: {error} at sample {blamed[0].index}", error.frames)
         return _failed(settings, text, str(error), blamed, error)
-
-
-def _submit(
-    settings: RewardSettings,
-    samples: Sequence[Sample],
-    call: str,
-    path: str | None,
-    kwargs: dict[str, object],
-    asynchronous: bool,
-) -> Future[object]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = reward_pool(settings.num_processes or cores)
-    packed = _packer.packed(settings.grading, _args_for(path, settings))
-    return pool.submit(packed, samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=asynchronous)
 
 
 def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from fusionrl.rewards.grader import Grader
+
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -23,3 +25,6 @@ def format_reward(response: str, label: object, metadata: Mapping[str, object] |
     is_wrapped = rest.strip() == f"<answer>{answer}</answer>"
     has_one_each = all(text.count(tag) <= 1 for tag in _TAGS) and "<think>" not in thinking + answer
     return float(is_wrapped and has_one_each and bool(thinking.strip()) and bool(answer.strip()))
+
+
+FORMAT = Grader(format_reward, reads_metadata=True)

@@ -7,6 +7,8 @@ import string
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fusionrl.rewards.grader import Grader
+
 _NOUNS = ("answer", "option", "choice")
 _IS_THE_ONE = ["is", "the", "correct"]
 _TOKEN = re.compile(r"[A-Za-z]+|\d+|\S")
@@ -95,3 +97,6 @@ def _right_letter(label: object, correct: object, letters: list[str], texts: lis
 
 def _plain(text: str) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+GPQA = Grader(compute_gpqa_reward, read_choices, reads_metadata=True)

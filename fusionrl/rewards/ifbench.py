@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.ifeval import whole_number
 
 LIBRARY = "evaluation_lib"  # the module of the checkout that grades
@@ -37,11 +38,7 @@ def compute_ifbench_reward(response: str, label: object, metadata: dict[str, Any
 
 
 def instructions(metadata: Mapping[str, object]) -> list[str]:
-    """Return the names of the instructions.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the names of the instructions. Raises ValueError if there are none."""
     column = metadata.get("instruction_id_list")
     listed = column if isinstance(column, list | tuple) else ()
     names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
@@ -66,3 +63,12 @@ def _arguments(arguments: object, count: int) -> list[dict[str, object]]:
         else {}
         for argument in each
     ]
+
+
+IFBENCH = Grader(
+    compute_ifbench_reward,
+    lambda label, metadata: instructions(metadata),
+    reads_metadata=True,
+    reads_label=False,
+    package=LIBRARY,
+)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusionrl.base.packages import install_hint
+from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.text_match import after_thinking
 
 
@@ -293,3 +294,12 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "punctuation:no_comma": no_comma,
     "language:response_language": response_language,
 }
+
+IFEVAL = Grader(
+    ifeval,
+    lambda label, metadata: followed("", metadata),
+    reads_metadata=True,
+    reads_label=False,
+    package="langdetect",
+    is_slow_to_check=True,
+)

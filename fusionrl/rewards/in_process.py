@@ -8,18 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import traceback
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
-from fusionrl.config.config import HookArgs
 from fusionrl.config.hooks import register_hooks
-from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.pool import RewardRaised
-from fusionrl.rewards.reward_call import call_reward, reward_path
+from fusionrl.rewards.reward_call import RewardRaised, call_reward, reward_path
 from fusionrl.rewards.settings import Grading
 
 
@@ -30,22 +24,13 @@ def _thread() -> ThreadPoolExecutor:
 
 
 async def score_here(
-    grading: Grading,
-    args: Namespace | None,
-    samples: Sequence[Sample],
-    *,
-    call: str,
-    kwargs: Mapping[str, object],
-    is_async: bool,
+    grading: Grading, samples: Sequence[Sample], *, call: str, kwargs: Mapping[str, object], is_async: bool
 ) -> object:
     """Return what the reward function returns for a sample, or for the group where `call` is "group".
 
     Raises:
         RewardRaised: the function raised, which is its cause.
     """
-    if args is not None:
-        values = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
-        grading = replace(grading, args=Namespace(**values))
     register_hooks(grading.hooks)
     target = list(samples) if call == "group" else samples[0]
     try:
@@ -56,8 +41,4 @@ async def score_here(
             reward = await asyncio.wrap_future(_thread().submit(calling))
         return await reward if inspect.isawaitable(reward) else reward
     except Exception as error:  # a user's function may raise anything
-        path = reward_path(grading, samples[0])
-        blamed = set(map(id, blamed_samples(error, path)))
-        positions = [position for position, sample in enumerate(samples) if id(sample) in blamed]
-        text, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-        raise RewardRaised(text, user_frames(error, path), trace, positions) from error
+        raise RewardRaised.of(error, reward_path(grading, samples[0]), samples) from error

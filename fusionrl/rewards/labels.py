@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from fusionrl.data.findings import LabelProblem
-from fusionrl.rewards.code_labels import read_tests
-from fusionrl.rewards.gpqa import read_choices
-from fusionrl.rewards.ifbench import instructions
-from fusionrl.rewards.ifeval import followed
-from fusionrl.rewards.math_utils import read_truth
-from fusionrl.rewards.registry import REMOTE, parse_rm_type
-from fusionrl.rewards.text_match import read_number_label, read_text
+from fusionrl.rewards.grader import Grader
+from fusionrl.rewards.registry import REMOTE, RM_TYPES, parse_rm_type
 
-# Each raises ValueError for a label, or metadata, that its reward cannot grade with. Others need no label.
-_READERS: dict[str, Callable[[Any, Any], object]] = {
-    "exact": lambda label, _: read_text(label),
-    "f1": lambda label, _: label == "" or read_text(label),  # empty: the question has no answer, as in SQuAD 2
-    "dapo": lambda label, _: read_text(label),
-    "math": lambda label, _: read_truth(label),
-    "math_verify": lambda label, _: read_text(label),
-    "last_number": lambda label, _: read_number_label(label),
-    "math_verl": lambda label, _: read_truth(label),
-    "deepscaler": lambda label, _: read_truth(label),
-    "gpqa": read_choices,
-    "ifeval": lambda _, metadata: followed("", metadata),
-    "ifbench": lambda _, metadata: instructions(metadata),
-    "code": lambda label, _: read_tests(label),
-    "code_all": lambda label, _: read_tests(label),
-}
-_OF_METADATA = frozenset({"ifeval", "ifbench"})
-_SLOW = frozenset({"ifeval", "code", "code_all"})  # reading one of their labels takes up to milliseconds
 BUDGET_S = 5.0
 
 
@@ -71,21 +47,21 @@ class LabelCheck:
         except ValueError as error:  # a wrong --rm-type is reported elsewhere
             return LabelProblem(name, str(error), False, self._is_warning) if row_rm_type else None
         for part in parts.values():
-            problem = self._told(part.name, label, metadata)
-            if problem is not None:
-                return LabelProblem(name, problem, part.name not in _OF_METADATA, self._is_warning)
+            grader = RM_TYPES.get(part.name)
+            problem = None if grader is None else self._problem(grader, label, metadata)
+            if grader is not None and problem is not None:
+                return LabelProblem(name, problem, grader.reads_label, self._is_warning)
         return None
 
-    def _told(self, name: str, label: object, metadata: Mapping[str, object]) -> str | None:
-        read = _READERS.get(name)
-        if read is None or (name in _SLOW and self._left_s <= 0):
+    def _problem(self, grader: Grader, label: object, metadata: Mapping[str, object]) -> str | None:
+        if grader.is_slow_to_check and self._left_s <= 0:
             return None
-        since = time.monotonic() if name in _SLOW else 0.0
+        since = time.monotonic()
         try:
-            read(label, metadata)
+            grader.check_row(label, metadata)
         except ValueError as error:
             return str(error).partition("--rm-type ")[2].partition(": ")[2] or str(error)
         finally:
-            if name in _SLOW:
+            if grader.is_slow_to_check:
                 self._left_s -= time.monotonic() - since
         return None

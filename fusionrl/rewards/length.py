@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from fusionrl.config.groups import RewardGroup
-
-
-@dataclass(frozen=True)
-class LengthPenalties:
-    """--length-penalty-coef, --overlong-buffer-len and --overlong-penalty-factor."""
-
-    coef: float = 0.0
-    buffer_len: int | None = None
-    factor: float = 1.0
-
-    @classmethod
-    def of(cls, flags: RewardGroup | Namespace) -> LengthPenalties:
-        """Read them from the group of reward flags, or from a hook's `args`."""
-        return cls(flags.length_penalty_coef, flags.overlong_buffer_len, flags.overlong_penalty_factor)
 
 
 def soft_overlong_punishment(length: int, max_length: int, buffer_length: int) -> float:
@@ -43,12 +28,13 @@ def length_penalty(length: int, max_length: int, coef: float) -> float:
     return -coef * length / max_length
 
 
-def length_reward(length: int, max_length: int | None, penalties: LengthPenalties) -> float:
-    """Return what the penalties add to the reward of a response of `length` tokens, at most 0; 0 without any."""
+def length_reward(length: int, max_length: int | None, flags: RewardGroup | Namespace) -> float:
+    """Return what --length-penalty-coef, --overlong-buffer-len and --overlong-penalty-factor add to the reward of a
+    response of `length` tokens, at most 0; 0 without any."""
     if max_length is None:  # only in runs without these flags, as the checks see to
         return 0.0
-    added = length_penalty(length, max_length, penalties.coef)
-    if penalties.buffer_len is not None:
-        overlong = soft_overlong_punishment(length, max_length, penalties.buffer_len)
-        added += penalties.factor * overlong
+    added = length_penalty(length, max_length, flags.length_penalty_coef)
+    if flags.overlong_buffer_len is not None:
+        overlong = soft_overlong_punishment(length, max_length, flags.overlong_buffer_len)
+        added += flags.overlong_penalty_factor * overlong
     return added

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 
+from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.math_utils import extract_answer
 from fusionrl.rewards.numbers import join_thousands
+from fusionrl.rewards.text_match import read_text
 
 TAIL_CHARACTERS = 300  # only the end of a response is searched, so that a long one cannot list many answers
 BOX_TAIL_CHARACTERS = 100
@@ -76,3 +78,6 @@ def compute_score(solution: str, ground_truth: object, strict_box_verify: bool =
 def _without_zero_decimals(text: str) -> str:
     """34.0 → 34: a column of integers with a gap is read as floats."""
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+
+
+DAPO = Grader(compute_score, read_text, box_form="Answer: %s", dict_key="score")

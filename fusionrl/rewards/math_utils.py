@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from fusionrl.base.packages import install_hint
+from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.numbers import hundredth, is_equal_number, join_thousands, read_number
 from fusionrl.rewards.text_match import read_text
 
@@ -231,3 +232,7 @@ def read_truth(label: object) -> str:
 def math_verl(response: str, label: object) -> float:
     """`grade_answer_verl` as a reward of 0 or 1."""
     return float(grade_answer_verl(response, label))
+
+
+MATH = Grader(math_verl, read_truth, box_form=r"\boxed{%s}", package="math_verify")
+MATH_VERIFY = Grader(math_reward, read_text, box_form=r"\boxed{%s}", package="math_verify")

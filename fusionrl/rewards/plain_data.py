@@ -28,11 +28,7 @@ class NoPlainData(Unreadable):
 
 
 def read_answer(data: bytes) -> object:
-    """Return the wire form in the first line of `data`.
-
-    Raises:
-        Unreadable: no complete line, or no JSON of that form.
-    """
+    """Return the wire form in the first line of `data`. Raises Unreadable if there is none."""
     line, newline, _ = data.partition(b"\n")
     if not newline:
         raise Unreadable("the answer is not complete")
@@ -47,11 +43,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def wire_of(value: object) -> object:
-    """The wire form of an expected value.
-
-    Raises:
-        ValueError: it is not plain data, or nested too deeply.
-    """
+    """Return the wire form of an expected value. Raises ValueError if it is not plain data, or nested too deeply."""
 
     def refuse(value: object) -> None:
         raise ValueError(f"{type(value).__name__} is not plain data")
@@ -159,11 +151,7 @@ def _decimal(value: Decimal) -> str:
 
 
 def truth(wire: object) -> bool:
-    """Return whether Python takes the value for true; an object decides that itself.
-
-    Raises:
-        Unreadable: no wire form.
-    """
+    """Return whether Python takes the value for true; an object decides that itself. Raises as `canonical`."""
     if not isinstance(wire, dict):
         return bool(wire)
     if "o" in wire:

@@ -1,4 +1,4 @@
-"""The built-in rewards of --rm-type: each a plain function that a process can be sent, with its meaning in the docs.
+"""The built-in rewards of --rm-type by name, and weighted sums of them.
 
 `--rm-type` is one name (`math`), a name whose grader sees the last box alone (`boxed_exact`), or a weighted sum of such
 (`math:0.8+format:0.2`; a weight left out is 1).
@@ -10,53 +10,40 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fusionrl.config.aliases import value_hint
-from fusionrl.rewards import math_utils, text_match
-from fusionrl.rewards.code import CodeGrade, code, code_all, grade_all, grade_share
-from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
-from fusionrl.rewards.format import format_reward
-from fusionrl.rewards.gpqa import compute_gpqa_reward
-from fusionrl.rewards.ifbench import LIBRARY, compute_ifbench_reward
-from fusionrl.rewards.ifeval import ifeval
-from fusionrl.rewards.math_dapo_utils import compute_score
+from fusionrl.rewards.code import CODE, CODE_ALL
+from fusionrl.rewards.deepscaler import DEEPSCALER
+from fusionrl.rewards.format import FORMAT
+from fusionrl.rewards.gpqa import GPQA
+from fusionrl.rewards.grader import CodeGrade, Grader, Reward
+from fusionrl.rewards.ifbench import IFBENCH
+from fusionrl.rewards.ifeval import IFEVAL
+from fusionrl.rewards.math_dapo_utils import DAPO
+from fusionrl.rewards.math_utils import MATH, MATH_VERIFY, extract_answer
+from fusionrl.rewards.text_match import EXACT, F1, LAST_NUMBER, RANDOM
 
-Reward = float | dict[str, Any]
-
-# To add one: a function in this room, a line here and in the tables below that fit it, a test, and a row in
-# docs/guides/rewards.md.
-RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
-    "exact": text_match.exact,
-    "last_number": text_match.last_number,
-    "f1": text_match.f1,
-    "math": math_utils.math_verl,
-    "math_verify": math_utils.math_reward,
-    "math_verl": math_utils.math_verl,  # another name of math
-    "dapo": compute_score,
-    "deepscaler": get_deepscaler_rule_based_reward,
-    "gpqa": compute_gpqa_reward,
-    "ifeval": ifeval,
-    "ifbench": compute_ifbench_reward,
-    "format": format_reward,
-    "code": code,
-    "code_all": code_all,
-    "random": text_match.random_reward,
+RM_TYPES: dict[str, Grader] = {  # each has a row in docs/guides/rewards.md
+    "exact": EXACT,
+    "last_number": LAST_NUMBER,
+    "f1": F1,
+    "math": MATH,
+    "math_verify": MATH_VERIFY,
+    "math_verl": MATH,  # another name
+    "dapo": DAPO,
+    "deepscaler": DEEPSCALER,
+    "gpqa": GPQA,
+    "ifeval": IFEVAL,
+    "ifbench": IFBENCH,
+    "format": FORMAT,
+    "code": CODE,
+    "code_all": CODE_ALL,
+    "random": RANDOM,
 }
 REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
 MODEL = "reward_model"  # an engine's, by --rm-model: see `reward_model.py`
-# These run programs in the sandbox, and also count the failed tests by reason.
-EXPLAINED: dict[str, Callable[[str, Any], CodeGrade]] = {"code": grade_share, "code_all": grade_all}
-NEED_METADATA = frozenset({"gpqa", "ifeval", "ifbench", "format"})  # grade(response, label, metadata)
-# With boxed_ these get the answer in the form that they look for, not bare.
-_BOX_FORMS = dict.fromkeys(("math", "math_verify", "math_verl"), r"\boxed{%s}") | {"dapo": "Answer: %s"}
-READ_BOXES = frozenset(_BOX_FORMS)
-PACKAGES = dict.fromkeys(("math", "math_verify", "math_verl", "deepscaler"), "math_verify") | {
-    "ifeval": "langdetect",
-    "ifbench": LIBRARY,
-}
-DICT_KEY = {"dapo": "score"}  # graders that return a dict, and the number of it that a sum takes
 
 
 class Part(NamedTuple):
@@ -112,22 +99,34 @@ def _weight(rm_type: str, weight: str) -> float:
     return number
 
 
-def asks_model(rm_type: str | None) -> bool:
-    """Return whether a reward model's engine scores the sample, alone or in a sum; False for a name of no reward."""
+def _names(rm_type: str | None) -> set[str]:
+    """The rewards that `rm_type` names; none where it is no --rm-type: whoever grades by it says what is wrong."""
+    if rm_type is None or rm_type == REMOTE:
+        return set()
     try:
-        return rm_type is not None and rm_type != REMOTE and MODEL in parse_rm_type(rm_type)
+        return {part.name for part in parse_rm_type(rm_type).values()}
     except ValueError:
-        return False  # whoever grades by it says what is wrong
+        return set()
+
+
+def asks_model(rm_type: str | None) -> bool:
+    """Return whether a reward model's engine scores the sample, alone or in a sum."""
+    return MODEL in _names(rm_type)
+
+
+def runs_programs(rm_type: str | None) -> bool:
+    """Return whether a part of it runs programs in the sandbox."""
+    return any(RM_TYPES[name].runs_programs for name in _names(rm_type) - {MODEL})
 
 
 def gives_dict(rm_type: str) -> str | None:
     """The key to choose with --reward-key where `rm_type` alone gives a dict; None where it gives a number."""
-    parts = parse_rm_type(rm_type)
-    return next((DICT_KEY.get(part.name) for part in parts.values()), None) if _is_single(rm_type, parts) else None
+    grader = RM_TYPES.get(next(iter(parse_rm_type(rm_type).values())).name)
+    return grader.dict_key if grader is not None and _is_single(rm_type) else None
 
 
-def _is_single(rm_type: str, parts: dict[str, Part]) -> bool:
-    return len(parts) == 1 and ":" not in rm_type
+def _is_single(rm_type: str) -> bool:
+    return len(parse_rm_type(rm_type)) == 1 and ":" not in rm_type
 
 
 def grade(
@@ -152,40 +151,25 @@ def grade(
         written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata, failures)
         for written, part in parts.items()
     }
-    if _is_single(rm_type, parts):
+    if _is_single(rm_type):
         return Graded(next(iter(rewards.values())), {}, dict(failures))
     values = {
-        written: float(reward[DICT_KEY[parts[written].name]] if isinstance(reward, dict) else reward)
+        written: float(reward[RM_TYPES[parts[written].name].dict_key] if isinstance(reward, dict) else reward)
         for written, reward in rewards.items()
     }
     total = sum(parts[written].weight * value for written, value in values.items())
     return Graded(total, values, dict(failures))
 
 
-def runs_programs(rm_type: str | None) -> bool:
-    """Return whether a part of it runs programs in the sandbox; False for a name of no reward."""
-    try:
-        return (
-            rm_type is not None
-            and rm_type != REMOTE
-            and any(p.name in EXPLAINED for p in parse_rm_type(rm_type).values())
-        )
-    except ValueError:
-        return False  # whoever grades by it says what is wrong
-
-
 def _grade_part(
     part: Part, response: str, label: object, metadata: Mapping[str, object] | None, failures: Counter[str]
 ) -> Reward:
+    grader = RM_TYPES[part.name]
     if part.is_boxed:
-        answer = math_utils.extract_answer(response)
-        if answer is None:
-            response = ""
-        else:
-            response = _BOX_FORMS.get(part.name, "%s") % answer
-    if part.name in EXPLAINED:
-        graded = EXPLAINED[part.name](response, label)
-        failures.update(graded.failures)
-        return graded.reward
-    function = RM_TYPES[part.name]
-    return function(response, label, metadata) if part.name in NEED_METADATA else function(response, label)
+        answer = extract_answer(response)
+        response = "" if answer is None else grader.box_form % answer
+    reward = grader(response, label, metadata)
+    if isinstance(reward, CodeGrade):
+        failures.update(reward.failures)
+        return reward.reward
+    return reward

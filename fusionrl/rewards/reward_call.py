@@ -1,15 +1,48 @@
-"""The reward function of a sample, and its call in a process of the pool."""
+"""The reward function of a sample, its call, and why there is no reward."""
 
 from __future__ import annotations
 
 import inspect
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fusionrl import sandbox
 from fusionrl.config.hooks import load_function
+from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.registry import REMOTE, grade
 from fusionrl.rewards.remote import PATH
 from fusionrl.rewards.settings import Grading
+
+
+@dataclass
+class LostReward:
+    """The reason why a sample has no reward: "timeout", "crash" or "error", and what the function said."""
+
+    reason: str
+    detail: str = ""
+
+
+class RewardRaised(Exception):
+    """The reward function raised; the text is what it said.
+
+    frames     the user's own lines of its traceback, as `user_frames` gives them
+    trace      all of the traceback
+    positions  which of the call's samples it was at; empty where that is not known
+    """
+
+    def __init__(self, text: str, frames: str = "", trace: str = "", positions: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.frames, self.trace, self.positions = frames, trace, tuple(positions)
+
+    @classmethod
+    def of(cls, error: BaseException, path: str | None, samples: Sequence[Sample]) -> RewardRaised:
+        """Describe what the function `path` raised at `samples`."""
+        blamed = set(map(id, blamed_samples(error, path)))
+        positions = [position for position, sample in enumerate(samples) if id(sample) in blamed]
+        trace = "".join(traceback.format_exception(error))
+        return cls(f"{type(error).__name__}: {error}", user_frames(error, path), trace, positions)
 
 
 def reward_path(grading: Grading, sample: Sample) -> str | None:

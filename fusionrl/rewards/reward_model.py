@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from argparse import Namespace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,8 +19,7 @@ from fusionrl.engines.answer_checks import AnswerError, score
 from fusionrl.engines.http import auth_headers
 from fusionrl.engines.post_request import post
 from fusionrl.models.scorers import read_scorer, same_tokens
-from fusionrl.rewards.pool import LostReward
-from fusionrl.rewards.settings import ScorerAddress
+from fusionrl.rewards.reward_call import LostReward
 
 MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time
 MAX_TRIES = 10
@@ -27,7 +27,7 @@ _limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakK
 _turns = itertools.count()
 
 
-async def model_score(scorer: ScorerAddress, sample: Sample) -> float | LostReward:
+async def model_score(args: Namespace, sample: Sample) -> float | LostReward:
     """The reward model's score of prompt and response; LostReward where it takes over --reward-timeout-s.
 
     Broken connections and 5xx answers are tried again with growing pauses.
@@ -37,16 +37,16 @@ async def model_score(scorer: ScorerAddress, sample: Sample) -> float | LostRewa
         RuntimeError: a 4xx answer, or the last failed try.
         AnswerError: the answer holds no score.
     """
-    urls = scorer.urls
+    urls = getattr(args, "rm_urls", None)
     if not urls:
         raise ValueError("there is no reward model; give --rm-model")
-    payload = {"input_ids": await asyncio.to_thread(input_ids, scorer, sample)}
+    payload = {"input_ids": await asyncio.to_thread(input_ids, args, sample)}
     limit = _limits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_IN_FLIGHT * len(urls)))
     async with limit:
         url = f"{urls[next(_turns) % len(urls)]}/classify"
         try:
-            async with asyncio.timeout(scorer.timeout_s):
-                answer = await post(url, payload, max_retries=MAX_TRIES, headers=auth_headers(scorer.api_key))
+            async with asyncio.timeout(args.reward_timeout_s):
+                answer = await post(url, payload, max_retries=MAX_TRIES, headers=auth_headers(args.api_key))
         except TimeoutError:
             return LostReward("timeout")
     try:
@@ -55,7 +55,7 @@ async def model_score(scorer: ScorerAddress, sample: Sample) -> float | LostRewa
         raise AnswerError(f"{url}: {error}") from error
 
 
-def input_ids(scorer: ScorerAddress, sample: Sample) -> list[int]:
+def input_ids(args: Namespace, sample: Sample) -> list[int]:
     """Return what the reward model reads of a sample: its tokens, or the conversation by the reward model's template.
 
     Tokens of padding at the end are left out, as transformers takes the score of the last one that is none.
@@ -63,19 +63,18 @@ def input_ids(scorer: ScorerAddress, sample: Sample) -> list[int]:
     Raises:
         ValueError: nothing to read, a token that the reward model has not, or a conversation that its template refuses.
     """
-    assert scorer.model is not None
-    model = read_scorer(scorer.model, "--rm-model")
-    reads_tokens = scorer.reads == "auto" and same_tokens(scorer.policy, scorer.model)
-    if scorer.reads == "tokens" or reads_tokens:
+    model = read_scorer(args.rm_model, "--rm-model")
+    reads_tokens = args.rm_input == "auto" and same_tokens(args.hf_checkpoint, args.rm_model)
+    if args.rm_input == "tokens" or reads_tokens:
         ids = np.asarray(sample.array("tokens")).tolist()
     else:
-        ids = _conversation(scorer.model, sample)
+        ids = _conversation(args.rm_model, sample)
     while len(ids) > 1 and ids[-1] == model.pad_token_id:
         ids.pop()
     if not ids:
         raise ValueError("it has no tokens")
     if max(ids) >= model.vocab_size:  # such a token ends an SGLang server
-        raise ValueError(f"token {max(ids)} is none of the {model.vocab_size} of --rm-model {scorer.model}")
+        raise ValueError(f"token {max(ids)} is none of the {model.vocab_size} of --rm-model {args.rm_model}")
     return ids
 
 

@@ -8,6 +8,7 @@ import string
 from collections import Counter
 
 from fusionrl.rewards import numbers
+from fusionrl.rewards.grader import Grader
 
 
 def after_thinking(response: str) -> str:
@@ -44,11 +45,7 @@ def last_number(response: str, label: object) -> float:
 
 
 def read_number_label(label: object) -> numbers.Number:
-    """Return a label as a number.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a label as a number. Raises ValueError if it is none."""
     if label is None:
         raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
     number = numbers.read_number(str(label))
@@ -93,3 +90,9 @@ def normalize_answer(s: str) -> str:
 def random_reward(response: str, label: object) -> float:
     """0 or 1 by a coin: a control experiment."""
     return float(random.random() < 0.5)
+
+
+EXACT = Grader(exact, read_text)
+LAST_NUMBER = Grader(last_number, read_number_label)
+F1 = Grader(f1, lambda label: label == "" or read_text(label))  # empty: no answer, as in SQuAD 2
+RANDOM = Grader(random_reward)

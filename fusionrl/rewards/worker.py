@@ -2,10 +2,10 @@
 
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
-Messages are pickles behind their length. In: ("grading", key, pickled `Grading`), ("job", number, key, call, kwargs,
-pickled samples). Out: first (0, "ready", None, []), then (number, "ok", reward, changed attributes of each sample) or
-(number, "error", text, [other arguments of `RewardRaised`]). The process ends with the connection. Its output, and its
-logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job runs (see `pool.STATE`).
+Messages are pickles behind their length. In: (number, pickled `Grading`, call, kwargs, pickled samples). Out: first
+None, then (number, reward or `RewardRaised`, changed attributes of each sample). The process ends with the connection.
+Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job of an event loop
+runs (see `pool.STATE`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
@@ -31,40 +30,38 @@ from typing import Any, TypeVar
 from fusionrl.base.pipe_messages import frame, receive
 from fusionrl.base.stack_signal import answer_with_stacks
 from fusionrl.config.hooks import register_hooks
-from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.rewards.pool import STATE
-from fusionrl.rewards.reward_call import call_reward, reward_path
-from fusionrl.rewards.settings import UNCHANGING, Grading, GradingCopies
+from fusionrl.rewards.reward_call import RewardRaised, call_reward, reward_path
+from fusionrl.rewards.settings import Grading
 
 T = TypeVar("T")
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-READY = frame((0, "ready", None, []))
+READY = frame(None)
+_hooks: dict[str, object] = {}  # that this process knows
 
 
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(
-        self, number: int, call: str, kwargs: dict[str, object], load: Callable[[], tuple[Grading, list[Sample]]]
-    ) -> None:
-        self.number, self.call, self.kwargs, self._load = number, call, kwargs, load
-        self.grading: Grading | None = None  # until it has started
+    def __init__(self, number: int, grading: bytes, call: str, kwargs: dict[str, object], samples: bytes) -> None:
+        self.number, self.call, self.kwargs = number, call, kwargs
+        self._pickled = grading, samples
+        self.path: str | None = None  # of the function, and the samples, once both are unpickled
         self.samples: list[Sample] = []
 
     def start(self) -> object:
-        """Unpickle the call, which runs code of the user's classes, and make it.
-
-        Returns:
-            The reward, or what must be awaited for it.
-        """
-        grading, self.samples = self._load()
+        """Unpickle the call, which runs code of the user's classes, and make it; returns the reward or an awaitable."""
+        grading: Grading = pickle.loads(self._pickled[0])
+        if _hooks != grading.hooks:  # samples may hold objects of classes in their files
+            register_hooks(grading.hooks)
+            _hooks.update(grading.hooks)
+        self.samples = pickle.loads(self._pickled[1])
         self._before = [_attributes(sample) for sample in self.samples]
-        self.grading = grading
-        target = self.samples if self.call == "group" else self.samples[0]
-        return call_reward(self.grading, target, **self.kwargs)
+        self.path = reward_path(grading, self.samples[0])
+        return call_reward(grading, self.samples if self.call == "group" else self.samples[0], **self.kwargs)
 
     def answer(self, reward: object) -> bytes:
         """Return the frame of the reward, with what the function changed in its samples.
@@ -76,75 +73,30 @@ class _Job:
             sample.pack()  # a list that the function only read is as it was
             after = _attributes(sample)
             changes.append({name: vars(sample)[name] for name in after if after[name] != before.get(name)})
-        return frame((self.number, "ok", reward, changes))
+        return frame((self.number, reward, changes))
 
     def failure(self, error: BaseException) -> bytes:
-        if self.grading is None:
-            return _failure(self.number, error, None, ())
-        path = reward_path(self.grading, self.samples[0])
-        blamed = set(map(id, blamed_samples(error, path)))
-        positions = [position for position, sample in enumerate(self.samples) if id(sample) in blamed]
-        return _failure(self.number, error, path, positions)
+        return frame((self.number, RewardRaised.of(error, self.path, self.samples), []))
 
 
-def _failure(number: int, error: BaseException, path: str | None, positions: Sequence[int]) -> bytes:
-    trace = "".join(traceback.format_exception(error))
-    text = f"{type(error).__name__}: {error}"
-    return frame((number, "error", text, [user_frames(error, path), trace, list(positions)]))
+def _attributes(sample: Sample) -> dict[str, bytes]:
+    """Return each attribute as a value that differs once it was changed."""
+    return {name: pickle.dumps(value) for name, value in vars(sample).items()}
 
 
-def _attributes(sample: Sample) -> dict[str, object]:
-    """Return each attribute as a value that differs once it was changed: plain as it is, others pickled."""
-    return {
-        name: (type(value), value) if type(value) in UNCHANGING else pickle.dumps(value)
-        for name, value in vars(sample).items()
-    }
-
-
-class _Inbox:
-    """Messages, with the gradings that jobs name."""
-
-    def __init__(self) -> None:
-        self._gradings: dict[bytes, bytes] = {}
-        self._fresh: tuple[bytes, GradingCopies] | None = None  # of the key
-        self._registered = b""  # the grading whose hooks' folders this process knows
-
-    def take(self, message: tuple[Any, ...]) -> _Job | None:
-        """Return the job of a message; None: it was a grading."""
-        if message[0] == "grading":
-            self._gradings = {message[1]: message[2]}  # earlier ones belong to earlier rollouts
-            return None
-        _, number, key, call, kwargs, payload = message
-        return _Job(number, call, kwargs, partial(self._load, key, self._gradings[key], payload))
-
-    def _load(self, key: bytes, pickled: bytes, payload: bytes) -> tuple[Grading, list[Sample]]:
-        if self._fresh is None or self._fresh[0] != key:
-            self._fresh = key, GradingCopies(pickled)
-        grading = self._fresh[1].grading()
-        if key != self._registered:  # samples may hold objects of classes in other hooks' files
-            register_hooks(grading.hooks)
-            self._registered = key
-        return grading, pickle.loads(payload)
-
-
-def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
+def serve_sync(connection: socket.socket) -> None:
     """Score one sample after the other."""
-    inbox = _Inbox()
     connection.sendall(READY)
     while True:
-        message = receive(connection)
-        if message[0] == "job":
-            state[8:16] = struct.pack("Q", message[1])
-        job = inbox.take(message)
-        if job is not None:
-            try:
-                reward = job.start()
-                if inspect.isawaitable(reward):  # a plain function may return one, as a lambda or a partial does
-                    reward = asyncio.run(_awaited(reward))
-                answer = job.answer(reward)
-            except Exception as error:  # a user's function may raise anything; the pool reports it
-                answer = job.failure(error)
-            connection.sendall(answer)
+        job = _Job(*receive(connection))
+        try:
+            reward = job.start()
+            if inspect.isawaitable(reward):  # a plain function may return one, as a lambda or a partial does
+                reward = asyncio.run(_awaited(reward))
+            answer = job.answer(reward)
+        except Exception as error:  # a user's function may raise anything; the pool reports it
+            answer = job.failure(error)
+        connection.sendall(answer)
 
 
 async def _awaited(value: Awaitable[object]) -> object:
@@ -155,7 +107,7 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
     """Score all samples that are there at once, on one event loop."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    inbox, tasks, beats = _Inbox(), set[asyncio.Task[bytes]](), [0]
+    tasks, beats = set[asyncio.Task[bytes]](), [0]
 
     def beat() -> None:
         beats[0] += 1
@@ -180,14 +132,13 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
 
     def on_readable() -> None:
         try:
-            job = inbox.take(receive(connection))
+            job = _Job(*receive(connection))
         except (EOFError, OSError):
             loop.stop()
             return
-        if job is not None:
-            task = contextvars.Context().run(start, job)
-            tasks.add(task)
-            task.add_done_callback(partial(finish, job))
+        task = contextvars.Context().run(start, job)
+        tasks.add(task)
+        task.add_done_callback(partial(finish, job))
 
     job_number: contextvars.ContextVar[int] = contextvars.ContextVar("job_number", default=0)
 
@@ -242,7 +193,7 @@ def main(arguments: Sequence[str]) -> None:
     with socket.socket(fileno=descriptor) as connection, mmap.mmap(memory, STATE.size) as state:
         try:
             if kind == "sync":
-                serve_sync(connection, state)
+                serve_sync(connection)
             else:
                 serve_async(connection, state)
         except (EOFError, ConnectionError):

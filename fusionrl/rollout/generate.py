@@ -20,7 +20,7 @@ from fusionrl.data.prompt_copy import prompt_of
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
 from fusionrl.observe.sample_timeline import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
-from fusionrl.rewards.length import LengthPenalties, length_reward
+from fusionrl.rewards.length import length_reward
 from fusionrl.rewards.settings import RewardSettings
 from fusionrl.rollout.event_loop import LoopSemaphore
 from fusionrl.rollout.forced_tokens import warn_of_unsampled
@@ -184,7 +184,6 @@ class GroupContext:
 
     needs_greedy_answer  the estimator compares with the greedy answer to the prompt
     filter_path          --dynamic-sampling-filter-path
-    penalties            for length
     longest              --rollout-max-response-len
     """
 
@@ -192,7 +191,6 @@ class GroupContext:
     needs_greedy_answer: bool
     filter_path: str | None
     reward_key: str | None
-    penalties: LengthPenalties
     longest: int | None
 
     @classmethod
@@ -203,7 +201,6 @@ class GroupContext:
             ESTIMATORS[args.advantage_estimator].needs_greedy_answer,
             args.dynamic_sampling_filter_path,
             args.reward_key,
-            LengthPenalties.of(args),
             args.rollout_max_response_len,
         )
 
@@ -267,7 +264,7 @@ async def _greedy_reward(context: GroupContext, sample: Sample, params: Sampling
         value = reward_value(answer.reward, context.reward_key, "--reward-key")
     except ValueError as error:
         raise ValueError(f"sample {answer.index}: {error}") from error
-    return value + length_reward(answer.response_length, context.longest, context.penalties)
+    return value + length_reward(answer.response_length, context.longest, context.samples.args)
 
 
 def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:

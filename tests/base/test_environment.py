@@ -109,24 +109,21 @@ def test_a_reward_worker_has_the_secrets_of_hooks_and_shows_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They come by its standard input: neither its environment nor its command line has them."""
-    import selectors
-
     from fusionrl.rewards import pool
 
     monkeypatch.setenv("HF_TOKEN", "of-the-shell")
     monkeypatch.setenv("JUDGE_API_KEY", "of-the-judge")
     monkeypatch.setenv(environment.HOOK_NAMES, "JUDGE_API_KEY")
     monkeypatch.setenv(ROUTER_KEY, "of-the-engines")
-    process = pool._Process("sync", selectors.DefaultSelector())
+    process = pool._Process("sync")
     try:
         process.connection.settimeout(60)
         assert process.connection.recv(1)  # it says that it is ready, and so has read its input
-        folder = Path(f"/proc/{process._process.pid}")
+        folder = Path(f"/proc/{process.process.pid}")
         shown = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
         assert b"PATH=" in shown and b"of-the-" not in shown
     finally:
-        process._process.kill()
-        process._process.wait()
+        process.end()
 
 
 def test_no_child_is_started_with_everything() -> None:

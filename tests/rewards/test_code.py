@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-import pickle
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from typing import Any
 
 import pytest
 
-from fusionrl.rewards.code import code, code_all, last_python_block
+from fusionrl.rewards import code_run
+from fusionrl.rewards.code import last_python_block
 from fusionrl.rewards.code_run import is_same_output
+from fusionrl.rewards.registry import grade
 
 STDIN = {"inputs": ["1 2\n", "5 7\n", "0 0\n", "-3 3\n"], "outputs": ["3\n", "12", "0", "0"]}
 CALL = {"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"}
+
+
+def code(response: str, label: Any, rm_type: str = "code") -> Any:
+    return grade(rm_type, response, label).reward
+
+
+def code_all(response: str, label: Any) -> Any:
+    return code(response, label, "code_all")
 
 
 def block(source: str) -> str:
@@ -47,25 +57,8 @@ def test_share_of_passed_tests(source: str, label: Any, share: float) -> None:
     assert code_all(block(source), label) == float(share == 1.0)
 
 
-def test_programs_that_cheat_pass_nothing() -> None:
-    asserts = ["assert f() == 1"]
-    for source in (
-        "import os; os._exit(0)",
-        "import sys; sys.exit()",
-        "def f(): raise SystemExit(0)",
-        "import builtins; builtins.AssertionError = SystemExit",
-        "import atexit, os; atexit.register(lambda: os._exit(0))\ndef f(): return 2",
-    ):
-        assert code(block(source), asserts) == 0.0, source
-        assert code(block(source), CALL) == 0.0, source
-
-
 def test_a_program_that_hangs_fails_its_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from fusionrl.rewards import code_run as module
-
-    monkeypatch.setattr(module, "LIMITS", replace(module.LIMITS, cpu_s=1))
+    monkeypatch.setattr(code_run, "LIMITS", replace(code_run.LIMITS, cpu_s=1))
     source = "n = int(input())\nwhile n: pass\nprint(n)"
     assert code(block(source), {"inputs": ["0", "1"], "outputs": ["0", "1"]}) == 0.5
 
@@ -128,10 +121,6 @@ def test_words_of_an_output(output: str, expected: str, is_same: bool) -> None:
     ],
 )
 def test_labels_that_are_no_tests(label: Any, part: str) -> None:
-    for grade in (code, code_all):
+    for rm_type in ("code", "code_all"):
         with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
-            grade("no code", label)
-
-
-def test_graders_reach_a_worker_process() -> None:
-    assert pickle.loads(pickle.dumps(code)) is code
+            grade(rm_type, "no code", label)

@@ -22,10 +22,6 @@ def block(source: str) -> str:
     return f"```python\n{source}\n```"
 
 
-def test_the_catalogue_is_large_enough() -> None:
-    assert len(CHEATS) >= 30
-
-
 def test_the_task_itself_can_be_solved() -> None:
     honest = (
         f"def f(x): return {EXPECTED} // x * x + {EXPECTED % 20}\nif __name__ == '__main__': print(f(int(input())))"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.pool import BLOCKED_S, LostReward, RewardPool, RewardRaised
-from fusionrl.rewards.reward_call import is_async
+from fusionrl.rewards.pool import BLOCKED_S, RewardPool
+from fusionrl.rewards.reward_call import LostReward, RewardRaised, is_async
 from fusionrl.rewards.settings import Grading
 
 GUILTY = 7
@@ -97,7 +97,7 @@ def pool() -> Iterator[RewardPool]:
 
 def grading(path: str) -> bytes:
     """Return what a process is sent of the flags, for a user's function."""
-    return Grading(custom_rm_path=path).packed(argparse.Namespace(custom_rm_path=path))
+    return Grading(custom_rm_path=path).with_args(argparse.Namespace(custom_rm_path=path)).packed()
 
 
 def score(pool: RewardPool, path: str, count: int, limit_s: float, **kwargs: Any) -> tuple[list[Any], list[Sample]]:
@@ -254,7 +254,7 @@ def test_nothing_is_left_when_it_is_closed(hooks: str) -> None:
         pool.submit(args, [Sample(index=i)], call="sample", kwargs={}, limit_s=60.0, is_async=False) for i in range(20)
     ]
     futures[0].result(30)
-    pids = [process._process.pid for process in pool._plain]
+    pids = [process.process.pid for process in pool._processes]
     assert pids
     pool.close()
     assert futures[GUILTY].cancelled()

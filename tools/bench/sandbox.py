@@ -20,11 +20,11 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 WORKER = """
 import json, sys, time
-from fusionrl.rewards.code import code
+from fusionrl.rewards.registry import grade
 for line in sys.stdin:
     program, label = json.loads(line)
     start = time.perf_counter()
-    share = code(f"```python\\n{program}\\n```", label)
+    share = grade("code", f"```python\\n{program}\\n```", label).reward
     print(json.dumps([time.perf_counter() - start, share]), flush=True)
 """
 
