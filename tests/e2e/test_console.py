@@ -31,7 +31,7 @@ def test_a_reward_that_is_always_0_and_then_raises(rl_flags: list[str], tmp_path
     )
     assert command is not None and offer is not None
     again = run([*shlex.split(command[1]), *offer[1].split()], tmp_path)
-    assert "the reward function raised at 32 of 32 samples" in " ".join(again.output().split())
+    assert "32 of 32 samples made the reward function raise" in " ".join(again.output().split())
     last = metrics_of(folder)[-1]
     assert (last["attempt"], last["step"], last["rollout/reward_error"]) == (2, 4, 32)
 
