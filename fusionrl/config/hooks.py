@@ -7,7 +7,6 @@ finds modules next to a hook's file; `user_code` reports what a hook raises.
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import importlib
 import inspect
@@ -39,67 +38,39 @@ __all__ = [
     "user_code",
 ]
 
-# Per flag: the call as fusionrl makes it (positional count, keywords), and how the signature reads for people.
-SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
-    "rollout_function_path": (
-        3,
-        ("evaluation",),
-        "generate_rollout(args, rollout_id, data_source, evaluation=False)",
-    ),
-    "eval_function_path": (
-        3,
-        ("evaluation",),
-        "generate_rollout(args, rollout_id, data_source, evaluation=False)",
-    ),
-    "custom_generate_function_path": (3, (), "async generate(args, sample, sampling_params)"),
-    "rollout_sample_hook_path": (2, ("rollout_id", "evaluation"), "hook(args, sample, *, rollout_id, evaluation)"),
-    "tools_path": (2, (), "tools(args, sample)"),
-    "agent_path": (4, (), "[async] agent(args, sample, base_url, api_key)"),
-    "custom_rm_path": (2, (), "[async] rm(args, sample, **kw)"),
-    "dynamic_sampling_filter_path": (2, (), "filter(args, samples, **kw)"),
-    "rollout_sample_filter_path": (2, (), "filter(args, groups)"),
-    "rollout_all_samples_process_path": (3, (), "process(args, groups, get_samples)"),
-    "custom_rollout_log_function_path": (5, (), "log(rollout_id, args, samples, metrics, time_s)"),
-    "custom_eval_rollout_log_function_path": (4, (), "log(rollout_id, args, data, metrics)"),
-    "custom_reward_post_process_path": (2, (), "post_process(args, samples)"),
-    "custom_convert_samples_to_train_data_path": (2, (), "convert(args, samples)"),
-    "custom_advantage_function_path": (2, (), "advantages(args, rollout_data)"),
-    "rollout_data_postprocess_path": (3, (), "postprocess(args, rollout_id, rollout_data)"),
-    "custom_loss_function_path": (4, (), "loss(args, batch, logits, sum_of_sample_mean)"),
-    "custom_policy_loss_path": (
-        6,
-        (),
-        "policy_loss(log_probs, old_log_probs, advantages, mask, sequences, options)",
-    ),
-    "custom_tis_function_path": (
-        0,
-        (
-            *("args", "pg_loss", "train_log_probs", "rollout_log_probs"),
-            *("loss_masks", "total_lengths", "response_lengths"),
-        ),
-        "tis(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
-    ),
-    "custom_pg_loss_reducer_function_path": (
-        4,
-        (),
-        "reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)",
-    ),
-    "custom_model_provider_path": (
-        0,
-        ("pre_process", "post_process", "vp_stage"),
-        "provider(pre_process, post_process, vp_stage=None)",
-    ),
-    "custom_spec_path": (3, (), "spec(args, config, vp_stage)"),
-    "custom_megatron_init_path": (1, (), "init(args)"),
-    "custom_megatron_before_log_prob_hook_path": (3, (), "hook(args, model, store_prefix)"),
-    "custom_megatron_before_train_step_hook_path": (
-        6,
-        (),
-        "hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
-    ),
-    "custom_update_weight_post_write_path": (3, (), "post_write(args, version_dir, rollout_engines)"),
-    "buffer_filter_path": (4, (), "buffer_filter(args, rollout_id, buffer, num_samples)"),
-    "data_source_path": (1, (), "class DataSource(args)"),
+# Per flag: the call as fusionrl makes it, as people read it. What stands after `*`, or has a default, is a keyword.
+SIGNATURES: dict[str, str] = {
+    "rollout_function_path": "generate_rollout(args, rollout_id, data_source, evaluation=False)",
+    "eval_function_path": "generate_rollout(args, rollout_id, data_source, evaluation=False)",
+    "custom_generate_function_path": "async generate(args, sample, sampling_params)",
+    "rollout_sample_hook_path": "hook(args, sample, *, rollout_id, evaluation)",
+    "tools_path": "tools(args, sample)",
+    "agent_path": "[async] agent(args, sample, base_url, api_key)",
+    "custom_rm_path": "[async] rm(args, sample, **kw)",
+    "dynamic_sampling_filter_path": "filter(args, samples, **kw)",
+    "rollout_sample_filter_path": "filter(args, groups)",
+    "rollout_all_samples_process_path": "process(args, groups, get_samples)",
+    "custom_rollout_log_function_path": "log(rollout_id, args, samples, metrics, time_s)",
+    "custom_eval_rollout_log_function_path": "log(rollout_id, args, data, metrics)",
+    "custom_reward_post_process_path": "post_process(args, samples)",
+    "custom_convert_samples_to_train_data_path": "convert(args, samples)",
+    "custom_advantage_function_path": "advantages(args, rollout_data)",
+    "rollout_data_postprocess_path": "postprocess(args, rollout_id, rollout_data)",
+    "custom_loss_function_path": "loss(args, batch, logits, sum_of_sample_mean)",
+    "custom_policy_loss_path": "policy_loss(log_probs, old_log_probs, advantages, mask, sequences, options)",
+    "custom_tis_function_path": "tis(*, args, pg_loss, train_log_probs, rollout_log_probs,"
+    " loss_masks, total_lengths, response_lengths)",
+    "custom_pg_loss_reducer_function_path": "reducer(total_lengths, response_lengths, loss_masks,"
+    " calculate_per_token_loss)",
+    "custom_model_provider_path": "provider(*, pre_process, post_process, vp_stage=None)",
+    "custom_spec_path": "spec(args, config, vp_stage)",
+    "custom_megatron_init_path": "init(args)",
+    "custom_megatron_before_log_prob_hook_path": "hook(args, model, store_prefix)",
+    "custom_megatron_before_train_step_hook_path": "hook(args, rollout_id, step_id, model, optimizer,"
+    " opt_param_scheduler)",
+    "custom_update_weight_post_write_path": "post_write(args, version_dir, rollout_engines)",
+    "buffer_filter_path": "buffer_filter(args, rollout_id, buffer, num_samples)",
+    "data_source_path": "class DataSource(args)",
 }
 
 
@@ -242,7 +213,8 @@ def register_hooks(args: Mapping[str, object]) -> None:
 def check_hook(field: str, path: str) -> str | None:
     """Return the error of the hook `path` of the flag of `field`, or None if it loads and takes its call."""
     flag = flag_of(field)
-    num_positional, keywords, readable = SIGNATURES[field]
+    readable = SIGNATURES[field]
+    num_positional, keywords = _expected_call(readable)
     try:
         function = load_function(path)
     except ValueError as error:
@@ -251,7 +223,7 @@ def check_hook(field: str, path: str) -> str | None:
         signature = inspect.signature(function)
         if takes_input(field, function):
             is_made_first = inspect.isclass(function) and field in _MUST_BE_ASYNC
-            num_positional, keywords = 0 if is_made_first else 1, ()
+            num_positional, keywords = 0 if is_made_first else 1, []
         taken = [name for name in OPTIONAL.get(field, ()) if name in signature.parameters]
         signature.bind(*[None] * num_positional, **dict.fromkeys([*keywords, *taken]))
     except TypeError as error:
@@ -260,6 +232,15 @@ def check_hook(field: str, path: str) -> str | None:
         return None
     problem = _foreign_problem(field, signature) or _async_problem(field, function)
     return None if problem is None else f"{flag} {path}: {problem}; expected {readable}"
+
+
+def _expected_call(readable: str) -> tuple[int, list[str]]:
+    """Return (number of positional arguments, names of keyword arguments) of a call in SIGNATURES."""
+    (function,) = ast.parse(f"def f({readable.partition('(')[2]}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    names = [argument.arg for argument in function.args.args]
+    num_positional = len(names) - len(function.args.defaults)
+    return num_positional, names[num_positional:] + [argument.arg for argument in function.args.kwonlyargs]
 
 
 def takes_input(field: str, function: Callable[..., Any]) -> bool:
@@ -286,36 +267,25 @@ def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:
 
 
 def _async_problem(field: str, function: Callable[..., Any]) -> str | None:
-    """Return what is wrong with a function that is async where fusionrl does not await it, or the other way round."""
+    """Return what is wrong with a function that is async where fusionrl does not await it, or the other way round.
+
+    Where fusionrl awaits, a function is a coroutine function, or its result is awaitable. A plain `def` without a
+    decorator that promises no awaitable is refused here; what a wrapper or an object returns, the call will tell.
+    """
     if field in _MAY_BE_ASYNC:
         return None
-    called = _called(function)
-    is_async = any(
-        inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target) for target in (function, called)
-    )
-    if field not in _MUST_BE_ASYNC:
-        return "it is async, but its result is not awaited; write def in place of async def" if is_async else None
-    if is_async or not _is_surely_synchronous(function, called):
+    target = function
+    while isinstance(target, functools.partial):
+        target = target.func
+    called = target if inspect.isclass(target) else target.__call__  # type: ignore[operator]
+    if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in (target, called)):
+        is_right = field in _MUST_BE_ASYNC
+        return None if is_right else "it is async, but its result is not awaited; write def in place of async def"
+    is_plain = inspect.isfunction(function) and function.__qualname__ == function.__name__ != "<lambda>"
+    if field not in _MUST_BE_ASYNC or not is_plain or hasattr(function, "__wrapped__"):
+        return None
+    if any(
+        name in str(function.__annotations__.get("return")) for name in ("Awaitable", "Coroutine", "Future", "Task")
+    ):
         return None
     return "it is not async; write async def (or say with -> Awaitable[Sample] that a plain function returns one)"
-
-
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a call runs: the function itself, that of a partial, or the `__call__` of an object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    is_object = not inspect.isroutine(function) and not inspect.isclass(function)
-    return type(function).__call__ if is_object else function
-
-
-def _is_surely_synchronous(function: Callable[..., Any], called: Callable[..., Any]) -> bool:
-    """Return whether no call of it can return an awaitable; what a wrapper or an object returns, the call will tell."""
-    plain = called.__func__ if inspect.ismethod(called) else called
-    if not inspect.isfunction(plain) or hasattr(plain, "__wrapped__"):
-        return False
-    returns = str(plain.__annotations__.get("return", ""))
-    if any(name in returns for name in ("Awaitable", "Coroutine", "Future", "Task")):
-        return False
-    is_top_level = plain.__qualname__ == plain.__name__ != "<lambda>" and plain.__closure__ is None
-    calls_nothing = not any(instruction.opname.startswith("CALL") for instruction in dis.get_instructions(plain))
-    return calls_nothing or (plain is function and is_top_level)
