@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fusionrl.base.cache_files import cache_path, file_fact, read_cache, write_cache
 
-_TYPES: dict[str, Callable[[str], object] | None] = {"": None, "int": int, "float": float, "str": str}
 _SWITCHES: dict[type[argparse.Action], str] = {
     argparse._StoreTrueAction: "store_true",
     argparse._StoreFalseAction: "store_false",
 }
-_FORM = 1  # of the file
+_TYPES = {None: None, int: "int", float: "float", str: "str"}
+_FORM = 2  # of the file: names of an option, and its arguments of `add_argument`
 
 
 class _Unknown(Exception):
@@ -40,18 +40,15 @@ class _ForTheOther(argparse.Action):
 class KeptParser(argparse.ArgumentParser):
     """A parser of the options in a file, with the package's own behind it."""
 
-    def __init__(self, options: Sequence[dict[str, Any]], real: Callable[[], argparse.ArgumentParser]) -> None:
-        """`real` imports the package and gives its parser."""
+    def __init__(self, options: Iterable[Any], real: Callable[[], argparse.ArgumentParser]) -> None:
+        """`options` come from `describe`; `real` imports the package and gives its parser."""
         super().__init__(add_help=False, allow_abbrev=False)
         self.real = real
-        for option in options:
-            names, settings = option["names"], {key: option[key] for key in ("dest", "nargs") if option.get(key)}
-            if not option["is_plain"]:
-                self.add_argument(*names, action=_ForTheOther, **settings | {"nargs": option["nargs"]})
-            elif option["switch"]:
-                self.add_argument(*names, dest=option["dest"], action=option["switch"])
-            else:
-                self.add_argument(*names, type=_TYPES[option["type"]] or str, choices=option["choices"], **settings)
+        self.register("action", "other", _ForTheOther)
+        for kind in (int, float, str):
+            self.register("type", kind.__name__, kind)
+        for names, settings in options:
+            self.add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Leave every refusal to the package."""
@@ -73,27 +70,21 @@ def own_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser.real() if isinstance(parser, KeptParser) else parser
 
 
-def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    """Every option of a parser, for the file."""
-    entries = []
+def describe(parser: argparse.ArgumentParser) -> list[tuple[list[str], dict[str, Any]]]:
+    """Every option of a parser, for the file: its names, and its arguments of `add_argument`."""
+    entries: list[tuple[list[str], dict[str, Any]]] = []
     for action in parser._actions:
-        if not action.option_strings:
-            continue
-        type_name = next((name for name, kind in _TYPES.items() if kind is action.type), None)
         choices = None if action.choices is None else list(action.choices)
-        is_store = type(action) is argparse._StoreAction and type_name is not None and action.const is None
+        is_store = type(action) is argparse._StoreAction and action.type in _TYPES and action.const is None
         is_text = choices is None or all(isinstance(choice, str | int | float) for choice in choices)
-        entries.append(
-            {
-                "names": list(action.option_strings),
-                "dest": action.dest,
-                "nargs": action.nargs,
-                "switch": _SWITCHES.get(type(action), ""),
-                "is_plain": type(action) in _SWITCHES or (is_store and is_text and action.nargs in (None, "+", "*")),
-                "type": type_name or "",
-                "choices": choices if is_text else None,
-            }
-        )
+        settings: dict[str, Any] = {"dest": action.dest, "nargs": action.nargs, "action": "other"}
+        if type(action) in _SWITCHES:
+            settings = {"dest": action.dest, "action": _SWITCHES[type(action)]}
+        elif is_store and is_text and action.nargs in (None, "+", "*"):
+            kind = _TYPES[action.type]  # type: ignore[index]
+            settings = {"dest": action.dest, "nargs": action.nargs, "type": kind, "choices": choices}
+        if action.option_strings:
+            entries.append((list(action.option_strings), settings))
     return entries
 
 
@@ -113,19 +104,10 @@ def kept_parser(
         path = cache_path(f"{package}-flags", [str(_FORM), version, *facts])
     except RuntimeError:  # a user without a home
         return real()
-    options = _read(path)
-    if options is not None:
-        with contextlib.suppress(KeyError, TypeError, ValueError, argparse.ArgumentError):  # of another form
+    if isinstance(options := read_cache(path), list):
+        with contextlib.suppress(TypeError, ValueError, argparse.ArgumentError):  # of another form
             return KeptParser(options, real)
     parser = real()
     with contextlib.suppress(OSError, TypeError, ValueError):  # a missing folder, an option that JSON cannot hold
         write_cache(path, describe(parser))
     return parser
-
-
-def _read(path: Path) -> list[dict[str, Any]] | None:
-    content = read_cache(path)
-    if not isinstance(content, list):
-        return None
-    options = [option for option in content if isinstance(option, dict)]
-    return options if len(options) == len(content) else None

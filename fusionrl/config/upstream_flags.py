@@ -21,79 +21,54 @@ from fusionrl.base.log_suppression import quiet
 from fusionrl.base.spelling import closest
 from fusionrl.config.upstream_flag_cache import kept_parser, own_parser
 
-# An engine is one replica of tensor-parallel ranks: placement and weight push count on it.
-_MORE_ENGINES = "--rollout-num-gpus: more devices are more engines, behind one router"
-_TENSOR_PARALLEL = "--rollout-num-gpus-per-engine: an engine is divided by tensor parallelism alone"
-# Fields of ServerArgs that fusionrl sets itself, with what to use in their place.
-SGLANG_OWNED: dict[str, str] = {
-    "model_path": "--hf-checkpoint",
-    "host": "the node's own address",
-    "port": "a free port",
-    "api_key": "a key made for the run",
-    "admin_api_key": "a key made for the run",
-    "device": "--device",
-    "dtype": "--rollout-dtype",
-    "tp_size": "--rollout-num-gpus-per-engine",
-    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
-    "base_gpu_id": "the placement",
-    "gpu_id_step": "the placement",
-    "nccl_port": "a free port",
-    "nnodes": "the placement",
-    "node_rank": "the placement",
-    "dist_init_addr": "the placement",
-    "random_seed": "--rollout-seed",
-    "dp_size": _MORE_ENGINES,
-    "enable_dp_attention": _MORE_ENGINES,
-    "pp_size": _TENSOR_PARALLEL,
-    "disaggregation_mode": "--engine-group: role=prefill and role=decode",
-    "disaggregation_bootstrap_port": "a free port",
-}
-ROUTER_OWNED: dict[str, str] = {
-    "worker_urls": "the run's own engines",
-    "host": "the node's own address",
-    "api_key": "a key made for the run",
-    "log_dir": "the run's folder",
-}
-# Fields of Megatron-core's config classes that fusionrl sets itself.
-MEGATRON_OWNED: dict[str, str] = {
-    "bf16": "--precision",
-    "fp16": "--precision",
-    "params_dtype": "--precision",
-    "pipeline_dtype": "--precision",
-    "num_layers": "the Hugging Face config",
-    "hidden_size": "the Hugging Face config",
-    "num_attention_heads": "the Hugging Face config",
-    "num_query_groups": "the Hugging Face config",
-    "ffn_hidden_size": "the Hugging Face config",
-    "kv_channels": "the Hugging Face config",
-    "layernorm_epsilon": "the Hugging Face config",
-    "normalization": "the Hugging Face config",
-    "qk_layernorm": "the Hugging Face config",
-    "add_bias_linear": "the Hugging Face config",
-    "add_qkv_bias": "the Hugging Face config",
-    "gated_linear_unit": "the Hugging Face config",
-    "activation_func": "the Hugging Face config",
-    "rotary_interleaved": "the Hugging Face config",
-    "num_moe_experts": "the Hugging Face config",
-    "moe_ffn_hidden_size": "the Hugging Face config",
-    "moe_layer_freq": "the Hugging Face config",
-    "moe_router_topk": "the Hugging Face config",
-    "moe_router_score_function": "the Hugging Face config",
-    "moe_router_pre_softmax": "the Hugging Face config",
-    "moe_router_topk_scaling_factor": "the Hugging Face config",
-    "moe_router_num_groups": "the Hugging Face config",
-    "moe_router_group_topk": "the Hugging Face config",
-    "moe_router_enable_expert_bias": "the Hugging Face config",
-    "moe_shared_expert_intermediate_size": "the Hugging Face config",
-    "moe_shared_expert_gate": "the Hugging Face config",
-    "multi_latent_attention": "the Hugging Face config",
-    "calculate_per_token_loss": "--calculate-per-token-loss",
-    "finalize_model_grads_func": "the trainer",
-    "variable_seq_lengths": "the trainer",
-    "optimizer": "the trainer (Adam)",
-    "use_distributed_optimizer": "the trainer (always on)",
-    "transformer_impl": "--transformer-impl",
-}
+
+def _by_field(owners: dict[str, str]) -> dict[str, str]:
+    return {field: owner for owner, fields in owners.items() for field in fields.split()}
+
+
+# Fields of SGLang's ServerArgs, its router and Megatron-core's config classes that fusionrl sets itself. Each is listed
+# under the flag to use in its place, or under what sets it.
+SGLANG_OWNED = _by_field(
+    {
+        "--hf-checkpoint": "model_path",
+        "the node's own address": "host",
+        "a free port": "port nccl_port disaggregation_bootstrap_port",
+        "a key made for the run": "api_key admin_api_key",
+        "--device": "device",
+        "--rollout-dtype": "dtype",
+        "--rollout-num-gpus-per-engine": "tp_size tensor_parallel_size",
+        "the placement": "base_gpu_id gpu_id_step nnodes node_rank dist_init_addr",
+        "--rollout-seed": "random_seed",
+        # An engine is one replica of tensor-parallel ranks: placement and weight push count on it.
+        "--rollout-num-gpus: more devices are more engines, behind one router": "dp_size enable_dp_attention",
+        "--rollout-num-gpus-per-engine: an engine is divided by tensor parallelism alone": "pp_size",
+        "--engine-group: role=prefill and role=decode": "disaggregation_mode",
+    }
+)
+ROUTER_OWNED = _by_field(
+    {
+        "the run's own engines": "worker_urls",
+        "the node's own address": "host",
+        "a key made for the run": "api_key",
+        "the run's folder": "log_dir",
+    }
+)
+MEGATRON_OWNED = _by_field(
+    {
+        "--precision": "bf16 fp16 params_dtype pipeline_dtype",
+        "the Hugging Face config": "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size"
+        " kv_channels layernorm_epsilon normalization qk_layernorm add_bias_linear add_qkv_bias gated_linear_unit"
+        " activation_func rotary_interleaved num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk"
+        " moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups"
+        " moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size"
+        " moe_shared_expert_gate multi_latent_attention",
+        "--calculate-per-token-loss": "calculate_per_token_loss",
+        "the trainer": "finalize_model_grads_func variable_seq_lengths",
+        "the trainer (Adam)": "optimizer",
+        "the trainer (always on)": "use_distributed_optimizer",
+        "--transformer-impl": "transformer_impl",
+    }
+)
 
 # Options that the installed version has under another name: launch scripts keep the older one.
 RENAMED: dict[str, str] = {
@@ -245,11 +220,7 @@ def megatron_fields() -> dict[str, dict[str, object]]:
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer import TransformerConfig
 
-    classes = {
-        "transformer": TransformerConfig,
-        "optimizer": OptimizerConfig,
-        "ddp": DistributedDataParallelConfig,
-    }
+    classes = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
     return {kind: {f.name: _hint(cls, f) for f in dataclasses.fields(cls)} for kind, cls in classes.items()}
 
 

@@ -90,19 +90,10 @@ def test_a_file_is_written_once_and_read_by_its_owner_alone(tmp_path: Path, monk
     file.symlink_to(source)
     assert not isinstance(get(), KeptParser)
     file.unlink()
-    file.write_text("{")
-    file.chmod(0o600)
-    assert not isinstance(get(), KeptParser)
     get()
     source.write_text("another version")
     assert not isinstance(get(), KeptParser)
     assert len(list((tmp_path / "fusionrl").iterdir())) == 2
-
-
-def test_without_a_folder_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    (tmp_path / "file").write_text("")
-    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
@@ -147,36 +138,32 @@ def test_the_key_knows_the_files_that_declare_options(monkeypatch: pytest.Monkey
     assert set(declaring) <= set(found)
 
 
-def test_a_package_without_metadata_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout on PYTHONPATH."""
+def test_without_a_file_the_package_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache's folder cannot be made, the user has no home, or the package is a checkout on PYTHONPATH."""
 
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
+    def fail(*_: object) -> None:
+        raise importlib.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    def homeless() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
+    monkeypatch.setattr(importlib.metadata, "version", fail)
     monkeypatch.setattr(upstream_flags, "_import_sglang_parser", _parser)
     assert "--number" in upstream_flags.sglang_parser.__wrapped__()._option_string_actions
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def home() -> Path:
-        raise RuntimeError("could not determine home directory")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
-
-
-def test_a_file_of_another_form_and_what_an_earlier_process_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a container every run may have the same pid."""
+@pytest.mark.parametrize("text", ["{", "{}", '[{"names": ["--number"]}]', '[[["--number"], {"no": 1}]]'])
+def test_a_file_of_another_form_is_written_anew(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept_parser("package", "1.0", [], _parser)
     (file,) = (tmp_path / "fusionrl").iterdir()
-    file.write_text('[{"names": ["--number"]}]')
-    left = file.with_suffix(f".{os.getpid()}")
-    left.write_text("")
+    file.write_text(text)
     assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
-    assert isinstance(kept_parser("package", "1.0", [], _parser), KeptParser), "it is written anew"
-    assert set((tmp_path / "fusionrl").iterdir()) == {file, left}
+    assert isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
+    assert list((tmp_path / "fusionrl").iterdir()) == [file]
