@@ -7,7 +7,7 @@ with another meaning is not in these tables.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fusionrl.base.spelling import closest
 from fusionrl.config.presets import NONZERO_STD
@@ -110,8 +110,8 @@ TRL: dict[str, str] = {
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size")
 
+# A setting that is not here may be answered by the last part of its name, see `cure_for`.
 VERL: dict[str, str] = {
     "actor_rollout_ref.model.path": "--hf-checkpoint",
     "actor_rollout_ref.model.custom_chat_template": "leave it out: the template is that of --hf-checkpoint's tokenizer",
@@ -126,29 +126,19 @@ VERL: dict[str, str] = {
     _ACTOR + "clip_ratio_low": "--eps-clip",
     _ACTOR + "clip_ratio_high": "--eps-clip-high",
     _ACTOR + "clip_ratio_c": "--eps-clip-c",
-    _ACTOR + "checkpoint.async_save": "--async-save",
     _ACTOR + "entropy_coeff": "--entropy-coef",
     _ACTOR + "fsdp_config.param_offload": "--offload-train",
     _ACTOR + "fsdp_config.optimizer_offload": "--optimizer-cpu-offload",
-    _ACTOR + "grad_clip": "--clip-grad",
-    _ACTOR + "kl_loss_coef": "--kl-loss-coef",
-    _ACTOR + "kl_loss_type": "--kl-loss-type",
     _ACTOR + "loss_agg_mode": "--loss-aggregation (token-mean: token_mean; seq-mean-token-mean: sequence_mean;"
     " seq-mean-token-sum-norm: constant)",
     _ACTOR + "megatron.optimizer_offload": "--optimizer-cpu-offload",
     _ACTOR + "megatron.param_offload": "--offload-train",
     _ACTOR + "megatron.sequence_parallel": "--sequence-parallel",
     _ACTOR + "optim.betas": "--adam-beta1 and --adam-beta2",
-    _ACTOR + "optim.clip_grad": "--clip-grad",
-    _ACTOR + "optim.lr": "--lr",
     _ACTOR + "optim.lr_decay_steps": "--lr-decay-iters",
-    _ACTOR + "optim.lr_decay_style": "--lr-decay-style",
-    _ACTOR + "optim.lr_warmup_init": "--lr-warmup-init",
     _ACTOR + "optim.lr_warmup_steps": "--lr-warmup-iters",
     _ACTOR + "optim.lr_warmup_steps_ratio": "--lr-warmup-iters (optimizer steps)",
-    _ACTOR + "optim.min_lr": "--min-lr",
     _ACTOR + "optim.total_training_steps": "--lr-decay-iters",
-    _ACTOR + "optim.weight_decay": "--weight-decay",
     _ACTOR + "policy_loss.loss_mode": "--policy-loss",
     _ACTOR + "policy_loss.clip_cov_ratio": "--clip-cov-fraction",
     _ACTOR + "policy_loss.clip_cov_lb": "--clip-cov-low",
@@ -164,7 +154,6 @@ VERL: dict[str, str] = {
     _ACTOR + "strategy": "leave it out: Megatron-core trains",
     _ACTOR + "ulysses_sequence_parallel_size": "--context-parallel-size",
     _ACTOR + "use_dynamic_bsz": "--use-dynamic-batch-size",
-    _ACTOR + "use_kl_loss": "--use-kl-loss",
     _ROLLOUT + "calculate_log_probs": _ALWAYS,
     _ROLLOUT + "dtype": "--rollout-dtype",
     _ROLLOUT + "enable_chunked_prefill": "--sglang-chunked-prefill-size",
@@ -186,11 +175,7 @@ VERL: dict[str, str] = {
     _ROLLOUT + "n": "--n-samples-per-prompt",
     _ROLLOUT + "name": "leave it out: SGLang generates",
     _ROLLOUT + "prompt_length": "--rollout-max-prompt-len",
-    _ROLLOUT + "response_length": "--rollout-max-response-len",
-    _ROLLOUT + "temperature": "--rollout-temperature",
     _ROLLOUT + "tensor_model_parallel_size": "--rollout-num-gpus-per-engine",
-    _ROLLOUT + "top_k": "--rollout-top-k",
-    _ROLLOUT + "top_p": "--rollout-top-p",
     _ROLLOUT + "update_weights_bucket_megabytes": "--update-weight-buffer-size (bytes)",
     _ROLLOUT + "val_kwargs.n": "--n-samples-per-eval-prompt",
     _ROLLOUT + "val_kwargs.temperature": "--eval-temperature",
@@ -198,8 +183,6 @@ VERL: dict[str, str] = {
     _ROLLOUT + "val_kwargs.top_p": "--eval-top-p",
     "algorithm.adv_estimator": "--advantage-estimator",
     "algorithm.filter_groups.enable": f"--dynamic-sampling-filter-path {NONZERO_STD}",
-    "algorithm.gamma": "--gamma",
-    "algorithm.kl_ctrl.kl_coef": "--kl-coef",
     "algorithm.kl_penalty": "--kl-coef-type",
     "algorithm.lam": "--lambd",
     "algorithm.norm_adv_by_std_in_grpo": "--disable-grpo-std-normalization (for False)",
@@ -211,18 +194,13 @@ VERL: dict[str, str] = {
     "critic.optim.lr_warmup_steps": "--critic-lr-warmup-iters",
     "custom_reward_function.name": "--custom-rm-path FILE.py:FUNCTION",
     "custom_reward_function.path": "--custom-rm-path FILE.py:FUNCTION",
-    "data.apply_chat_template_kwargs": "--apply-chat-template-kwargs",
     "data.custom_cls.path": "--data-source-path",
     "data.filter_overlong_prompts": "leave it out: --rollout-max-prompt-len does so",
-    "data.max_prompt_length": "--rollout-max-prompt-len",
-    "data.max_response_length": "--rollout-max-response-len",
-    "data.prompt_key": "--input-key",
     "data.reward_fn_key": "leave it out: a sample of a mixture has its set's name in metadata['data_source']",
     "data.seed": "--rollout-seed",
     "data.shuffle": "--rollout-shuffle",
     "data.tool_config_path": "--tools-path",
     "data.train_batch_size": "--rollout-batch-size",
-    "data.train_files": "--prompt-data",
     "data.train_max_samples": "--prompt-data (PATH@[:N])",
     "data.truncation": "leave it out: --rollout-max-prompt-len leaves longer prompts out",
     "data.val_batch_size": TRL["per_device_eval_batch_size"],
@@ -250,7 +228,6 @@ VERL: dict[str, str] = {
     "trainer.total_training_steps": "--num-rollout",
     "trainer.val_before_train": "--skip-eval-before-train (for False)",
     "trainer.val_only": "--mode eval",
-    **{f"{_ACTOR}megatron.{name}": "--" + name.replace("_", "-") for name in (*_PARALLEL, *_EXPERTS)},
     **{f"critic.megatron.{name}": "--critic-" + name.replace("_", "-") for name in _PARALLEL},
 }
 
@@ -377,20 +354,23 @@ def setting_of(token: str) -> str | None:
     return match[1] if match else None
 
 
-def cure_for(name: str) -> str | None:
+def cure_for(name: str, flags: Collection[str] = ()) -> str | None:
     """Say what to write for another trainer's flag (`--learning-rate`) or setting (`data.train_batch_size`).
 
-    None for names that no table has.
+    A verl setting that no table has is answered by its last part, if that is one of our `flags` (fields) or in a
+    table; those of a critic or a reward model have flags of their own. None for names that nothing answers.
     """
     plain = name.removeprefix("--").replace("-", "_")
-    for owner, table in TABLES.items():
-        if plain in table:
-            cure = table[plain]
-            use = cure if cure.startswith("leave it out") else f"use {cure}"
-            return f"{owner}'s name; {use}" if owner else use
-    if plain.partition(".")[0] in _VERL_ROOTS:
-        return "verl's settings are not known here; `fusionrl flags` lists the flags"
-    return None
+    root, last = plain.partition(".")[0], plain.rpartition(".")[2]
+    owner, cure = next(((owner, table[plain]) for owner, table in TABLES.items() if plain in table), ("", None))
+    if cure is None and root in _VERL_ROOTS:
+        owner, cure = "verl", "--" + last.replace("_", "-") if last in flags else TRL.get(last) or COMMON.get(last)
+        if cure is None or root in ("critic", "reward_model"):
+            return "verl's settings are not known here; `fusionrl flags` lists the flags"
+    if cure is None:
+        return None
+    use = cure if cure.startswith("leave it out") else f"use {cure}"
+    return f"{owner}'s name; {use}" if owner else use
 
 
 def value_hint(field: str, value: str, choices: Iterable[str]) -> str:

@@ -14,9 +14,7 @@ from fusionrl.config.hooks import flag_of
 from fusionrl.config.slime_flags import slime_entry
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
-COMING: dict[str, str] = {
-    "multimodal_keys": "multimodal data",
-}
+COMING: dict[str, str] = {"multimodal_keys": "multimodal data"}
 
 
 def parse_extras(
@@ -92,7 +90,7 @@ def _cure(flag: str) -> str | None:
     plain = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and (plain in FIELDS or plain.removeprefix("no_") in FIELDS):
         return f"flags are written with dashes: --{plain.replace('_', '-')}"
-    return cure_for(setting_of(flag) or flag)
+    return cure_for(setting_of(flag) or flag, FIELDS)
 
 
 def _did_you_mean(flag: str) -> str:

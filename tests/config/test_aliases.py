@@ -11,14 +11,12 @@ import pytest
 
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.aliases import TABLES, VALUES, cure_for
-from fusionrl.config.fields import inner_type
-from fusionrl.config.groups import GROUPS
+from fusionrl.config.fields import FIELDS, inner_type
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import read_args
 from fusionrl.config.passed_flags import COMING
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES
 
-FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
 ENTRIES = [(owner, name) for owner, table in TABLES.items() for name in table]
 
 
@@ -75,6 +73,10 @@ def test_a_value_by_another_name(field: str, value: str) -> None:
                 "+actor_rollout_ref.actor.optim.lr=1e-6: verl's name; use --lr",
                 "trainer.balance_batch=True: verl's settings are not known here; `fusionrl flags` lists the flags",
             ],
+        ),
+        (
+            ["data.max_prompt_length=9", "critic.optim.weight_decay=0"],
+            ["use --rollout-max-prompt-len", "not known here"],
         ),
         (["--trainer", "x"], ["--trainer x: verl's settings are not known here"]),
         (["--colocat"], ["did you mean --colocate?"]),
