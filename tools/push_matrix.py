@@ -28,7 +28,7 @@ import ray
 
 from fusionrl.base.environment import extended_environment
 from fusionrl.config.config import Config
-from fusionrl.config.groups import WeightsGroup
+from fusionrl.config.groups.model import WeightsGroup
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.http import call
 from fusionrl.models.shape import ModelShape, read_model_shape

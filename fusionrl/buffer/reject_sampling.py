@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.config.config import Config
-from fusionrl.config.groups import RolloutGroup
+from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.token_rows import token_columns
 from fusionrl.observe.json_values import json_line, write_atomically

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from fusionrl.algorithms.estimators import names_where, readers_of
 from fusionrl.config.config import Config
-from fusionrl.config.groups import AlgorithmGroup, CriticGroup, RolloutGroup
-from fusionrl.config.hooks import flag_of
-from fusionrl.config.run_parts import estimator_of
+from fusionrl.config.run_parts import estimator_of, has_own_rollout
 from fusionrl.models.shape import ModelShape
 
 # Estimators that measure a sample against its siblings alone: a single sample gets 0.
@@ -17,10 +15,6 @@ PRICED = readers_of("kl_coef")  # estimators whose rewards are token by token, w
 def algorithm_errors(config: Config) -> list[str]:
     """Messages with flag, value and cure."""
     a, rollout, errors = config.algorithm, config.rollout, []
-    if a.kl_loss_coef and not a.use_kl_loss:
-        errors.append(f"--kl-loss-coef {a.kl_loss_coef} has no effect without --use-kl-loss; add it")
-    if a.use_unbiased_kl and not a.use_kl_loss:
-        errors.append("--use-unbiased-kl has no effect without --use-kl-loss; add it")
     if (a.loss_type == "custom_loss") != (a.custom_loss_function_path is not None):
         errors.append("--loss-type custom_loss and --custom-loss-function-path go together; give both")
     if a.kl_coef and a.advantage_estimator not in PRICED:
@@ -32,8 +26,6 @@ def algorithm_errors(config: Config) -> list[str]:
     counts_tries = a.advantage_estimator in readers_of("pass_k")
     if counts_tries and a.pass_k > samples:
         errors.append(f"--pass-k {a.pass_k} is over --n-samples-per-prompt {samples}: no group has so many answers")
-    if not counts_tries and a.pass_k != 1:
-        errors.append(f"--pass-k {a.pass_k} has no effect without {_flag(readers_of('pass_k'))}; add it")
     if a.policy_loss == "dpo" and samples < 2:
         errors.append(
             f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
@@ -66,7 +58,7 @@ def algorithm_errors(config: Config) -> list[str]:
             f"--loss-type {a.loss_type}": a.loss_type != "policy_loss",
         }
         errors += [f"{flag}: --policy-loss dpo has no use for it; leave it out" for flag, on in conflicts.items() if on]
-    return errors + _correction_errors(config) + _without_effect(config)
+    return errors + _correction_errors(config)
 
 
 def algorithm_warnings(config: Config) -> list[str]:
@@ -79,7 +71,7 @@ def algorithm_warnings(config: Config) -> list[str]:
         )
     may_be_otherwise = (  # a function in one of these may make groups, rewards or advantages itself
         a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",
-        rollout.rollout_function_path != RolloutGroup().rollout_function_path,
+        has_own_rollout(config),
         rollout.custom_generate_function_path,
         reward.custom_reward_post_process_path,
         reward.custom_convert_samples_to_train_data_path,
@@ -94,39 +86,6 @@ def algorithm_warnings(config: Config) -> list[str]:
         f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: a sample is measured against the"
         " others of its prompt, so all advantages are 0 and the policy loss trains nothing; sample at least 2, or take"
         " reinforce_plus_plus, remax or ppo",
-    ]
-
-
-def _flag(names: tuple[str, ...]) -> str:
-    return "--advantage-estimator " + " or ".join(names)
-
-
-def _without_effect(config: Config) -> list[str]:
-    """Return warnings about flags that have no effect with the others."""
-    a, plain = config.algorithm, AlgorithmGroup()
-    critics = names_where(lambda estimator: estimator.role == "critic")
-    of_estimators = ((name, readers_of(name)) for name in ("lambd", "bootstrap_truncated", "gamma", "kl_coef_type"))
-    groups = [
-        (
-            config.critic,
-            CriticGroup(),
-            tuple(CriticGroup.model_fields),
-            a.advantage_estimator in critics,
-            _flag(critics),
-        ),
-        *((a, plain, (name,), a.advantage_estimator in readers, _flag(readers)) for name, readers in of_estimators),
-        (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),
-        (a, plain, ("rejection_low", "rejection_high"), a.rejection_level is not None, "--rejection-level"),
-        (a, plain, ("opsm_delta",), a.use_opsm, "--use-opsm"),
-        (a, plain, ("dpo_beta", "dpo_label_smoothing"), a.policy_loss == "dpo", "--policy-loss dpo"),
-        (a, plain, ("loss_length",), a.loss_aggregation == "constant", "--loss-aggregation constant"),
-    ]
-    return [
-        f"{flag_of(name)} {getattr(group, name)} has no effect without {needed}; add it, or leave it out"
-        for group, default, names, is_there, needed in groups
-        if not is_there
-        for name in names
-        if getattr(group, name) != getattr(default, name)
     ]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.groups import DataGroup, RolloutGroup
+from fusionrl.config.run_parts import has_own_rollout, has_own_source
 from fusionrl.data.rows import read_rows
+from fusionrl.data.tokenizer_files import read_tokenizer_files
 from fusionrl.models.scorers import has_chat_template
 
 # How chat templates mark turns: <|im_start|>, <|user|>, [INST], <start_of_turn>, <s>.
@@ -24,9 +24,9 @@ def chat_warnings(config: Config) -> list[str]:
     """
     data, rollout, folder = config.data, config.rollout, config.model.hf_checkpoint
     has_own_functions = (
-        rollout.rollout_function_path != RolloutGroup().rollout_function_path,
+        has_own_rollout(config),
         rollout.custom_generate_function_path is not None,
-        data.data_source_path != DataGroup().data_source_path,
+        has_own_source(config),
     )
     is_silent = config.run.mode == "sft" or data.apply_chat_template or config.run.load_debug_rollout_data is not None
     if is_silent or any(has_own_functions) or folder is None or not Path(folder).is_dir():
@@ -34,7 +34,8 @@ def chat_warnings(config: Config) -> list[str]:
     if not has_chat_template(folder):
         return []
     flag, prompt = _first_prompt(config)
-    if not isinstance(prompt, str) or _MARK.search(prompt) or any(t in prompt for t in _special_tokens(Path(folder))):
+    marks = [token for token in read_tokenizer_files(folder).special_tokens if len(token) > 1]
+    if not isinstance(prompt, str) or _MARK.search(prompt) or any(mark in prompt for mark in marks):
         return []
     return [
         f"{flag}: its prompts are plain text, the tokenizer of --hf-checkpoint has a chat template, and"
@@ -58,19 +59,3 @@ def _first_prompt(config: Config) -> tuple[str, object]:
         except ValueError:
             break  # data that cannot be read is an error elsewhere
     return "", None
-
-
-def _special_tokens(folder: Path) -> list[str]:
-    """The special tokens that the tokenizer's settings name."""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    special_tokens = [settings.get(name) for name in ("bos_token", "eos_token")]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        tokens = settings.get(name) or []
-        special_tokens += tokens.values() if isinstance(tokens, dict) else tokens
-    added = settings.get("added_tokens_decoder") or {}
-    special_tokens += [token for token in added.values() if token.get("special")]
-    texts = [token.get("content") if isinstance(token, dict) else token for token in special_tokens]
-    return [text for text in texts if isinstance(text, str) and len(text) > 1]

@@ -11,12 +11,12 @@ from fusionrl.checks.long_rows import count_tokens, fewest_bytes
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
-from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
+from fusionrl.data.prompts import FileCheck, PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import Row, parse_sets, read_rows
-from fusionrl.data.template_probe import TemplateProbe
 from fusionrl.data.token_rows import holds_tokens
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.scorers import has_chat_template
+from fusionrl.rewards.labels import LabelCheck
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,18 +57,28 @@ def tokenizer_files(config: Config) -> TokenizerFiles | None:
     return read_tokenizer_files(folder) if folder is not None and Path(folder).is_dir() else None
 
 
-def probe_of(config: Config, files: TokenizerFiles | None, columns: PromptColumns) -> TemplateProbe | None:
-    """Return what renders rows by the chat template, where their columns may show a mistake."""
-    if files is None:
-        return None
+def check_set(
+    config: Config,
+    files: TokenizerFiles | None,
+    spec: str,
+    columns: PromptColumns,
+    flags: tuple[str, str],
+    vocab_size: int | None,
+    ask_reward: LabelCheck | None,
+) -> FileCheck:
+    """Read one set and check its rows, also by the chat template. `flags`: those of the set and of its column."""
+    is_sft, probe = config.run.mode == "sft", None
 
     def load() -> PreTrainedTokenizerBase:
         from fusionrl.data.tokenizer import load_tokenizer
 
         return load_tokenizer(str(config.model.hf_checkpoint))
 
-    loss_mask_type = config.data.loss_mask_type if config.run.mode == "sft" else None
-    return template_probe(files, columns, load, loss_mask_type)
+    if files is not None:
+        probe = template_probe(files, columns, load, config.data.loss_mask_type if is_sft else None)
+    tokens = files.special_tokens if files else ()
+    named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
+    return check_file(spec, columns, *flags, is_sft=is_sft, ask_reward=ask_reward, **named)
 
 
 def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None) -> int:
@@ -86,11 +96,9 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
         errors.append(str(error))
         return 0
     total, num_errors, files = 0, len(errors), tokenizer_files(config)
-    probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
+    flags = ("--prompt-data", "--input-key")
     for spec in specs:
-        named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
-        named["ask_reward"] = run_label_check(config)
-        check = check_file(spec, columns, "--prompt-data", "--input-key", is_sft=is_sft, **named)
+        check = check_set(config, files, spec, columns, flags, vocab_size, run_label_check(config))
         errors += check.errors
         warnings += check.warnings
         total += check.num_rows

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
-from fusionrl.checks.data import probe_of, prompt_columns, tokenizer_files
+from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
 from fusionrl.checks.rewards import label_check, rm_type_errors
 from fusionrl.checks.sampling import eval_sampling_errors
 from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.groups import RolloutGroup
+from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook
-from fusionrl.data.prompts import check_file
+from fusionrl.config.run_parts import DEFAULT_ROLLOUT
 from fusionrl.rewards.labels import LabelCheck
 
 
@@ -49,10 +47,8 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
             keeps_messages=eval_set.custom_generate_function_path is not None,
         )
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
-        probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
-        named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
-        named["ask_reward"] = _label_check(config, eval_set)
-        check = check_file(eval_set.path, columns, flag, key_flag, is_sft=is_sft, **named)
+        ask_reward = _label_check(config, eval_set)
+        check = check_set(config, files, eval_set.path, columns, (flag, key_flag), vocab_size, ask_reward)
         errors += check.errors
         warnings += check.warnings
         if not is_sft and _is_default(config):
@@ -71,8 +67,7 @@ def _label_check(config: Config, eval_set: EvalSet) -> LabelCheck | None:
 
 
 def _is_default(config: Config) -> bool:
-    rollout = config.rollout
-    return (rollout.eval_function_path or rollout.rollout_function_path) == RolloutGroup().rollout_function_path
+    return (config.rollout.eval_function_path or config.rollout.rollout_function_path) == DEFAULT_ROLLOUT
 
 
 def _eval_set_errors(config: Config, eval_set: EvalSet) -> list[str]:
@@ -102,10 +97,7 @@ def keep_best_errors(config: Config) -> list[str]:
     errors = []
     if config.checkpoint.keep_checkpoints is None:
         errors.append(f"--keep-best {best} needs --keep-checkpoints; without it all are kept")
-    try:
-        names = [f"eval/{eval_set.name}/accuracy" for eval_set in eval_sets(config.to_args())]
-    except ValueError:  # told by evaluation_errors
-        names = []
+    names = [f"eval/{eval_set.name}/accuracy" for eval_set in readable_sets(config)]
     sets = {name.rsplit("/", 1)[0] for name in names}
     if config.eval.eval_interval is None or best.rsplit("/", 1)[0] not in sets:
         known = " or ".join(names) or "eval/<set>/accuracy of a set of --eval-prompt-data"

@@ -13,17 +13,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusionrl.base.log_suppression import quiet
+from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.long_rows import LongRow, context_length, count_tokens, first_over, most_bytes
 from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.groups import DataGroup, EvalGroup, RolloutGroup
-from fusionrl.config.run_parts import estimator_of, evaluates, generates, uses_trainers, validates
+from fusionrl.config.eval_sets import EvalSet, readable_sets
+from fusionrl.config.groups.data import EvalGroup
+from fusionrl.config.run_parts import (
+    estimator_of,
+    evaluates,
+    generates,
+    has_own_rollout,
+    has_own_source,
+    uses_trainers,
+    validates,
+)
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
 from fusionrl.data.rows import Row, scan_rows
 from fusionrl.data.token_rows import TOKENS, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.layout import sequence_multiple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +58,7 @@ def length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors = _context_errors(config, positions)
     if config.run.mode == "sft":
         return errors + _conversation_errors(config, positions)
-    if config.rollout.rollout_function_path == RolloutGroup().rollout_function_path:
+    if not has_own_rollout(config):
         errors += _sample_errors(config, positions)
     return errors
 
@@ -81,7 +91,7 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     positions, rollout = _positions(config, shape), config.rollout
     errors, length = _context_errors(config, positions), rollout.rollout_max_response_len
     is_free = config.run.mode != "sft" and rollout.rollout_max_context_len is None
-    if not is_free or length is None or rollout.rollout_function_path != RolloutGroup().rollout_function_path:
+    if not is_free or length is None or has_own_rollout(config):
         return errors
     limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
     if length >= positions:
@@ -122,13 +132,13 @@ def _sample_errors(config: Config, positions: int) -> list[str]:
     if generates(config) and rollout.rollout_max_response_len is not None:
         response = (rollout.rollout_max_response_len, "--rollout-max-response-len")
         columns = _columns(config, data.input_key, data.tool_key)
-        if data.data_source_path != DataGroup().data_source_path:
+        if has_own_source(config):
             errors += _by_flags(config, response, limits)
         else:
             for spec in data.prompt_data or []:
                 errors += _set_errors(config, spec, "--prompt-data", columns, response, limits)
     if evaluates(config):
-        for eval_set in _sets(config):
+        for eval_set in readable_sets(config):
             errors += _eval_errors(config, eval_set, _reading_limits(config, positions))
     return errors
 
@@ -191,8 +201,8 @@ def _scorer_limit(folder: str, flag: str) -> list[Limit]:
 
 def _micro_batch(config: Config) -> Limit:
     model = config.model
-    size, tp = model.context_parallel_size, model.tensor_model_parallel_size
-    multiple, cap = tp * (2 * size if size > 1 else 1), config.train.max_tokens_per_gpu * size
+    size, cap = model.context_parallel_size, config.train.max_tokens_per_gpu * model.context_parallel_size
+    multiple = sequence_multiple(size, model.tensor_model_parallel_size)
     limit_name = (
         f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size {size} = {cap} tokens"
     )
@@ -249,16 +259,16 @@ def _prompt_counter(columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase
 # ------------------------------------------------------------------------------------------------ sft
 def _conversation_errors(config: Config, positions: int) -> list[str]:
     """Conversations that are longer than the model's positions, or than a micro-batch."""
-    if config.rollout.rollout_function_path != RolloutGroup().rollout_function_path or not uses_trainers(config):
+    if has_own_rollout(config) or not uses_trainers(config):
         return []
     data = config.data
     specs = [(spec, "--prompt-data", data.input_key, data.label_key, data.tool_key) for spec in data.prompt_data or []]
-    if data.data_source_path != DataGroup().data_source_path or config.run.load_debug_rollout_data:
+    if has_own_source(config) or config.run.load_debug_rollout_data:
         specs = []
     if validates(config):
         specs += [
             (eval_set.path, "--eval-prompt-data", eval_set.input_key, eval_set.label_key, eval_set.tool_key)
-            for eval_set in _sets(config)
+            for eval_set in readable_sets(config)
         ]
     limit, errors = _conversation_limit(config, positions), []
     for spec, flag, input_key, label_key, tool_key in specs:
@@ -277,7 +287,7 @@ def conversation_limit(config: Config, shape: ModelShape) -> Limit | None:
 
     A function of the user may cut what is too long.
     """
-    if config.rollout.rollout_function_path != RolloutGroup().rollout_function_path:
+    if has_own_rollout(config):
         return None
     return _conversation_limit(config, _positions(config, shape))
 
@@ -307,22 +317,7 @@ def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[P
 
 # ------------------------------------------------------------------------------------------------ shared
 def _columns(config: Config, input_key: str, tool_key: str | None) -> PromptColumns:
-    data = config.data
-    return PromptColumns(
-        input_key,
-        metadata_key=data.metadata_key,
-        tool_key=tool_key,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        max_prompt_len=data.rollout_max_prompt_len,
-    )
-
-
-def _sets(config: Config) -> list[EvalSet]:
-    try:
-        return eval_sets(config.to_args()) if len(config.eval.eval_prompt_data) % 2 == 0 else []
-    except ValueError:  # told by the checks of evaluation sets
-        return []
+    return replace(prompt_columns(config), input_key=input_key, label_key=None, tool_key=tool_key, keeps_messages=False)
 
 
 def _find(

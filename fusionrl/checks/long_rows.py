@@ -81,7 +81,6 @@ def _num_bytes(value: object) -> int:
 
 
 def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:
-    """Return the number of tokens of a row's prompt."""
     tools = metadata_and_tools(row, columns)[1]
     return len(
         tokenizer.encode(render_prompt(row[columns.input_key], tokenizer, columns, tools), add_special_tokens=False)

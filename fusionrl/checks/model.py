@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fusionrl.checks.collect_errors import attempt
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import FLAG, engine_groups
@@ -98,21 +99,18 @@ def engine_size_errors(config: Config, shape: ModelShape | None) -> list[str]:
     except ValueError:  # the parser, or the plan, says what is wrong with one
         return []
     named = [(f"{FLAG} {group.name}: per_engine", group.per_engine) for group in groups]
-    if any(group.role != "eval" for group in groups):
-        return [error for flag, size in named for error in _size_errors(config, shape, flag, size)]
-    named.append(("--rollout-num-gpus-per-engine", config.cluster.rollout_num_gpus_per_engine))
-    return [error for flag, size in named for error in _size_errors(config, shape, flag, size)]
+    if all(group.role == "eval" for group in groups):
+        named.append(("--rollout-num-gpus-per-engine", config.cluster.rollout_num_gpus_per_engine))
+    num_heads, per_node = shape.num_attention_heads if shape else None, config.cluster.num_gpus_per_node
+    return [error for flag, size in named for error in size_errors(flag, size, num_heads, per_node)]
 
 
-def _size_errors(config: Config, shape: ModelShape | None, flag: str, size: int) -> list[str]:
+def size_errors(flag: str, size: int, num_heads: int | None, per_node: int) -> list[str]:
+    """List what is wrong with engines of `size` devices, for a model of so many attention heads (None: not known)."""
     errors: list[str] = []
-    if shape and shape.num_attention_heads % size:
+    if num_heads and num_heads % size:
         errors.append(
-            f"{flag} {size} does not divide the model's"
-            f" {shape.num_attention_heads} attention heads; {dividing(shape.num_attention_heads, size)}"
+            f"{flag} {size} does not divide the model's {num_heads} attention heads; {dividing(num_heads, size)}"
         )
-    try:
-        check_engine_size(flag, size, config.cluster.num_gpus_per_node)
-    except ValueError as error:
-        errors.append(str(error))
+    attempt(errors, lambda: check_engine_size(flag, size, per_node))
     return errors

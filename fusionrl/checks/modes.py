@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fusionrl.checks.engines import eval_engine_errors
 from fusionrl.config.config import Config
-from fusionrl.config.run_parts import estimator_of
+from fusionrl.config.run_parts import estimator_of, has_own_rollout, has_own_source, is_streamed
 from fusionrl.data.rows import FORMATS
-from fusionrl.plan.pipeline_knobs import is_streamed, stream_errors
+from fusionrl.plan.pipeline_knobs import stream_errors
 
 
 def missing_flags(config: Config) -> list[str]:
@@ -17,8 +17,7 @@ def missing_flags(config: Config) -> list[str]:
     errors: list[str] = []
     run, mode = config.run, config.run.mode
     if mode != "eval":
-        has_source = config.data.data_source_path != type(config.data)().data_source_path
-        if config.data.prompt_data is None and not has_source and run.load_debug_rollout_data is None:
+        if config.data.prompt_data is None and not has_own_source(config) and run.load_debug_rollout_data is None:
             errors.append(f"--prompt-data is required in --mode {mode}: {FORMATS}")
         if config.rollout.rollout_batch_size is None:
             errors.append(f"--rollout-batch-size is required in --mode {mode}: prompts of one step")
@@ -26,12 +25,11 @@ def missing_flags(config: Config) -> list[str]:
             errors.append(f"--num-rollout or --num-epoch is required in --mode {mode}")
     own_rewards = mode == "eval" and config.eval.eval_config is not None  # each set is asked for its own
     needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only and not own_rewards
-    custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
     algorithm = config.algorithm
     may_lack = algorithm.use_opd and estimator_of(algorithm).role != "prm"
     rollout = config.rollout  # a function or an agent may give the reward; one that does not gets an error
-    has_own = custom_rollout or rollout.custom_generate_function_path is not None or rollout.agent_path is not None
-    needs_reward = needs_reward and not has_own and not may_lack
+    gives_reward = rollout.custom_generate_function_path is not None or rollout.agent_path is not None
+    needs_reward = needs_reward and not has_own_rollout(config) and not gives_reward and not may_lack
     if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:
         errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
     no_limit = config.rollout.rollout_max_response_len is None and not own_rewards

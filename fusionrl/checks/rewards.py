@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from fusionrl import sandbox
 from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.groups import DataGroup, RolloutGroup
+from fusionrl.config.eval_sets import readable_sets
+from fusionrl.config.run_parts import has_own_rollout, has_own_source
 from fusionrl.rewards.ifbench import LIBRARY, MISSING
 from fusionrl.rewards.labels import BUDGET_S, LabelCheck
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, asks_model, gives_dict, parse_rm_type, runs_programs
@@ -34,8 +34,6 @@ def reward_errors(config: Config) -> list[str]:
             re.compile(reward.rm_format_regex)
         except re.error as error:
             errors.append(f"--rm-format-regex {reward.rm_format_regex}: no regular expression: {error}")
-    if reward.overlong_buffer_len is None and reward.overlong_penalty_factor != 1:
-        errors.append("--overlong-penalty-factor has no effect without --overlong-buffer-len; add it")
     for flag, value in (
         ("--overlong-buffer-len", reward.overlong_buffer_len),
         ("--length-penalty-coef", reward.length_penalty_coef),
@@ -80,9 +78,7 @@ def rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_fla
 def run_label_check(config: Config, budget_s: float = BUDGET_S) -> LabelCheck | None:
     """Return the check of the rows of --prompt-data; None where no built-in reward grades with their labels."""
     reward, rollout = config.reward, config.rollout
-    has_own_source = config.data.data_source_path != DataGroup().data_source_path
-    is_own = has_own_source or rollout.rollout_function_path != RolloutGroup().rollout_function_path
-    if is_own or config.run.load_debug_rollout_data:
+    if has_own_source(config) or has_own_rollout(config) or config.run.load_debug_rollout_data:
         return None
     path = rollout.custom_generate_function_path
     return label_check(config, reward.rm_type, reward.custom_rm_path, generate_path=path, budget_s=budget_s)
@@ -117,11 +113,7 @@ def uses_sandbox(config: Config) -> str | None:
     path = config.rollout.custom_generate_function_path
     if path is not None and path.replace(":", ".") == AGENT and config.rollout.tools_path is None:
         return f"--custom-generate-function-path {path} without --tools-path"
-    try:
-        sets = eval_sets(config.to_args())
-    except (ValueError, TypeError):
-        return None  # another check says what is wrong with the sets
-    for eval_set in sets:
+    for eval_set in readable_sets(config):
         if eval_set.custom_rm_path is None and runs_programs(eval_set.rm_type):
             return f"evaluation set {eval_set.name}, --rm-type {eval_set.rm_type}"
     return None

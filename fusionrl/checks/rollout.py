@@ -5,8 +5,7 @@ from __future__ import annotations
 from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
-from fusionrl.config.groups import RolloutGroup
-from fusionrl.config.hooks import flag_of
+from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.config.presets import NONZERO_STD
 from fusionrl.plan.layout import sequence_multiple
 
@@ -35,11 +34,6 @@ def rollout_errors(config: Config) -> list[str]:
             + (f" ({padded} with padding to a multiple of {multiple})" if padded != longest else "")
             + "; raise it, or lower --rollout-max-response-len or --rollout-max-context-len"
         )
-    for name in ("interval", "timeout", "first_wait"):
-        field = f"rollout_health_check_{name}"
-        value = getattr(rollout, field)
-        if not rollout.use_fault_tolerance and value != RolloutGroup.model_fields[field].default:
-            errors.append(f"--{field.replace('_', '-')} {value:g} has no effect without --use-fault-tolerance; add it")
     if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
         errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")
     if reward.rm_type and reward.custom_rm_path:
@@ -77,13 +71,9 @@ def _fraction_errors(config: Config) -> list[str]:
 
 
 def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:
-    """Our filters that would drop every group, and bounds that do nothing."""
-    path, samples, plain = rollout.dynamic_sampling_filter_path, rollout.n_samples_per_prompt, RolloutGroup()
+    """Our filters that would drop every group."""
+    path, samples = rollout.dynamic_sampling_filter_path, rollout.n_samples_per_prompt
     low, high = rollout.accuracy_lower_bound, rollout.accuracy_upper_bound
-    if path != ACCURACY:
-        for name in ("accuracy_lower_bound", "accuracy_upper_bound"):
-            if getattr(rollout, name) != getattr(plain, name):
-                return [f"{flag_of(name)} {getattr(rollout, name)} has no effect without its filter, {ACCURACY}"]
     if path not in (ACCURACY, NONZERO_STD):
         return []
     drops = f"--dynamic-sampling-filter-path {path.rpartition('.')[2]} drops every group"

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusionrl.algorithms.estimators import names_where
+from fusionrl.checks.model import size_errors
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
-from fusionrl.config.divisors import dividing
-from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
-from fusionrl.config.run_parts import estimator_of
+from fusionrl.config.run_parts import estimator_of, has_own_rollout
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
-from fusionrl.plan.engine_places import check_engine_size
-
-_RM_FLAGS = ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")
-_OPD_FLAGS = (
-    *("opd_type", "opd_kl_coef", "opd_teacher_load"),
-    *("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_server_args"),
-)
 
 
 def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -27,23 +18,11 @@ def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors: list[str] = []
     if config.reward.rm_model is not None:
         errors += _reward_model_errors(config, config.reward.rm_model)
-    else:
-        errors += _without_effect(config.reward, RewardGroup(), _RM_FLAGS, "--rm-model")
     if config.algorithm.use_opd:
         errors += _teacher_errors(config, shape)
-    else:
-        errors += _without_effect(config.algorithm, AlgorithmGroup(), _OPD_FLAGS, "--use-opd")
-    if estimator_of(config.algorithm).role != "prm":
-        needed = "--advantage-estimator " + " or ".join(names_where(lambda estimator: estimator.role == "prm"))
-        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), needed)
-    elif config.prm.prm_load is not None:
+    if estimator_of(config.algorithm).role == "prm" and config.prm.prm_load is not None:
         errors += _process_model_errors(config, config.prm.prm_load, shape)
     return errors
-
-
-def _without_effect(group: object, default: object, names: tuple[str, ...], needed: str) -> list[str]:
-    changed = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(default, name)}
-    return [f"--{name.replace('_', '-')} {value} has no effect without {needed}" for name, value in changed.items()]
 
 
 def _reward_model_errors(config: Config, folder: str) -> list[str]:
@@ -76,24 +55,26 @@ def _reward_model_errors(config: Config, folder: str) -> list[str]:
 
 def _process_model_errors(config: Config, folder: str, shape: ModelShape | None) -> list[str]:
     """Return the errors of PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
-    where, policy = f"--prm-load {folder}", config.model.hf_checkpoint
+    where = f"--prm-load {folder}"
     try:
         model_shape = read_model_shape(folder, "--prm-load")
         check_weight_files(folder, "--prm-load")
         errors = _length_errors(config, read_scorer(folder, "--prm-load"), where)
     except ValueError as error:
         return [str(error)]
-    if shape is not None and model_shape.vocab_size != shape.vocab_size:
-        errors.append(
-            f"{where}: its vocabulary has {model_shape.vocab_size} tokens, that of --hf-checkpoint {policy} has"
-            f" {shape.vocab_size}; it rewards the policy's own tokens, so they must agree"
-        )
+    return errors + _token_errors(config, shape, where, folder, model_shape.vocab_size)
+
+
+def _token_errors(config: Config, shape: ModelShape | None, where: str, folder: str, vocab_size: int) -> list[str]:
+    """Return the error of a model that reads the policy's own tokens and has others."""
+    policy = config.model.hf_checkpoint
+    if shape is not None and vocab_size != shape.vocab_size:
+        differs = f"its vocabulary has {vocab_size} tokens, that of --hf-checkpoint {policy} has {shape.vocab_size}"
     elif policy is not None and not same_tokens(policy, folder):
-        errors.append(
-            f"{where}: its tokenizer has other tokens than that of --hf-checkpoint {policy}; it rewards the policy's"
-            " own tokens, so they must agree"
-        )
-    return errors
+        differs = f"its tokenizer has other tokens than that of --hf-checkpoint {policy}"
+    else:
+        return []
+    return [f"{where}: {differs}; it reads the policy's own tokens, so they must agree"]
 
 
 def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -127,18 +108,7 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
         errors += _length_errors(config, model, where)
     elif shape is not None:
         errors += _megatron_teacher_errors(options.opd_teacher_load, shape, config)
-    student = config.model.hf_checkpoint
-    if shape is not None and model.vocab_size != shape.vocab_size:
-        errors.append(
-            f"{where}: its vocabulary has {model.vocab_size} tokens, that of --hf-checkpoint {student} has"
-            f" {shape.vocab_size}; a teacher scores the student's own tokens, so they must agree"
-        )
-    elif student is not None and not same_tokens(student, options.opd_teacher_load):
-        errors.append(
-            f"{where}: its tokenizer has other tokens than that of --hf-checkpoint {student}; a teacher scores the"
-            " student's own tokens, so they must agree"
-        )
-    return errors
+    return errors + _token_errors(config, shape, where, options.opd_teacher_load, model.vocab_size)
 
 
 def _outside_teacher_errors(config: Config) -> list[str]:
@@ -149,7 +119,7 @@ def _outside_teacher_errors(config: Config) -> list[str]:
         reward.custom_rm_path,
         rollout.custom_generate_function_path,
     )
-    has_own = any(custom_paths) or rollout.rollout_function_path != type(rollout)().rollout_function_path
+    has_own = any(custom_paths) or has_own_rollout(config)
     if algorithm.opd_type == "sglang" and has_own:
         return []
     return [
@@ -175,17 +145,8 @@ def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> 
 def _engine_errors(
     prefix: str, size: int, server_args: Mapping[str, object], model: ScorerModel, config: Config
 ) -> list[str]:
-    errors = []
-    heads = model.num_attention_heads
-    if heads % size:
-        errors.append(
-            f"{prefix}-num-gpus-per-engine {size} does not divide the model's {heads} attention heads;"
-            f" {dividing(heads, size)}"
-        )
-    try:
-        check_engine_size(f"{prefix}-num-gpus-per-engine", size, config.cluster.num_gpus_per_node)
-    except ValueError as error:
-        errors.append(str(error))
+    per_node = config.cluster.num_gpus_per_node
+    errors = size_errors(f"{prefix}-num-gpus-per-engine", size, model.num_attention_heads, per_node)
     for name, value in server_args.items():
         option = "--" + name.replace("_", "-")
         values = (

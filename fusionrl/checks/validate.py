@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.collect_errors import attempt
 from fusionrl.checks.data import check_prompts
+from fusionrl.checks.effects import effect_errors
 from fusionrl.checks.engines import guest_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
@@ -66,7 +67,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
     errors += length_errors(config, shape)
-    errors += template_errors(config) + algorithm_errors(config) + routing_errors(config, shape)
+    errors += template_errors(config) + algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
     errors += keep_best_errors(config) + disk_push_errors(config) + _train_errors(config) + output_errors(config)
     return Checked(shape, num_prompts, quantization, tuple(warnings), sandbox), errors
 
@@ -76,7 +77,7 @@ def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
     errors = engine_size_errors(config, shape) + rollout_errors(config) + mode_errors(config)
     errors += rollout_sampling_errors(config, shape.vocab_size if shape is not None else None)
     errors += flag_length_errors(config, shape) + _claim_errors(config, shape)
-    return errors + algorithm_errors(config) + routing_errors(config, shape)
+    return errors + algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
 
 
 def _claim_errors(config: Config, shape: ModelShape | None) -> list[str]:

@@ -9,10 +9,10 @@ from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import needs_correction
-from fusionrl.config.run_parts import has_policy_loss
+from fusionrl.config.run_parts import has_policy_loss, is_streamed
 from fusionrl.config.slime_flags import slime_notes
 from fusionrl.plan.open_files import open_file_warnings
-from fusionrl.plan.pipeline_knobs import is_streamed, knobs_of
+from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.plan import Plan
 
 

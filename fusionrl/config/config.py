@@ -9,25 +9,14 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from fusionrl.config.groups import (
-    GROUPS,
-    AlgorithmGroup,
-    CheckpointGroup,
-    ClusterGroup,
-    CriticGroup,
-    DataGroup,
-    EvalGroup,
-    Group,
-    ModelGroup,
-    PipelineGroup,
-    PrmGroup,
-    RejectSamplingGroup,
-    RewardGroup,
-    RolloutGroup,
-    RunGroup,
-    TrainGroup,
-    WeightsGroup,
-)
+from fusionrl.config.groups.algorithm import AlgorithmGroup, CriticGroup, PrmGroup
+from fusionrl.config.groups.base import Group
+from fusionrl.config.groups.data import DataGroup, EvalGroup
+from fusionrl.config.groups.model import ModelGroup, WeightsGroup
+from fusionrl.config.groups.pipeline import PipelineGroup
+from fusionrl.config.groups.rollout import RejectSamplingGroup, RewardGroup, RolloutGroup
+from fusionrl.config.groups.run import CheckpointGroup, ClusterGroup, RunGroup
+from fusionrl.config.groups.train import TrainGroup
 from fusionrl.config.off_policy import with_default
 from fusionrl.config.upstream_flags import sglang_parser
 
@@ -42,8 +31,7 @@ class PassThrough(Group):
     optimizer: dict[str, Any] = Field(default_factory=dict, description="Megatron OptimizerConfig fields.")
     ddp: dict[str, Any] = Field(default_factory=dict, description="Megatron DistributedDataParallelConfig fields.")
     slime: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Accepted flags from slime's launch scripts: compared, or without effect.",
+        default_factory=dict, description="Accepted flags from slime's launch scripts: compared, or without effect."
     )
 
     @field_validator("optimizer")
@@ -161,3 +149,11 @@ class Config(Group):
         flat.update(copy.deepcopy(self.passthrough.custom))
         flat.update(extra)
         return HookArgs(**flat)
+
+
+# Name of a group → its class, in the order of help and of the flag reference.
+GROUPS: dict[str, type[Group]] = {
+    name: info.annotation  # type: ignore[misc]
+    for name, info in Config.model_fields.items()
+    if name != "passthrough"
+}

@@ -54,7 +54,6 @@ class EngineGroup:
 
     @property
     def num_engines(self) -> int:
-        """Return the number of its engines."""
         return self.num_gpus // self.per_engine
 
 

@@ -27,7 +27,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from fusionrl.config.groups import Group
+from fusionrl.config.config import Config
+from fusionrl.config.groups.base import Group
 
 _REWARD = ("rm_type", "custom_rm_path")  # alternatives: setting either replaces both
 
@@ -89,6 +90,14 @@ def eval_sets(args: Namespace) -> list[EvalSet]:
     if errors:
         raise ValueError("\n".join(errors))
     return sets
+
+
+def readable_sets(config: Config) -> list[EvalSet]:
+    """Return the sets of a run; none where they cannot be read, which `checks.evaluation` reports."""
+    try:
+        return eval_sets(config.to_args()) if len(config.eval.eval_prompt_data) % 2 == 0 else []
+    except ValueError:
+        return []
 
 
 def _from_flags(args: Namespace) -> dict[str, object]:

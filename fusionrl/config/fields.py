@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fusionrl.config.aliases import value_hint
-from fusionrl.config.groups import GROUPS
+from fusionrl.config.config import GROUPS
 from fusionrl.config.hooks import flag_of
 
 if typing.TYPE_CHECKING:

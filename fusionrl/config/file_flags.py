@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from fusionrl.config import upstream_flags as upstream
-from fusionrl.config.config import Config
+from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type, own_name_error
 from fusionrl.config.file_reader import WORDS, Json, Setting, read_settings
-from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import READS
 from fusionrl.config.passed_flags import empty_passthrough, parse_extra
@@ -150,7 +149,7 @@ def _value(name: str, setting: Setting) -> object:
             raise ValueError(f"{flag} {text}: it is on or off; write true or false")
         value = WORDS[text.lower()]
     elif typing.get_origin(kind) is dict:
-        value = _mapping(flag, setting)
+        value = setting.typed if isinstance(setting.typed, dict) else text
     elif typing.get_origin(kind) is list:
         value = text if isinstance(text, list) else [text]
         if not all(isinstance(item, str) for item in value):
@@ -163,18 +162,6 @@ def _value(name: str, setting: Setting) -> object:
         GROUPS[GROUP_OF[name]](**{name: value})
     except ValidationError as error:
         raise ValueError(describe_error(name, error.errors()[0])) from error
-    return value
-
-
-def _mapping(flag: str, setting: Setting) -> dict[str, Json]:
-    if isinstance(setting.typed, dict):
-        return setting.typed
-    try:
-        value = json.loads(str(setting.text))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} {setting.text}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{flag} {setting.text}: expected a mapping")
     return value
 
 

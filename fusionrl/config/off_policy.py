@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusionrl.config.pipelines import IN_TURN
+from fusionrl.config.run_parts import is_streamed
 from fusionrl.pipeline.knobs import PIPELINES
 
 if TYPE_CHECKING:
@@ -25,15 +25,10 @@ READS = (
 
 def trains_older_tokens(config: Config) -> bool:
     """Return whether trainers get tokens that older weights sampled: by the bound, or by rollouts between pushes."""
-    run, preset = config.run, PIPELINES[config.run.pipeline]
-    if run.mode != "rl" or run.pipeline == IN_TURN or run.debug_train_only or run.debug_rollout_only:
-        return False
-    pipelining = config.pipelining
-    staleness = preset["max_staleness"] if pipelining.max_staleness is None else pipelining.max_staleness
-    interval = (
-        preset["fetches_per_push"] if pipelining.update_weights_interval is None else pipelining.update_weights_interval
-    )
-    return int(staleness) > 0 or int(interval) > 1
+    preset, flags = PIPELINES[config.run.pipeline], config.pipelining
+    staleness = preset["max_staleness"] if flags.max_staleness is None else flags.max_staleness
+    interval = preset["fetches_per_push"] if flags.update_weights_interval is None else flags.update_weights_interval
+    return is_streamed(config) and (int(staleness) > 0 or int(interval) > 1)
 
 
 def needs_correction(config: Config) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -13,12 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.config import GROUPS, Config, PassThrough
 from fusionrl.config.engine_groups import devices_of_groups
 from fusionrl.config.fields import FIELDS, describe_error, inner_type, own_name_error, switches
 from fusionrl.config.file_flags import FileFlags, read_config_file
 from fusionrl.config.file_reader import UnreadableFile
-from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.passed_flags import parse_extras
 from fusionrl.config.presets import with_preset
@@ -126,12 +124,6 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
         if value is None or value == []:
             errors.append(f"{flag_of(field)}: it needs a value")
             del values[field]
-        elif isinstance(value, str) and typing.get_origin(inner_type(FIELDS[field])) is dict:
-            try:
-                values[field] = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
-                del values[field]
     passed = {kind: file.passthrough[kind] | getattr(passthrough, kind) for kind in file.passthrough}
     passthrough = PassThrough(**{**passed, "custom": dict(custom or {})})
     passed_names = file.values.keys() | values.keys()

@@ -57,15 +57,12 @@ class ProfileOrder:
         )
 
     def has(self, step: int) -> bool:
-        """Return whether a step is profiled."""
         return any(first <= step <= last for first, last in self.steps)
 
     def wants_trainer(self, rank: int) -> bool:
-        """Return whether a trainer is profiled."""
         return self.trainers is None or rank in self.trainers
 
     def wants_engine(self, index: int) -> bool:
-        """Return whether an engine is profiled."""
         return self.engines is None or index in self.engines
 
 

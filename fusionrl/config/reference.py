@@ -8,8 +8,8 @@ import typing
 
 from pydantic.fields import FieldInfo
 
+from fusionrl.config.config import GROUPS
 from fusionrl.config.fields import inner_type
-from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CONFIG_FLAG_HELP
 from fusionrl.config.passed_flags import COMING

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fusionrl.algorithms.estimators import ESTIMATORS, Estimator
-from fusionrl.config.config import Config
-from fusionrl.config.groups import AlgorithmGroup, RolloutGroup
+from fusionrl.pipeline.knobs import IN_TURN
+
+if TYPE_CHECKING:
+    from fusionrl.config.config import Config
+    from fusionrl.config.groups.algorithm import AlgorithmGroup
+
+DEFAULT_ROLLOUT = "fusionrl.rollout.sglang_rollout.generate_rollout"
+DEFAULT_SOURCE = "fusionrl.buffer.data_source.RolloutDataSource"
 
 
 def estimator_of(algorithm: AlgorithmGroup) -> Estimator:
@@ -70,10 +78,25 @@ def saves(config: Config) -> bool:
     return config.run.mode != "eval" and not config.run.debug_rollout_only
 
 
+def is_streamed(config: Config) -> bool:
+    """Return whether the run generates without pause, under the controller."""
+    run = config.run
+    return run.mode == "rl" and run.pipeline != IN_TURN and not run.debug_train_only and not run.debug_rollout_only
+
+
+def has_own_rollout(config: Config) -> bool:
+    """Return whether a user's function makes the rollouts."""
+    return config.rollout.rollout_function_path != DEFAULT_ROLLOUT
+
+
+def has_own_source(config: Config) -> bool:
+    """Return whether a user's class gives the prompts."""
+    return config.data.data_source_path != DEFAULT_SOURCE
+
+
 def reads_prompts(rollout_function_path: str, custom_generate_function_path: str | None) -> bool:
     """Return whether a user's function makes tokens of the prompts: it may want lists of messages as they are."""
-    is_default = rollout_function_path == RolloutGroup().rollout_function_path
-    return not is_default or custom_generate_function_path is not None
+    return rollout_function_path != DEFAULT_ROLLOUT or custom_generate_function_path is not None
 
 
 def asks_for_routing(config: Config) -> bool:
@@ -83,5 +106,4 @@ def asks_for_routing(config: Config) -> bool:
         config.reward.custom_convert_samples_to_train_data_path,
         config.run.load_debug_rollout_data,
     )
-    is_default = config.rollout.rollout_function_path == RolloutGroup().rollout_function_path
-    return config.algorithm.use_rollout_routing_replay and is_default and not any(separate)
+    return config.algorithm.use_rollout_routing_replay and not has_own_rollout(config) and not any(separate)

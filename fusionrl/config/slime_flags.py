@@ -23,12 +23,7 @@ _ENGINE_OPTIONS = {
     "sglang_router_request_timeout_secs",
 }
 # Values that only slime's users write for a flag that both have; "": no value.
-_VALUES = {
-    "offload_train": "",
-    "no_offload_train": "",
-    "update_weight_transport": "nccl",
-    "log_probs_chunk_size": "-1",
-}
+_VALUES = {"offload_train": "", "no_offload_train": "", "update_weight_transport": "nccl", "log_probs_chunk_size": "-1"}
 
 
 @dataclass

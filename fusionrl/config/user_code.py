@@ -42,9 +42,7 @@ class SampleLike(Protocol):
 
     index: int | None
 
-    def to_row(self) -> dict[str, object]:
-        """Its fields, for a file."""
-        ...
+    def to_row(self) -> dict[str, object]: ...
 
 
 class HookError(RuntimeError):
@@ -66,7 +64,6 @@ class HookError(RuntimeError):
         self.positions: list[int] | None = None
 
     def add(self, line: str) -> None:
-        """Add a line to the message."""
         self.args = (f"{self}\n{line}",)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -69,12 +69,7 @@ def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
     if group.num_tries < knobs.max_tries:
         # It is sampled again from its prompt, so its age starts again too.
         update_group(
-            state,
-            event.ordinal,
-            phase="pending",
-            born=state.version,
-            num_running=0,
-            num_tries=group.num_tries + 1,
+            state, event.ordinal, phase="pending", born=state.version, num_running=0, num_tries=group.num_tries + 1
         )
         return
     _end(state, event.ordinal, dropped=True)

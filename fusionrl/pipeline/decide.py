@@ -43,7 +43,6 @@ def trainer_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
 
 
 def all_fetched(state: State, knobs: Knobs) -> bool:
-    """Return whether the last fetch of the run has started."""
     return knobs.num_fetches is not None and state.num_fetched >= knobs.num_fetches
 
 
@@ -87,7 +86,6 @@ def in_dispatch_order(groups: Iterable[Group]) -> list[Group]:
 
 
 def may_come(state: State, knobs: Knobs) -> bool:
-    """Return whether further groups can be admitted at all."""
     return not state.stream_ended or bool(state.of("pending"))
 
 
@@ -200,7 +198,6 @@ def spare_now(state: State, knobs: Knobs) -> int:
 
 
 def version_is_fetched(state: State, knobs: Knobs) -> bool:
-    """Return whether the last fetch of this version has started."""
     return state.num_fetched >= (state.version + 1) * knobs.fetches_per_push
 
 

@@ -86,6 +86,7 @@ class Knobs:
         return self.groups_per_fetch * self.fetches_per_push
 
 
+IN_TURN = "on-policy"  # one rollout after the other, without the controller
 # Name → knobs that the pipeline sets; flags override them. The leads of async and async-partial were measured with
 # `python -m tools.bench.pipelines paced --virtual`: a smaller lead leaves trainers waiting, a larger one makes tokens
 # older and no step shorter. If pushes drain, groups admitted beyond one batch only wait.

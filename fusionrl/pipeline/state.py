@@ -102,7 +102,6 @@ class State:
 
     @property
     def samples_in_flight(self) -> int:
-        """Return how many samples the engines work on."""
         return sum(group.num_running for group in self.groups.values())
 
     @property
@@ -163,5 +162,4 @@ class State:
 
 
 def update_group(state: State, ordinal: int, **changes: Any) -> None:
-    """Change a group's fields."""
     state.groups[ordinal] = replace(state.groups[ordinal], **changes)

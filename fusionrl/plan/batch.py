@@ -20,7 +20,6 @@ class BatchPlan:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one rollout."""
         return self.num_prompts * self.num_samples_per_prompt
 
     def describe(self) -> str:

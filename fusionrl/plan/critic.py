@@ -64,8 +64,5 @@ def auxiliary_config(config: Config, role: Role) -> Config:
     if schedule["lr"] < train.min_lr:
         schedule["min_lr"] = schedule["lr"]
     return config.model_copy(
-        update={
-            "model": model.model_copy(update=sizes | start),
-            "train": train.model_copy(update=schedule),
-        }
+        update={"model": model.model_copy(update=sizes | start), "train": train.model_copy(update=schedule)}
     )

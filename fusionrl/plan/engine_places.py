@@ -11,8 +11,13 @@ from fusionrl.config.engine_groups import FLAG, eval_group, serving_groups
 Bundles = tuple[tuple[int, ...], ...]
 
 
-def place_policy(sizes: Sequence[int], first: int, per_node: int, *, may_skip: bool = False) -> Bundles:
-    """Return the devices, from `first` on, of the policy's engines of these sizes: one after the other.
+SIZE_FLAG = "--rollout-num-gpus-per-engine"
+
+
+def place_one_by_one(
+    sizes: Sequence[int], first: int, per_node: int, size_flag: str = SIZE_FLAG, *, may_skip: bool = False
+) -> Bundles:
+    """Return the devices, from `first` on, of engines of these sizes: one after the other.
 
     An engine larger than a node of `per_node` devices begins where a node does.
 
@@ -23,7 +28,7 @@ def place_policy(sizes: Sequence[int], first: int, per_node: int, *, may_skip: b
     """
     bundles = []
     for size in sizes:
-        check_engine_size("--rollout-num-gpus-per-engine", size, per_node)
+        check_engine_size(size_flag, size, per_node)
         left = -first % per_node
         if size > per_node or (may_skip and 0 < left < size):
             first += left
@@ -38,7 +43,7 @@ def place_evaluation(config: Config, first: int) -> Bundles:
     Raises:
         ValueError: they do not come out even.
     """
-    cluster, flag = config.cluster, "--rollout-num-gpus-per-engine"
+    cluster, flag = config.cluster, SIZE_FLAG
     count, size, group = config.eval.eval_num_gpus, cluster.rollout_num_gpus_per_engine, eval_group(config)
     if group is not None:
         size, flag = group.per_engine, f"{FLAG} {group.name}: per_engine"
@@ -84,20 +89,11 @@ def check_engine_size(size_flag: str, size: int, per_node: int) -> None:
 def place_engines(flag: str, size_flag: str, count: int, size: int, first: int, per_node: int) -> Bundles:
     """Return the devices of each engine, from `first` on: `count` devices (of `flag`), `size` an engine.
 
-    None of them spans two nodes of `per_node` devices if it fits on one: where what is left of a node is too little, it
-    begins on the next. A larger one takes whole nodes.
+    None of them spans two nodes of `per_node` devices if it fits on one.
 
     Raises:
         ValueError: the engines do not come out even.
     """
     if count % size:
         raise ValueError(f"{flag} {count} is not a multiple of {size_flag} {size}; {dividing(count, size)}")
-    check_engine_size(size_flag, size, per_node)
-    bundles = []
-    for _ in range(count // size):
-        left = per_node - first % per_node
-        if size > left and left < per_node:
-            first += left
-        bundles.append(tuple(range(first, first + size)))
-        first += size
-    return tuple(bundles)
+    return place_one_by_one([size] * (count // size), first, per_node, size_flag, may_skip=True)

@@ -45,7 +45,6 @@ def train_flops(shape: ModelShape, work: Work) -> float:
 
 
 def _head_sizes(shape: ModelShape) -> tuple[int, int]:
-    """Sizes of a head's keys and values."""
     if shape.mla is None:
         return shape.head_dim, shape.head_dim
     return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim, shape.mla.v_head_dim

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusionrl.config.divisors import dividing
-from fusionrl.plan.upstream_fields import whole
+from fusionrl.config.hooks import flag_of
+from fusionrl.plan.upstream_fields import passed
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
@@ -108,16 +109,13 @@ class TrainerLayout:
         return RankCoordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, coordinates: RankCoordinates) -> int:
-        """Return the rank at `coordinates`."""
         c = coordinates
         return c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
 
     def dp_rank(self, rank: int) -> int:
-        """The train shard that `rank` works on."""
         return self.coordinates(rank).dp
 
     def ranks_of_dp(self, dp: int) -> list[int]:
-        """All ranks that work on train shard `dp`, ascending."""
         return [rank for rank in range(self.world_size) if self.coordinates(rank).dp == dp]
 
 
@@ -176,8 +174,8 @@ def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[st
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return None
     sizes = [0] * layout.pp
-    ends = {0: whole(transformer, "num_layers_in_first_pipeline_stage")}
-    ends[layout.pp - 1] = whole(transformer, "num_layers_in_last_pipeline_stage")
+    ends = {0: passed(transformer, "num_layers_in_first_pipeline_stage", int)}
+    ends[layout.pp - 1] = passed(transformer, "num_layers_in_last_pipeline_stage", int)
     fixed = {stage: size for stage, size in ends.items() if size is not None}
     for stage in range(layout.pp):
         sizes[stage] = fixed.get(stage, (num_layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1))
@@ -195,18 +193,20 @@ def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping
     ends = {
         name: size
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        if (size := whole(transformer, name)) is not None
+        if (size := passed(transformer, name, int)) is not None
     }
     if layout.pp == 1:
-        return [f"{_flag(name)} needs --pipeline-model-parallel-size of at least 2" for name in ends]
+        return [f"{flag_of(name)} needs --pipeline-model-parallel-size of at least 2" for name in ends]
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return []  # Megatron reads and checks it
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         if transformer.get(name):
-            return [f"{_flag(name)} is not supported; give --num-layers-in-first-pipeline-stage or the last's instead"]
+            return [
+                f"{flag_of(name)} is not supported; give --num-layers-in-first-pipeline-stage or the last's instead"
+            ]
     middle = layout.pp - len(ends)
     rest = shape.num_layers - sum(ends.values())
-    terms = "".join(f" - {_flag(name)} {value}" for name, value in ends.items())
+    terms = "".join(f" - {flag_of(name)} {value}" for name, value in ends.items())
     arithmetic = f"{shape.num_layers} layers{terms} = {rest}"
     pieces = max(middle, 1) * layout.vpp
     stages = f"{middle} further stages" if ends else f"--pipeline-model-parallel-size {layout.pp}"
@@ -218,14 +218,10 @@ def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping
             " sizes, or give --num-layers-in-first-pipeline-stage or --num-layers-in-last-pipeline-stage"
         ]
     return [
-        f"{_flag(name)} {value} does not divide into {layout.vpp} virtual stages"
+        f"{flag_of(name)} {value} does not divide into {layout.vpp} virtual stages"
         for name, value in ends.items()
         if value % layout.vpp
     ]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _remainder(count: int, size: int) -> str:

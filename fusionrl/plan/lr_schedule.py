@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
-from fusionrl.config.groups import TrainGroup
+from fusionrl.config.groups.train import TrainGroup
 from fusionrl.config.run_parts import changes_weights
 
 

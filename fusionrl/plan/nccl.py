@@ -24,7 +24,4 @@ def shared_settings(server_args: Mapping[str, object], environ: Mapping[str, str
     """
     symmetric = bool(server_args.get("enable_symm_mem"))
     multicast = symmetric or bool(server_args.get("enable_nccl_nvls"))
-    return {
-        CUMEM: "1" if symmetric else environ.get(CUMEM, "0"),
-        NVLS: "1" if multicast else environ.get(NVLS, "0"),
-    }
+    return {CUMEM: "1" if symmetric else environ.get(CUMEM, "0"), NVLS: "1" if multicast else environ.get(NVLS, "0")}

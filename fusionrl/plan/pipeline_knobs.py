@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from fusionrl.config.config import Config
-from fusionrl.config.pipelines import IN_TURN
-from fusionrl.config.run_parts import estimator_of
-from fusionrl.pipeline.knobs import PIPELINES, Knobs
+from fusionrl.config.run_parts import estimator_of, has_own_rollout, is_streamed
+from fusionrl.pipeline.knobs import IN_TURN, PIPELINES, Knobs
 
 
 class HasKnobs(Protocol):
@@ -34,12 +33,6 @@ FLAGS = {
     "at_deadline": "at_deadline",
     "max_samples_in_flight": "max_samples_in_flight",
 }
-
-
-def is_streamed(config: Config) -> bool:
-    """Return whether the run generates without pause, under the controller."""
-    run = config.run
-    return run.mode == "rl" and run.pipeline != IN_TURN and not run.debug_train_only and not run.debug_rollout_only
 
 
 def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs:
@@ -100,18 +93,13 @@ def keeps_groups_in_flight(config: Config) -> bool:
     return config.rollout.rollout_function_path in FULLY_ASYNC
 
 
-def _makes_batches(config: Config) -> bool:
-    """Return whether a rollout function of the user's own makes whole batches; it may keep requests under way."""
-    return config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
-
-
 def pause_mode(config: Config, plan: HasKnobs) -> str:
     """Return what a push does to running requests, as SGLang's /pause_generation calls it."""
     if plan.knobs is not None and plan.knobs.in_flight != "drain":
         return plan.knobs.in_flight
-    if (
-        keeps_groups_in_flight(config) or (plan.knobs is not None and _makes_batches(config))
-    ) and "pause_generation_mode" not in config.given():
+    # A rollout function of the user's own makes whole batches, and may keep requests under way.
+    stays_in_flight = keeps_groups_in_flight(config) or (plan.knobs is not None and has_own_rollout(config))
+    if stays_in_flight and "pause_generation_mode" not in config.given():
         return "retract"  # aborted, long answers would begin anew at each push, and short ones would win
     return config.weights.pause_generation_mode
 

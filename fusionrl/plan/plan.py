@@ -11,7 +11,7 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import EngineGroup, engine_groups
-from fusionrl.config.run_parts import uses_engines, uses_trainers
+from fusionrl.config.run_parts import is_streamed, uses_engines, uses_trainers
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.pipeline.knobs import Knobs
@@ -21,12 +21,12 @@ from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
 from fusionrl.plan.device_checks import check_device, check_placement
 from fusionrl.plan.devices import Machine, StartOrder, start_order
-from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_policy
+from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_one_by_one
 from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
-from fusionrl.plan.pipeline_knobs import is_streamed, knobs_of
+from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan, plan_scorers
 from fusionrl.plan.trainer_plan import TrainerPlan
@@ -65,7 +65,6 @@ class Plan:
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.num_rollout * self.batch.num_steps if self.batch else 0
 
     def trainer_plan(self, role: Role | None = None) -> TrainerPlan:
@@ -85,7 +84,6 @@ class Plan:
 
     @property
     def backend(self) -> str:
-        """Backend of the collective operations."""
         return "nccl" if self.device == "cuda" else "gloo"
 
     @property
@@ -112,12 +110,10 @@ class Plan:
 
     @property
     def start_order(self) -> StartOrder:
-        """Return who starts before whom on the devices."""
         return start_order(self.takes_turns, self.engines_give_memory)
 
     @property
     def is_colocated(self) -> bool:
-        """Return whether an engine and a trainer share a device."""
         used = {bundle for bundles in self.engine_bundles for bundle in bundles}
         return bool(used & set(self.trainer_bundles))
 
@@ -180,22 +176,17 @@ def _plan(
     """
     cluster, model = config.cluster, config.model
     precision = trainer_precision(model.precision, device)
-    layout = _layout(config, shape)
     rollout_dtype = precision_or(model.rollout_dtype, precision)
     check_device(config, device, precision, rollout_dtype, quantization)
     check_placement(config, device)
-    if layout:
-        errors = model_errors(layout, shape, config.passthrough.transformer)
-        if errors:
-            raise ValueError(errors[0])
-        _check_saved(config, layout, shape)
+    layout = _checked_layout(config, shape)
     world_size = layout.world_size if layout else 0
     sizes = _engine_sizes(config)
     first_engine = 0 if cluster.colocate else world_size
     num_engines = len(sizes)
     # Of one size they have always followed one another, and on several nodes the sizes are chosen to fit.
     may_skip = bool(cluster.engine_group) and not cluster.colocate
-    engine_bundles = place_policy(sizes, first_engine, cluster.num_gpus_per_node, may_skip=may_skip)
+    engine_bundles = place_one_by_one(sizes, first_engine, cluster.num_gpus_per_node, may_skip=may_skip)
     num_bundles = max([world_size, *(1 + bundles[-1] for bundles in engine_bundles)])
     auxiliary = _auxiliary(config, shape, device, num_bundles) if layout else None
     num_bundles = max(num_bundles, 1 + max(auxiliary.bundles)) if auxiliary else num_bundles
@@ -297,12 +288,8 @@ def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> Au
     count = role_flag(config, role, "num_gpus")
     try:
         shape = read_model_shape(load, f"--{role}-load") if load else shape
-        layout = _layout(role_config, shape, count)
+        layout = _checked_layout(role_config, shape, count)
         assert layout is not None
-        errors = model_errors(layout, shape, config.passthrough.transformer)
-        if errors:
-            raise ValueError(errors[0])
-        _check_saved(role_config, layout, shape)
     except ValueError as error:
         raise ValueError(f"{role} (--{role}-num-gpus, --{role}-…-parallel-size): {error}") from error
     places = range(layout.world_size) if count is None else range(first, first + count)
@@ -325,6 +312,16 @@ def _layout(config: Config, shape: ModelShape | None, world_size: int | None = N
         etp=model.expert_tensor_parallel_size or (model.tensor_model_parallel_size if shape and shape.moe else 1),
         vpp=_virtual_size(config, shape),
     )
+
+
+def _checked_layout(config: Config, shape: ModelShape, world_size: int | None = None) -> TrainerLayout | None:
+    """The layout, into which the model divides."""
+    layout = _layout(config, shape, world_size)
+    if layout:
+        if errors := model_errors(layout, shape, config.passthrough.transformer):
+            raise ValueError(errors[0])
+        _check_saved(config, layout, shape)
+    return layout
 
 
 def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> None:

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from fusionrl.base.plurals import counted
 from fusionrl.models.families.rules import Rule, Sizes, Split
 from fusionrl.models.quantization import SCALE, BlockFp8
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, stage_layers
 
 if TYPE_CHECKING:
+    from fusionrl.config.config import Config
     from fusionrl.models.shape import ModelShape
+    from fusionrl.plan.plan import Plan
 
 BUFFERS = 2  # of a source: one bucket is sent while the next one is gathered
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -138,7 +140,6 @@ class Bucket:
 
     @property
     def is_quantised(self) -> bool:
-        """Return whether some of it is sent in fp8."""
         return any(tensor.scales is not None for tensor in self.tensors)
 
     def part_bytes(self, rank: int) -> int:
@@ -160,7 +161,6 @@ class PushPlan:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Ranks that send, ascending."""
         return tuple(sorted({bucket.source for bucket in self.buckets}))
 
     @cached_property
@@ -180,11 +180,9 @@ class PushPlan:
         return tuple(engine for engine in bucket.engines if self._last[engine] == bucket.number)
 
     def of_source(self, rank: int) -> tuple[Bucket, ...]:
-        """Return the pieces that `rank` sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.source == rank)
 
     def engines_of(self, rank: int) -> tuple[int, ...]:
-        """The engines that `rank` sends to."""
         return tuple(sorted({engine for bucket in self.of_source(rank) for engine in bucket.engines}))
 
     def gathers(self, rank: int) -> tuple[list[Bucket], list[Bucket]]:
@@ -246,13 +244,7 @@ def push_tensors(
 
     return [
         PushTensor(
-            name,
-            sizes,
-            "float32" if rule.buffer else dtype,
-            rule,
-            part,
-            stage_of(rule.megatron),
-            scales(name, sizes),
+            name, sizes, "float32" if rule.buffer else dtype, rule, part, stage_of(rule.megatron), scales(name, sizes)
         )
         for rule in model_rules(shape).values()
         for part, (name, sizes) in enumerate(rule.hf.items())
@@ -452,6 +444,15 @@ def plan_for_layout(
     return plan_push(tensors, layout, targets, nodes, max_bytes, num_experts, by_node=False)
 
 
+def planned_push(plan: Plan, config: Config) -> PushPlan | None:
+    """The push of a run; None where all ranks send all, or where Megatron deals out the layers in a way of its own."""
+    assert plan.layout is not None
+    stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)
+    if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
+        return None
+    limit, dtype = config.weights.update_weight_buffer_size, torch_name(plan.rollout_dtype)
+    return plan_for_layout(plan.shape, plan.layout, plan.engine_bundles, limit, dtype, stages, plan.quantization)
+
+
 def torch_name(precision: Literal["fp32", "bf16"]) -> str:
-    """Return torch's name of a precision."""
     return "float32" if precision == "fp32" else "bfloat16"

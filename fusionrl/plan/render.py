@@ -11,11 +11,11 @@ from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
 from fusionrl.plan.devices import describe_start_order
-from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.pipeline_knobs import described as described_knobs
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import plan_for_layout, torch_name
+from fusionrl.plan.push import planned_push
 
 
 def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str:
@@ -85,23 +85,13 @@ def memory_warnings(plan: Plan) -> list[str]:
 
 
 def _push(plan: Plan, config: Config) -> list[str]:
-    """Lines about the weight push; without its buckets where all ranks send all, or where Megatron deals out the layers
-    in a way of its own."""
-    assert plan.layout is not None
+    """Lines about the weight push, with its buckets where it is planned."""
     fp8 = "" if plan.quantization is None else f", {len(plan.quantization.names)} tensors of them in block-wise fp8"
     line = f"weights    {plan.push_bytes / 1e6:.1f} MB by {plan.transport}{fp8}"
-    stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)
-    if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
+    push = planned_push(plan, config)
+    if push is None:
         return [line]
-    headline, who = plan_for_layout(
-        plan.shape,
-        plan.layout,
-        plan.engine_bundles,
-        config.weights.update_weight_buffer_size,
-        torch_name(plan.rollout_dtype),
-        stages,
-        plan.quantization,
-    ).describe()
+    headline, who = push.describe()
     return [f"{line}: {headline}", f"           {who}"]
 
 
@@ -114,7 +104,6 @@ def _group(group: EngineGroup) -> str:
 
 
 def to_option(name: str, value: object) -> str:
-    """Return SGLang's flag for a field."""
     return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 

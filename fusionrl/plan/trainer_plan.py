@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.run_parts import is_streamed
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.defaults import Precision, trainer_precision, trainer_threads
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.pipeline_knobs import is_streamed, knobs_of
+from fusionrl.plan.pipeline_knobs import knobs_of
 
 
 @dataclass(frozen=True)

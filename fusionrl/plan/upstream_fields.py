@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def whole(fields: Mapping[str, object], name: str) -> int | None:
-    """A whole number; None where it is not given.
-
-    Raises:
-        TypeError: something else.
-    """
-    value = fields.get(name)
-    if value is not None and not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, not a whole number")
-    return value
-
-
-def number(fields: Mapping[str, object], name: str) -> float | None:
-    """A number; None where it is not given.
+def passed(fields: Mapping[str, object], name: str, kind: type[T]) -> T | None:
+    """Return the value of a field; None where it is not given. A whole number counts as a float.
 
     Raises:
         TypeError: something else.
     """
     value = fields.get(name)
-    if value is not None and not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}, not a number")
-    return value
-
-
-def text(fields: Mapping[str, object], name: str) -> str | None:
-    """A text; None where it is not given.
-
-    Raises:
-        TypeError: something else.
-    """
-    value = fields.get(name)
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}, not a text")
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}, not of type {kind.__name__}")
     return value

@@ -35,7 +35,6 @@ class Gpu:
 
 
 def is_slice(name: str) -> bool:
-    """Return whether this is the name of a MIG slice."""
     return name.startswith("MIG-")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fusionrl.buffer.eval_metrics import eval_table
 from fusionrl.config.config import Config
-from fusionrl.config.pipelines import AVAILABLE, IN_TURN
+from fusionrl.pipeline.knobs import IN_TURN
 from fusionrl.runtime.run_context import Run
 
 Loop = Callable[[Run], None]
@@ -113,7 +113,6 @@ def evaluate_only(run: Run) -> None:
     run.reporter.print(eval_table(values))
 
 
-PIPELINES: dict[str, Loop] = {**dict.fromkeys(AVAILABLE, streamed), IN_TURN: on_policy}
 MODES: dict[str, Loop] = {"sft": sft, "reject-sampling": reject_sampling, "eval": evaluate_only}
 
 
@@ -123,4 +122,6 @@ def choose_loop(config: Config) -> Loop:
         return rollout_only
     if config.run.debug_train_only and config.run.mode == "rl":
         return train_only
-    return PIPELINES[config.run.pipeline] if config.run.mode == "rl" else MODES[config.run.mode]
+    if config.run.mode == "rl":
+        return on_policy if config.run.pipeline == IN_TURN else streamed
+    return MODES[config.run.mode]

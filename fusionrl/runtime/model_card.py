@@ -15,9 +15,8 @@ from pathlib import Path
 
 from fusionrl.base.environment import hide_passwords, is_secret
 from fusionrl.base.plurals import counted
-from fusionrl.config.config import Config
+from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import policy_loss_name
 from fusionrl.plan.plan import Plan

@@ -25,7 +25,7 @@ from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.sft import sft_loss
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
-from fusionrl.config.groups import AlgorithmGroup
+from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.config.run_parts import policy_loss_name

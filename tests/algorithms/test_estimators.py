@@ -15,8 +15,7 @@ import fusionrl
 from fusionrl.algorithms.estimators import ESTIMATORS, Estimator, names_where, readers_of
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.checks.algorithm import OF_GROUPS, PRICED
-from fusionrl.config.config import Config
-from fusionrl.config.groups import GROUPS
+from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.parser import parse_args
 from fusionrl.config.presets import PRESETS
 from fusionrl.config.run_parts import estimator_of, policy_loss_name

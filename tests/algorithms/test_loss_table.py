@@ -11,7 +11,7 @@ from fusionrl.algorithms.losses import LOSSES, losses_that_read
 from fusionrl.algorithms.policy_loss import PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.config.fields import inner_type
-from fusionrl.config.groups import AlgorithmGroup
+from fusionrl.config.groups.algorithm import AlgorithmGroup
 
 
 def test_every_entry_has_its_function() -> None:

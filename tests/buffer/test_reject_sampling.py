@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.config.config import Config
-from fusionrl.config.groups import RolloutGroup
+from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.rollout.forced_tokens import _ATTRIBUTE

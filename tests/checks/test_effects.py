@@ -8,52 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.checks.effects import EFFECTS, effect_warnings, policy_loss
-from fusionrl.config.config import Config, PassThrough
+from fusionrl.checks.effects import effect_errors, effect_warnings
+from fusionrl.config.config import GROUPS, Config, PassThrough
 from fusionrl.config.fields import inner_type
-from fusionrl.config.groups import GROUPS, AlgorithmGroup
+from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.parser import build_parser, read_args
+from fusionrl.config.parser import read_args
 from fusionrl.config.presets import PRESETS
+from fusionrl.config.run_parts import policy_loss_name
 
 FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
 SFT = "in --mode sft, where"
-
-
-# Read in every run, or what they promise holds in every run.
-EVERYWHERE: tuple[str, ...] = (
-    *(
-        "mode",
-        "name",
-        "run_dir",
-        "run_dir_mode",
-        "hook_env",
-        "resume",
-        "use_tensorboard",
-        "dry_run",
-        "in_process",
-        "pdb",
-        "log_level",
-        "custom_config_path",
-    ),
-    *("debug_rollout_only", "debug_train_only", "load_debug_rollout_data", "no_save", "no_trainer"),
-    *("device", "ray_address", "num_gpus_per_node", "placement_timeout_s", "hf_checkpoint", "precision"),
-    *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template_kwargs", "rollout_seed"),
-    *("use_dynamic_batch_size", "balance_data"),
-)
 
 
 def lines_of(*argv: str) -> list[str]:
     config, errors = read_args(argv)
     assert errors == []
     return effect_warnings(config)
-
-
-def test_every_field_is_in_the_tables_once() -> None:
-    """A new flag must say in which runs it is read, or that it always is."""
-    assert sorted([*EFFECTS, *EVERYWHERE]) == sorted(FIELDS)
-    flags = {action.dest for action in build_parser()._actions} - {"help", "config"}  # --config: a file of flags
-    assert flags == set(FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +107,7 @@ def test_every_field_is_in_the_tables_once() -> None:
         (["--algorithm", "grpo", "--kl-loss-type", "k2"], []),
         (["--ref-load", "x"], ["(no reference model): --ref-load"]),
         (["--kl-coef-type", "k2", "--algorithm", "ppo"], []),
-        (
-            ["--kl-coef-type", "k2", "--advantage-estimator", "ppo"],
-            ["no effect without --kl-coef: --kl-coef-type"],
-        ),
+        (["--kl-coef-type", "k2", "--advantage-estimator", "ppo"], ["no effect without --kl-coef: --kl-coef-type"]),
         (
             ["--gamma", "1", "--lambd", "1"],
             [
@@ -224,6 +192,27 @@ def test_lines(argv: list[str], lines: list[str]) -> None:
         assert any(line in one for one in found), (line, found)
 
 
+@pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        (["--kl-loss-coef", "0.1"], "--use-kl-loss"),
+        (["--tis-clip", "3"], "--use-tis"),
+        (["--opsm-delta", "1e-3"], "--use-opsm"),
+        (["--rm-num-gpus", "2"], "--rm-model"),
+        (["--opd-kl-coef", "2"], "--use-opd"),
+        (["--prm-beta", "0.1"], "--advantage-estimator prime"),
+        (["--kl-coef-type", "k2"], "--advantage-estimator reinforce_plus_plus or ppo"),
+        (["--mode", "sft", "--dpo-beta", "0.2"], "--policy-loss dpo"),
+    ],
+)
+def test_a_value_that_needs_another_flag_is_refused(argv: list[str], missing: str) -> None:
+    """In any mode, where it is not the default; a user's function may read it."""
+    (error,) = effect_errors(read_args(argv)[0])
+    assert error.startswith(f"{' '.join(argv[-2:])} has no effect without {missing}; ")
+    assert effect_errors(read_args(["--kl-loss-type", "k2", "--tis-clip", "2"])[0]) == []
+    assert effect_errors(read_args(["--tis-clip", "3", "--custom-tis-function-path", "a.b"])[0]) == []
+
+
 def test_a_preset_is_not_what_the_user_gave() -> None:
     for name in PRESETS:
         assert [line for line in lines_of("--algorithm", name) if "--algorithm" not in line] == []
@@ -259,7 +248,7 @@ def test_the_policy_loss_is_that_of_the_trainers() -> None:
     names = [typing.get_args(inner_type(fields[name])) for name in ("policy_loss", "advantage_estimator")]
     for loss, estimator in itertools.product(*names):
         config = Config.from_flat({"policy_loss": loss, "advantage_estimator": estimator})
-        assert policy_loss(config) == LossOptions.from_config(config).policy_loss
+        assert policy_loss_name(config.algorithm) == LossOptions.from_config(config).policy_loss
 
 
 def test_the_hooks_that_whole_runs_call_are_not_claimed_to_be_silent(tmp_path: Path) -> None:

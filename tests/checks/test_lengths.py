@@ -116,6 +116,7 @@ def test_other_limits_of_a_sample(
         errors(prompt_data=data, max_tokens_per_gpu=1900),
         "= 1924, over --max-tokens-per-gpu 1900 x --context-parallel-size 1 = 1900 tokens; raise --max-tokens-per-gpu",
     )
+    assert len(errors({"context_length": 4000}, prompt_data=write_rows([{"input": "x" * 3000}], "long.jsonl"))) == 2
     assert errors(prompt_data=data, max_tokens_per_gpu=1924, tensor_model_parallel_size=4) == []
     # A sample is padded to a multiple of 8 tokens, of which two ranks have 1928, and not 1924.
     assert errors(prompt_data=data, max_tokens_per_gpu=962, context_parallel_size=2, tensor_model_parallel_size=2) != []
@@ -266,16 +267,3 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
     monkeypatch.setattr(lengths, "BUDGET_S", -1.0)
     assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
-
-
-def test_limits_that_are_wrong_by_themselves_are_named_too(tiny_model: Path, write_rows: Callable[..., Path]) -> None:
-    config = Config.from_flat(
-        {
-            "hf_checkpoint": str(tiny_model),
-            "prompt_data": str(write_rows([{"input": "x" * 3000}])),
-            "rollout_max_response_len": 1024,
-        },
-        PassThrough(sglang={"context_length": 4000}),
-    )
-    shape = read_model_shape(str(tiny_model))
-    assert len(length_errors(config, shape)) == 2

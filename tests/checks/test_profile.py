@@ -28,7 +28,6 @@ def test_nothing_is_profiled_without_steps() -> None:
 
 def test_steps_and_processes_are_read() -> None:
     order = ProfileOrder.of(_config("--profile-steps", "3", "5-7", "--profile-ranks", "1", "engine-0", "engine-2"))
-    assert order is not None
     assert [step for step in range(1, 10) if order.has(step)] == [3, 5, 6, 7]
     assert [rank for rank in range(3) if order.wants_trainer(rank)] == [1]
     assert [index for index in range(4) if order.wants_engine(index)] == [0, 2]

@@ -79,7 +79,6 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
     checked, errors = validate(Config.from_flat(base))
     assert errors == []
     assert checked.num_prompts == 2
-    assert checked.shape is not None
     assert checked.shape.num_layers == 2
 
 
@@ -130,10 +129,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ),
         ({"kl_loss_coef": 0.1}, ["--kl-loss-coef 0.1", "--use-kl-loss"]),
         ({"resume": True}, ["--resume", "--run-dir"]),
-        (
-            {"save_debug_rollout_data": "x/{rollout_id}_{rank}.jsonl"},
-            ["--save-debug-rollout-data", "only field"],
-        ),
+        ({"save_debug_rollout_data": "x/{rollout_id}_{rank}.jsonl"}, ["--save-debug-rollout-data", "only field"]),
         ({"save_debug_rollout_data": "x/all.jsonl"}, ["overwrite", "{rollout_id}"]),
         ({"save_hf": "out/{step}"}, ["--save-hf out/{step}", "{rollout_id}"]),
         (
@@ -155,12 +151,9 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
                 "0.4 … --accuracy-upper-bound 0.6",
             ],
         ),
-        ({"accuracy_upper_bound": 0.9}, ["--accuracy-upper-bound 0.9 has no effect without its filter", ACCURACY]),
+        ({"accuracy_upper_bound": 0.9}, ["--accuracy-upper-bound 0.9 has no effect", ACCURACY]),
         ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
-        (
-            {"custom_generate_function_path": "nowhere.py:f"},
-            ["--custom-generate-function-path", "does not exist"],
-        ),
+        ({"custom_generate_function_path": "nowhere.py:f"}, ["--custom-generate-function-path", "does not exist"]),
         (
             {"rollout_function_path": "json.dumps"},
             ["--rollout-function-path json.dumps", "does not fit", "generate_rollout("],
@@ -365,11 +358,7 @@ def test_a_tokenizer_without_a_chat_template(
 
 def test_replayed_rollouts_must_be_there(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
     template = str(tmp_path / "saved_{rollout_id}.jsonl")
-    one(
-        errors(debug_train_only=True, load_debug_rollout_data=template),
-        "--load-debug-rollout-data",
-        "saved_0.jsonl",
-    )
+    one(errors(debug_train_only=True, load_debug_rollout_data=template), "--load-debug-rollout-data", "saved_0.jsonl")
     write_rows([{}], "saved_0.jsonl")
     assert errors(debug_train_only=True, load_debug_rollout_data=template) == []
     assert errors(debug_train_only=True, load_debug_rollout_data=template, prompt_data=None) == []
@@ -415,7 +404,7 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
         (["--critic-lr", "1"], "--critic-lr 1.0 has no effect without --advantage-estimator ppo"),
         (["--tis-mode", "mask"], "--tis-mode mask has no effect without --use-tis"),
         (["--bootstrap-truncated"], "--bootstrap-truncated True has no effect without --advantage-estimator ppo"),
-        (["--gamma", "0.9"], "--gamma 0.9 has no effect without --advantage-estimator reinforce_plus_plus or ppo"),
+        (["--gamma", "0.9"], "--gamma 0.9 has no effect without --advantage-estimator"),
         (["--policy-loss", "dpo", "--normalize-advantages"], "--normalize-advantages: --policy-loss dpo has no use"),
         (["--mode", "sft", "--loss-type", "custom_loss"], "--loss-type custom_loss belongs to --mode rl, not to sft"),
         (
@@ -448,7 +437,7 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
         "--rollout-health-check-interval",
         "--rollout-health-check-first-wait",
     ]
-    assert all("--use-fault-tolerance; add it" in error for error in found)
+    assert all("without --use-fault-tolerance" in error for error in found)
 
 
 def test_a_limit_that_leaves_no_prompt_is_told(
@@ -546,9 +535,13 @@ def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch)
     delta = disk | {"update_weight_mode": "delta"}
     assert errors(**disk) == errors(**delta, update_weight_local_checkpoint_dir="/local") == []
     one(errors(**delta), "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host")
-    one(errors(update_weight_mode="delta"), "--update-weight-mode: it needs --update-weight-transport disk")
     one(
-        errors(update_weight_disk_keep_files=True, update_weight_transport="ipc"), "-disk-keep-files: it needs --update"
+        errors(update_weight_mode="delta"),
+        "--update-weight-mode delta has no effect without --update-weight-transport disk",
+    )
+    one(
+        errors(update_weight_disk_keep_files=True, update_weight_transport="ipc"),
+        "-disk-keep-files True has no effect without --update",
     )
     one(errors(**disk, update_weight_delta_encoding="overwrite"), "no effect without --update-weight-mode delta")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -634,10 +627,7 @@ def test_rows_that_would_end_the_run_later_end_the_plan(errors: Errors, write_ro
 
 
 def test_a_limit_of_prompt_tokens_costs_no_tokenizing_of_many_rows(
-    tiny_model: Path,
-    write_rows: Callable[..., Path],
-    errors: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path, write_rows: Callable[..., Path], errors: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is counted by it, the shortest rows tell whether any prompt is left."""
     monkeypatch.setattr("fusionrl.checks.data.load_prompts", None)

@@ -121,16 +121,6 @@ def test_a_size_that_disagrees(
             assert "but config.json" in error and " describes [" in error
 
 
-def test_the_message(folders: Folders, tmp_path: Path) -> None:
-    folder = edit(folders("llama", False), tmp_path / "model", vocab_size=121, intermediate_size=40)
-    assert found(folder) == [
-        "--hf-checkpoint MODEL/model.safetensors: tensor model.embed_tokens.weight has shape [120, 32], but config.json"
-        " (vocab_size 121) describes [121, 32]; take both from the same model",
-        "--hf-checkpoint MODEL/model.safetensors: tensor model.layers.0.mlp.gate_proj.weight has shape [48, 32], but"
-        " config.json (intermediate_size 40) describes [40, 32]; take both from the same model",
-    ]
-
-
 @pytest.mark.parametrize(
     ("family", "values", "part"),
     [

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from annotated_types import Ge, Gt
 
-from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.config import GROUPS, Config, PassThrough
 from fusionrl.config.engine_groups import devices_of_groups
 from fusionrl.config.fields import FIELDS, GROUP_OF, inner_type
-from fusionrl.config.groups import GROUPS
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import PLAN_FLAGS
 from fusionrl.config.presets import with_preset
 from fusionrl.config.reference import render_template
 from fusionrl.observe.run_dir import RunDir
+from tests.config.flag_values import values_of
 
 
 class Files:
@@ -53,30 +51,6 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-def valid(field: str, folder: Path) -> Any:
-    """A value of the field, not its default if it can be another."""
-    info = FIELDS[field]
-    kind, plain = inner_type(info), info.get_default(call_default_factory=True)
-    if field == "custom_config_path":
-        (folder / "own.yaml").write_text("mine: 1\n")
-        return str(folder / "own.yaml")
-    if field == "engine_group":
-        return ["a:num_gpus=2,per_engine=2", "b:num_gpus=1,log-level=error"]
-    if kind is bool:
-        return not plain
-    if typing.get_origin(kind) is typing.Literal:
-        return next(choice for choice in typing.get_args(kind) if choice != plain)
-    if typing.get_origin(kind) is dict:
-        return {"a": [1, "b"], "deep": {"on": True, "text": "true", "rate": 1e-6}}
-    if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        return [item(3), item(4)] if item is not str else ["a", "b: c", "no", "--x", "1e-6"]
-    if kind is str:
-        return "./folder/with # {rollout_id}: no.jsonl" if field != "name" else "no"
-    low = max((m.ge if isinstance(m, Ge) else m.gt for m in info.metadata if isinstance(m, (Ge, Gt))), default=0)
-    return low + 1 if kind is int else low + 0.375
-
-
 def toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
@@ -88,7 +62,7 @@ def toml(value: Any) -> str:
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_flag_round_trips(field: str, files: Files) -> None:
     """YAML, TOML and JSON, with dashes and underscores, alone and under its group: as the value itself."""
-    value = valid(field, files.folder)
+    value = values_of(field, files.folder)[0]
     custom = PassThrough(custom={"mine": 1} if field == "custom_config_path" else {})
     values = with_preset({field: value}) if field == "algorithm" else {field: value}
     wanted = Config.from_flat(values | devices_of_groups(values), custom)
@@ -122,6 +96,7 @@ def test_every_flag_round_trips(field: str, files: Files) -> None:
         ("no-save: yes", "no_save", True),
         ("no-save: 'true'", "no_save", True),
         ("rollout-stop: no", "rollout_stop", ["no"]),
+        ("rollout-stop: ['--x']", "rollout_stop", ["--x"]),
         ("rollout-stop: [yes, 1.50, ~x]", "rollout_stop", ["yes", "1.50", "~x"]),
         ("rollout-stop:\n- |\n  a\n- 'b'", "rollout_stop", ["a\n", "b"]),
         ("rollout-stop-token-ids: 7", "rollout_stop_token_ids", [7]),

@@ -59,10 +59,7 @@ def test_an_engine_has_the_run_s_size_unless_the_group_says() -> None:
         (["a:num_gpus=1,role=eval", "b:num_gpus=1,role=eval"], ["two groups have role=eval"]),
         (["a:num_gpus=1,role=prefill"], ["role=prefill needs one with role=decode"]),
         (["a:num_gpus=1,role=decode"], ["role=decode needs one with role=prefill"]),
-        (
-            ["a:num_gpus=1,role=prefill", "b:num_gpus=1,role=decode", "c:num_gpus=1"],
-            ["role=generate", "role=prefill"],
-        ),
+        (["a:num_gpus=1,role=prefill", "b:num_gpus=1,role=decode", "c:num_gpus=1"], ["role=generate", "role=prefill"]),
     ],
 )
 def test_mistakes_are_refused_with_text_and_cure(texts: list[str], parts: list[str]) -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from annotated_types import Ge, Gt
 
-from fusionrl.config.config import Config
-from fusionrl.config.fields import inner_type
-from fusionrl.config.groups import GROUPS
+from fusionrl.config.config import GROUPS, Config
+from fusionrl.config.fields import FIELDS, switches
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import build_parser, read_args
 from fusionrl.config.presets import with_preset
+from tests.config.flag_values import values_of
 
-FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
-SWITCHES = [field for field, info in FIELDS.items() if inner_type(info) is bool]
+SWITCHES = switches()
 OTHERS = [field for field in FIELDS if field not in SWITCHES]
 
 
@@ -66,36 +63,19 @@ def test_the_two_flags_that_are_named_by_what_they_turn_off() -> None:
     assert any(error.startswith("--no-no-save") for error in read_args(["--no-no-save"])[1])
 
 
-def _valid(field: str, folder: Path) -> list[tuple[list[str], Any]]:
-    """(values on the command line, value of the field), none of them the default."""
-    info = FIELDS[field]
-    kind = inner_type(info)
-    if field == "custom_config_path":
-        (folder / "own.yaml").write_text("mine: 1\n")
-        return [([str(folder / "own.yaml")], str(folder / "own.yaml"))]
-    if field == "engine_group":
-        groups = ["a:num_gpus=2,per_engine=2", "b:num_gpus=1,log-level=error"]
-        return [(groups, groups)]
-    if typing.get_origin(kind) is typing.Literal:
-        return [([choice], choice) for choice in typing.get_args(kind)]
-    if typing.get_origin(kind) is dict:
-        return [(['{"a": [1, "b"]}'], {"a": [1, "b"]})]
-    if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        values = [item(3), item(4)] if item is not str else ["a", "b c"]
-        return [([str(value) for value in values], values)]
-    if kind is str:
-        return [(["word"], "word")]
-    low = max((m.ge if isinstance(m, Ge) else m.gt for m in info.metadata if isinstance(m, (Ge, Gt))), default=0)
-    number = low + 1 if kind is int else low + 0.375  # a float that every upper bound here leaves room for
-    return [([json.dumps(number)], number)]
+def _texts(value: Any) -> list[str]:
+    """The value as a command line has it."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_flag_with_a_value(field: str, tmp_path: Path) -> None:
     """`--x VALUE` and `--x=VALUE`; without a value it is a mistake."""
     flag, plain = flag_of(field), flat(Config())
-    for texts, value in _valid(field, tmp_path):
+    for value in values_of(field, tmp_path):
+        texts = _texts(value)
         preset = with_preset({field: value}) if field == "algorithm" else {field: value}
         if field == "pipeline" and value != "on-policy":  # its loss corrects by default
             preset["use_tis"] = True

@@ -7,8 +7,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from fusionrl.config.config import Config
-from fusionrl.config.groups import GROUPS
+from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, parse_args, read_args
 from fusionrl.config.passed_flags import COMING
@@ -23,22 +22,9 @@ def errors_of(*argv: str) -> list[str]:
 def test_values_take_the_types_of_their_fields() -> None:
     config = parse_args(
         [
-            *(
-                "--mode",
-                "sft",
-                "--lr=2e-5",
-                "--rollout-batch-size",
-                "8",
-                "--colocate",
-                "--no-calculate-per-token-loss",
-            ),
+            *("--mode", "sft", "--lr=2e-5", "--rollout-batch-size", "8", "--colocate", "--no-calculate-per-token-loss"),
             *("--rollout-stop", "a", "b c", "--rollout-stop-token-ids", "1", "2", "--rollout-top-k", "-1"),
-            *(
-                "--apply-chat-template-kwargs",
-                '{"enable_thinking": false}',
-                "--resume=false",
-                "--dry-run=True",
-            ),
+            *("--apply-chat-template-kwargs", '{"enable_thinking": false}', "--resume=false", "--dry-run=True"),
         ]
     )
     assert config.run.mode == "sft"
@@ -57,14 +43,7 @@ def test_values_take_the_types_of_their_fields() -> None:
 def test_every_mistake_is_listed_at_once() -> None:
     found = errors_of(
         *("--mode", "grpo", "--rollout-batch-size", "0", "--lr", "-1e-3", "--num-epoch", "--colocate=3"),
-        *(
-            "--rollout-temperature",
-            "nan",
-            "--apply-chat-template-kwargs",
-            "{x",
-            "--n-samples-per-prompt",
-            "2.5",
-        ),
+        *("--rollout-temperature", "nan", "--apply-chat-template-kwargs", "{x", "--n-samples-per-prompt", "2.5"),
         *(
             "--sglang-config",
             "x.yaml",

@@ -64,10 +64,7 @@ def ask() -> Iterator[Ask]:
         (["--no-masked-softmax-fusion"], {"transformer": {"masked_softmax_fusion": False}}),
         (["--masked-softmax-fusion=false"], {"transformer": {"masked_softmax_fusion": False}}),
         (["--window-size", "1", "2"], {"transformer": {"window_size": [1, 2]}}),
-        (
-            ["--recompute-modules", "core_attn", "mlp"],
-            {"transformer": {"recompute_modules": ["core_attn", "mlp"]}},
-        ),
+        (["--recompute-modules", "core_attn", "mlp"], {"transformer": {"recompute_modules": ["core_attn", "mlp"]}}),
         # A field whose own name begins with "no_" is no negation.
         (["--no-rope-freq", "4"], {"transformer": {"no_rope_freq": 4}}),
         (["--grad-reduce-in-fp32"], {"ddp": {"grad_reduce_in_fp32": True}}),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.config.groups import DataGroup
+from fusionrl.config.groups.data import DataGroup
 from fusionrl.data.chat import (
     LOSS_MASK_TYPES,
     MultiTurnLossMaskGenerator,

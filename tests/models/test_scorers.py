@@ -178,7 +178,7 @@ def test_a_teacher_that_does_not_fit(
     def opd(**changes: Any) -> list[str]:
         return errors(**{"use_opd": True, "opd_teacher_load": tiny_model} | changes)
 
-    one(opd(opd_teacher_load=small), "vocabulary has 300 tokens", "has 512; a teacher scores the student's own tokens")
+    one(opd(opd_teacher_load=small), "vocabulary has 300 tokens", "has 512; it reads the policy's own tokens")
     one(opd(opd_teacher_load=other_tokens(tiny_model)), "its tokenizer has other tokens than that of --hf-checkpoint")
     one(opd(rollout_temperature=0.7), "--rollout-temperature 0.7", "at temperature 1")
     assert opd(opd_type="megatron", rollout_temperature=0.7) == []
@@ -200,7 +200,7 @@ def test_a_process_reward_model_that_does_not_fit(
 
     assert prm(tiny_model) == []
     one(prm("/nowhere"), "--prm-load /nowhere: there is no such folder")
-    one(prm(small), f"--prm-load {small}: its vocabulary has 300 tokens", "has 512; it rewards the policy's own tokens")
+    one(prm(small), f"--prm-load {small}: its vocabulary has 300 tokens", "has 512; it reads the policy's own tokens")
     one(prm(other_tokens(tiny_model)), "its tokenizer has other tokens than that of --hf-checkpoint")
     short = changed(tiny_model, max_position_embeddings=100)
     one(prm(short, rollout_max_context_len=200), "is over the 100 positions of --prm-load")

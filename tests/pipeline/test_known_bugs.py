@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,28 +273,6 @@ def test_verl_7568_and_vllm_54443_a_group_is_as_old_as_its_oldest_token() -> Non
     world.happen(events.SampleDone(young))
     world.happen(events.GroupReady(young, oldest=0))
     assert world.state.groups[young].born == 0
-
-
-# Replayed where they happen: in the stream, in its thread, in an engine.
-ELSEWHERE = {
-    "prime-rl#2960": "buffer/test_stream.py::test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it",
-    "SkyRL#1173": "buffer/test_stream.py::test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it",
-    "NeMo-RL#3488": "buffer/test_stream_thread.py::test_nobody_waits_for_a_thread_that_has_died",
-    "AReaL#1722": "pipeline/test_known_bugs.py::"
-    "test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place",
-    "sglang#33783": "engines/test_engine.py::test_nothing_is_answered_from_the_cache_of_weights_before",
-    "sglang#33784": "engines/test_engine.py::test_flushing_waits_for_requests_that_run",
-    "miles#1497": "engines/test_engine.py::test_flushing_waits_for_requests_that_run",
-}
-
-
-@pytest.mark.parametrize("report", ELSEWHERE)
-def test_what_is_replayed_elsewhere_is_there(report: str) -> None:
-    file, name = ELSEWHERE[report].split("::")
-    tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    (function,) = (node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == name)
-    assert report in (ast.get_docstring(function) or ""), "its docstring names the report"
 
 
 def test_one_step_off_generates_a_batch_while_it_trains_the_one_before() -> None:

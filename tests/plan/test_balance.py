@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from fusionrl.models.shape import shape_from_hf_config
-from fusionrl.plan.balance import (
-    Balance,
-    SequenceCost,
-    bubble,
-    divide,
-    pack,
-    pack_ranks,
-    pipeline_order,
-    split_by_cost,
-)
+from fusionrl.plan.balance import Balance, SequenceCost, bubble, divide, pack, pack_ranks, pipeline_order, split_by_cost
 
 COST = SequenceCost(linear=24576.0, quadratic=1.0)
 

@@ -153,11 +153,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_refused() -> None:
 )
 def test_either_size_gives_the_other(batch: int | None, steps: int | None, wanted: tuple[int, int]) -> None:
     plan = plan_batches(
-        rollout_batch_size=8,
-        n_samples_per_prompt=4,
-        global_batch_size=batch,
-        num_steps_per_rollout=steps,
-        dp_size=2,
+        rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=batch, num_steps_per_rollout=steps, dp_size=2
     )
     assert (plan.num_steps, plan.global_batch_size) == wanted
     assert plan.num_samples == 32

@@ -142,24 +142,12 @@ def test_the_imbalance_of_experts_is_felt(capsys: pytest.CaptureFixture[str]) ->
     assert peaks[1] > peaks[0] * 1.05
 
 
-def test_kinds_of_devices() -> None:
-    assert {"a100-40g", "a100-80g", "h100", "h20", "h200", "b200", "gb200"} <= set(KINDS)
-    assert {"l40s", "a10", "l4", "rtx4090", "mi300x"} <= set(KINDS)
-    for kind in KINDS.values():
-        assert 20 * GIB < kind.memory < 300 * GIB
-        assert 0.2e12 < kind.bandwidth < 10e12
-        assert 1e14 < kind.peak < 5e15
-        assert kind.source
+def test_the_page_has_every_kind_of_device() -> None:
     rows = [
         f"| `{name}` | {kind.memory / GIB:g} | {kind.bandwidth / 1e12:g} | {kind.peak / 1e12:g} | {kind.source} |"
         for name, kind in KINDS.items()
     ]
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8")
-
-
-def test_the_fixture_is_the_public_models() -> None:
-    raw = json.loads(FILE.read_text())
-    assert (raw["num_hidden_layers"], raw["num_experts"], raw["num_experts_per_tok"]) == (48, 128, 8)
 
 
 def test_what_stands_on_the_clusters_disks_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

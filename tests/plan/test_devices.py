@@ -31,8 +31,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "gib"),
-    [(None, 80), ("0,1", 80), ("1", 24), ("GPU-small", 24), ("MIG-x", 10), (" 1 ,0", 24)],
+    ("value", "gib"), [(None, 80), ("0,1", 80), ("1", 24), ("GPU-small", 24), ("MIG-x", 10), (" 1 ,0", 24)]
 )
 def test_memory_is_that_of_the_first_visible_gpu(value, gib, monkeypatch):
     if value is None:

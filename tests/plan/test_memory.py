@@ -23,27 +23,16 @@ from fusionrl.plan.memory.trainer import BatchOptions, in_flight, trainer_memory
 from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.plan.push import BUFFERS, plan_for_layout
 from fusionrl.plan.render import memory_warnings, render_plan
+from tests.plan.shapes import SMALL
 
 QWEN3_30B = shape_from_hf_config(json.loads((Path(__file__).parent / "qwen3_30b_a3b.json").read_text()))
-DENSE = shape_from_hf_config(
-    {
-        "model_type": "qwen3",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-    }
-)
+DENSE = shape_from_hf_config(SMALL)
 BF16, FP32 = StateOptions.of("bf16", {}, {}), StateOptions.of("fp32", {}, {})
 FUSED = ActivationOptions("transformer_engine", "bf16", on_cpu=False, packing=Packing(4096))
 
 
 def states(shape: ModelShape, layout: TrainerLayout, options: StateOptions = BF16) -> Any:
     stages = stage_layers(layout, shape.num_layers, {})
-    assert stages is not None
     return [state_bytes(parameters, layout, options) for parameters in stage_parameters(shape, layout, stages)]
 
 
@@ -181,18 +170,15 @@ def test_tokens_of_a_kv_cache() -> None:
     assert kv_bytes(QWEN3_30B, 8, 2) == 2 * 48 * 1 * 128 * 2
     args = {"mem_fraction_static": 0.8}
     engine = engine_memory(QWEN3_30B, 60e9, 2, "bf16", args, device_memory=80 * GIB, on_cpu=False)
-    assert engine is not None
     assert engine.kv_tokens == int((0.8 * 80 * GIB - 30e9) // (2 * 48 * 2 * 128 * 2))
     fp8 = args | {"kv_cache_dtype": "fp8_e4m3"}
     twice = engine_memory(QWEN3_30B, 60e9, 2, "bf16", fp8, device_memory=80 * GIB, on_cpu=False)
-    assert twice is not None
     assert twice.kv_tokens == pytest.approx(2 * engine.kv_tokens, abs=1)
     assert all(0.5 < static_fraction(kind.memory, 1) < 0.95 for kind in KINDS.values())
 
 
 def test_it_fits() -> None:
     made = plan(DENSE, 80, colocate=True, actor_num_gpus_per_node=4)
-    assert made.memory is not None
     assert made.memory.fits
     assert made.memory.verdict().startswith("fits: ")
     assert "of 80.0 GiB (a box; worst: " in made.memory.verdict()
@@ -204,15 +190,9 @@ def test_phases_that_alternate_are_not_summed() -> None:
     values = {"colocate": True, "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8}
     turns = plan(QWEN3_30B, 141, **values).memory
     kept = plan(QWEN3_30B, 141, **values, offload_train="never", offload_rollout=False).memory
-    assert turns is not None
-    assert kept is not None
-    assert turns.worst is not None
-    assert kept.worst is not None
     names = [bar.name for bar in turns.device_bars]
     assert names == ["trainers, stage 0, backward", "trainers, stage 0, log-probs", "stage 0, push", "generation"]
     assert kept.worst.total > turns.worst.total + 50 * GIB
-    assert turns.engine is not None
-    assert kept.engine is not None
     assert kept.engine.kv_tokens < turns.engine.kv_tokens
     offloaded = dict(turns.host_bars[0].parts)["offloaded trainers"]
     assert offloaded == pytest.approx(8 * turns_states(turns), abs=8 * 2 * 64 * 2**20)
@@ -228,7 +208,6 @@ def turns_states(report: Any) -> float:
 
 def test_the_parts_that_are_shown_add_up() -> None:
     made = plan(QWEN3_30B, 141, colocate=True, actor_num_gpus_per_node=8, expert_model_parallel_size=8)
-    assert made.memory is not None
     for bar in (*made.memory.device_bars, *made.memory.host_bars):
         total, _, parts = bar.describe().partition(" GiB = ")
         figures = [float(part.rsplit(" ", 1)[1]) for part in parts.split(" + ")]
@@ -241,7 +220,6 @@ def test_the_advice_does_not_stop_at_half_of_the_tokens() -> None:
     values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 8, "expert_model_parallel_size": 8}
     values |= {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
     made = plan(QWEN3_30B, 141, **values, max_tokens_per_gpu=16384)
-    assert made.memory is not None
     assert made.memory.fits is False
     assert str(made.memory.change).startswith("--max-tokens-per-gpu 12288 ")
 
@@ -250,18 +228,15 @@ def test_the_least_change_that_fits_is_named_and_fits() -> None:
     values = {"mode": "sft", "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8, "num_rollout": 1}
     passed = PassThrough(transformer={"recompute_granularity": "full", "recompute_method": "uniform"})
     made = plan(QWEN3_30B, 90, **values, max_tokens_per_gpu=32768, rollout_max_response_len=None)
-    assert made.memory is not None
     assert made.memory.fits is False
     assert "--recompute-granularity full" in str(made.memory.change)
     passed.transformer["recompute_num_layers"] = 1
     cured = plan(QWEN3_30B, 90, passed=passed, **values, max_tokens_per_gpu=32768, rollout_max_response_len=None)
-    assert cured.memory is not None
     assert cured.memory.fits
     (warning,) = memory_warnings(made)
     assert "DOES NOT FIT" in warning
     assert "--recompute-granularity full" in warning
     hopeless = plan(QWEN3_30B, 20, **values)
-    assert hopeless.memory is not None
     assert hopeless.memory.change is None
     assert "take more devices" in hopeless.memory.verdict()
 
@@ -269,7 +244,6 @@ def test_the_least_change_that_fits_is_named_and_fits() -> None:
 def test_an_engine_without_room_for_one_sample() -> None:
     sizes = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8}
     made = plan(QWEN3_30B, 60, colocate=True, **sizes)
-    assert made.memory is not None
     assert "KV cache has room for 0 tokens" in made.memory.verdict()
     assert str(made.memory.change).startswith("--rollout-num-gpus-per-engine 2")
 
@@ -280,7 +254,6 @@ def test_our_attention_is_counted_where_samples_have_a_bound() -> None:
 
     def activations(passed: Any = None, **values: Any) -> float:
         memory = plan(DENSE, 64, "cpu", passed, **rollout | values).memory
-        assert memory is not None
         return dict(memory.host_bars[0].parts)["activations"]
 
     bound = activations(rollout_max_prompt_len=1)  # as many tokens as without the flag
@@ -293,15 +266,11 @@ def test_our_attention_is_counted_where_samples_have_a_bound() -> None:
 def test_a_plan_of_hundreds_of_gigabytes_does_not_pass_in_silence_on_a_cpu() -> None:
     """All processes share the node's memory: a 30B model in fp32 takes hundreds of GiB, this machine has 23."""
     made = plan(QWEN3_30B, 23, device="cpu")
-    assert made.memory is not None
-    assert made.memory.worst is not None
     assert made.memory.worst.total > 500 * GIB
     assert made.memory.fits is False
     assert "DOES NOT FIT" in made.memory.verdict()
     small = plan(DENSE, 23, device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2)
-    assert small.memory is not None
     assert small.memory.fits
-    assert small.memory.worst is not None
     assert small.memory.worst.total < 12 * GIB
 
 
@@ -309,8 +278,6 @@ def test_a_critic_and_a_reference_model_have_their_own_share() -> None:
     values = {"advantage_estimator": "ppo", "use_kl_loss": True, "kl_loss_coef": 0.1}
     without = plan(DENSE, 23, device="cpu").memory
     made = plan(DENSE, 23, device="cpu", **values).memory
-    assert without is not None
-    assert made is not None
     bar, plain = (dict(report.host_bars[0].parts) for report in (made, without))
     (actor,) = states(DENSE, TrainerLayout(1), FP32)
     (critic,) = states(DENSE.with_value_head(), TrainerLayout(1), FP32)
@@ -321,8 +288,6 @@ def test_a_critic_and_a_reference_model_have_their_own_share() -> None:
 
 def test_the_pushs_memory_is_that_of_its_plan() -> None:
     made = plan(DENSE, 23, device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2)
-    assert made.layout is not None
-    assert made.memory is not None
     push = plan_for_layout(DENSE, made.layout, made.engine_bundles, 512 * 2**20, "float32", [[0, 1, 2, 3]])
     assert made.memory.push == max(push.peak_bytes(rank) for rank in push.sources)
 
@@ -331,15 +296,12 @@ def test_short_samples_do_not_fill_a_micro_batch() -> None:
     """16 samples of 33 tokens a step are 528 tokens, however many --max-tokens-per-gpu allows."""
     values = {"rollout_max_response_len": 32, "rollout_batch_size": 16}
     few, many = plan(DENSE, 23, device="cpu", **values).memory, plan(DENSE, 23, device="cpu").memory
-    assert few is not None
-    assert many is not None
     few_bar, many_bar = (dict(report.host_bars[0].parts) for report in (few, many))
     assert few_bar["activations"] < many_bar["activations"] / 8
 
 
 def test_memory_of_this_machine_is_what_its_control_group_allows(tmp_path: Path) -> None:
     whole = host_memory(tmp_path)
-    assert whole is not None
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert host_memory(tmp_path) == whole
@@ -353,26 +315,16 @@ def test_cuda_ipc_takes_its_buffers_and_the_largest_tensor_whatever_the_layout()
     shared, apart = plan(DENSE, 80, colocate=True, **values), plan(DENSE, 80, rollout_num_gpus=2, **values)
     assert (shared.transport, apart.transport) == ("ipc", "broadcast")
     largest = 2 * max(rule.numel for rule in model_rules(DENSE).values())
-    assert shared.memory is not None
     assert shared.memory.push == BUFFERS * max(512 * 2**20, largest) + largest
-    assert apart.memory is not None
     assert apart.memory.push != shared.memory.push
     assert "MB by ipc\n" in render_plan(shared, Config.from_flat({"rollout_batch_size": 8}))
     assert "MB by broadcast: " in render_plan(apart, Config.from_flat({"rollout_batch_size": 8}))
 
 
 QWEN3_8B = shape_from_hf_config(
-    {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    }
+    {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    | {"max_position_embeddings": 40960}
 )
 
 
@@ -396,7 +348,6 @@ def test_a_proposal_leaves_a_margin_and_room_for_a_prompt(memory: float) -> None
     values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 4, "expert_model_parallel_size": 8}
     values |= {"rollout_max_response_len": 8192, "max_tokens_per_gpu": 16384}
     made = plan(QWEN3_30B, memory, **values)
-    assert made.memory is not None
     if change := made.memory.change:
         gib = float(change.rpartition("(")[2].removesuffix(" GiB)"))
         assert gib <= 0.95 * memory + 0.05, change

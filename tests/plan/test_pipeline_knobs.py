@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config
+from fusionrl.config.run_parts import is_streamed
 from fusionrl.pipeline.knobs import PIPELINES
-from fusionrl.plan.pipeline_knobs import FULLY_ASYNC, described, is_streamed, knobs_of, pause_mode, stream_errors
+from fusionrl.plan.pipeline_knobs import FULLY_ASYNC, described, knobs_of, pause_mode, stream_errors
 
 
 class WithKnobs:
@@ -56,11 +57,7 @@ def test_a_smaller_bound_takes_the_lead_along() -> None:
             "abort",  # as the user says
         ),
         (
-            {
-                "pipeline": "on-policy",
-                "rollout_function_path": FULLY_ASYNC[1],
-                "pause_generation_mode": "in_place",
-            },
+            {"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[1], "pause_generation_mode": "in_place"},
             "in_place",
         ),
     ],

@@ -130,7 +130,6 @@ class Case:
 
     def tensors(self) -> list[PushTensor]:
         stages = stage_layers(self.layout, self.shape.num_layers, {})
-        assert stages is not None
         return push_tensors(self.shape, stage_of_name(stages), "bfloat16", self.quantization)
 
     def plan(self) -> PushPlan:
@@ -196,7 +195,6 @@ def holdings(case: Case) -> list[dict[str, int]]:
     """
     layout, found = case.layout, []
     stages = stage_layers(layout, case.shape.num_layers, {})
-    assert stages is not None
     per_stage = layout.world_size // layout.pp
     for rank in range(layout.world_size):
         stage, inner = divmod(rank, per_stage)

@@ -14,17 +14,8 @@ from fusionrl.plan.devices import GIB, Machine
 from fusionrl.plan.memory.bars import ENGINE_PROCESS, GPU_PROCESS
 from fusionrl.plan.memory.report import MemoryReport
 from fusionrl.plan.plan import make_plan
+from tests.plan.shapes import SMALL
 
-SMALL = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
 # 32 B parameters: 60 GiB in bf16.
 LARGE = SMALL | {
     "num_hidden_layers": 64,
@@ -54,7 +45,6 @@ def report(memory: float, device: Any = "cuda", policy: dict[str, Any] = SMALL, 
         num_prompts=9,
         machine=Machine(device, "a box", **kind),
     )
-    assert made.memory is not None
     return made.memory
 
 
@@ -67,7 +57,6 @@ def test_a_teacher_has_devices_of_its_own(tmp_path: Path) -> None:
     without = report(80)
     made = report(80, **teacher(path, opd_teacher_num_gpus=2, opd_teacher_num_gpus_per_engine=2))
     (scorer,) = made.scorers
-    assert scorer.engine is not None
     count = shape_from_hf_config(LARGE).num_parameters
     assert scorer.engine.weights == count  # of 2 bytes each, on 2 devices
     (bar,) = (bar for bar in made.device_bars if bar.name == "teacher")
@@ -122,7 +111,6 @@ def test_a_reward_model_has_a_score_in_place_of_the_output_layer(tmp_path: Path)
     rm = folder(tmp_path / "rm", SMALL | {"architectures": ["Qwen3ForSequenceClassification"]})
     made = report(23, "cpu", rm_type="reward_model", rm_model=rm)
     (scorer,) = made.scorers
-    assert scorer.engine is not None
     assert scorer.engine.weights == 4 * (shape_from_hf_config(SMALL).num_parameters - 512 * 64 + 64)
     assert any(line.startswith("a device of an engine of the reward model: ") for line in made.lines())
 

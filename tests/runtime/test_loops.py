@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config
-from fusionrl.config.pipelines import AVAILABLE
 from fusionrl.runtime import loops
 from fusionrl.runtime.supervisor import StopSignal
 from tests.runtime.run_fakes import Cluster, run_of
-
-
-def test_the_pipelines_that_pass_the_checks_are_those_that_run() -> None:
-    assert tuple(loops.PIPELINES) == AVAILABLE
 
 
 @pytest.mark.parametrize(

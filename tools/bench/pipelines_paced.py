@@ -25,9 +25,9 @@ import psutil
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
-from fusionrl.config.pipelines import IN_TURN
 from fusionrl.engines.router import Router
 from fusionrl.models.shape import read_model_shape
+from fusionrl.pipeline.knobs import IN_TURN
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import make_plan
 from tools.bench.lengths import Lengths

@@ -13,12 +13,7 @@ from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.disk_space import disk_findings_of_run
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
 from fusionrl.checks.doctor.gpus import gpu_findings
-from fusionrl.checks.doctor.host import (
-    core_findings,
-    limit_findings,
-    memory_findings,
-    shared_memory_findings,
-)
+from fusionrl.checks.doctor.host import core_findings, limit_findings, memory_findings, shared_memory_findings
 from fusionrl.checks.doctor.network import address_findings, network_findings
 from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
 from fusionrl.checks.doctor.reward import reward_findings, written_answers

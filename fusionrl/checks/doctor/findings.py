@@ -38,17 +38,14 @@ class Finding:
 
 
 def fact(check: str, text: str) -> Finding:
-    """Return a finding of a healthy thing."""
     return Finding(check, "fact", text)
 
 
 def warning(check: str, text: str, cure: str) -> Finding:
-    """Return a finding by which a run may suffer."""
     return Finding(check, "warning", text, cure)
 
 
 def fault(check: str, text: str, cure: str) -> Finding:
-    """Return a finding by which a run fails or learns nothing."""
     return Finding(check, "fault", text, cure)
 
 
@@ -62,7 +59,6 @@ def of_messages(check: str, status: Literal["warning", "fault"], messages: Itera
 
 
 def has_fault(findings: Sequence[Finding]) -> bool:
-    """Return whether a run would fail."""
     return any(finding.status == "fault" for finding in findings)
 
 

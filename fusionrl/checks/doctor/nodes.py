@@ -106,7 +106,6 @@ class NodeDoctor:
         return {name: error for name, error in errors.items() if error}
 
     def now(self) -> float:
-        """Return the wall clock, in seconds."""
         return time.time()
 
     def prepare(self) -> str:

@@ -4,112 +4,105 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from fusionrl.config import scopes
+from fusionrl.config.groups.base import Group, acting, always, of_engines, of_trainers
 
-from fusionrl.config.groups.base import Group
+of_disk_pushes = acting(scopes.PUSHES, scopes.DISK)
+of_pushes = acting(scopes.PUSHES)
 
 
 class ModelGroup(Group):
     """Model and precision"""
 
-    hf_checkpoint: str | None = Field(
+    hf_checkpoint: str | None = always(
         None,
-        description="Hugging Face folder, or a name on the Hub (Qwen/Qwen3-0.6B; every flag for such a folder takes"
+        "Hugging Face folder, or a name on the Hub (Qwen/Qwen3-0.6B; every flag for such a folder takes"
         " one): the model's shape, its tokenizer and the initial weights.",
     )
-    debug_random_weights: bool = Field(
-        False,
-        description="Start from random weights in the shape of --hf-checkpoint, for benchmarks; reads only"
-        " config.json.",
+    debug_random_weights: bool = of_trainers(
+        False, "Start from random weights in the shape of --hf-checkpoint, for benchmarks; reads only config.json."
     )
-    megatron_checkpoint: str | None = Field(
+    megatron_checkpoint: str | None = of_trainers(
         None,
-        description="Folder of a Megatron checkpoint (torch_dist: from Megatron-LM, slime or fusionrl) with the initial"
+        "Folder of a Megatron checkpoint (torch_dist: from Megatron-LM, slime or fusionrl) with the initial"
         " weights; config and tokenizer still come from --hf-checkpoint.",
     )
-    custom_model_provider_path: str | None = Field(
-        None, description="Function that builds a pipeline stage of the policy: Megatron's GPTModel, with its names."
+    custom_model_provider_path: str | None = of_trainers(
+        None, "Function that builds a pipeline stage of the policy: Megatron's GPTModel, with its names."
     )
-    custom_spec_path: str | None = Field(
+    custom_spec_path: str | None = of_trainers(
         None,
-        description="Function `spec(args, config, vp_stage)` that returns Megatron's spec of the layers, or a function"
+        "Function `spec(args, config, vp_stage)` that returns Megatron's spec of the layers, or a function"
         " that builds a pipeline stage (slime's --spec).",
     )
-    ref_load: str | None = Field(
+    ref_load: str | None = acting(scopes.POLICY, scopes.REFERENCE)(
         None,
-        description="Folder of the reference model for KL terms, Hugging Face or torch_dist. Default: the initial"
+        "Folder of the reference model for KL terms, Hugging Face or torch_dist. Default: the initial"
         " weights of the run.",
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."
+    precision: Literal["auto", "fp32", "bf16"] = always(
+        "auto", "Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."
     )
-    rollout_dtype: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Precision of the engines; auto: the same as the trainers."
+    rollout_dtype: Literal["auto", "fp32", "bf16"] = of_engines(
+        "auto", "Precision of the engines; auto: the same as the trainers."
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto",
-        description="Layer implementation; auto is Transformer Engine's where it is installed, on GPUs in bf16.",
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = of_trainers(
+        "auto", "Layer implementation; auto is Transformer Engine's where it is installed, on GPUs in bf16."
     )
-    tensor_model_parallel_size: int = Field(1, description="Tensor parallel size of the trainers.", ge=1)
-    pipeline_model_parallel_size: int = Field(1, description="Pipeline parallel size of the trainers.", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = Field(
-        None, description="Model chunks that each pipeline rank holds (interleaved 1F1B). Default: 1.", ge=1
+    tensor_model_parallel_size: int = of_trainers(1, "Tensor parallel size of the trainers.", ge=1)
+    pipeline_model_parallel_size: int = of_trainers(1, "Pipeline parallel size of the trainers.", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = of_trainers(
+        None, "Model chunks that each pipeline rank holds (interleaved 1F1B). Default: 1.", ge=1
     )
-    num_layers_per_virtual_pipeline_stage: int | None = Field(
-        None, description="Layers of each chunk; an alternative to --virtual-pipeline-model-parallel-size.", ge=1
+    num_layers_per_virtual_pipeline_stage: int | None = of_trainers(
+        None, "Layers of each chunk; an alternative to --virtual-pipeline-model-parallel-size.", ge=1
     )
-    context_parallel_size: int = Field(1, description="Context parallel size of the trainers.", ge=1)
-    expert_model_parallel_size: int = Field(1, description="Expert parallel size of the trainers.", ge=1)
-    expert_tensor_parallel_size: int | None = Field(
-        None, description="Tensor parallel size of the experts. Default: --tensor-model-parallel-size.", ge=1
+    context_parallel_size: int = of_trainers(1, "Context parallel size of the trainers.", ge=1)
+    expert_model_parallel_size: int = of_trainers(1, "Expert parallel size of the trainers.", ge=1)
+    expert_tensor_parallel_size: int | None = of_trainers(
+        None, "Tensor parallel size of the experts. Default: --tensor-model-parallel-size.", ge=1
     )
 
 
 class WeightsGroup(Group):
     """Weight push"""
 
-    update_weight_mode: Literal["full", "delta"] = Field(
-        "full", description="Push all weights (full), or what changed since the last push (delta, for transport disk)."
+    update_weight_mode: Literal["full", "delta"] = of_disk_pushes(
+        "full", "Push all weights (full), or what changed since the last push (delta, for transport disk)."
     )
-    update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = Field(
+    update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = of_pushes(
         "auto",
-        description="How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
+        "How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
         " folder that all nodes share (docs/guides/weight-push.md).",
     )
-    update_weight_disk_dir: str | None = Field(
-        None, description="Folder for transport disk, used by this run alone. Default: weights in the run's folder."
+    update_weight_disk_dir: str | None = of_disk_pushes(
+        None, "Folder for transport disk, used by this run alone. Default: weights in the run's folder."
     )
-    update_weight_disk_keep_files: bool = Field(
-        False, description="Keep the files of every version. Default: only the last version, until the run ends."
+    update_weight_disk_keep_files: bool = of_disk_pushes(
+        False, "Keep the files of every version. Default: only the last version, until the run ends."
     )
-    update_weight_local_checkpoint_dir: str | None = Field(
+    update_weight_local_checkpoint_dir: str | None = of_disk_pushes(
         None,
-        description="Folder on each engine host for a copy of the weights that engines load; required for delta."
+        "Folder on each engine host for a copy of the weights that engines load; required for delta."
         " Without it engines load from --update-weight-disk-dir.",
     )
-    update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
-        "xor", description="Encoding of a delta: xor of all bits, or positions and new values."
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = acting(scopes.PUSHES, scopes.DISK, scopes.DELTA)(
+        "xor", "Encoding of a delta: xor of all bits, or positions and new values."
     )
-    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "sha256", "adler32"] = Field(
-        "xxh3-128", description="Checksum of pushed files, and of each tensor that a delta changes."
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "sha256", "adler32"] = of_disk_pushes(
+        "xxh3-128", "Checksum of pushed files, and of each tensor that a delta changes."
     )
-    custom_update_weight_post_write_path: str | None = Field(
-        None,
-        description="Function called in every trainer once a version's files are written (docs/reference/hooks.md).",
+    custom_update_weight_post_write_path: str | None = of_disk_pushes(
+        None, "Function called in every trainer once a version's files are written (docs/reference/hooks.md)."
     )
-    update_weight_buffer_size: int = Field(
-        512 * 1024**2, description="Maximum bytes in one bucket of a weight push.", ge=1024
+    update_weight_buffer_size: int = of_pushes(512 * 1024**2, "Maximum bytes in one bucket of a weight push.", ge=1024)
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = of_engines(
+        "abort", "How a weight push treats running requests; in_place turns the prefix cache off."
     )
-    pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
-        "abort",
-        description="How a weight push treats running requests; in_place turns the prefix cache off.",
+    verify_weights: Literal["first", "always", "never"] = of_pushes(
+        "first", "Which pushes are verified by checksums and by log-probs."
     )
-    verify_weights: Literal["first", "always", "never"] = Field(
-        "first", description="Which pushes are verified by checksums and by log-probs."
+    verify_tolerance: float | None = acting(scopes.PUSHES, scopes.VERIFIES)(
+        None, "Mean |log-prob difference| a verified push may show. Default: 1e-4 in fp32, else 0.1.", gt=0
     )
-    verify_tolerance: float | None = Field(
-        None,
-        description="Mean |log-prob difference| a verified push may show. Default: 1e-4 in fp32, else 0.1.",
-        gt=0,
-    )
-    update_weight_timeout_s: float = Field(600.0, description="Time limit of one weight push, seconds.", gt=0)
+    update_weight_timeout_s: float = of_pushes(600.0, "Time limit of one weight push, seconds.", gt=0)

@@ -4,57 +4,54 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from fusionrl.config import scopes
+from fusionrl.config.groups.base import Group, acting, of_engines
 
-from fusionrl.config.groups.base import Group
+of_stream = acting(scopes.RL, scopes.STREAMED)
 
 
 class PipelineGroup(Group):
     """Pipeline: how far generation may run ahead of training"""
 
-    max_staleness: int | None = Field(
+    max_staleness: int | None = of_stream(
         None,
-        description="Maximum number of weight versions between sampling a token and training on it."
-        " Default: set by --pipeline.",
+        "Maximum number of weight versions between sampling a token and training on it. Default: set by --pipeline.",
         ge=0,
     )
-    admission_lead: float | None = Field(
+    admission_lead: float | None = of_stream(
         None,
-        description="How many batches ahead of need prompts are admitted: 0 to --max-staleness."
-        " Default: set by --pipeline.",
+        "How many batches ahead of need prompts are admitted: 0 to --max-staleness. Default: set by --pipeline.",
         ge=0,
     )
-    update_weights_interval: int | None = Field(
-        None, description="Rollouts trained between two weight pushes. Default: set by --pipeline.", ge=1
+    update_weights_interval: int | None = of_stream(
+        None, "Rollouts trained between two weight pushes. Default: set by --pipeline.", ge=1
     )
-    in_flight: Literal["drain", "retract", "in_place"] | None = Field(
+    in_flight: Literal["drain", "retract", "in_place"] | None = of_stream(
         None,
-        description="Unfinished samples at a weight push: the push waits for them (drain), or they continue with the"
+        "Unfinished samples at a weight push: the push waits for them (drain), or they continue with the"
         " new weights, their KV cache recomputed (retract) or kept (in_place). Default: set by --pipeline.",
     )
-    at_deadline: Literal["wait", "drop"] | None = Field(
+    at_deadline: Literal["wait", "drop"] | None = of_stream(
         None,
-        description="At a version's last batch, wait for groups that would be too old later, or drop them, which"
+        "At a version's last batch, wait for groups that would be too old later, or drop them, which"
         " trains on fewer long answers. Default: wait.",
     )
-    max_samples_in_flight: int | None = Field(
-        None,
-        description="Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.",
-        ge=1,
+    max_samples_in_flight: int | None = of_stream(
+        None, "Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.", ge=1
     )
-    sample_timeout: float | None = Field(
+    sample_timeout: float | None = of_engines(
         None,
-        description="Time limit of a sample, in seconds, from its first request to its last token, tools included. A"
+        "Time limit of a sample, in seconds, from its first request to its last token, tools included. A"
         " sample that exceeds it fails and is not trained on. A function that blocks its thread cannot be stopped."
         " Default: none.",
         gt=0,
     )
-    failed_samples: Literal["leave-out", "replace"] = Field(
+    failed_samples: Literal["leave-out", "replace"] = of_stream(
         "leave-out",
-        description="Train a group without its failed samples (leave-out), or replace the whole group. A group whose"
+        "Train a group without its failed samples (leave-out), or replace the whole group. A group whose"
         " samples all failed is always replaced.",
     )
-    max_group_tries: int = Field(
-        2, description="Tries of a failed group, each from its prompt, before another group replaces it.", ge=1
+    max_group_tries: int = of_stream(
+        2, "Tries of a failed group, each from its prompt, before another group replaces it.", ge=1
     )
-    max_failed_groups: int = Field(32, description="End the run after this many failed groups in a row.", ge=1)
+    max_failed_groups: int = of_stream(32, "End the run after this many failed groups in a row.", ge=1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from fusionrl.config.groups.base import Group
+from fusionrl.config import scopes
+from fusionrl.config.groups.base import Group, acting, always, of_engines, of_rl, of_trainers
 from fusionrl.pipeline.knobs import PIPELINES
 
 # The table decides what the flag takes. A type checker cannot read a Literal of a table.
@@ -16,155 +17,149 @@ if TYPE_CHECKING:
 else:
     PipelineName = Literal[tuple(PIPELINES)]
 
+of_steps = acting(scopes.STEPS)
+of_scores = acting(scopes.SCORES)
+of_rl_training = acting(scopes.TRAINS, scopes.RL)
+of_profile = acting(scopes.STEPS, scopes.PROFILED)
+of_processes = acting(scopes.PROCESSES)
+of_pushes = acting(scopes.PUSHES)
+of_saves = acting(scopes.SAVES, scopes.SAVING)
+
 
 class RunGroup(Group):
     """Run: kind, length and output files"""
 
-    mode: Literal["rl", "sft", "reject-sampling", "eval"] = Field(
-        "rl",
-        description="Kind of run: rl, sft, reject-sampling or eval. It decides whether engines and trainers start.",
+    mode: Literal["rl", "sft", "reject-sampling", "eval"] = always(
+        "rl", "Kind of run: rl, sft, reject-sampling or eval. It decides whether engines and trainers start."
     )
-    pipeline: PipelineName = Field("on-policy", description="How generation and training overlap.")
-    name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
-    run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
-    run_dir_mode: Literal["700", "750", "755", "770", "775"] = Field(
-        "700", description="Permissions of the run's folders, in octal; files get the same without execution."
+    pipeline: PipelineName = of_rl("on-policy", "How generation and training overlap.")
+    name: str = always("run", "Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
+    run_dir: str | None = always(None, "Folder of the run. Default: runs/<name>-<time>.")
+    run_dir_mode: Literal["700", "750", "755", "770", "775"] = always(
+        "700", "Permissions of the run's folders, in octal; files get the same without execution."
     )
-    hook_env: list[str] = Field(
-        default_factory=list,
-        description="Environment variables with secrets (names such as OPENAI_API_KEY) passed to your functions."
+    hook_env: list[str] = always(
+        [],
+        "Environment variables with secrets (names such as OPENAI_API_KEY) passed to your functions."
         " Other secrets reach no process of the run; docs/guides/security.md.",
     )
-    resume: bool = Field(
+    resume: bool = always(
         False,
-        description="Continue the run in --run-dir from its last checkpoint, or from the start if it has none. Without"
+        "Continue the run in --run-dir from its last checkpoint, or from the start if it has none. Without"
         " --hf-checkpoint, missing flags are read from the run; docs/guides/checkpoints.md.",
     )
-    seed: int = Field(1234, description="Seed of initialisation, data order and trainers.", ge=0)
-    num_rollout: int | None = Field(None, description="Number of rollout steps to run.", ge=0)
-    num_epoch: int | None = Field(None, description="Epochs over the prompt data, unless --num-rollout is set.", ge=1)
-    use_tensorboard: bool = Field(False, description="Write TensorBoard event files into the run folder as well.")
-    dry_run: bool = Field(False, description="Check everything, print the plan and stop before Ray starts.")
-    dashboard: bool = Field(False, description="Start Ray's dashboard if this command starts the cluster.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log files.")
-    log_samples: int = Field(
+    seed: int = of_trainers(1234, "Seed of initialisation, data order and trainers.", ge=0)
+    num_rollout: int | None = of_steps(None, "Number of rollout steps to run.", ge=0)
+    num_epoch: int | None = acting(scopes.STEPS, scopes.EPOCHS)(
+        None, "Epochs over the prompt data, unless --num-rollout is set.", ge=1
+    )
+    use_tensorboard: bool = always(False, "Write TensorBoard event files into the run folder as well.")
+    dry_run: bool = always(False, "Check everything, print the plan and stop before Ray starts.")
+    dashboard: bool = acting(scopes.LOCAL_RAY)(False, "Start Ray's dashboard if this command starts the cluster.")
+    log_level: Literal["debug", "info", "warning", "error"] = always("info", "Level of the log files.")
+    log_samples: int = of_scores(
         0,
-        description="Samples of each rollout (rl, reject-sampling) to print, a line each: reward, label, answer,"
+        "Samples of each rollout (rl, reject-sampling) to print, a line each: reward, label, answer,"
         " prompt. `fusionrl show` prints any of them later.",
         ge=0,
     )
-    save_token_values: bool = Field(
+    save_token_values: bool = of_rl_training(
         False,
-        description="Save the trainers' log-prob, entropy and advantage of every trained token with the samples, about"
+        "Save the trainers' log-prob, entropy and advantage of every trained token with the samples, about"
         " 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, only the advantage.",
     )
-    profile_steps: list[str] = Field(
-        default_factory=list,
-        description="Steps to profile, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none.",
+    profile_steps: list[str] = of_steps(
+        [], "Steps to profile, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none."
     )
-    profile_ranks: list[str] = Field(
-        default_factory=lambda: ["0", "engine-0"],
-        description="Trainers (by rank) and engines (engine-0, …) to profile; all: every one.",
+    profile_ranks: list[str] = of_profile(
+        ["0", "engine-0"], "Trainers (by rank) and engines (engine-0, …) to profile; all: every one."
     )
-    profile_tool: Literal["torch", "nsys", "memory"] = Field(
+    profile_tool: Literal["torch", "nsys", "memory"] = of_profile(
         "torch",
-        description="Profiler: torch's, whose traces `fusionrl timeline` shows; nsys (NVIDIA Nsight Systems); or the"
+        "Profiler: torch's, whose traces `fusionrl timeline` shows; nsys (NVIDIA Nsight Systems); or the"
         " history of the GPU's memory.",
     )
-    profile_continuous: bool = Field(
-        False, description="Write one profile for consecutive steps instead of one per step."
+    profile_continuous: bool = of_profile(False, "Write one profile for consecutive steps instead of one per step.")
+    custom_config_path: str | None = always(
+        None, "YAML file of custom names and values for the `args` of hooks; names of flags override the command line."
     )
-    custom_config_path: str | None = Field(
-        None,
-        description="YAML file of custom names and values for the `args` of hooks; names of flags override the command"
-        " line.",
-    )
-    stall_warn_s: float = Field(
+    stall_warn_s: float = of_processes(
         60.0,
-        description="Report a phase that takes over five times its median and more than this many seconds (five times"
+        "Report a phase that takes over five times its median and more than this many seconds (five times"
         " as many for the first of its kind), with what it waits for and all stacks; docs/guides/trouble.md.",
         gt=0,
     )
-    stall_timeout_s: float | None = Field(
-        None, description="End the run with that report when a phase takes this many seconds.", gt=0
+    stall_timeout_s: float | None = of_processes(
+        None, "End the run with that report when a phase takes this many seconds.", gt=0
     )
-    in_process: bool = Field(
+    in_process: bool = always(
         False,
-        description="Run driver, Buffer, rewards and one trainer rank in this process, without Ray: breakpoint()"
+        "Run driver, Buffer, rewards and one trainer rank in this process, without Ray: breakpoint()"
         " stops in the terminal; engines stay children. docs/guides/trouble.md.",
     )
-    pdb: bool = Field(
-        False,
-        description="With --in-process: when an error ends the run, open the debugger where it was raised.",
+    pdb: bool = always(False, "With --in-process: when an error ends the run, open the debugger where it was raised.")
+    debug_rollout_only: bool = always(False, "Run only the engines and the Buffer, without training.")
+    debug_train_only: bool = always(False, "Run only the trainers, on saved rollouts (--load-debug-rollout-data).")
+    load_debug_rollout_data: str | None = always(
+        None, "Path template with {rollout_id} of rollouts to train on instead of generating."
     )
-    debug_rollout_only: bool = Field(False, description="Run only the engines and the Buffer, without training.")
-    debug_train_only: bool = Field(
-        False, description="Run only the trainers, on saved rollouts (--load-debug-rollout-data)."
-    )
-    load_debug_rollout_data: str | None = Field(
-        None, description="Path template with {rollout_id} of rollouts to train on instead of generating."
-    )
-    save_debug_rollout_data: str | None = Field(
-        None, description="Path template with {rollout_id} to save each rollout's samples for later replay."
+    save_debug_rollout_data: str | None = of_steps(
+        None, "Path template with {rollout_id} to save each rollout's samples for later replay."
     )
 
 
 class ClusterGroup(Group):
     """Cluster: devices and placement"""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of engines and trainers.")
-    ray_address: str | None = Field(None, description="Address of a running Ray cluster. Default: start a local one.")
-    allow_open_ray: bool = Field(
-        False, description="Join a Ray cluster without token authentication: anyone who reaches it can run code in it."
+    device: Literal["auto", "cpu", "cuda"] = always("auto", "Device of engines and trainers.")
+    ray_address: str | None = always(None, "Address of a running Ray cluster. Default: start a local one.")
+    allow_open_ray: bool = acting(scopes.OTHER_RAY)(
+        False, "Join a Ray cluster without token authentication: anyone who reaches it can run code in it."
     )
-    actor_num_nodes: int = Field(1, description="Number of trainer nodes.", ge=1)
-    actor_num_gpus_per_node: int = Field(
-        1, description="Trainer ranks per node; a device is a GPU, or a process on a CPU.", ge=1
+    actor_num_nodes: int = of_trainers(1, "Number of trainer nodes.", ge=1)
+    actor_num_gpus_per_node: int = of_trainers(
+        1, "Trainer ranks per node; a device is a GPU, or a process on a CPU.", ge=1
     )
-    rollout_num_gpus: int | None = Field(
-        None,
-        description="Devices of all engines together. Default: those of the trainers if colocated, else 1.",
-        ge=1,
+    rollout_num_gpus: int | None = of_engines(
+        None, "Devices of all engines together. Default: those of the trainers if colocated, else 1.", ge=1
     )
-    rollout_num_gpus_per_engine: int = Field(1, description="Devices of one engine (its tensor parallel size).", ge=1)
-    rollout_external_engine_addrs: list[str] = Field(
-        default_factory=list,
-        description="Addresses (host:port) of running engines to use in addition to the run's own"
+    rollout_num_gpus_per_engine: int = of_engines(1, "Devices of one engine (its tensor parallel size).", ge=1)
+    rollout_external_engine_addrs: list[str] = of_engines(
+        [],
+        "Addresses (host:port) of running engines to use in addition to the run's own"
         " (docs/guides/engines.md). Set FUSIONRL_ENGINE_KEY to their key, if they have one.",
     )
-    engine_group: list[str] = Field(
-        default_factory=list,
-        description="Engines of several sizes and flags: NAME:num_gpus=N,per_engine=N,role=ROLE,FLAG=VALUE, one for"
+    engine_group: list[str] = of_engines(
+        [],
+        "Engines of several sizes and flags: NAME:num_gpus=N,per_engine=N,role=ROLE,FLAG=VALUE, one for"
         " each group. Roles: generate, prefill, decode, eval. See docs/guides/engines.md.",
     )
-    num_gpus_per_node: int = Field(8, description="Maximum devices per node when planning a placement.", ge=1)
-    colocate: bool = Field(False, description="Engines and trainers share the same devices.")
-    offload_rollout: bool = Field(
-        True, description="Colocated on GPUs: engines release their memory while the trainers work."
+    num_gpus_per_node: int = always(8, "Maximum devices per node when planning a placement.", ge=1)
+    colocate: bool = of_pushes(False, "Engines and trainers share the same devices.")
+    offload_rollout: bool = acting(scopes.PUSHES, scopes.COLOCATED, scopes.ON_GPUS)(
+        True, "Colocated on GPUs: engines release their memory while the trainers work."
     )
-    offload_train: Literal["auto", "always", "never"] = Field(
+    offload_train: Literal["auto", "always", "never"] = of_trainers(
         "auto",
-        description="Move the trainers' weights, gradient buffers and optimizer out while engines generate: from a GPU"
+        "Move the trainers' weights, gradient buffers and optimizer out while engines generate: from a GPU"
         " to host memory, on a CPU to a file. auto: when colocated on GPUs.",
     )
-    offload_folder: str | None = Field(
-        None, description="Folder of the --offload-train files on a CPU. Default: the system's temporary folder."
+    offload_folder: str | None = acting(scopes.TRAINERS, scopes.OFFLOADS, scopes.ON_A_CPU)(
+        None, "Folder of the --offload-train files on a CPU. Default: the system's temporary folder."
     )
-    distributed_timeout_minutes: int = Field(10, description="Time limit of a collective operation, minutes.", ge=1)
-    placement_timeout_s: float = Field(
-        120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
+    distributed_timeout_minutes: int = of_trainers(10, "Time limit of a collective operation, minutes.", ge=1)
+    placement_timeout_s: float = always(120.0, "Time limit for the cluster to provide the devices, seconds.", gt=0)
+    numa_affinity: bool = acting(scopes.PROCESSES, scopes.ON_GPUS)(
+        True, "Bind trainers and engines to the CPUs near their GPUs; docs/guides/profiling.md."
     )
-    numa_affinity: bool = Field(
-        True, description="Bind trainers and engines to the CPUs near their GPUs; docs/guides/profiling.md."
-    )
-    peak_tflops: float | None = Field(
+    peak_tflops: float | None = of_trainers(
         None,
-        description="Peak TFLOP/s of one device, the reference of perf/mfu. Default: the data sheet's bf16 value for"
+        "Peak TFLOP/s of one device, the reference of perf/mfu. Default: the data sheet's bf16 value for"
         " the GPU's name; if unknown, perf/mfu is not reported.",
         gt=0,
     )
-    train_num_threads: int | None = Field(
-        None, description="CPU threads of one trainer rank. Default: cores divided among the ranks.", ge=1
+    train_num_threads: int | None = of_trainers(
+        None, "CPU threads of one trainer rank. Default: cores divided among the ranks.", ge=1
     )
 
     @field_validator("rollout_num_gpus", mode="before")
@@ -183,28 +178,26 @@ class ClusterGroup(Group):
 class CheckpointGroup(Group):
     """Checkpoints"""
 
-    save_interval: int | None = Field(
-        None, description="Rollout steps between checkpoints; without it only the last step is saved.", ge=1
+    save_interval: int | None = of_saves(
+        None, "Rollout steps between checkpoints; without it only the last step is saved.", ge=1
     )
-    no_save: bool = Field(False, description="Write no checkpoints at all.")
-    async_save: bool = Field(
-        False,
-        description="Write a checkpoint's files while training continues, from a copy in a process of each trainer.",
+    no_save: bool = always(False, "Write no checkpoints at all.")
+    async_save: bool = acting(scopes.SAVES, scopes.TRAINS, scopes.SAVING)(
+        False, "Write a checkpoint's files while training continues, from a copy in a process of each trainer."
     )
-    verify_checkpoints: bool = Field(
+    verify_checkpoints: bool = acting(scopes.SAVES, scopes.CHECKS_SAVES)(
         False,
-        description="Store hashes of weights, optimizer, RNG and data cursor with each checkpoint, and refuse to resume"
+        "Store hashes of weights, optimizer, RNG and data cursor with each checkpoint, and refuse to resume"
         " if the loaded state differs (takes seconds per GB).",
     )
-    keep_checkpoints: int | None = Field(
-        None, description="Keep this many of the newest checkpoints and delete older ones. Default: all.", ge=1
+    keep_checkpoints: int | None = of_saves(
+        None, "Keep this many of the newest checkpoints and delete older ones. Default: all.", ge=1
     )
-    keep_best: str | None = Field(
+    keep_best: str | None = of_saves(
         None,
-        description="With --keep-checkpoints: also keep the checkpoint with the highest value of this metric"
+        "With --keep-checkpoints: also keep the checkpoint with the highest value of this metric"
         " (eval/<set>/accuracy).",
     )
-    save_hf: str | None = Field(
-        None,
-        description="Folder for the final weights in Hugging Face format; {rollout_id} is filled in.",
+    save_hf: str | None = of_trainers(
+        None, "Folder for the final weights in Hugging Face format; {rollout_id} is filled in."
     )

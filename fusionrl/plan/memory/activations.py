@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import Impl
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.upstream_fields import text, whole
+from fusionrl.plan.upstream_fields import passed
 
 LONGEST_ROW = 512
 """Tokens of a sequence up to which our own attention on a CPU (`cpu/row_attention.py`) is the faster one, as
@@ -52,14 +52,14 @@ class Recompute:
     @classmethod
     def of(cls, transformer: Mapping[str, object]) -> Recompute:
         """Of the passed-through fields of TransformerConfig; its defaults: core_attn of selective recompute."""
-        granularity = text(transformer, "recompute_granularity")
+        granularity = passed(transformer, "recompute_granularity", str)
         modules = transformer.get("recompute_modules") or ["core_attn"]
         if not isinstance(modules, Sequence):
             raise TypeError(f"recompute_modules is {modules!r}, not a list of names")
         return cls(
             granularity=granularity,
-            method=text(transformer, "recompute_method"),
-            num_layers=whole(transformer, "recompute_num_layers"),
+            method=passed(transformer, "recompute_method", str),
+            num_layers=passed(transformer, "recompute_num_layers", int),
             modules=frozenset(modules if granularity == "selective" else ()),
         )
 
@@ -91,7 +91,6 @@ class ActivationOptions:
 
     @property
     def width(self) -> int:
-        """Bytes of a value."""
         return 2 if self.precision == "bf16" else 4
 
 
@@ -160,7 +159,6 @@ class _LocalLayer(_Layer):
         return self._normed(size, split) + size * self.width
 
     def _normed(self, size: float, split: float = 1.0) -> float:
-        """The norm itself."""
         return (self.width if self.options.on_cpu else 8) * size + 4 / split
 
     def attention(self) -> float:

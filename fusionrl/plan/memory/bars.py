@@ -231,7 +231,6 @@ def _sum(rows: list[tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], 
 
 
 def _rollout_bytes(plan: Plan, config: Config) -> float:
-    """One rollout in the Buffer."""
     size, count = config.rollout.rollout_batch_size or 0, config.rollout.n_samples_per_prompt
     return float(size * count * longest_sample(config, plan.shape) * BYTES_A_SAMPLED_TOKEN)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.upstream_fields import number, whole
+from fusionrl.plan.upstream_fields import passed
 
 GIB = 2**30
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
@@ -85,11 +85,11 @@ def engine_memory(
     """
     kind = str(server_args.get("kv_cache_dtype", "auto"))
     token = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, _TORCH_WIDTHS[dtype]))
-    weights, limit = weight_bytes / tp, whole(server_args, "max_total_tokens")
+    weights, limit = weight_bytes / tp, passed(server_args, "max_total_tokens", int)
     if on_cpu:
-        return EngineMemory(weights, int(limit or _CPU_TOKENS), token, None)
+        return EngineMemory(weights, limit or _CPU_TOKENS, token, None)
     if device_memory is None:
         return None
-    fraction = float(number(server_args, "mem_fraction_static") or static_fraction(device_memory, tp))
+    fraction = passed(server_args, "mem_fraction_static", float) or static_fraction(device_memory, tp)
     room = int((fraction * device_memory - resident - weights) // token)
-    return EngineMemory(weights, min(room, int(limit)) if limit else room, token, fraction)
+    return EngineMemory(weights, min(room, limit) if limit else room, token, fraction)

@@ -6,25 +6,25 @@ processes of a node with the node's). Nothing here touches a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import needs_reference
+from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.defaults import layer_impl
 from fusionrl.plan.devices import Machine
-from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute
 from fusionrl.plan.memory.bars import Bar, Group, bounds_samples, cpu_bars, gib, gpu_bars, gpu_host_bars, longest_sample
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory
 from fusionrl.plan.memory.scorers import ScorerMemory, scorer_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
-from fusionrl.plan.push import BUFFERS, plan_for_layout
+from fusionrl.plan.push import BUFFERS, planned_push
 from fusionrl.plan.scorers import ScorerRole
 
 if TYPE_CHECKING:
@@ -68,20 +68,16 @@ class MemoryReport:
     @property
     def worst(self) -> Bar | None:
         """The largest bar of what is compared; that of an engine, which takes what is there, only where it is alone."""
-        bars = self.device_bars if self._counts_devices else self.host_bars
+        bars = self.device_bars or self.host_bars
         bars = tuple(bar for bar in bars if not bar.fills) or bars
         return max(bars, key=lambda bar: bar.total, default=None)
 
     @property
-    def _counts_devices(self) -> bool:
-        return bool(self.device_bars)
-
-    @property
-    def limit(self) -> float | None:
+    def _limit(self) -> float | None:
         """Bytes that `worst` is compared with."""
         if self.machine is None:
             return None
-        return self.machine.device_memory if self._counts_devices else self.machine.host_memory
+        return self.machine.device_memory if self.device_bars else self.machine.host_memory
 
     @property
     def starved(self) -> CacheShortage | None:
@@ -100,47 +96,43 @@ class MemoryReport:
         return None
 
     @property
+    def _excess(self) -> str | None:
+        """Return what does not fit, in words."""
+        worst, limit, host_limit = self.worst, self._limit, self.machine.host_memory if self.machine else None
+        if self.starved is not None:
+            return self.starved.text
+        if worst is not None and limit is not None and worst.total > limit:
+            return self._usage(worst, limit)
+        over = next((bar for bar in self.host_bars if host_limit is not None and bar.total > host_limit), None)
+        if over is None or host_limit is None:
+            return None
+        return f"{gib(over.total)} of {gib(host_limit)} GiB of a node's host memory ({over.name})"
+
+    def _usage(self, worst: Bar, limit: float) -> str:
+        assert self.machine is not None
+        return f"{gib(worst.total)} of {gib(limit)} GiB ({self.machine.kind}; worst: {worst.name})"
+
+    @property
     def fits(self) -> bool | None:
         """None: there is nothing to compare with."""
-        worst, limit = self.worst, self.limit
-        if self.starved is not None or self._is_over(self.host_bars, self._host_limit):
+        if self._excess is not None:
             return False
-        return None if worst is None or limit is None else worst.total <= limit
+        return None if self.worst is None or self._limit is None else True
 
     @property
     def is_near(self) -> bool:
         """Return whether the estimate is so close to the memory that it may be wrong either way."""
-        worst, limit = self.worst, self.limit
-        return worst is not None and limit is not None and worst.total > NEAR * limit
-
-    @property
-    def _host_limit(self) -> float | None:
-        return self.machine.host_memory if self.machine is not None else None
-
-    @staticmethod
-    def _is_over(bars: Sequence[Bar], limit: float | None) -> bool:
-        return limit is not None and any(bar.total > limit for bar in bars)
+        return self.worst is not None and self._limit is not None and self.worst.total > NEAR * self._limit
 
     def verdict(self) -> str:
         """One line: whether it fits, the worst moment, and the least change that fits."""
-        worst, limit, machine = self.worst, self.limit, self.machine
-        if worst is None or machine is None or limit is None:
+        worst, limit = self.worst, self._limit
+        if worst is None or limit is None:
             return "not compared: the memory of the devices is not known"
-        cure = f"; it would with {self.change}" if self.change else "; no change that was tried fits: take more devices"
-        if self.starved is not None:
-            return f"DOES NOT FIT: {self.starved.text}{cure}"
-        usage = f"{gib(worst.total)} of {gib(limit)} GiB ({machine.kind}; worst: {worst.name})"
-        if worst.total > limit:
-            return f"DOES NOT FIT: {usage}{cure}"
-        over = next((bar for bar in self.host_bars if self._is_over((bar,), self._host_limit)), None)
-        if over is not None:
-            assert self._host_limit is not None
-            return (
-                f"DOES NOT FIT: {gib(over.total)} of {gib(self._host_limit)} GiB of a node's host memory"
-                f" ({over.name}){cure}"
-            )
-        near = ", close enough that it may not" if self.is_near else ""
-        return f"fits: {usage}{near}"
+        if (excess := self._excess) is not None:
+            cure = f"it would with {self.change}" if self.change else "no change that was tried fits: take more devices"
+            return f"DOES NOT FIT: {excess}; {cure}"
+        return f"fits: {self._usage(worst, limit)}{', close enough that it may not' if self.is_near else ''}"
 
     def lines(self) -> list[str]:
         """The bars, for plan.txt."""
@@ -249,15 +241,6 @@ def _stages(
     return trainer_memory(shape, layout, options, states, activations, passed.transformer)
 
 
-def weight_bytes(plan: Plan) -> float:
-    """Bytes of all weights as engines hold them."""
-    width = 2 if plan.rollout_dtype == "bf16" else 4
-    num_bytes = float(plan.shape.num_parameters * width)
-    if plan.quantization is None:
-        return num_bytes
-    return float(plan.push_bytes)
-
-
 def _beside_engines(plan: Plan, config: Config, groups: list[Group]) -> list[tuple[str, float]]:
     """Return the part of the trainers that stays on the engines' devices while these generate."""
     used = {bundle for bundles in plan.engine_bundles for bundle in bundles}
@@ -277,7 +260,7 @@ def _engine(
         return None
     return engine_memory(
         plan.shape,
-        weight_bytes(plan),
+        float(plan.push_bytes if plan.quantization else plan.shape.num_parameters * _width(plan)),
         plan.engine_size,
         plan.rollout_dtype,
         _server_args_of_smallest(plan, config),
@@ -296,19 +279,13 @@ def _server_args_of_smallest(plan: Plan, config: Config) -> dict[str, object]:
 
 def _push_bytes(plan: Plan, config: Config) -> float:
     """Return a weight push's memory without the weights, on the rank that needs most."""
-    assert plan.layout is not None
-    limit = config.weights.update_weight_buffer_size
-    stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)
-    if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
-        width = 2 if plan.rollout_dtype == "bf16" else 4
-        largest = max(rule_size for rule_size in _tensor_sizes(plan.shape)) * width
-        return float(BUFFERS * max(limit, largest) + largest)
-    dtype = "float32" if plan.rollout_dtype == "fp32" else "bfloat16"
-    push = plan_for_layout(plan.shape, plan.layout, plan.engine_bundles, limit, dtype, stages, plan.quantization)
+    push = planned_push(plan, config)
+    if push is None:
+        largest = max(rule.numel for rule in model_rules(plan.shape).values()) * _width(plan)
+        return float(BUFFERS * max(config.weights.update_weight_buffer_size, largest) + largest)
     return float(max(push.peak_bytes(rank) for rank in push.sources))
 
 
-def _tensor_sizes(shape: ModelShape) -> list[int]:
-    from fusionrl.models.families import model_rules
-
-    return [rule.numel for rule in model_rules(shape).values()]
+def _width(plan: Plan) -> int:
+    """Bytes of a value in the engines."""
+    return 2 if plan.rollout_dtype == "bf16" else 4

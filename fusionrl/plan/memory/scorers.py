@@ -29,7 +29,6 @@ class ScorerMemory:
 
     @property
     def name(self) -> str:
-        """Return the name that messages use."""
         return self.role.replace("-", " ")
 
 

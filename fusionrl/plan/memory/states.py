@@ -10,7 +10,7 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.families.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.upstream_fields import number
+from fusionrl.plan.upstream_fields import passed
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
 _BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, as well as the number of data-parallel ranks
@@ -54,12 +54,14 @@ class StateOptions:
         sizes = [_width(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
         if is_bf16:
             sizes.append(_width(optimizer.get("main_params_dtype")))
-        share = number(optimizer, "optimizer_offload_fraction") if optimizer.get("optimizer_cpu_offload") else None
+        share = (
+            passed(optimizer, "optimizer_offload_fraction", float) if optimizer.get("optimizer_cpu_offload") else None
+        )
         return cls(
             weight_bytes=2 if is_bf16 else 4,
             gradient_bytes=2 if is_bf16 and ddp.get("grad_reduce_in_fp32") is False else 4,
             optimizer_bytes=sum(sizes),
-            host_share=float(share or 0.0),
+            host_share=share or 0.0,
             is_distributed=ddp.get("use_distributed_optimizer", True) is not False,
         )
 
@@ -92,7 +94,6 @@ class StageParameters:
 
     @property
     def count(self) -> int:
-        """All of them."""
         return self.num_dense + self.num_expert
 
 

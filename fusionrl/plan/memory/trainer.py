@@ -120,9 +120,10 @@ def _stage(
         # The last norm keeps its input and the normalised copy; the loss of the micro-batch that is worked on.
         head = tokens * (8 * shape.hidden_size + 4) / split
         if not shape.value_head:
-            head += _head_kept(batch, shape, rows, width)
-            head_now = _head_now(batch, shape, rows, width)
-    layer_now = live + tokens * _backward_of_a_layer(shape, layout, activations)
+            head_kept, head_now = _head(batch, shape, rows, width)
+            head += head_kept
+    # Backward has the gradients of gate, up and their product at once, where a layer is widest.
+    layer_now = live + tokens * 3 * width * _widest(shape, layout, activations)
     table = rows * shape.hidden_size  # of the embedding, and of the output layer
     largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
     layer_now += largest
@@ -141,18 +142,12 @@ def _stage(
     )
 
 
-def _head_kept(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> float:
-    if batch.whole_logits:
-        return float(4 * batch.tokens * rows)
-    return head_kept_bytes(batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
-
-
-def _head_now(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> float:
-    """Logits are fp32, and so is their gradient; a softmax between them."""
-    if batch.whole_logits:
-        return float(2 * 4 * batch.tokens * rows)
+def _head(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> tuple[float, float]:
+    """(bytes that the loss keeps, bytes that it needs for a moment)."""
+    if batch.whole_logits:  # in fp32, and so is their gradient; a softmax between them
+        return 4.0 * batch.tokens * rows, 8.0 * batch.tokens * rows
     sizes = (batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
-    return head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad)
+    return head_kept_bytes(*sizes), head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad)
 
 
 def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
@@ -163,11 +158,6 @@ def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions
         return dense
     routed = moe.topk * layout.etp * options.imbalance / (layout.tp if options.sequence_parallel else 1)
     return max(dense, routed * max(moe.ffn_hidden_size / layout.etp, shape.hidden_size / 3))
-
-
-def _backward_of_a_layer(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
-    """Bytes a token of the gradients in memory at once where a layer is widest: of gate, up and their product."""
-    return 3 * options.width * _widest(shape, layout, options)
 
 
 def _forward_of_a_layer(

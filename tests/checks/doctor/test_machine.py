@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fusionrl.checks.doctor import examine, host
-from fusionrl.checks.doctor.findings import Finding, fact, has_fault, summary
+from fusionrl.checks.doctor.findings import Finding, fact, has_fault
 from fusionrl.checks.doctor.gpus import gpu_findings
 from fusionrl.checks.doctor.host import (
     core_findings,
@@ -285,12 +285,6 @@ def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.fact.startswith(f"{kinds} NVIDIA H100")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,1")
     assert "named twice" in one(gpu_findings()).fact
-
-
-def test_the_summary_counts() -> None:
-    found = [Finding("a", "fact", "x"), Finding("b", "fault", "y", "z"), Finding("c", "warning", "y", "z")]
-    assert summary(found) == "3 checks, 1 fault, 1 warning"
-    assert found[1].line().splitlines() == ["FAULT  b          y", "                  cure: z"]
 
 
 def test_gpus_are_looked_at_where_the_run_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:

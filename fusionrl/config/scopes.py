@@ -1,0 +1,208 @@
+"""The runs in which a flag acts. A field names its scopes where it is declared (`groups.base.flag`); all must hold.
+
+A user's own function may read any flag, so a scope holds where one replaces the code that reads the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fusionrl.algorithms.estimators import ACCURACY, names_where, readers_of
+from fusionrl.algorithms.losses import losses_that_read
+from fusionrl.config import run_parts
+from fusionrl.config.presets import NONZERO_STD, PRESETS
+from fusionrl.pipeline.knobs import IN_TURN, PIPELINES
+
+if TYPE_CHECKING:
+    from fusionrl.config.config import Config
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The settings in which a field acts.
+
+    holds     whether it does in a run
+    missing   what a run lacks where it does not: of the mode ("it has no trainers") or, with `of_flags`, of the other
+              flags ("without --use-kl-loss")
+    refuses   where it does not hold, a value that is not the default is an error, not a warning
+    """
+
+    holds: Callable[[Config], bool]
+    missing: str
+    of_flags: bool = False
+    refuses: bool = False
+
+
+def _if(missing: str, holds: Callable[[Config], bool]) -> Scope:
+    return Scope(holds, missing, of_flags=True)
+
+
+def _needs(missing: str, holds: Callable[[Config], bool]) -> Scope:
+    return Scope(holds, missing, of_flags=True, refuses=True)
+
+
+# ------------------------------------------------------------------------------------------------ by mode
+ALWAYS = Scope(lambda c: True, "")
+TRAINERS = Scope(run_parts.uses_trainers, "it has no trainers")
+ENGINES = Scope(run_parts.uses_engines, "it has no engines")
+PUSHES = Scope(lambda c: run_parts.uses_trainers(c) and run_parts.uses_engines(c), "no weights are pushed")
+TRAINS = Scope(run_parts.changes_weights, "no weights are trained")
+POLICY = Scope(run_parts.has_policy_loss, "it has no policy loss")
+GENERATES = Scope(run_parts.generates, "nothing is generated to train on")
+EVALUATES = Scope(run_parts.evaluates, "engines evaluate nothing")
+TESTS = Scope(lambda c: run_parts.evaluates(c) or run_parts.validates(c), "nothing is evaluated")
+STEPS = Scope(lambda c: c.run.mode != "eval", "it has no steps")
+TESTS_BETWEEN = Scope(lambda c: STEPS.holds(c) and TESTS.holds(c), "nothing is evaluated between steps")
+SAVES = Scope(run_parts.saves, "nothing is saved")
+PROMPTS = Scope(lambda c: STEPS.holds(c) and not c.run.load_debug_rollout_data, "no prompt data is read")
+ROLLOUT_FUNCTION = Scope(lambda c: not c.run.load_debug_rollout_data, "rollouts are read from files")
+SCORES = Scope(lambda c: c.run.mode in ("rl", "reject-sampling"), "nothing is scored to train on or to choose from")
+RL = Scope(lambda c: c.run.mode == "rl", "no policy is trained by rewards")
+SFT = Scope(lambda c: c.run.mode == "sft", "it has no conversations to train on")
+RENDERS = Scope(
+    run_parts.uses_engines,
+    "conversations always go through the chat template, and text prompts are trained as plain text with their response"
+    " (for the template, give messages)",
+)
+NOT_SFT = Scope(lambda c: c.run.mode != "sft", "nothing is sampled")
+REJECTS = Scope(lambda c: c.run.mode == "reject-sampling", "no samples are chosen and written")
+PRESET = Scope(
+    lambda c: (
+        c.run.mode == "rl"
+        or (REJECTS.holds(c) and "dynamic_sampling_filter_path" in PRESETS.get(str(c.algorithm.algorithm), {}))
+    ),
+    "no policy is trained by rewards",
+)
+
+
+# ------------------------------------------------------------------------------------------------ with other flags
+def custom_policy_loss(config: Config) -> bool:
+    """Return whether a user's function replaces the policy loss, and may read its flags."""
+    return config.algorithm.custom_policy_loss_path is not None or config.algorithm.loss_type == "custom_loss"
+
+
+def of_losses(field: str) -> Scope:
+    """Return the scope of a flag that only some policy losses read."""
+    names = losses_that_read(field)
+    return _if(
+        f"without --policy-loss {' or '.join(names)}",
+        lambda c: custom_policy_loss(c) or run_parts.policy_loss_name(c.algorithm) in names,
+    )
+
+
+def of_estimators(*names: str) -> Scope:
+    """Return the scope of a flag that acts with these estimators alone."""
+    *first, last = names
+    listed = f"{', '.join(first)} or {last}" if first else last
+    return _if(f"without --advantage-estimator {listed}", lambda c: c.algorithm.advantage_estimator in names)
+
+
+def needed(scope: Scope) -> Scope:
+    """Return the same scope, which refuses a value other than the default."""
+    return replace(scope, refuses=True)
+
+
+def read_by_estimators(field: str) -> Scope:
+    """Return the scope of a flag that only some estimators read."""
+    return needed(of_estimators(*readers_of(field)))
+
+
+def _moves(config: Config) -> bool:
+    """Return whether the policy may have moved between the rollout and the loss: after the first step it has."""
+    rollout, train = config.rollout, config.train
+    total = (rollout.rollout_batch_size or 0) * rollout.n_samples_per_prompt
+    is_one_step = train.num_steps_per_rollout in (None, 1) and train.global_batch_size in (None, total)
+    is_asked = custom_policy_loss(config) or config.algorithm.use_rollout_logprobs
+    return run_parts.is_streamed(config) or is_asked or not is_one_step
+
+
+def _may_be_agent(config: Config) -> bool:
+    is_custom = config.rollout.custom_generate_function_path or config.eval.eval_config
+    return bool(is_custom) or run_parts.has_own_rollout(config) or run_parts.has_own_source(config)
+
+
+def _corrects_itself(config: Config) -> bool:
+    return config.algorithm.custom_tis_function_path is not None
+
+
+CRITIC = needed(of_estimators(*names_where(lambda estimator: estimator.role == "critic")))
+PRM = needed(of_estimators(*names_where(lambda estimator: estimator.role == "prm")))
+STREAMED = _if(
+    f"without a --pipeline that runs ahead ({', '.join(name for name in PIPELINES if name != IN_TURN)})",
+    run_parts.is_streamed,
+)
+MOVES = _if("with one optimizer step a rollout (its ratio to the policy that sampled is 1)", _moves)
+NOT_DPO = _if("with --policy-loss dpo", lambda c: c.algorithm.policy_loss != "dpo")
+DPO = needed(of_losses("dpo_beta"))
+KL_LOSS = _if("without --use-kl-loss", lambda c: c.algorithm.use_kl_loss)
+NEEDS_KL_LOSS = needed(KL_LOSS)
+REFERENCE = _if(
+    "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)",
+    lambda c: run_parts.needs_reference(c.algorithm),
+)
+ESTIMATOR = _if("with --custom-reward-post-process-path", lambda c: c.reward.custom_reward_post_process_path is None)
+DEVIATION = of_estimators(*names_where(lambda estimator: estimator.plain_group is not None))
+OF_SAMPLES = _if(
+    f"with --advantage-estimator {' or '.join(names_where(lambda estimator: estimator.group is None))}",
+    lambda c: run_parts.estimator_of(c.algorithm).group is not None,
+)
+WHITENS = _if(
+    "with an --advantage-estimator that always whitens",
+    lambda c: not run_parts.estimator_of(c.algorithm).is_whitened or c.algorithm.normalize_advantages,
+)
+AGGREGATED = _if(
+    "with --loss-aggregation or --policy-loss dpo",
+    lambda c: c.run.mode != "rl" or (c.algorithm.loss_aggregation == "auto" and c.algorithm.policy_loss != "dpo"),
+)
+AGENT = _if("without --custom-generate-function-path", _may_be_agent)
+PARTIAL = _if("without --partial-rollout", lambda c: c.rollout.partial_rollout)
+HAS_SETS = _if("without --eval-prompt-data or --eval-config", lambda c: c.eval.has_sets)
+IS_DUE = _if(
+    "with --skip-eval-before-train and without --eval-interval",
+    lambda c: c.run.mode == "eval" or c.eval.eval_interval is not None or not c.eval.skip_eval_before_train,
+)
+SAVING = _if("with --no-save", lambda c: not c.checkpoint.no_save)
+CHECKS_SAVES = _if("with --no-save", lambda c: not c.checkpoint.no_save or c.run.resume)
+DECAY = _if("with --lr-decay-style constant", lambda c: c.train.lr_decay_style != "constant")
+WARM_UP = _if(
+    "without --lr-warmup-iters",
+    lambda c: any(
+        (
+            c.train.lr_warmup_iters,
+            c.train.lr_warmup_fraction,
+            c.critic.critic_lr_warmup_iters,
+            c.prm.prm_lr_warmup_iters,
+        )
+    ),
+)
+EPOCHS = _if("with --num-rollout", lambda c: c.run.num_rollout is None)
+COLOCATED = _if("without --colocate", lambda c: c.cluster.colocate)
+OFFLOADS = _if("with --offload-train never", lambda c: c.cluster.offload_train != "never")
+PROCESSES = _if("with --in-process", lambda c: not c.run.in_process)
+LOCAL_RAY = _if("with --ray-address", lambda c: c.cluster.ray_address is None)
+OTHER_RAY = _if("without --ray-address", lambda c: c.cluster.ray_address is not None)
+FAULT_TOLERANCE = _needs("without --use-fault-tolerance", lambda c: c.rollout.use_fault_tolerance)
+FILTERS = _needs(
+    f"without --dynamic-sampling-filter-path {ACCURACY}",
+    lambda c: c.rollout.dynamic_sampling_filter_path not in (None, NONZERO_STD),
+)
+REWARD_MODEL = _needs("without --rm-model", lambda c: c.reward.rm_model is not None)
+OVERLONG = _needs("without --overlong-buffer-len", lambda c: c.reward.overlong_buffer_len is not None)
+PROFILED = _if("without --profile-steps", lambda c: bool(c.run.profile_steps))
+ON_GPUS = _if("with --device cpu", lambda c: c.cluster.device != "cpu")
+ON_A_CPU = _if("with --device cuda", lambda c: c.cluster.device != "cuda")
+PRICED = of_estimators(*readers_of("kl_coef"))
+PRICE = _if("without --kl-coef", lambda c: c.algorithm.kl_coef > 0)
+TIS = _needs("without --use-tis", lambda c: c.algorithm.use_tis or _corrects_itself(c))
+REJECTION = _needs(
+    "without --rejection-level", lambda c: c.algorithm.rejection_level is not None or _corrects_itself(c)
+)
+OPSM = _needs("without --use-opsm", lambda c: c.algorithm.use_opsm)
+DISTILLS = _needs("without --use-opd", lambda c: c.algorithm.use_opd)
+TEACHER_ENGINES = _if("with --opd-type megatron", lambda c: c.algorithm.opd_type == "sglang")
+CONSTANT = _needs("without --loss-aggregation constant", lambda c: c.algorithm.loss_aggregation == "constant")
+DISK = _needs("without --update-weight-transport disk", lambda c: c.weights.update_weight_transport == "disk")
+DELTA = _needs("without --update-weight-mode delta", lambda c: c.weights.update_weight_mode == "delta")
+VERIFIES = _if("with --verify-weights never", lambda c: c.weights.verify_weights != "never")
