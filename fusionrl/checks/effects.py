@@ -14,6 +14,7 @@ from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.run_parts import has_own_rollout
 from fusionrl.config.scopes import ENGINES, TRAINERS, TRAINS, Scope
+from fusionrl.config.switches import spell
 
 # A rollout function of the user's own may read these in any mode.
 _READ_BY_ROLLOUTS = {*DataGroup.model_fields, *RolloutGroup.model_fields} - SIGNATURES.keys()
@@ -35,7 +36,7 @@ def effect_errors(config: Config) -> list[str]:
         value = getattr(getattr(config, GROUP_OF[field]), field)
         missing = next((scope for scope in scopes_of(info) if scope.refuses and not scope.holds(config)), None)
         if missing is not None and value != info.get_default(call_default_factory=True):
-            errors.append(f"{flag_of(field)} {value} has no effect {missing.missing}; add that, or leave it out")
+            errors.append(f"{spell(field, value)} has no effect {missing.missing}; add that, or leave it out")
     return errors
 
 

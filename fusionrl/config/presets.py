@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.config.hooks import flag_of
-from fusionrl.config.switches import spell_switch
+from fusionrl.config.switches import spell
 
 NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
 
@@ -46,11 +45,7 @@ def described(values: Mapping[str, object]) -> list[str]:
     """The flags of the preset that `values` (all flags) name, as they stand; those that were given otherwise say so."""
     chosen = {name: values[name] for name in ("algorithm", "rollout_max_response_len")}
     return [
-        _typed(field, values[field]) + ("" if values[field] == value else f" (given; the preset has {value})")
+        spell(field, values[field]) + ("" if values[field] == value else f" (given; the preset has {value})")
         for field, value in with_preset(chosen).items()
         if field not in chosen
     ]
-
-
-def _typed(field: str, value: object) -> str:
-    return spell_switch(field, value) if isinstance(value, bool) else f"{flag_of(field)} {value}"

@@ -22,8 +22,10 @@ def switch_spellings(field: str) -> dict[str, bool]:
     return spellings | {f"{flag}={text}": value for text, value in _VALUES.items()}
 
 
-def spell_switch(field: str, value: bool) -> str:
-    """The shortest spelling that gives the switch `field` this value: `--colocate`, `--no-colocate`, `--no-save`."""
+def spell(field: str, value: object) -> str:
+    """The shortest spelling that gives a flag this value: `--lr 0.1`, `--colocate`, `--no-colocate`, `--no-save`."""
+    if not isinstance(value, bool):
+        return f"--{field.replace('_', '-')} {value}"
     return next(spelling for spelling, meaning in switch_spellings(field).items() if meaning == value)
 
 
@@ -78,4 +80,4 @@ def normalise_switches(argv: Sequence[str], fields: Sequence[str], errors: list[
 
 
 def _cure(field: str) -> str:
-    return f"it is switched on by {spell_switch(field, True)} and off by {spell_switch(field, False)}"
+    return f"it is switched on by {spell(field, True)} and off by {spell(field, False)}"

@@ -196,10 +196,10 @@ def test_lines(argv: list[str], lines: list[str]) -> None:
     ("argv", "missing"),
     [
         (["--kl-loss-coef", "0.1"], "--use-kl-loss"),
-        (["--tis-clip", "3"], "--use-tis"),
-        (["--opsm-delta", "1e-3"], "--use-opsm"),
+        (["--tis-clip", "3.5"], "--use-tis"),
+        (["--opsm-delta", "0.5"], "--use-opsm"),
         (["--rm-num-gpus", "2"], "--rm-model"),
-        (["--opd-kl-coef", "2"], "--use-opd"),
+        (["--opd-kl-coef", "0.5"], "--use-opd"),
         (["--prm-beta", "0.1"], "--advantage-estimator prime"),
         (["--kl-coef-type", "k2"], "--advantage-estimator reinforce_plus_plus or ppo"),
         (["--mode", "sft", "--dpo-beta", "0.2"], "--policy-loss dpo"),

@@ -403,7 +403,7 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
         (["--use-tis", "--use-rollout-logprobs"], "correct for them; leave one out"),
         (["--critic-lr", "1"], "--critic-lr 1.0 has no effect without --advantage-estimator ppo"),
         (["--tis-mode", "mask"], "--tis-mode mask has no effect without --use-tis"),
-        (["--bootstrap-truncated"], "--bootstrap-truncated True has no effect without --advantage-estimator ppo"),
+        (["--bootstrap-truncated"], "--bootstrap-truncated has no effect without --advantage-estimator ppo"),
         (["--gamma", "0.9"], "--gamma 0.9 has no effect without --advantage-estimator"),
         (["--policy-loss", "dpo", "--normalize-advantages"], "--normalize-advantages: --policy-loss dpo has no use"),
         (["--mode", "sft", "--loss-type", "custom_loss"], "--loss-type custom_loss belongs to --mode rl, not to sft"),
@@ -541,7 +541,7 @@ def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch)
     )
     one(
         errors(update_weight_disk_keep_files=True, update_weight_transport="ipc"),
-        "-disk-keep-files True has no effect without --update",
+        "-disk-keep-files has no effect without --update",
     )
     one(errors(**disk, update_weight_delta_encoding="overwrite"), "no effect without --update-weight-mode delta")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
