@@ -20,7 +20,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import counting_lost
-from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
+from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.types import EvalResult, as_eval_output
 
 
@@ -81,13 +81,13 @@ class Evaluation:
     def validation_shards(self, put: Callable[[TrainShard], object]) -> dict[str, list[object]]:
         """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`."""
         assert self._plan.balance is not None and self._plan.batch is not None
-        shards, settings = {}, SftSettings.of_args(self._border.args())
+        shards, args = {}, self._border.args()
         for eval_set in self._sets:
             columns = PromptColumns(eval_set.input_key, eval_set.label_key, eval_set.metadata_key, eval_set.tool_key)
             samples = load_conversations(eval_set.path, columns, f"--eval-prompt-data {eval_set.name}").samples
             for index, sample in enumerate(samples):
                 sample.index = sample.group_index = index
-            samples = [to_sft_sample(settings, sample) for sample in samples]
+            samples = [to_sft_sample(args, sample) for sample in samples]
             zeros, count = [0.0] * len(samples), len(samples)
             batch = BatchPlan(count, 1, 1, count, self._plan.batch.dp_size)
             built = take_shards(samples, zeros, zeros, batch, self._plan.balance, rollout_id=-1)

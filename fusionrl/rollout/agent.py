@@ -30,7 +30,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.sample_timeline import part
-from fusionrl.rollout.model_turn import SamplingParams, note_no_room
+from fusionrl.rollout.model_turn import SamplingParams, clear_response, note_no_room
 from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 from fusionrl.rollout.types import NO_ROOM_AFTER
@@ -123,9 +123,7 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
         sample.prompt_tokens = np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=False), np.int32)
         sample.metadata["tools"] = schemas
     if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not continued
-        sample.response, sample.response_length = "", 0
-        sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
-        sample.rollout_routed_experts = None
+        clear_response(sample)
         sample.metadata.pop(NO_ROOM_AFTER, None)
     sample.tokens = prompt_tokens(args, sample)
 

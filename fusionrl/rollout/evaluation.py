@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
-import json
 from argparse import Namespace
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
@@ -16,6 +14,8 @@ from fusionrl.rollout.generate import SampleContext, as_list, generate_and_score
 from fusionrl.rollout.generate_state import RolloutClient
 from fusionrl.rollout.model_turn import SamplingParams
 from fusionrl.rollout.types import EvalResult, RolloutFnEvalOutput
+
+_prompts: dict[str, list[Sample]] = {}  # by everything that decides how the prompts of a set are read
 
 
 async def evaluate_sets(args: Namespace, params: SamplingParams) -> RolloutFnEvalOutput:
@@ -47,11 +47,8 @@ def eval_sampling_params(params: SamplingParams, eval_set: EvalSet) -> SamplingP
 async def _evaluate_set(args: Namespace, params: SamplingParams, eval_set: EvalSet) -> EvalResult:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
     set_args = copy.copy(args)
-    set_args.rm_type, set_args.custom_rm_path, set_args.eval_reward_key = (
-        eval_set.rm_type,
-        eval_set.custom_rm_path,
-        eval_set.reward_key,
-    )
+    set_args.rm_type, set_args.custom_rm_path = eval_set.rm_type, eval_set.custom_rm_path
+    set_args.eval_reward_key = eval_set.reward_key
     set_args.custom_generate_function_path = eval_set.custom_generate_function_path
     set_args.group_rm = args.group_rm and eval_set.custom_rm_path is not None
     context, params = SampleContext.of_args(set_args), eval_sampling_params(params, eval_set)
@@ -73,24 +70,20 @@ async def _evaluate_set(args: Namespace, params: SamplingParams, eval_set: EvalS
 
 
 def _prompts_of(args: Namespace, eval_set: EvalSet, flag: str) -> list[Sample]:
-    kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
-    keys = (eval_set.input_key, eval_set.label_key, eval_set.metadata_key, eval_set.tool_key)
-    keeps_messages = eval_set.custom_generate_function_path is not None
-    columns = (*keys, args.apply_chat_template, kwargs, args.rollout_max_prompt_len, keeps_messages)
-    return _read_prompts(args.hf_checkpoint, eval_set.path, columns, flag)
-
-
-# Fields of PromptColumns, in their order; the template's arguments as JSON, so that it can be hashed.
-_Columns = tuple[str, str | None, str, str | None, bool, str, int | None, bool]
-
-
-@functools.cache
-def _read_prompts(folder: str, path: str, columns: _Columns, flag: str) -> list[Sample]:
-    input_key, label_key, metadata_key, tool_key, template, kwargs, limit, keeps = columns
-    prompt_columns = PromptColumns(
-        input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit, keeps
+    columns = PromptColumns(
+        eval_set.input_key,
+        eval_set.label_key,
+        eval_set.metadata_key,
+        eval_set.tool_key,
+        args.apply_chat_template,
+        args.apply_chat_template_kwargs,
+        args.rollout_max_prompt_len,
+        keeps_messages=eval_set.custom_generate_function_path is not None,
     )
-    return load_prompts(path, load_tokenizer(folder), prompt_columns, flag).samples
+    key = repr((args.hf_checkpoint, eval_set.path, columns))
+    if key not in _prompts:
+        _prompts[key] = load_prompts(eval_set.path, load_tokenizer(args.hf_checkpoint), columns, flag).samples
+    return _prompts[key]
 
 
 def _samples_of(prompts: list[Sample], eval_set: EvalSet) -> list[Sample]:

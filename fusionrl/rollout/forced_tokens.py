@@ -12,7 +12,7 @@ import numpy as np
 
 from fusionrl.data.sample import Sample, response_mask
 from fusionrl.data.token_versions import UNKNOWN_VERSION
-from fusionrl.rollout.weight_versions import EngineAnswers, OriginalResponse, warn_once
+from fusionrl.rollout.weight_versions import EngineAnswers, OriginalResponse, common_prefix, places_of, warn_once
 
 _FEW = 2  # tokens that a function may add by hand: an end of the text, a line's end
 _ATTRIBUTE = "num_unsampled"
@@ -79,25 +79,13 @@ def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndar
 
     Wherever a part stands as a whole, it counts. A stretch that is left may begin with a part that was cut.
     """
-    is_covered, text, size = np.zeros(len(response), bool), response.astype(np.int32).tobytes(), 4
-    has_whole = False
-    for tokens in parts:
-        part = np.asarray(tokens, np.int32).tobytes()
-        place = text.find(part)
-        while place >= 0:
-            if place % size == 0:  # else within a number
-                is_covered[place // size : place // size + len(tokens)] = True
-                has_whole = True
-            place = text.find(part, place + 1)
-    starts = [i for i in np.flatnonzero(~is_covered) if i == 0 or is_covered[i - 1]]
-    for start in starts:
-        cut = max((_common_prefix(response[start:], np.asarray(part)) for part in parts), default=0)
+    response, parts = response.astype(np.int32), [np.asarray(part, np.int32) for part in parts]
+    is_covered = np.zeros(len(response), bool)
+    for part in parts:
+        for place in places_of(part, response):
+            is_covered[place : place + len(part)] = True
+    has_whole = bool(is_covered.any())
+    for start in [i for i in np.flatnonzero(~is_covered) if i == 0 or is_covered[i - 1]]:
+        cut = max((common_prefix(response[start:], part) for part in parts), default=0)
         is_covered[start : start + cut] = True
     return is_covered, has_whole
-
-
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """Return the number of tokens with which both begin."""
-    size = min(len(left), len(right))
-    differs = np.flatnonzero(left[:size] != right[:size])
-    return int(differs[0]) if len(differs) else size

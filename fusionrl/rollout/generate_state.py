@@ -146,29 +146,18 @@ class GenerateState:
     remaining_batch_size  groups submitted; the code that drops one counts it down
     """
 
-    args: Namespace
-    processor: None
-    sampling_params: dict[str, Any]
-    semaphore: LoopSemaphore
-    pendings: set[asyncio.Task[Any]]
-    remaining_batch_size: int
-    dp_rank: int
-    dp_counts: list[int]
-    group_sampling_seeds: list[int]
-    _is_aborted: bool
-
     def __new__(cls, args: Namespace) -> GenerateState:
-        state: GenerateState | None = vars(args).get("generate_state")
-        if state is None:
-            state = super().__new__(cls)
-            state.args, state.processor = args, None
-            state.sampling_params = sampling_params(args)
-            state.semaphore = semaphore_of(args)
-            state.dp_rank, state.dp_counts = 0, [0]
-            state.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
-            state.reset()
-            args.generate_state = state
-        return state
+        return vars(args).get("generate_state") or super().__new__(cls)
+
+    def __init__(self, args: Namespace) -> None:
+        if vars(args).get("generate_state") is self:
+            return
+        self.args, self.processor = args, None
+        self.sampling_params, self.semaphore = sampling_params(args), semaphore_of(args)
+        self.dp_rank, self.dp_counts = 0, [0]
+        self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
+        self.reset()
+        args.generate_state = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> GenerateState:
         return self
@@ -192,7 +181,8 @@ class GenerateState:
 
     def reset(self) -> None:
         """Forget the tasks and the abort: for the next rollout."""
-        self.remaining_batch_size, self.pendings, self._is_aborted = 0, set(), False
+        self.pendings: set[asyncio.Task[Any]] = set()
+        self.remaining_batch_size, self._is_aborted = 0, False
 
     def submit_generate_tasks(self, samples: Sequence[list[Sample]]) -> None:
         """Start `generate_and_rm_group` for each group; the tasks are in `pendings`."""
@@ -222,17 +212,13 @@ class RolloutClient:
     def retries(self, prefix: str) -> dict[str, float]:
         """The answers that were refused, where there were any; with --use-fault-tolerance also what was sent again, and
         what was kept of engines that died."""
-        client = self._client
-        refused: dict[str, float] = {}
+        client, counts = self._client, dict[str, float]()
+        if self._counts_retries:
+            counts[f"{prefix}/requests_retried"] = client.num_retries
+            counts[f"{prefix}/tokens_kept"] = client.num_tokens_kept
         if client.num_answers_refused:
-            refused[f"{prefix}/answers_refused"] = client.num_answers_refused
-        if not self._counts_retries:
-            return refused
-        options: dict[str, float] = {
-            f"{prefix}/requests_retried": client.num_retries,
-            f"{prefix}/tokens_kept": client.num_tokens_kept,
-        }
-        return options | refused
+            counts[f"{prefix}/answers_refused"] = client.num_answers_refused
+        return counts
 
     def set_engines(self, urls: Sequence[str]) -> None:
         """Send requests to these engines from now on."""

@@ -22,8 +22,7 @@ class SamplesInFlight:
         self._clock = clock
         self._lock = threading.Lock()
         self._now: dict[object, tuple[str, int | None, float]] = {}
-        self._num_scored = 0
-        self._num_tokens = 0
+        self._num_scored = self._num_tokens = 0
 
     @contextmanager
     def note(self, stage: str, sample: Sample) -> Iterator[None]:
@@ -47,20 +46,16 @@ class SamplesInFlight:
         """Return the counts in words; "" if no sample is in flight."""
         with self._lock:
             now, num_scored, num_tokens = list(self._now.values()), self._num_scored, self._num_tokens
-        texts = [text for stage in (GENERATED, SCORED) if (text := self._of_stage(stage, now))]
-        if not texts:
-            return ""
-        return f"{', '.join(texts)}; {num_scored} are finished since the start, with {num_tokens} tokens"
-
-    def _of_stage(self, stage: str, now: list[tuple[str, int | None, float]]) -> str:
-        ours = [(since, index) for kind, index, since in now if kind == stage]
-        if not ours:
-            return ""
-        since, index = min(ours, key=lambda entry: entry[0])
-        are = "are" if len(ours) > 1 else "is"
-        plural = "s" * (len(ours) > 1)
-        oldest = f"sample {index}" if index is not None else "one"
-        return f"{len(ours)} sample{plural} {are} being {stage} ({oldest} for {self._clock() - since:.0f} s)"
+        texts = []
+        for stage in (GENERATED, SCORED):
+            samples = [(since, index) for kind, index, since in now if kind == stage]
+            if samples:
+                since, index = min(samples, key=lambda entry: entry[0])
+                oldest = f"{'one' if index is None else f'sample {index}'} for {self._clock() - since:.0f} s"
+                noun = "samples are" if len(samples) > 1 else "sample is"
+                texts.append(f"{len(samples)} {noun} being {stage} ({oldest})")
+        ends = f"{num_scored} are finished since the start, with {num_tokens} tokens"
+        return f"{', '.join(texts)}; {ends}" if texts else ""
 
 
 _samples_in_flight = SamplesInFlight()

@@ -70,12 +70,14 @@ async def generate_sample(settings: TurnSettings, sample: Sample, params: Sampli
 async def take_turn(
     settings: TurnSettings, sample: Sample, params: SamplingParams, done: int = 0, longest: int | None = None
 ) -> Generation | None:
-    """Take one turn; see `sglang_rollout.generate_turn`.
-
-    Raises:
-        ValueError: the sample has no tokens; such a request kills an engine.
-    """
-    _check_begun(sample)
+    """Take one turn; see `sglang_rollout.generate_turn`."""
+    if not sample.num_tokens:  # such a request kills an engine
+        if sample.prompt_tokens is not None and not len(sample.prompt_tokens):
+            raise ValueError(_empty_prompt(sample))
+        raise ValueError(
+            f"sample {sample.index} has no tokens to continue: call begin(args, sample) first, or set sample.tokens"
+            " to the tokens of the prompt"
+        )
     payload = _payload(settings, sample, params, done)
     if payload is None:
         return None
@@ -84,21 +86,29 @@ async def take_turn(
         payload["sampling_params"] = dict(payload_params, max_new_tokens=min(longest, payload_params["max_new_tokens"]))
     assert settings.client is not None, "args.generate_client is set within a rollout"
     start = time.monotonic_ns()
-    answer = await settings.client.generate(payload, **_routing(sample))
+    answer = await settings.client.generate(payload, sample.session_id)
     part("turn", start, **_engine_facts(answer))
     text = answer.text if answer.part == 1 else _decoded(settings, answer.tokens, params)
-    before = sample.response_length
+    _append(settings, sample, answer, text, sample.response_length, params)
+    return answer
+
+
+def _append(
+    settings: TurnSettings, sample: Sample, answer: Generation, text: str, turn_start: int, params: SamplingParams
+) -> None:
+    """Append an answer, or a piece of one, to the response; a turn's first token stands at `turn_start`."""
     sample.append_response_tokens(
         tokens=answer.tokens,
         log_probs=answer.log_probs,
         versions=_versions(answer),
         text=text,
-        finish_reason=answer.finish_reason,
+        finish_reason=answer.finish_reason or "stop",
     )
-    note_request(sample, before, params)
-    _add_routed_experts(settings, sample, answer)
-    _add_drafts(sample, answer)
-    return answer
+    note_request(sample, turn_start, params)
+    if answer.finish_reason:
+        _add_routed_experts(settings, sample, answer)
+        if "spec_verify_ct" in answer.meta_info:  # drafts of an engine that speculates
+            sample.spec_info.add(answer.meta_info)
 
 
 async def stream_sample(
@@ -112,51 +122,29 @@ async def stream_sample(
         return
     before = sample.response
     assert settings.client is not None, "args.generate_client is set within a rollout"
-    async with aclosing(settings.client.stream(payload, **_routing(sample))) as pieces:
+    async with aclosing(settings.client.stream(payload, sample.session_id)) as pieces:
         async for piece in pieces:
-            sample.append_response_tokens(
-                tokens=piece.tokens,
-                log_probs=piece.log_probs,
-                versions=_versions(piece),
-                text=piece.text,
-                finish_reason=piece.finish_reason or "stop",
-            )
-            note_request(sample, done, params)
-            if piece.finish_reason:
-                _add_routed_experts(settings, sample, piece)
-                _add_drafts(sample, piece)
+            _append(settings, sample, piece, piece.text, done, params)
             if piece.finish_reason and piece.part > 1:
                 answered = np.asarray(sample.array("tokens"))[len(payload["input_ids"]) :]
                 sample.response = before + _decoded(settings, answered, params)
             yield piece
 
 
-def _begin(settings: TurnSettings, sample: Sample) -> None:
-    """Put the prompt's tokens into a sample that has no tokens yet: a hook may have set them.
+def clear_response(sample: Sample) -> None:
+    """Forget the response that an earlier rollout left: the sample begins anew."""
+    sample.tokens, sample.response, sample.response_length = [], "", 0
+    sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
+    sample.rollout_routed_experts = None
+    sample.status = Sample.Status.PENDING
 
-    Raises:
-        ValueError: the prompt is empty.
-    """
+
+def _begin(settings: TurnSettings, sample: Sample) -> None:
+    """Put the prompt's tokens into a sample that has no tokens yet: a hook may have set them."""
     if not sample.response_length and not sample.num_tokens:
         sample.tokens = prompt_ids(settings.tokenizer, sample)
         if not sample.num_tokens:
             raise ValueError(_empty_prompt(sample))
-
-
-def _check_begun(sample: Sample) -> None:
-    """Refuse a request without tokens, which would kill an engine.
-
-    Raises:
-        ValueError: the prompt is empty, or its tokens are not in the sample.
-    """
-    if sample.num_tokens:
-        return
-    if sample.prompt_tokens is not None and not len(sample.prompt_tokens):
-        raise ValueError(_empty_prompt(sample))
-    raise ValueError(
-        f"sample {sample.index} has no tokens to continue: call begin(args, sample) first, or set sample.tokens"
-        " to the tokens of the prompt"
-    )
 
 
 def _empty_prompt(sample: Sample) -> str:
@@ -218,12 +206,7 @@ def _payload(settings: TurnSettings, sample: Sample, params: SamplingParams, don
 
 
 def _add_routed_experts(settings: TurnSettings, sample: Sample, answer: Generation) -> None:
-    """The experts that the engine chose, with --use-rollout-routing-replay: base64 of int32 [tokens - 1, layers, topk],
-    of the request's tokens and the answer's.
-
-    Raises:
-        AnswerError: the engine did not say, or spoke of another number of tokens or of other experts.
-    """
+    """Add the experts that the engine chose for the request's tokens and the answer's, [tokens - 1, layers, topk]."""
     if not settings.experts_size or answer.finish_reason == "abort":
         return  # an aborted sample is continued, and then the engine reports on all tokens
     size = (sample.num_tokens - 1, *settings.experts_size)
@@ -248,16 +231,6 @@ def _engine_facts(answer: Generation) -> dict[str, float]:
     facts: dict[str, float] = {"tokens": len(answer.tokens)}
     facts |= {name: float(meta[key]) for key, name in names.items() if isinstance(meta.get(key), int | float)}
     return facts | ({"version": as_version(answer.weight_versions[0][0])} if answer.weight_versions else {})
-
-
-def _add_drafts(sample: Sample, answer: Generation) -> None:
-    """Count the drafts of an engine that speculates (--sglang-speculative-algorithm)."""
-    if "spec_verify_ct" in answer.meta_info:
-        sample.spec_info.add(answer.meta_info)
-
-
-def _routing(sample: Sample) -> dict[str, str]:
-    return {} if sample.session_id is None else {"routing_key": sample.session_id}
 
 
 def _versions(answer: Generation) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from argparse import Namespace
-from dataclasses import dataclass
 
 from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
@@ -18,27 +17,8 @@ def generate_rollout(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """Take the next --rollout-batch-size rows: lists of messages, or a text prompt with its response as the label."""
-    groups, settings = data_source.get_samples(args.rollout_batch_size), SftSettings.of_args(args)
-    return RolloutFnTrainOutput([[to_sft_sample(settings, sample) for sample in group] for group in groups])
-
-
-@dataclass(frozen=True)
-class SftSettings:
-    """Settings by which a row becomes a sample.
-
-    tokenizer        folder of the tokenizer (--hf-checkpoint)
-    template_kwargs  --apply-chat-template-kwargs, as JSON
-    """
-
-    tokenizer: str
-    loss_mask_type: str
-    template_kwargs: str
-
-    @classmethod
-    def of_args(cls, args: Namespace) -> SftSettings:
-        """Read them from a hook's `args`."""
-        kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
-        return cls(args.hf_checkpoint, args.loss_mask_type, kwargs)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    return RolloutFnTrainOutput([[to_sft_sample(args, sample) for sample in group] for group in groups])
 
 
 @functools.cache
@@ -46,18 +26,17 @@ def _supervised(folder: str, kind: str, template_kwargs: str) -> SupervisedSampl
     return SupervisedSamples(load_tokenizer(folder), kind, json.loads(template_kwargs))
 
 
-def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
+def to_sft_sample(args: Namespace, sample: Sample) -> Sample:
     """One supervised sample: tokens, response length and mask; those that its row holds, where it does.
 
     Raises:
         ValueError: a conversation that nothing can be trained on or no right mask can be made of (with its number), or
             a text prompt without a text label.
     """
-    if (
-        sample.num_tokens and sample.array("loss_mask") is not None
-    ):  # of a row with the columns `tokens` and `loss_mask`
+    if sample.num_tokens and sample.array("loss_mask") is not None:  # columns `tokens` and `loss_mask` of its row
         return sample
-    make = _supervised(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs).make
+    template_kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
+    make = _supervised(args.hf_checkpoint, args.loss_mask_type, template_kwargs).make
     try:
         tokenized = make(sample.prompt, sample.label, tools_of(sample.metadata))
     except ValueError as error:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
+import math
+import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,6 +60,7 @@ __all__ = [
     "stream_generate",
 ]
 
+Task = asyncio.Task[list[Sample]]
 ABORT_TIMEOUT_S = 30.0  # for engines to let go of what is aborted
 MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
 
@@ -154,13 +155,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
     """
     state = GenerateState(args)
     state.aborted = True
-    waiting = set(state.pendings)
-    done: set[asyncio.Task[list[Sample]]] = set()
-    while waiting:
-        # Again and again: a request that was on its way to an engine came after the first call.
-        await abort_all(tuple(args.engine_urls), args.api_key)
-        finished, waiting = await asyncio.wait(waiting, timeout=0.2)
-        done |= finished
+    done = await _abort_requests(args, state.pendings)
     state.pendings = set()
     groups = [task.result() for task in done]
     if not args.partial_rollout:
@@ -171,49 +166,24 @@ async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
     return groups
 
 
+async def _abort_requests(args: Namespace, tasks: Iterable[Task], timeout_s: float = math.inf) -> list[Task]:
+    """Let the engines abort requests until the tasks that wait for them are done; return those that are in time."""
+    tasks = list(tasks)
+    waiting, deadline = set(tasks), time.monotonic() + timeout_s
+    while waiting and time.monotonic() < deadline:
+        # Again and again: a request that was on its way to an engine came after the first call.
+        await abort_all(tuple(args.engine_urls), args.api_key)
+        _, waiting = await asyncio.wait(waiting, timeout=0.2)
+    return [task for task in tasks if task not in waiting]
+
+
 # ------------------------------------------------------------------------------------------------ a rollout
-@dataclass(frozen=True)
-class LoopSettings:
-    """Settings of the loop: how many groups a rollout takes and keeps.
-
-    num_wanted     groups to return
-    at_once        groups drawn of the data source at a time
-    keeps_refused  a hook sees all finished groups (--rollout-all-samples-process-path)
-    is_partial     --partial-rollout: unfinished groups continue in the next rollout
-    masks_earlier  --mask-offpolicy-in-partial-rollout
-    """
-
-    num_wanted: int
-    at_once: int
-    keeps_refused: bool
-    is_partial: bool
-    masks_earlier: bool
-    abort: threading.Event
-    engine_urls: tuple[str, ...]
-    api_key: str | None
-
-    @classmethod
-    def of_args(cls, args: Namespace) -> LoopSettings:
-        """Read them from a hook's `args`."""
-        return cls(
-            args.rollout_batch_size,
-            args.over_sampling_batch_size or args.rollout_batch_size,
-            args.rollout_all_samples_process_path is not None,
-            args.partial_rollout,
-            args.partial_rollout and args.mask_offpolicy_in_partial_rollout,
-            args.abort_event,
-            tuple(args.engine_urls),
-            args.api_key,
-        )
-
-
 async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
     """Generate `args.rollout_batch_size` groups on the running event loop."""
-    params, settings = sampling_params(args), LoopSettings.of_args(args)
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
     async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:
-        rollout = _Rollout(settings, GroupContext.of_args(args), params, data_source, teacher)
+        rollout = _Rollout(args, data_source, teacher)
         try:
             await rollout.fill()
         except RolloutAborted:
@@ -228,21 +198,16 @@ async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFn
 class _Rollout:
     """The groups of one rollout: under way, kept and dropped."""
 
-    def __init__(
-        self,
-        settings: LoopSettings,
-        context: GroupContext,
-        params: SamplingParams,
-        data_source: DataSource,
-        teacher: Teacher,
-    ) -> None:
-        self._settings, self._context, self._params = settings, context, params
-        self._source, self._teacher = data_source, teacher
+    def __init__(self, args: Namespace, data_source: DataSource, teacher: Teacher) -> None:
+        self._args, self._source, self._teacher = args, data_source, teacher
+        self._context, self._params = GroupContext.of_args(args), sampling_params(args)
+        self._num_wanted: int = args.rollout_batch_size
+        self._keeps_refused = args.rollout_all_samples_process_path is not None  # that hook sees all finished groups
         self._kept: list[list[Sample]] = []
         self._kept_blank: list[list[Sample]] = []  # the same groups as they came from the data source
         self._refused: list[list[Sample]] = []
         self._dropped: Counter[str] = Counter()
-        self._pending: dict[asyncio.Task[list[Sample]], list[Sample]] = {}
+        self._pending: dict[Task, list[Sample]] = {}
         self._num_partial = 0
 
     async def fill(self) -> None:
@@ -252,14 +217,14 @@ class _Rollout:
             RolloutAborted: the rollout was stopped before that.
             ValueError: the filter keeps next to nothing.
         """
-        settings = self._settings
-        while len(self._kept) < settings.num_wanted:
-            if settings.abort.is_set():
+        args = self._args
+        while len(self._kept) < self._num_wanted:
+            if args.abort_event.is_set():
                 raise RolloutAborted("the rollout was aborted")
-            while len(self._kept) + len(self._pending) < settings.num_wanted:
-                for group in self._source.get_samples(settings.at_once):
+            while len(self._kept) + len(self._pending) < self._num_wanted:
+                for group in self._source.get_samples(args.over_sampling_batch_size or args.rollout_batch_size):
                     blank = copy.deepcopy(group)
-                    if settings.masks_earlier:
+                    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
                         _mask_earlier(group)
                     self._pending[asyncio.create_task(generate_group(self._context, group, self._params))] = blank
             done, _ = await asyncio.wait(self._pending, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
@@ -269,18 +234,18 @@ class _Rollout:
 
     def _take(self, group: list[Sample], blank: list[Sample]) -> None:
         """Keep or drop a finished group, as the filter says."""
-        context, num_wanted = self._context, self._settings.num_wanted
-        verdict = apply_filter(context.filter_path, context.samples.args, group)
-        is_needed = verdict.keep_when_insufficient and len(self._kept) + len(self._pending) < num_wanted
+        path = self._context.filter_path
+        verdict = apply_filter(path, self._args, group)
+        is_needed = verdict.keep_when_insufficient and len(self._kept) + len(self._pending) < self._num_wanted
         if verdict.keep or is_needed:
             self._kept.append(group)
             self._kept_blank.append(blank)
             self._teacher.begin(group)
         else:
             self._dropped[verdict.reason or "filtered"] += 1
-            if self._settings.keeps_refused:
+            if self._keeps_refused:
                 self._refused.append(group)
-            check_filter_keeps(context.filter_path, len(self._kept), self._dropped, num_wanted)
+            check_filter_keeps(path, len(self._kept), self._dropped, self._num_wanted)
 
     def give_back_kept(self) -> None:
         """Hand the prompts of finished groups back: the rollout ends without them, and they come again."""
@@ -288,8 +253,8 @@ class _Rollout:
 
     async def end(self, stopping: asyncio.Event) -> None:
         """Stop what still runs; with --partial-rollout samples continue in the next rollout, else they start again."""
-        settings = self._settings
-        if self._pending and settings.is_partial and len(self._kept) >= settings.num_wanted:
+        args = self._args
+        if self._pending and args.partial_rollout and len(self._kept) >= self._num_wanted:
             stopping.set()
             await self._stop_and_keep()
         unfinished = list(self._pending.values())
@@ -298,20 +263,14 @@ class _Rollout:
         await asyncio.gather(*self._pending, return_exceptions=True)
         if unfinished:
             self._source.add_samples(unfinished)  # their prompts come first in the next rollout
-            await abort_all(settings.engine_urls, settings.api_key)
+            await abort_all(tuple(args.engine_urls), args.api_key)
 
     async def _stop_and_keep(self) -> None:
         """Abort what still runs and hand the groups back with what they have.
 
         Groups of whom the engines do not let go in time are left in `_pending`.
         """
-        deadline = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
-        waiting = set(self._pending)
-        while waiting and asyncio.get_running_loop().time() < deadline:
-            # Again and again: a request that was on its way to an engine came after the first call.
-            await abort_all(self._settings.engine_urls, self._settings.api_key)
-            _, waiting = await asyncio.wait(waiting, timeout=0.2)
-        for task in [task for task in self._pending if task.done()]:
+        for task in await _abort_requests(self._args, self._pending, ABORT_TIMEOUT_S):
             blank = self._pending.pop(task)
             group = task.result()  # what it raised, a reward function's error say, ends the rollout as at any time
             one_each = len(group) == len(blank)  # several samples made of one cannot be continued
@@ -321,15 +280,15 @@ class _Rollout:
 
     def output(self, retries: dict[str, float]) -> RolloutFnTrainOutput:
         """Return the wanted groups, in the order of their samples, and the metrics."""
-        kept_groups, num_wanted = self._kept, self._settings.num_wanted
-        kept_groups.sort(key=lambda group: group[0].index if group[0].index is not None else 0)
-        if len(kept_groups) > num_wanted:
-            self._dropped["surplus"] += len(kept_groups) - num_wanted
+        kept_groups = sorted(self._kept, key=lambda group: group[0].index or 0)
+        surplus = kept_groups[self._num_wanted :]
+        if surplus:
+            self._dropped["surplus"] += len(surplus)
         metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in self._dropped.items()}
-        if self._settings.is_partial:
+        if self._args.partial_rollout:
             metrics["rollout/partial_samples"] = self._num_partial
-        refused = [*kept_groups[num_wanted:], *self._refused] if self._settings.keeps_refused else []
-        return RolloutFnTrainOutput(kept_groups[:num_wanted], metrics | retries, refused)
+        refused = [*surplus, *self._refused] if self._keeps_refused else []
+        return RolloutFnTrainOutput(kept_groups[: self._num_wanted], metrics | retries, refused)
 
 
 def check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:

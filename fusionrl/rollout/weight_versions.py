@@ -103,10 +103,7 @@ class OriginalResponse:
 
     def num_kept(self, sample: Sample) -> int:
         """Return how many tokens at the start of its response are unchanged in the sample."""
-        response = _response(sample)
-        shorter = min(len(response), len(self.response))
-        differs = np.flatnonzero(response[:shorter] != self.response[:shorter])
-        return int(differs[0]) if len(differs) else shorter
+        return common_prefix(_response(sample), self.response)
 
 
 def fill_versions(
@@ -120,7 +117,6 @@ def fill_versions(
     each function `where`.
     """
     for sample in samples:
-        num_kept = 0
         try:
             known = _known(sample, before)
             num_kept = 0 if before is None or known is None else before.num_kept(sample)
@@ -138,7 +134,12 @@ def fill_versions(
         if answers.changes:
             note_changes(sample, answers.changes)
         if (~is_known & (response_mask(sample) > 0)).any():
-            _warn(where)
+            warn_once(
+                where,
+                f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
+                " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
+                ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/guides/agents.md)',
+            )
 
 
 def take_warnings() -> list[str]:
@@ -212,14 +213,9 @@ def _find(response: np.ndarray, known: np.ndarray, answers: EngineAnswers) -> No
     if len(answers.versions) == 1:
         known[known == UNKNOWN_VERSION] = next(iter(answers.versions))
         return
-    start = 0
-    for tokens, versions, _ in answers.parts:
-        place = _index(response, tokens, start)
-        if place is None or not len(tokens):
-            continue
-        part = known[place : place + len(tokens)]
+    for place, versions, _ in _found(response, answers):
+        part = known[place : place + len(versions)]
         part[part == UNKNOWN_VERSION] = versions[part == UNKNOWN_VERSION]
-        start = place + len(tokens)
 
 
 def _note_temperatures(sample: Sample, answers: EngineAnswers, num_kept: int, where: str) -> None:
@@ -229,12 +225,8 @@ def _note_temperatures(sample: Sample, answers: EngineAnswers, num_kept: int, wh
     if len(answers.temperatures) == 1:
         note_temperature(sample, num_kept, next(iter(answers.temperatures)))
         return
-    response, start = _response(sample), num_kept
-    for tokens, _, temperature in answers.parts:
-        place = _index(response, tokens, start)
-        if place is not None and len(tokens):
-            note_temperature(sample, place, temperature)
-            start = place + len(tokens)
+    for place, _, temperature in _found(_response(sample), answers, num_kept):
+        note_temperature(sample, place, temperature)
     if sample.temperature is None:
         warn_once(
             f"{where}: temperature",
@@ -243,13 +235,30 @@ def _note_temperatures(sample: Sample, answers: EngineAnswers, num_kept: int, wh
         )
 
 
-def _index(response: np.ndarray, tokens: np.ndarray, start: int) -> int | None:
-    """Return the place of `tokens` in `response`, from `start` on; None: not found."""
-    haystack, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
-    place = haystack.find(part, start * size)
-    while place >= 0 and place % size:  # within a number
-        place = haystack.find(part, place + 1)
-    return place // size if place >= 0 else None
+def _found(response: np.ndarray, answers: EngineAnswers, start: int = 0) -> Iterator[tuple[int, np.ndarray, float]]:
+    """Yield (place, versions, temperature) of the answers that are in the response, each behind the one before."""
+    for tokens, versions, temperature in answers.parts:
+        place = next(places_of(tokens, response, start), None) if len(tokens) else None
+        if place is not None:
+            yield place, versions, temperature
+            start = place + len(tokens)
+
+
+def places_of(tokens: np.ndarray, response: np.ndarray, start: int = 0) -> Iterator[int]:
+    """Yield the places of `tokens` in `response`, both int32, from `start` on."""
+    text, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
+    place = text.find(part, start * size)
+    while place >= 0:
+        if place % size == 0:  # else within a number
+            yield place // size
+        place = text.find(part, place + 1)
+
+
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Return the number of tokens with which both begin."""
+    size = min(len(left), len(right))
+    differs = np.flatnonzero(left[:size] != right[:size])
+    return int(differs[0]) if len(differs) else size
 
 
 def _spread(sample: Sample, known: np.ndarray) -> None:
@@ -267,15 +276,6 @@ def _spread(sample: Sample, known: np.ndarray) -> None:
 def _response(sample: Sample) -> np.ndarray:
     tokens = np.asarray(sample.array("tokens"), np.int32)
     return tokens[len(tokens) - sample.response_length :]
-
-
-def _warn(where: str) -> None:
-    warn_once(
-        where,
-        f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
-        " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
-        ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/guides/agents.md)',
-    )
 
 
 def warn_once(key: str, text: str) -> None:

@@ -14,7 +14,7 @@ from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.rollout.forced_tokens import _ATTRIBUTE
-from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
+from fusionrl.rollout.sft_rollout import to_sft_sample
 
 
 def sample(group: int, response: str, status: Status = Status.COMPLETED) -> Sample:
@@ -108,9 +108,9 @@ def test_sft_trains_on_the_tokens_that_the_model_sampled(tmp_path: Path, tiny_mo
     columns = PromptColumns("messages")
     check = check_file(path, columns, "--prompt-data", "--input-key", is_sft=True, vocab_size=50)
     assert (check.errors, check.warnings) == ([], [])
-    settings = SftSettings(str(tiny_model), "auto", "{}")
+    args = Config.from_flat({"hf_checkpoint": str(tiny_model)}).to_args()
     for sample, loaded in zip(samples, load_conversations(path, columns).samples, strict=True):
-        made = to_sft_sample(settings, loaded)
+        made = to_sft_sample(args, loaded)
         assert list(made.tokens) == list(sample.tokens)
         assert mask_of_all(made) == mask_of_all(sample)
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
+from fusionrl.config.config import Config
 from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
-from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
+from fusionrl.rollout.sft_rollout import to_sft_sample
 
 Rows = Callable[..., Path]
 
@@ -26,10 +27,8 @@ def test_tokens_and_mask_are_trained_on_as_they_stand(write_rows: Rows, tiny_mod
     data = write_rows([row([7, 8, 9, 10, 11], [0, 0, 1, 0, 1], prompt="p", metadata={"k": 1}), {"messages": messages}])
     columns = PromptColumns("messages")
     assert check_file(data, columns, "--prompt-data", "--input-key", is_sft=True, vocab_size=12).errors == []
-    first, second = (
-        to_sft_sample(SftSettings(str(tiny_model), "auto", "{}"), sample)
-        for sample in load_conversations(data, columns).samples
-    )
+    args = Config.from_flat({"hf_checkpoint": str(tiny_model)}).to_args()
+    first, second = (to_sft_sample(args, sample) for sample in load_conversations(data, columns).samples)
     assert (list(first.tokens), first.response_length) == ([7, 8, 9, 10, 11], 3)
     assert list(first.loss_mask) == [1, 0, 1] and first.metadata == {"k": 1}
     assert second.prompt == messages, "rows of both kinds may stand in one file"

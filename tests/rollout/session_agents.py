@@ -111,26 +111,6 @@ async def with_responses(args: Any, sample: Any, base_url: str, api_key: str) ->
                 items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
 
 
-async def with_responses_by_call(args: Any, sample: Any, base_url: str, api_key: str) -> float:
-    """The same, where each call is sent right before its output."""
-    from openai import AsyncOpenAI
-
-    items: list[Any] = [{"role": "user", "content": "Is it wet?"}]
-    turns = 0
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        while True:
-            tools: Any = [{"type": "function", **TOOL}]
-            answer = await client.responses.create(model="any", input=items, tools=tools)
-            turns += 1
-            for item in answer.output:
-                items.append(item)
-                if item.type == "function_call":
-                    result = look_up(**json.loads(item.arguments))
-                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
-            if answer.output[-1].type != "function_call":
-                return float(turns)
-
-
 async def with_anthropic_runner(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """The same by the loop of the package anthropic, which asks for a thread first."""
     from anthropic import AsyncAnthropic, beta_async_tool

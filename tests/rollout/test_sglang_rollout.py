@@ -329,17 +329,6 @@ def test_a_built_in_reward_beside_a_groups_reward(start: Any, write_rows: Callab
     assert (found["a"]["rewards"], found["b"]["rewards"]) == ([1.0], [0.0])
 
 
-def test_evaluation_of_a_reward_key_that_is_not_there(
-    start: Any, write_rows: Callable[..., Path], tmp_path: Path
-) -> None:
-    small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
-    config = tmp_path / "sets.yaml"
-    config.write_text(f'datasets: {{a: {{path: {small}, custom_rm_path: "{HOOKS}:several", reward_key: z}}}}')
-    args, source = start(eval_config=str(config))
-    with pytest.raises(ValueError, match=r"--eval-config .*: set a: reward_key z: the reward has only the keys"):
-        generate_rollout(args, 0, source, evaluation=True)
-
-
 # ------------------------------------------------------------------------------------------------ one request
 class Client:
     """Answers as an engine would, and notes what it was asked."""
@@ -348,7 +337,7 @@ class Client:
         self.asked: list[dict[str, Any]] = []
         self.changes = changes
 
-    async def generate(self, payload: dict[str, Any]) -> Generation:
+    async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
         self.asked.append(payload)
         values: dict[str, Any] = {
             "tokens": np.array([7, 8, 9], np.int32),
@@ -376,13 +365,6 @@ def test_tokens_in_tokens_out(start: Any, tokenizer: Any) -> None:
     assert list(sample.rollout_log_probs) == [-1, -2, -3]
     assert sample.status == Sample.Status.COMPLETED
     assert sample.response == "xyz"
-
-
-def test_an_engine_that_loaded_the_checkpoint_itself_is_version_0(start: Any) -> None:
-    args, source = start()
-    args.generate_client = Client(weight_versions=[("default", 3)])
-    sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
-    assert list(sample.weight_versions) == [0, 0, 0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_tool_tokens", [0, 2])
@@ -495,7 +477,7 @@ def test_the_default_generation_goes_on_behind_what_is_there(start: Any) -> None
     asked = []
 
     class Client:
-        async def generate(self, payload: dict[str, Any]) -> Generation:
+        async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
             asked.append(payload)
             tokens, log_probs = np.array([7], np.int32), np.array([-1.0], np.float32)
             return Generation(tokens, log_probs, "c", "length", [("5", 1)], 0, 0, {})

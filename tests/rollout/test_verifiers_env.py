@@ -14,19 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import check_hook
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.engine import EngineActor
 from fusionrl.rollout.sglang_rollout import sampling_params
 from plugins.rewards.rubric import reward
-from tests.rollout.engine import KEY, Engine, Turn, check_sample
+from tests.rollout.engine import Engine, Turn, check_sample
 from tests.rollout.test_agent import call, folder, response  # noqa: F401
 
 pytest.importorskip("verifiers", reason="needs the package verifiers: scripts/setup-env.sh examples")
@@ -215,53 +211,3 @@ def test_the_tool_writes_what_prompt_data_reads(tmp_path: Path, tokenizer: Any) 
     assert samples[2].metadata["verifiers"]["input"]["answer"] == "2"
     with pytest.raises(ValueError, match="its column 'picture' cannot be written as JSON"):
         make_sample("unwritable")
-
-
-def test_the_hooks_fit_their_flags() -> None:
-    assert check_hook("custom_generate_function_path", "plugins.agents.verifiers_env.generate") is None
-    assert check_hook("custom_rm_path", "plugins.rewards.rubric.reward") is None
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.xdist_group("served")
-@needs_sglang
-def test_real_rollouts_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
-    """Sixteen rollouts of two environments at once by one SGLang server, scored again by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from plugins.agents.verifiers_env import generate
-
-    values = {"hf_checkpoint": str(tiny_model), "apply_chat_template": True, "rollout_max_response_len": 12}
-    args: Any = Config.from_flat(values | {"rollout_max_context_len": 1500}).to_args()
-    rows = [make_sample(OWN, OWN_ARGS, number) for number in range(8)]
-    rows += [make_sample("hotter", {"max_turns": 4}, number % 2) for number in range(8)]
-    ends = [258, *range(460, 512)]  # a tenth of all tokens: some turns end by one, others by their limit
-
-    async def rollouts() -> list[Any]:
-        params = sampling_params(args) | {"stop_token_ids": ends[1:]}
-        async with GenerateClient(served.url, KEY, 120.0, 16, vocab_size=512) as args.generate_client:
-            return await asyncio.gather(*(generate(args, row, params) for row in rows))
-
-    samples = asyncio.run(rollouts())
-    assert [sample.metadata["num_turns"] for sample in samples] == [1] * 8 + [4] * 8
-    assert [score(sample) for sample in samples[8:]] == [0.75] * 8
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    cut = []
-    for sample in samples:
-        sample = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))  # as a run saves it
-        sample.validate()
-        mask = np.asarray(sample.loss_mask, bool)
-        last = sample.prompt_length + np.flatnonzero(np.diff([*mask.astype(int), 0]) == -1)  # [turns]
-        assert len(last) == sample.metadata["num_turns"]
-        was_cut = [int(sample.tokens[position]) not in ends for position in last]
-        assert sample.status == (Sample.Status.TRUNCATED if any(was_cut) else Sample.Status.COMPLETED)
-        cut += was_cut
-        ids = torch.from_numpy(np.asarray(sample.tokens, np.int64))[None]
-        with torch.no_grad():
-            logits = model(ids).logits[0, sample.prompt_length - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, ids[0, sample.prompt_length :, None])[:, 0].numpy()
-        np.testing.assert_allclose(np.asarray(sample.rollout_log_probs)[mask], expected[mask], atol=1e-4)
-        assert not np.asarray(sample.rollout_log_probs)[~mask].any()
-    assert 0 < sum(cut) < len(cut) == 40

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fusionrl.config.hooks import HookError
-from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.sample import Sample
 from fusionrl.plugin_api import post, run
 from fusionrl.rollout import weight_versions
 from fusionrl.rollout.generate import SampleContext, custom_generate
@@ -275,36 +275,6 @@ def test_a_function_that_generates_nothing_is_named(tmp_path: Path) -> None:
         asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=7), {}, False))
     failed = asyncio.run(custom_generate(context(), f"{path}:g", Sample(index=7), {}, False))
     assert isinstance(failed, Sample) and failed.response_length == 0, "a failed sample needs no tokens"
-
-
-def test_a_mask_left_out_is_told_as_the_page_says(tmp_path: Path) -> None:
-    """docs/guides/agents.md, "Which tokens are trained on": what a function without loss_mask leads to."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
-    path = tmp_path / "masks.py"
-    path.write_text(
-        "async def aligned(args, sample, params):\n"
-        "    sample.tokens, sample.response_length = [1, 2, 3, 4], 3\n"
-        "    sample.rollout_log_probs = [-1.0, 0.0, 0.0]\n"
-        "    return sample\n"
-        "async def none(args, sample, params):\n"
-        "    sample.tokens, sample.response_length = [1, 2, 3, 4], 3\n"
-        "    return sample\n"
-        "async def by_hand(args, sample, params):\n"
-        "    sample.tokens = [1]\n"
-        "    sample.append_response_tokens(args, tokens=[2, 3, 4], log_probs=[-1.0] * 3, versions=0)\n"
-        "    sample.tokens, sample.response_length = [1, 2, 3, 4, 5, 6, 7], 6\n"
-        "    sample.rollout_log_probs, sample.loss_mask = [-1.0] * 3 + [0.0] * 3, None\n"
-        "    return sample\n"
-    )
-    take_warnings()
-    for name in ("aligned", "none"):
-        made = asyncio.run(custom_generate(context(), f"{path}:{name}", Sample(index=1), {}, False))
-        assert isinstance(made, Sample) and response_mask(made).all(), "all of it is trained on"
-        assert any("weight versions of its tokens are not known" in text for text in take_warnings())
-    said = "weight_versions has 3 values for 6 response tokens"
-    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:by_hand: sample 1: {said}"):
-        asyncio.run(custom_generate(context(), f"{path}:by_hand", Sample(index=1), {}, False))
-    assert said in page
 
 
 def test_the_temperatures_of_a_function_s_own_requests_are_noted() -> None:

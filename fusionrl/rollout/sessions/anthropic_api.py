@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from fusionrl.rollout.sessions.messages import (
     GRAMMARS,
     MORE_SAMPLING,
+    Body,
     Fields,
     Message,
     Refused,
@@ -16,18 +17,10 @@ from fusionrl.rollout.sessions.messages import (
     TurnReply,
     TurnRequest,
     call_message,
-    checked,
-    choice_of,
     content_of,
-    form_of,
     function_of,
-    object_of,
     objects,
-    several_calls,
-    strict_of,
     text_of,
-    texts,
-    whole_number,
 )
 
 FIELDS = Fields(
@@ -55,43 +48,33 @@ _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-def read(body: Mapping[str, object]) -> TurnRequest:
-    """Read a request of `/v1/messages`.
-
-    Raises:
-        Refused: it is malformed, or asks for what would not be the model's own sampling.
-    """
-    ignored, constraints = FIELDS.check(body)
+def read(values: Mapping[str, object]) -> TurnRequest:
+    """Read a request of `/v1/messages`. Raises Refused if it is malformed, or asks for what cannot be done."""
+    body = Body(FIELDS, values)
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    reads_calls, forced = choice_of(kind, f"tool_choice {kind!r}")
+    reads_calls = body.reads_calls(kind)
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
-        forced += several_calls(False, "tool_choice.disable_parallel_tool_use")
-    output = object_of(body, "output_config", "effort format")
-    thinking = object_of(body, "thinking", "type budget_tokens display")
-    tools = objects(body.get("tools") or [], "tools")
-    switches = Switches(thinks=_thinks(thinking), effort=text_of(output, "effort"))
+        body.check_several_calls("tool_choice.disable_parallel_tool_use", False)
+    output = body.mapping("output_config", "effort format")
+    body.check_form("output_config.format", output.get("format"))
+    body.check_form("output_format", body.get("output_format"))
+    body.check_strict(body.objects("tools"))
+    thinking = body.mapping("thinking", "type budget_tokens display")
+    if thinking.get("budget_tokens"):
+        body.ignored.append("thinking.budget_tokens")
     messages: list[Message] = []
     if system := content_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
     for message in objects(body.get("messages"), "messages"):
         messages += _messages(message)
-    return TurnRequest(
-        messages=checked(messages),
-        tools=[_tool(tool) for tool in tools],
-        longest=whole_number(body.get("max_tokens"), "max_tokens"),
-        stop=texts(body.get("stop_sequences"), "stop_sequences"),
+    return body.turn_request(
+        messages,
+        [_tool(tool) for tool in body.objects("tools")],
+        longest=body.limit("max_tokens"),
+        stop=body.texts("stop_sequences"),
         reads_calls=reads_calls,
-        model=str(body.get("model") or ""),
-        is_stream=bool(body.get("stream")),
-        ignored=(*ignored, *strict_of(tools), *(["thinking.budget_tokens"] if thinking.get("budget_tokens") else [])),
-        constraints=(
-            *constraints,
-            *forced,
-            *form_of(output.get("format"), "output_config.format"),
-            *form_of(body.get("output_format"), "output_format"),
-        ),
-        switches=switches,
+        switches=Switches(thinks=_thinks(thinking), effort=text_of(output, "effort")),
     )
 
 

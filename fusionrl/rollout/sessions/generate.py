@@ -9,6 +9,7 @@ import inspect
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -109,32 +110,20 @@ async def _in_thread(function: Callable[[], object]) -> object:
 
     A pool would have fewer threads than a rollout has agents, and would wait for those that are given up.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[object] = loop.create_future()
-
-    def settle(result: object, error: Exception | None) -> None:
-        if future.done():
-            return  # given up
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    future: Future[object] = Future()
 
     def run() -> None:
-        result: object = None
-        error: Exception | None = None
-        try:
-            result = context.run(function)
-        except SystemExit as exit_of_theirs:
-            error = RuntimeError(f"it called exit({exit_of_theirs.code!r})")
-        except Exception as raised:  # whatever an agent raises is raised again by the code that waits for it
-            error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
-        with suppress(RuntimeError):  # the rollout has ended, and its loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+        with suppress(InvalidStateError):  # it was given up
+            try:
+                future.set_result(context.run(function))
+            except SystemExit as exit_of_theirs:
+                future.set_exception(RuntimeError(f"it called exit({exit_of_theirs.code!r})"))
+            except Exception as raised:  # whatever an agent raises is raised again by the code that waits for it
+                future.set_exception(RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised)
 
     context = contextvars.copy_context()
     threading.Thread(target=run, name="agent", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def _says(error: BaseException | None, words: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusionrl.data.render import THOUGHTS, decoded
 
@@ -91,26 +92,106 @@ class Fields:
     grammars: str = ""
     codes: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, body: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return (ignored, constraints) of a request, as in `TurnRequest`.
-
-        Raises:
-            Refused: a field that would be ignored although it asks for something.
-        """
-        present = {name: value for name, value in body.items() if value is not None}
-        known = self.known
-        for name, value in present.items():
-            if name not in known:
-                raise Refused(f"{name}: no such field is known; docs/guides/agents.md lists those that are")
-            if name in self.refused and value not in (False, [], {}):
-                raise Refused(f"{name}: {self.refused[name]}", code=self.codes.get(name))
-        constraints = (f"{name}: {NO_GRAMMAR}" for name in present if name in self.grammars.split())
-        return tuple(name for name in present if name in self.sampling.split()), tuple(constraints)
-
     @property
     def known(self) -> set[str]:
         """All names."""
         return {*" ".join((self.taken, self.sampling, self.bookkeeping, self.grammars)).split(), *self.refused}
+
+
+class Body:
+    """The JSON object of a request; a method raises `Refused` where a field does not fit.
+
+    ignored, constraints  as in `TurnRequest`; reading adds to them
+    """
+
+    def __init__(self, fields: Fields, values: Mapping[str, object]) -> None:
+        """Refuse a field that would be ignored although it asks for something."""
+        self._values = {name: value for name, value in values.items() if value is not None}
+        known = fields.known
+        for name, value in self._values.items():
+            if name not in known:
+                raise Refused(f"{name}: no such field is known; docs/guides/agents.md lists those that are")
+            if name in fields.refused and value not in (False, [], {}):
+                raise Refused(f"{name}: {fields.refused[name]}", code=fields.codes.get(name))
+        self.ignored = [name for name in self._values if name in fields.sampling.split()]
+        self.constraints = [f"{name}: {NO_GRAMMAR}" for name in self._values if name in fields.grammars.split()]
+
+    def get(self, name: str) -> object:
+        """Return a field as it is; None: not given."""
+        return self._values.get(name)
+
+    def text(self, name: str) -> str | None:
+        """Return a field that is text; None where it is empty."""
+        return text_of(self._values, name)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return strings that are given as one or as a list."""
+        value = self._values.get(name, [])
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+            raise Refused(f"{name} is {value!r:.80}; strings are wanted")
+        return tuple(items)
+
+    def limit(self, name: str) -> int | None:
+        """Return a number of tokens, at least 1; None where none is given."""
+        value = self._values.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise Refused(f"{name} is {value!r}; a whole number of at least 1 is wanted")
+        return value
+
+    def mapping(self, name: str, known: str | None = None) -> Mapping[str, object]:
+        """Return a field that is an object, with its `known` fields (None: any); empty where there is none."""
+        value = self._values.get(name) or {}
+        if not isinstance(value, dict):
+            raise Refused(f"{name} is {value!r:.80}; an object is wanted")
+        for key, item in value.items():
+            if known is not None and item is not None and key not in known.split():
+                raise Refused(f"{name}.{key}: no such field is known; known are {known}")
+        return value
+
+    def objects(self, name: str) -> list[Mapping[str, object]]:
+        """Return a field that is a list of objects; empty where there is none."""
+        return objects(self._values.get(name) or [], name)
+
+    def reads_calls(self, choice: object) -> bool:
+        """Return whether calls of tools are looked for: "auto", "none", or something that forces one."""
+        if choice not in (None, "auto", "none"):
+            self.constraints.append(f"tool_choice {choice!r:.80}: the model is free to call tools; use auto or none")
+        return choice != "none"
+
+    def check_several_calls(self, name: str, value: object) -> None:
+        """Note the constraint of a request that allows one call of a tool at most."""
+        if value not in (None, True):
+            self.constraints.append(f"{name}: the model is free to call several tools")
+
+    def check_form(self, name: str, form: object) -> None:
+        """Note the constraint of an answer's form, unless it is text."""
+        if form and not (isinstance(form, dict) and form.get("type") == "text"):
+            self.constraints.append(f"{name} {form!r:.80}: {NO_GRAMMAR}")
+
+    def check_strict(self, functions: Sequence[Mapping[str, object]]) -> None:
+        """Note what is ignored of tools: a server that honours `strict` samples the arguments by a grammar."""
+        if any(function.get("strict") for function in functions):
+            self.ignored.append("tools.strict")
+
+    def turn_request(self, messages: list[Message], tools: list[Message], **more: Any) -> TurnRequest:
+        """Return the request for a turn after `messages`, which the model can answer."""
+        if not messages:
+            raise Refused("messages is empty")
+        if messages[-1]["role"] == "assistant":
+            raise Refused(
+                "the last message is the assistant's; a turn that the agent started for the model cannot be trained on"
+            )
+        return TurnRequest(
+            messages,
+            tools,
+            model=str(self.get("model") or ""),
+            is_stream=bool(self.get("stream")),
+            ignored=tuple(self.ignored),
+            constraints=tuple(self.constraints),
+            template=self.mapping("chat_template_kwargs"),
+            **more,
+        )
 
 
 @dataclass(frozen=True)
@@ -177,10 +258,7 @@ def _essence(message: Message) -> tuple[object, ...]:
 def content_of(content: object, role: object) -> str | list[Message]:
     """Return the content of a message: a string, or several parts of text, which chat templates join.
 
-    Parts of the assistant's text are joined as they were sampled.
-
-    Raises:
-        Refused: pictures, sounds and files, of which the models here know nothing; or no content at all.
+    Parts of the assistant's text are joined as they were sampled. Raises Refused for pictures, sounds and files.
     """
     if content is None:
         return ""
@@ -196,11 +274,7 @@ def content_of(content: object, role: object) -> str | list[Message]:
 
 
 def function_of(name: str, description: object, parameters: object) -> Message:
-    """Return a tool as templates and parsers of calls read it; without parameters, one that takes none.
-
-    Raises:
-        Refused: a description that is not text, or parameters that are not a JSON schema of an object.
-    """
+    """Return a tool as templates and parsers of calls read it; without parameters, one that takes none."""
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     if not isinstance(description, str | None) or not isinstance(schema, dict):
         raise Refused(f"the tool {name!r} wants a description in words and parameters as a JSON schema")
@@ -209,103 +283,15 @@ def function_of(name: str, description: object, parameters: object) -> Message:
 
 
 def objects(value: object, field: str) -> list[Mapping[str, object]]:
-    """Return a list of JSON objects.
-
-    Raises:
-        Refused: it is none.
-    """
+    """Return a list of JSON objects. Raises Refused if it is none."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Refused(f"{field} is no list of objects")
     return value
 
 
-def text_of(body: Mapping[str, object], name: str) -> str | None:
-    """Return a field that is text; None where it is empty.
-
-    Raises:
-        Refused: it is something else.
-    """
-    value = body.get(name) or None
+def text_of(values: Mapping[str, object], name: str) -> str | None:
+    """Return a field that is text; None where it is empty. Raises Refused if it is something else."""
+    value = values.get(name) or None
     if not isinstance(value, str | None):
         raise Refused(f"{name} is {value!r:.80}; text is wanted")
     return value
-
-
-def choice_of(value: object, name: str) -> tuple[bool, tuple[str, ...]]:
-    """Return (whether calls are looked for, constraints) of a tool_choice: "auto", "none", or something that forces."""
-    if value in (None, "auto", "none"):
-        return value != "none", ()
-    return True, (f"{name}: the model is free to call tools or not; use auto or none",)
-
-
-def form_of(form: object, name: str) -> tuple[str, ...]:
-    """Return the constraint of an answer's form, unless it is text."""
-    is_text = not form or (isinstance(form, dict) and form.get("type") == "text")
-    return () if is_text else (f"{name} {form!r:.80}: {NO_GRAMMAR}",)
-
-
-def several_calls(value: object, name: str) -> tuple[str, ...]:
-    """Return the constraint of a request that allows one call of a tool at most."""
-    return () if value in (None, True) else (f"{name}: the model is free to call several tools",)
-
-
-def strict_of(functions: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
-    """Return what is ignored of tools: a server that honours `strict` samples the arguments by a grammar."""
-    return ("tools.strict",) if any(function.get("strict") for function in functions) else ()
-
-
-def object_of(body: Mapping[str, object], name: str, known: str | None = None) -> Mapping[str, object]:
-    """Return a field that is a JSON object; empty where there is none.
-
-    known  the names of its own fields, separated by spaces; None: any
-
-    Raises:
-        Refused: it is something else, or has a field that is not known.
-    """
-    value = body.get(name) or {}
-    if not isinstance(value, dict):
-        raise Refused(f"{name} is {value!r:.80}; an object is wanted")
-    for key, item in value.items():
-        if known is not None and item is not None and key not in known.split():
-            raise Refused(f"{name}.{key}: no such field is known; known are {known}")
-    return value
-
-
-def whole_number(value: object, field: str) -> int | None:
-    """Return a limit of at least 1; None where none is given.
-
-    Raises:
-        Refused: it is not such a number.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise Refused(f"{field} is {value!r}; a whole number of at least 1 is wanted")
-    return value
-
-
-def texts(value: object, field: str) -> tuple[str, ...]:
-    """Return strings that are given as one or as a list.
-
-    Raises:
-        Refused: something else, or an empty string.
-    """
-    items = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-        raise Refused(f"{field} is {value!r:.80}; strings are wanted")
-    return tuple(items)
-
-
-def checked(messages: list[Message]) -> list[Message]:
-    """Return messages that can be answered.
-
-    Raises:
-        Refused: there are none, or the last one is the assistant's: it is not continued.
-    """
-    if not messages:
-        raise Refused("messages is empty")
-    if messages[-1]["role"] == "assistant":
-        raise Refused(
-            "the last message is the assistant's; a turn that the agent started for the model cannot be trained on"
-        )
-    return messages

@@ -12,6 +12,7 @@ from fusionrl.rollout.sessions.messages import (
     GRAMMARS,
     MORE_SAMPLING,
     ROLES,
+    Body,
     Fields,
     Message,
     Refused,
@@ -19,18 +20,10 @@ from fusionrl.rollout.sessions.messages import (
     TurnReply,
     TurnRequest,
     call_message,
-    checked,
-    choice_of,
     content_of,
-    form_of,
     function_of,
-    object_of,
     objects,
-    several_calls,
-    strict_of,
     text_of,
-    texts,
-    whole_number,
 )
 
 NOT_SENT = "log-probs are recorded in the sample, and not sent"
@@ -60,40 +53,28 @@ KEEP_ALIVE = b": the model is answering\n\n"
 _TEXTS = (*THOUGHTS, "refusal", "name")  # of a message, for the chat template
 
 
-def read(body: Mapping[str, object]) -> TurnRequest:
-    """Read a request of `/v1/chat/completions`.
-
-    Raises:
-        Refused: it is malformed, or asks for what cannot be done.
-    """
-    ignored, constraints = FIELDS.check(body)
+def read(values: Mapping[str, object]) -> TurnRequest:
+    """Read a request of `/v1/chat/completions`. Raises Refused if it is malformed, or asks for what cannot be done."""
+    body = Body(FIELDS, values)
     if body.get("n") not in (None, 1):
-        raise Refused(f"n is {body['n']!r}: one answer is sampled for each request")
+        raise Refused(f"n is {body.get('n')!r}: one answer is sampled for each request")
     if body.get("modalities") not in (None, ["text"]):
-        raise Refused(f"modalities {body['modalities']!r:.80}: {TEXT_ALONE}")
-    choice = body.get("tool_choice")
-    reads_calls, forced = choice_of(choice, f"tool_choice {choice!r:.80}")
-    limits = [whole_number(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
+        raise Refused(f"modalities {body.get('modalities')!r:.80}: {TEXT_ALONE}")
+    reads_calls = body.reads_calls(body.get("tool_choice"))
+    body.check_several_calls("parallel_tool_calls", body.get("parallel_tool_calls"))
+    body.check_form("response_format", body.get("response_format"))
+    limits = [body.limit(name) for name in ("max_completion_tokens", "max_tokens")]
     options = body.get("stream_options")
-    tools = objects(body.get("tools") or [], "tools")
-    return TurnRequest(
-        messages=checked([_message(message) for message in objects(body.get("messages"), "messages")]),
-        tools=[_tool(tool) for tool in tools],
+    tools = [_tool(tool) for tool in body.objects("tools")]
+    body.check_strict([f for tool in body.objects("tools") if isinstance(f := tool["function"], dict)])
+    return body.turn_request(
+        [_message(message) for message in objects(body.get("messages"), "messages")],
+        tools,
         longest=min((limit for limit in limits if limit is not None), default=None),
-        stop=texts(body.get("stop"), "stop"),
+        stop=body.texts("stop"),
         reads_calls=reads_calls,
-        model=str(body.get("model") or ""),
-        is_stream=bool(body.get("stream")),
         wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        ignored=(*ignored, *strict_of([object_of(tool, "function") for tool in tools])),
-        constraints=(
-            *constraints,
-            *forced,
-            *several_calls(body.get("parallel_tool_calls"), "parallel_tool_calls"),
-            *form_of(body.get("response_format"), "response_format"),
-        ),
-        template=object_of(body, "chat_template_kwargs"),
-        switches=Switches(effort=text_of(body, "reasoning_effort"), verbosity=text_of(body, "verbosity")),
+        switches=Switches(effort=body.text("reasoning_effort"), verbosity=body.text("verbosity")),
     )
 
 

@@ -12,6 +12,7 @@ from fusionrl.rollout.sessions import openai_api
 from fusionrl.rollout.sessions.messages import (
     GRAMMARS,
     ROLES,
+    Body,
     Call,
     Fields,
     Message,
@@ -20,17 +21,10 @@ from fusionrl.rollout.sessions.messages import (
     TurnReply,
     TurnRequest,
     call_message,
-    checked,
-    choice_of,
     content_of,
-    form_of,
     function_of,
-    object_of,
     objects,
-    several_calls,
-    strict_of,
     text_of,
-    whole_number,
 )
 
 KEEP_ALIVE = openai_api.KEEP_ALIVE
@@ -55,40 +49,27 @@ FIELDS = Fields(
 )
 
 
-def read(body: Mapping[str, object]) -> TurnRequest:
-    """Read a request of `/v1/responses`.
-
-    Raises:
-        Refused: it is malformed, or asks for what cannot be done.
-    """
-    ignored, constraints = FIELDS.check(body)
+def read(values: Mapping[str, object]) -> TurnRequest:
+    """Read a request of `/v1/responses`. Raises Refused if it is malformed, or asks for what cannot be done."""
+    body = Body(FIELDS, values)
     if body.get("truncation") not in (None, "disabled"):
         raise Refused("truncation: no item is dropped here; a full context is an error")
     if body.get("include") not in (None, [], ["reasoning.encrypted_content"]):  # thoughts are part of the text
-        raise Refused(f"include {body['include']!r:.80}: the model's answer has nothing of it")
-    choice = body.get("tool_choice")
-    reads_calls, forced = choice_of(choice, f"tool_choice {choice!r:.80}")
-    form = object_of(body, "text", "format verbosity")
-    effort = text_of(object_of(body, "reasoning", "effort summary generate_summary"), "effort")
-    tools = objects(body.get("tools") or [], "tools")
+        raise Refused(f"include {body.get('include')!r:.80}: the model's answer has nothing of it")
+    reads_calls = body.reads_calls(body.get("tool_choice"))
+    body.check_several_calls("parallel_tool_calls", body.get("parallel_tool_calls"))
+    form = body.mapping("text", "format verbosity")
+    body.check_form("text.format", form.get("format"))
+    body.check_strict(body.objects("tools"))
+    effort = text_of(body.mapping("reasoning", "effort summary generate_summary"), "effort")
     messages = _messages(body.get("input"))
     if instructions := content_of(body.get("instructions"), "system"):
         messages.insert(0, {"role": "system", "content": instructions})
-    return TurnRequest(
-        messages=checked(messages),
-        tools=[_tool(tool) for tool in tools],
-        longest=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
+    return body.turn_request(
+        messages,
+        [_tool(tool) for tool in body.objects("tools")],
+        longest=body.limit("max_output_tokens"),
         reads_calls=reads_calls,
-        model=str(body.get("model") or ""),
-        is_stream=bool(body.get("stream")),
-        ignored=(*ignored, *strict_of(tools)),
-        constraints=(
-            *constraints,
-            *forced,
-            *several_calls(body.get("parallel_tool_calls"), "parallel_tool_calls"),
-            *form_of(form.get("format"), "text.format"),
-        ),
-        template=object_of(body, "chat_template_kwargs"),
         switches=Switches(effort=effort, verbosity=text_of(form, "verbosity")),
     )
 

@@ -8,14 +8,17 @@ import hmac
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
-from fusionrl.rollout.sessions.messages import Message, Refused, TurnReply, TurnRequest
+from fusionrl.rollout.sessions.messages import Refused, TurnReply, TurnRequest
+
+if TYPE_CHECKING:
+    from fusionrl.rollout.sessions.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -26,40 +29,8 @@ BLOCKED_S = 60.0  # without a sign of the agent's event loop, a request is refus
 _MOST_TOLD = 5  # requests without a key of which the log speaks
 
 
-class Answering(Protocol):
-    """A session, as the server knows it."""
-
-    id: str
-    api_key: str
-    base_url: str
-    model: str
-    loop: asyncio.AbstractEventLoop
-
-    async def answer(self, turn_request: TurnRequest) -> TurnReply:
-        """Let the model answer, on `loop`."""
-        ...
-
-    def count_tokens(self, turn_request: TurnRequest) -> int:
-        """Return the tokens of a prompt."""
-        ...
-
-
-@dataclass(frozen=True)
-class Api:
-    """A protocol: how requests are read, and answers, events and errors written."""
-
-    read: Callable[[Mapping[str, object]], TurnRequest]
-    answer: Callable[[TurnRequest, TurnReply], Message]
-    events: Callable[[TurnRequest, TurnReply], Iterator[bytes]]
-    error: Callable[[Refused], Message]
-    error_event: Callable[[Refused], bytes]
-    keep_alive: bytes
-
-
-OPENAI, RESPONSES, ANTHROPIC = (
-    Api(api.read, api.answer, api.events, api.error, api.error_event, api.KEEP_ALIVE)
-    for api in (openai_api, responses_api, anthropic_api)
-)
+# A protocol is a module with `read` for requests; `answer`, `events`, `error` and `error_event`; and KEEP_ALIVE.
+Api = ModuleType
 
 
 class SessionServer:
@@ -69,18 +40,18 @@ class SessionServer:
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Answering] = {}
+        self._sessions: dict[str, Session] = {}
         self._num_strangers = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True).start()
         self.url = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
-    def add(self, session: Answering) -> None:
+    def add(self, session: Session) -> None:
         """Answer requests of a session, and tell it its address; one with the key in place of the id needs no key."""
         session.base_url = f"{self.url}/sessions/{session.id}/v1"
         self._sessions[session.id] = self._sessions[session.api_key] = session
 
-    def remove(self, session: Answering) -> None:
+    def remove(self, session: Session) -> None:
         """Answer requests of a session no more."""
         for name in (session.id, session.api_key):
             self._sessions.pop(name, None)
@@ -89,9 +60,9 @@ class SessionServer:
         app = web.Application(client_max_size=LONGEST_BODY, middlewares=[self._guard])
         # With and without a /v1 of their own: OpenAI's client appends /chat/completions, Anthropic's /v1/messages.
         for base in ("/sessions/{id}", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):
-            app.router.add_post(f"{base}/chat/completions", functools.partial(self._complete, OPENAI))
-            app.router.add_post(f"{base}/responses", functools.partial(self._complete, RESPONSES))
-            app.router.add_post(f"{base}/messages", functools.partial(self._complete, ANTHROPIC))
+            app.router.add_post(f"{base}/chat/completions", functools.partial(self._complete, openai_api))
+            app.router.add_post(f"{base}/responses", functools.partial(self._complete, responses_api))
+            app.router.add_post(f"{base}/messages", functools.partial(self._complete, anthropic_api))
             app.router.add_post(f"{base}/messages/count_tokens", self._count)
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_get(f"{base}/models/{{model}}", self._models)
@@ -108,7 +79,8 @@ class SessionServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Let requests of an open session through, and give every error its protocol's form."""
-        api = ANTHROPIC if "/messages" in request.path or "anthropic-version" in request.headers else OPENAI
+        is_anthropic = "/messages" in request.path or "anthropic-version" in request.headers
+        api = anthropic_api if is_anthropic else openai_api
         try:
             self._session_of(request)
             return await handler(request)
@@ -121,7 +93,7 @@ class SessionServer:
             problem = f"{request.method} {request.path}: {error.reason}; a session has {paths}"
             return _error(api, Refused(problem, error.status))
 
-    def _session_of(self, request: web.Request) -> Answering:
+    def _session_of(self, request: web.Request) -> Session:
         parts = request.path.split("/")
         session = self._sessions.get(parts[2]) if len(parts) > 2 and parts[1] == "sessions" else None
         if session is not None and any(
@@ -195,7 +167,7 @@ def _made() -> SessionServer:
 class _Turn:
     """A turn that is under way on the event loop of its session."""
 
-    def __init__(self, session: Answering, turn_request: TurnRequest) -> None:
+    def __init__(self, session: Session, turn_request: TurnRequest) -> None:
         self._session, self._turn_request, self._has_begun = session, turn_request, False
         self._since = asyncio.get_running_loop().time()
         self._future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(), session.loop))
@@ -235,7 +207,7 @@ async def _streamed(
     await response.prepare(request)
     try:
         while reply is None:
-            await response.write(api.keep_alive)
+            await response.write(api.KEEP_ALIVE)
             reply = await turn.wait(PING_S)
         for event in api.events(turn_request, reply):
             await response.write(event)

@@ -16,7 +16,7 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.engines.http import EndpointError
 from fusionrl.rollout.agent import ToolCall, end_of_turn, parse_tool_calls
-from fusionrl.rollout.model_turn import SamplingParams, note_no_room, prompt_ids
+from fusionrl.rollout.model_turn import SamplingParams, clear_response, note_no_room, prompt_ids
 from fusionrl.rollout.sessions.messages import Call, Refused, TurnReply, TurnRequest
 from fusionrl.rollout.sessions.segments import Segment, Segments
 from fusionrl.rollout.sglang_rollout import generate_turn, room
@@ -55,7 +55,9 @@ class Session:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("sessions speak by the chat template; the tokenizer of --hf-checkpoint has none")
         self._args, self._sample, self._params = args, sample, dict(sampling_params)
-        self._segments = Segments(tokenizer, args.apply_chat_template_kwargs or {}, _blank(sample))
+        blank = copy.deepcopy(sample)
+        clear_response(blank)
+        self._segments = Segments(tokenizer, args.apply_chat_template_kwargs or {}, blank)
         self.id, self.api_key = secrets.token_hex(8), secrets.token_hex(24)
         self.base_url = ""
         self.model = args.hf_checkpoint.rstrip("/").rpartition("/")[2]
@@ -239,15 +241,14 @@ class Session:
         if self.failure is not None:
             raise self.failure
         sample, segments = self._sample, self._segments.all
-        if self.is_aborted:
+        if self.is_aborted or not segments:
             vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
             sample.status = Sample.Status.ABORTED
-            return [sample]
-        if not segments:
+            if self.is_aborted:
+                return [sample]
+            sample.status = Sample.Status.FAILED
             entry = {"error": error or "the agent sent no request that was answered", "num_segments": 0}
             sample.metadata = {**(sample.metadata or {}), SESSION: entry}
-            vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
-            sample.status = Sample.Status.FAILED
             if sample.prompt_tokens is not None or isinstance(sample.prompt, str):
                 sample.tokens = prompt_ids(self._args.hf_checkpoint, sample)
             return [sample]
@@ -282,16 +283,6 @@ async def open_session(args: Namespace, sample: Sample, sampling_params: Samplin
     finally:
         server.remove(session)
         await session.end()
-
-
-def _blank(sample: Sample) -> Sample:
-    """Return a copy without the response that an earlier rollout left: an agent begins anew."""
-    blank = copy.deepcopy(sample)
-    blank.tokens, blank.response, blank.response_length = [], "", 0
-    blank.loss_mask = blank.rollout_log_probs = blank.weight_versions = blank.teacher_log_probs = None
-    blank.rollout_routed_experts = None
-    blank.status = Sample.Status.PENDING
-    return blank
 
 
 def _is_json(call: ToolCall) -> bool:

@@ -20,7 +20,6 @@ _RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file system ri
 _TCP_RIGHTS, _SCOPES = 0b11, 0b11  # bind and connect; abstract sockets and signals
 READ, WRITE = 0b1101, (1 << 16) - 1  # execute, read a file, list a folder; every right
 _OF_FILES = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # execute, write, read, truncate, ioctl
-SIGNAL_ABI = 6  # from here on, processes outside cannot be signalled
 
 
 def abi() -> int:

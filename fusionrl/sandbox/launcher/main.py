@@ -137,7 +137,6 @@ class _Run:
             "over": over,
             "isolated": self.isolated,
             "landlock": 0 if self._rules is None else landlock.abi(),
-            "same_user": self._new_user is None,
         }
 
     def _look_for_start(self) -> None:

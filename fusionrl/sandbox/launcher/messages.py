@@ -38,7 +38,6 @@ class Report(TypedDict):
     over: str | None
     isolated: bool
     landlock: int
-    same_user: bool
 
 
 class Failure(TypedDict):
