@@ -99,10 +99,8 @@ def write_states(run_dir: Path, states: Sequence[EngineState]) -> None:
 
 def read_states(run_dir: Path) -> list[EngineState]:
     """Return what the run wrote last; nothing where it has never had such an engine."""
-    try:
-        states: list[EngineState] = json.loads((run_dir / STATES).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
+    path = run_dir / STATES
+    states: list[EngineState] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return states
 
 

@@ -20,14 +20,7 @@ from fusionrl.observe.metrics import RESERVED_KEYS
 
 @dataclass(frozen=True)
 class Entry:
-    """One metric.
-
-    section  of the page
-    unit     what its number counts
-    meaning  a sentence or two, with the formula where there is one
-    when     flags or a mode that it needs; "" if every run of its kind has it
-    source   the module that computes it, relative to fusionrl/
-    """
+    """A row of the table: `when`, flags or a mode that it needs; `source`, the module relative to fusionrl/."""
 
     section: str
     unit: str

@@ -1,5 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, one JSON line a call, appended and never rewritten; TensorBoard on
-top.
+"""The metrics of a run: `metrics.jsonl`, one JSON line a call, appended and never rewritten; TensorBoard on top.
 
 Names are slime's: `rollout/…`, `train/…`, `eval/…`, `perf/…`, `sync/…`. Each line carries its attempt, so a
 resumed run appends to the same file: `read_metrics` merges what two attempts wrote of one step.

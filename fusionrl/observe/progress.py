@@ -45,9 +45,8 @@ class Progress:
     ) -> None:
         """Start the clock.
 
-        `stream` defaults to stderr. A panel is redrawn every `refresh_s` seconds so that its clock runs during a long
-        step; 0 draws on updates only. Without `is_live` there are lines, no panel, also on a terminal, where a debugger
-        may ask.
+        `stream` defaults to stderr. A panel is redrawn every `refresh_s` seconds, with 0 on updates only. Without
+        `is_live` there are lines and no panel, also on a terminal, where a debugger may ask.
         """
         stream = sys.stderr if stream is None else stream
         self._output = _Output(stream)

@@ -1,5 +1,4 @@
-"""Rollouts on disk: a file a rollout, a JSON line a sample, written whole or not at all, and never
-overwritten.
+"""Rollouts on disk: a file a rollout, a JSON line a sample, written whole or not at all, and never overwritten.
 
 `<run_dir>/rollouts/step_<step>.<kind>.a<attempt>.jsonl`, kind being "train", "eval-<set>" or a name of the caller's.
 `step` is that of metrics.jsonl, of eval/<step>.json and of checkpoints/step_<step>: the number of finished rollouts. So

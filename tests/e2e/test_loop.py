@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionrl.observe.timeline.check import read_measured_times, record_faults
+from fusionrl.observe.timeline.check import record_faults
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.observe.timeline.shares import driver_shares, pools
 from fusionrl.observe.timeline.steps import steps_of
 from fusionrl.observe.timeline.trace_file import build
+from fusionrl.observe.track.metric_lines import read_lines
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
 from fusionrl.observe.view.terminal import column_of, token_texts
 from tests.e2e.launch import metrics_of, run, samples_of_step, show, undocumented_files
@@ -125,9 +126,9 @@ def _check_timeline(folder: Path) -> None:
     for one in recorded.of("buffer", "rollout"):
         phases = recorded.of("driver", "generate")
         assert any(p.start - slack <= one.start and one.end <= p.end + slack for p in phases), one
-    measured = read_measured_times(folder, 1)
-    assert len(measured.seconds) == 4 and len(measured.written) == 3
-    assert record_faults(recorded, measured) == []
+    lines = [line for line in read_lines(folder) if line.attempt == 1]
+    assert sum("perf/step_time_s" in line.values for line in lines) == 3
+    assert record_faults(recorded, lines) == []
     assert driver_shares(recorded, 0, recorded.end)["other"] <= 0.1 * recorded.end
     for pool in pools(recorded, *(recorded.of("driver", "step")[i].start for i in (0, -1))):
         assert 0 <= pool.idle <= pool.total and pool.busy > 0

@@ -98,12 +98,11 @@ def describe_troubles(seen: Sequence[ProcessState]) -> list[str]:
     for process in seen:
         if process.trouble:
             groups[process.role, process.trouble].append(process.pid)
-    return [
-        f"{role} is {trouble} (pid {', '.join(map(str, pids))})"
-        if not trouble.startswith("waits")
-        else f"{role} {trouble}"
-        for (role, trouble), pids in groups.items()
-    ]
+    texts = []
+    for (role, trouble), pids in groups.items():
+        verb, which = ("", "") if trouble.startswith("waits") else ("is ", f" (pid {', '.join(map(str, pids))})")
+        texts.append(f"{role} {verb}{trouble}{which}")
+    return texts
 
 
 def describe_ranks(seen: Sequence[ProcessState]) -> str:

@@ -84,8 +84,5 @@ def read_stacks(text: str) -> list[Thread]:
             threads.append([])
         elif threads and (match := _FRAME.match(line)):
             threads[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
-    return [
-        Thread(tuple(frames))
-        for frames in threads
-        if not any(_file_of_package(frame.file) == "base/stack_signal.py" for frame in frames)
-    ]
+    answering = "base/stack_signal.py"
+    return [Thread(tuple(frames)) for frames in threads if answering not in (_file_of_package(f.file) for f in frames)]

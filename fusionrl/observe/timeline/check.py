@@ -7,14 +7,13 @@ metrics (clocks of their own, in driver and Buffer), and when each row of metric
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME
 from fusionrl.observe.timeline.records import DRIVER, RunRecord, Span
 from fusionrl.observe.timeline.shares import OTHER, driver_shares
-from fusionrl.observe.track.metric_lines import read_lines
+from fusionrl.observe.track.metric_lines import Line
 
 _CLOCK_US = 5_000
 _SHARE = 0.02
@@ -44,52 +43,27 @@ _COMPARED = (
 )
 
 
-@dataclass(frozen=True)
-class MeasuredTimes:
-    """What metrics.jsonl says of an attempt.
-
-    seconds  metric → step, or pushed version → its seconds
-    written  step → when its row was written, in seconds of the wall clock
-    """
-
-    seconds: Mapping[str, Mapping[int, float]]
-    written: Mapping[int, float]
-
-
-def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
-    """Read the times of an attempt. For a live run, call it before its record is read, which then has all of them."""
-    seconds: dict[str, dict[int, float]] = defaultdict(dict)
-    written: dict[int, float] = {}
-    for line in read_lines(run):
-        if line.attempt != attempt:
-            continue
-        for compared in _COMPARED:
-            if compared.metric in line.values:
-                number = line.values.get("sync/version", line.step) if compared.fact == "version" else line.step
-                seconds[compared.metric][int(number)] = line.values[compared.metric]
-        if STEP_TIME in line.values:
-            written[line.step] = line.time_s
-    return MeasuredTimes(seconds, written)
-
-
-def record_faults(recorded: RunRecord, measured: MeasuredTimes) -> list[str]:
-    """Return what cannot be believed, one line each."""
+def record_faults(recorded: RunRecord, lines: Sequence[Line]) -> list[str]:
+    """Return what cannot be believed, one line each. `lines`: of metrics.jsonl, of the attempt."""
     messages = [  # the report names clocks that were never measured
         f"the clock of {name} on {machine.host} is known within {machine.error_us / 1e3:.1f} ms,"
         f" and not within {_CLOCK_US / 1e3:.0f}"
         for name, machine in recorded.machines.items()
         if machine.error_us is not None and machine.error_us > _CLOCK_US
     ]
-    messages += _of_rows(recorded, measured)
+    messages += _of_rows(recorded, {line.step: line.time_s for line in lines if STEP_TIME in line.values})
     for compared in _COMPARED:
-        messages += _of_phases(recorded, compared, measured.seconds.get(compared.metric, {}))
+        key = "sync/version" if compared.fact == "version" else ""
+        values = [(line.step, line.values) for line in lines if compared.metric in line.values]
+        seconds = {int(numbers.get(key, step)): numbers[compared.metric] for step, numbers in values}
+        messages += _of_phases(recorded, compared, seconds)
     return messages
 
 
-def _of_rows(recorded: RunRecord, measured: MeasuredTimes) -> Iterator[str]:
+def _of_rows(recorded: RunRecord, written: Mapping[int, float]) -> Iterator[str]:
     """Each row is written within its step; the driver's phases add up to the time between the first and the last."""
     spans = _by_fact(recorded, ("step",), "step")
-    rows = {step: round(time * 1e6 - recorded.wall_ns / 1e3) for step, time in measured.written.items()}
+    rows = {step: round(time * 1e6 - recorded.wall_ns / 1e3) for step, time in written.items()}
     for step, at in rows.items():
         slack = _WALL_US + _SHARE * at
         if step in spans and not any(span.start - slack <= at <= span.end + slack for span in spans[step]):

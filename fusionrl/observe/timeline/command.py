@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionrl.observe.show import EXIT_USER, find_run, parse_steps
-from fusionrl.observe.timeline.check import read_measured_times, record_faults
+from fusionrl.observe.timeline.check import record_faults
 from fusionrl.observe.timeline.records import attempts, read_attempt
 from fusionrl.observe.timeline.report import report
 from fusionrl.observe.timeline.steps import steps_of
 from fusionrl.observe.timeline.trace_file import build, write
+from fusionrl.observe.track.metric_lines import read_lines
 
 TRACE_FILE = "timeline.json"
 EXIT_FAILED = 1
@@ -56,7 +57,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.attempt is not None and options.attempt not in known:
         raise ValueError(f"--attempt {options.attempt}: the run has a record of {', '.join(map(str, known))}")
     attempt = options.attempt or known[-1]
-    measured = read_measured_times(run, attempt) if options.check else None  # before the record; see there
+    # For a live run, before its record, which then has all of them.
+    lines = [line for line in read_lines(run) if line.attempt == attempt] if options.check else []
     recorded = read_attempt(run, attempt)
     by_step = steps_of(run, recorded)
     trace = build(run, recorded, by_step, parse_steps(options.steps), options.samples)
@@ -68,11 +70,11 @@ def _run(options: argparse.Namespace) -> int:
     print(f"{path}: {len(trace.events):,} events, {size / 1e6:.1f} MB; open it at ui.perfetto.dev")
     for line in report(recorded, by_step):
         print(line)
-    if measured is None:
+    if not options.check:
         return 0
-    messages = record_faults(recorded, measured)
+    messages = record_faults(recorded, lines)
     if not messages:
-        with_metrics = "times agree with metrics.jsonl" if measured.seconds else "metrics.jsonl has no times to compare"
+        with_metrics = "times agree with metrics.jsonl" if lines else "metrics.jsonl has no times to compare"
         print(f"checked: measured clocks agree, {with_metrics}")
     for fault in messages:
         print(f"fault: {fault}", file=sys.stderr)

@@ -53,20 +53,14 @@ class Pages:
 
     def block(self, name: str) -> bytes | None:
         """The samples of a file and what the page does not know of it yet, packed; None for a name of none."""
-        for number, run in enumerate(self._runs):
-            for file in list_rollouts(run):
-                if _name(number, file) == name:
-                    return self._block(run, file)
-        return None
-
-    def _block(self, run: Path, file: RolloutFile) -> bytes:
+        files = {_name(n, file): (run, file) for n, run in enumerate(self._runs) for file in list_rollouts(run)}
+        if name not in files:
+            return None
+        run, file = files[name]
         block = build_block(Samples(file, reward_key(run, file)), _MOST_BYTES, {})
         vocabulary = self._vocabulary_of(run)
-        more = {
-            "facts": block.facts,
-            "vocabulary": vocabulary.pieces(block.token_ids) if vocabulary is not None else None,
-        }
-        return f"{block.text or pack(None)}\n{pack(more)}".encode()
+        pieces = vocabulary.pieces(block.token_ids) if vocabulary is not None else None
+        return f"{block.text or pack(None)}\n{pack({'facts': block.facts, 'vocabulary': pieces})}".encode()
 
 
 def _name(number: int, file: RolloutFile) -> str:

@@ -43,12 +43,10 @@ def token_texts(tokens: Sequence[int], vocabulary: Vocabulary | None) -> list[st
 
 def column_of(row: Mapping[str, object], name: str) -> list[Number]:
     """A column of a sample's row, a value a token; None for each where the run has none."""
-    tokens = row.get("tokens")
-    length = len(tokens) if isinstance(tokens, list) else 0
-    value = row.get(name, 1 if name == "mask" else None)
+    tokens, value = row.get("tokens"), row.get(name, 1 if name == "mask" else None)
     if isinstance(value, list):
         return value
-    return [value if isinstance(value, int | float) else None] * length
+    return [value if isinstance(value, int | float) else None] * (len(tokens) if isinstance(tokens, list) else 0)
 
 
 def render_tokens(row: Mapping[str, object], by: str, vocabulary: Vocabulary | None, has_color: bool) -> Iterator[str]:
