@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,10 @@ def test_a_file_is_never_overwritten_nor_outside_the_folder(tmp_path: Path) -> N
     path = writer.write(0, 1, [{"reward": 1}])
     with pytest.raises(FileExistsError, match="never overwritten"):
         writer.write(0, 1, [{"reward": 2}])
+    (tmp_path / "elsewhere").write_text("precious")
+    (path.parent / f".step_000002.train.a1.jsonl.{os.getpid()}.tmp").symlink_to(tmp_path / "elsewhere")
+    writer.write(1, 1, [{"reward": 2}])
+    assert (tmp_path / "elsewhere").read_text() == "precious", "a link of somebody else is not written through"
     with pytest.raises(ValueError, match="eval/gsm8k"):
         writer.write(0, 1, [], "eval/gsm8k")
     assert json.loads(path.read_text()) == {"reward": 1}
