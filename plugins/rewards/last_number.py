@@ -8,8 +8,9 @@ The whole convention is "the last number counts": reasoning before it is free, a
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from fusionrl.rewards.registry import grade
 
 # 1,234.5 and 1234.5 and -7 and .5. A minus sign belongs to the number unless what stands before it makes it a
 # subtraction: 12-7 and (3)-7 end in 7, "is -7" and "=-7" in -7.
@@ -22,22 +23,9 @@ def last_number(text: str) -> str | None:
     return numbers[-1].replace(",", "") if numbers else None
 
 
-def is_same_number(answer: str | None, expected: str) -> bool:
-    """Return whether both are finite numbers and equal: "042", "42.0" and "42" are one number."""
-    if answer is None:
-        return False
-    try:
-        return Decimal(answer) == Decimal(expected)
-    except InvalidOperation:
-        return False
-
-
 async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """1.0 where the last number of `sample.response` equals `sample.label`, else 0.0.
+    """1.0 where the last number of `sample.response` equals `sample.label`, else 0.0, as `--rm-type last_number`.
 
     Raises `ValueError` where the label is missing or is not a number: such a row could never be rewarded.
     """
-    expected = str(sample.label).replace(",", "")
-    if not is_same_number(expected, expected):
-        raise ValueError(f"label {sample.label!r} is not a number; --label-key must name a column of numbers")
-    return float(is_same_number(last_number(sample.response or ""), expected))
+    return grade("last_number", sample.response or "", sample.label, sample.metadata).reward

@@ -31,29 +31,12 @@ def test_last_number(text: str, expected: str | None) -> None:
     assert last_number(text) == expected
 
 
-def score(response: str | None, label: object) -> float:
-    return asyncio.run(reward(None, Sample(prompt="", response=response, label=label)))
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "expected"),
-    [
-        ("46", "46", 1.0),
-        ("046", "46", 1.0),
-        ("46.0", 46, 1.0),
-        ("1,000", "1000", 1.0),
-        ("1000", "1,000", 1.0),
-        ("46 or 47", "46", 0.0),
-        ("-46", "46", 0.0),
-        ("", "46", 0.0),
-        ("146", "46", 0.0),
-    ],
-)
-def test_reward(response: str, label: object, expected: float) -> None:
-    assert score(response, label) == expected
+@pytest.mark.parametrize(("response", "expected"), [("so 46.0", 1.0), ("46 or 47", 0.0), ("", 0.0)])
+def test_the_reward_is_the_built_in_one(response: str, expected: float) -> None:
+    assert asyncio.run(reward(None, Sample(prompt="", response=response, label="46"))) == expected
 
 
 @pytest.mark.parametrize("label", [None, "", "forty", "nan"])
-def test_a_label_that_is_no_number_is_refused(label: object) -> None:
-    with pytest.raises(ValueError, match="--label-key"):
-        score("4", label)
+def test_a_label_that_is_not_a_number_is_refused(label: object) -> None:
+    with pytest.raises(ValueError, match="label"):
+        asyncio.run(reward(None, Sample(prompt="", response="4", label=label)))

@@ -199,28 +199,15 @@ class Rank:
             "peak_bytes": max(plan.peak_bytes(rank) for rank in range(self.options.layout.world_size)),
         }
 
-    def raw_broadcast(self, num_bytes: int, bucket: int, port: int, world_size: int, copies: str = "none") -> float:
-        """Seconds of bare broadcasts of `num_bytes` from rank 0's one buffer. Each bucket is copied before it is sent
-        where `copies` is "serial", and while the one before is sent where it is "overlapped"."""
+    def raw_broadcast(self, num_bytes: int, bucket: int, port: int, world_size: int) -> float:
+        """Seconds of bare broadcasts of `num_bytes` from rank 0's one buffer."""
         store = dist.TCPStore(HOST, port, is_master=False)
         group = init_external_group("gloo", HOST, port, world_size, 0, "raw", TIMEOUT_S, store=store)
-        count = 1 if copies == "none" else 2
-        buffers = [torch.ones(bucket, dtype=torch.uint8) for _ in range(count)]
-        source = torch.ones(bucket if count > 1 else 0, dtype=torch.uint8)
-        dist.broadcast(buffers[0][:1], src=0, group=group)
+        buffer = torch.ones(bucket, dtype=torch.uint8)
+        dist.broadcast(buffer[:1], src=0, group=group)
         start = time.perf_counter()
-        work = None
-        for number, size in enumerate(_sizes(num_bytes, bucket)):
-            if work is not None and copies != "overlapped":
-                work.wait()
-            buffer = buffers[number % count]
-            if copies != "none":
-                buffer[:size].copy_(source[:size])
-            if work is not None and copies == "overlapped":
-                work.wait()
-            work = dist.broadcast(buffer[:size], src=0, group=group, async_op=True)
-        assert work is not None
-        work.wait()
+        for size in _sizes(num_bytes, bucket):
+            dist.broadcast(buffer[:size], src=0, group=group)
         dist.barrier(group=group)
         seconds = time.perf_counter() - start
         dist.destroy_process_group(group)

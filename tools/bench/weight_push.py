@@ -13,9 +13,6 @@ serial           the same by broadcast where no bucket is gathered before the on
                  and by the whole, which counts the buckets that are gathered before the pause
 tensor-by-tensor one gather, one call and one broadcast for each tensor, one at a time, as verl and early slime
 raw broadcast    the same bytes out of one buffer to as many receivers, with nothing else
-raw serial, raw overlapped
-                 that with a memcpy of each bucket into its buffer, before or during the broadcasts: what an overlap
-                 brings on this machine, without the product
 raw memcpy       the same bytes from buffer to buffer
 
 --engine adds a real SGLang engine (random weights of its own, pushed over). On one GPU, --device cuda has one rank and
@@ -126,7 +123,7 @@ class Bench:
         self.push(*args, **kwargs)
         return self.push(*args, **kwargs)
 
-    def raw_broadcast(self, bucket: int, copies: str = "none") -> float:
+    def raw_broadcast(self, bucket: int) -> float:
         """Seconds for the same bytes, to the same receivers; see `Rank.raw_broadcast`."""
         store = create_group_store(HOST, TIMEOUT_S)
         engines = [rank for engine in self.receivers.engines for rank in engine.ranks]
@@ -138,7 +135,7 @@ class Bench:
             )
             for place, engine in enumerate(engines, start=1)
         ]
-        seconds = self.ranks.handles[0].raw_broadcast.remote(self.num_bytes, bucket, store.port, size, copies).result()
+        seconds = self.ranks.handles[0].raw_broadcast.remote(self.num_bytes, bucket, store.port, size).result()
         for call in calls:
             call.result()
         return seconds
@@ -184,8 +181,6 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         **{name: (lambda name=name: bench.second_push(name, bucket)) for name in transports},
     }
     if bench.device == "cpu":
-        for copies in ("serial", "overlapped"):
-            measured[f"raw {copies}"] = lambda copies=copies: {"transfer_s": bench.raw_broadcast(bucket, copies)}
         measured["serial"] = lambda: bench.second_push("broadcast", bucket, overlapped=False)
         if baseline:
             measured["tensor-by-tensor"] = lambda: bench.push("broadcast", 1, overlapped=False)
@@ -198,7 +193,6 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         "pause / transfer, ipc": _ratio(samples["ipc"], "sync/pause_s", samples["ipc"], key),
     }
     if "serial" in samples:
-        ratios["raw overlapped / serial"] = _ratio(samples["raw overlapped"], key, samples["raw serial"])
         ratios["overlapped / serial, pause"] = _ratio(samples["broadcast"], "sync/pause_s", samples["serial"])
         ratios["overlapped / serial, whole"] = _ratio(samples["broadcast"], "total_s", samples["serial"])
     if "tensor-by-tensor" in samples:
