@@ -93,8 +93,3 @@ def test_a_kept_cache_is_compared_up_to_the_push(samples: list[SavedSample], wei
     assert len(checked(kept, weights).faults) == LENGTH - 7
     result = checked(kept, weights, keeps_cache=True)
     assert result.faults == [] and result.unchecked == LENGTH - 7
-
-
-def test_faults_are_told_shortened() -> None:
-    told = Rescored(faults=[f"fault {number}" for number in range(8)]).told()
-    assert told[0] == "fault 0" and len(told) == 6 and told[-1] == "and 3 more"
