@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from fusionrl.cpu import kernels
-from fusionrl.cpu.batched_attention import AttentionPlan, Workspace, attend, plan_attention
+from fusionrl.cpu.batched_attention import AttentionPlan, attend, plan_attention
 from fusionrl.cpu.tree_attention import plan_trees
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        self._workspace = Workspace()
         self._plans: dict[int | None, AttentionPlan] = {}
         self._planned: ForwardBatch | None = None
 
@@ -86,7 +85,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         row_bytes = max(keys[0].numel(), values[0].numel()) * query.element_size()
         plan = self._plan(layer, batch, query.dtype, row_bytes)
-        out = attend(plan, query, keys, values, self._workspace, scale=layer.scaling)
+        out = attend(plan, query, keys, values, scale=layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch) -> bool:

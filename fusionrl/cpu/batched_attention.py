@@ -2,7 +2,8 @@
 
 A request computes its newest tokens, which follow on those that the cache holds (its prefix). Requests of similar
 lengths make a `Group`: their queries and keys are padded to one length and attended in one call. Memory is bounded: a
-group copies so many bytes of keys at most, and a request with many tokens on a long prefix is cut into pieces.
+group copies so many bytes of keys at most, a request with many tokens on a long prefix is cut into pieces, and each
+layer makes its masks.
 
     plan = plan_attention(table, rows, prefixes=[5, 0], news=[1, 7], dtype=...)      # once a forward pass
     out = attend(plan, query, keys, values, scale=...)                              # once a layer
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,10 +28,11 @@ _PADDED_SHARE = 0.125
 """Share of a group's cost that may be padding, however much that is."""
 _ROW_SCORES = 64
 """Scores that are computed in the time in which a row is read."""
-_GROUP_BYTES = 64 * 2**20
-"""Keys that a group of several requests copies; their values are as many again."""
+_GROUP_BYTES = 32 * 2**20
+"""Keys that a group of several requests copies; their values are as many again. The process keeps freed blocks of this
+size (`engines/launch_server.py`)."""
 _MASK_SCORES = 16 * 2**20
-"""Scores of a mask, and of all masks that are kept from layer to layer (of `_with_one_mask`: once more)."""
+"""Scores of a mask."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,17 @@ class Seen:
 
     positions: Tensor
     """[count, num_keys] position of each key in its request."""
-    own: Tensor
+    queries: Tensor
     """[count, num_queries] position of each query: it sees no later key."""
     window: int | None
     dtype: torch.dtype
 
     def mask(self) -> Tensor:
         """[count, 1, num_queries, num_keys] to add to the scores."""
-        positions, own = self.positions[:, None], self.own[:, :, None]
-        is_hidden = positions > own
+        positions, queries = self.positions[:, None], self.queries[:, :, None]
+        is_hidden = positions > queries
         if self.window is not None:
-            is_hidden |= positions < own - self.window
+            is_hidden |= positions < queries - self.window
         return torch.zeros(is_hidden.shape, dtype=self.dtype).masked_fill_(is_hidden, -math.inf)[:, None]
 
 
@@ -64,11 +66,9 @@ class Group:
     """[count * num_queries] new token of each query; None: these are all tokens, in order."""
     slots: Tensor
     """[count * num_keys] slot of each key. Padding repeats the request's last slot: no stranger's NaN comes in."""
-    grid: tuple[int, int, int] | None
-    """First slot, step from request to request and from key to key, if the slots make such a grid: a view is enough."""
     mask: Tensor | Seen | None
-    """[count, 1, num_queries or 1, num_keys], added to the scores; or what each layer makes it of, where the masks of a
-    forward pass are too large to be kept; None: every query sees every key, or `is_causal`."""
+    """[count, 1, num_queries, num_keys], added to the scores, or what each layer makes it of; None: every query sees
+    every key, or `is_causal`."""
     is_causal: bool
     """Query i sees the keys 0..i and no others."""
 
@@ -105,14 +105,8 @@ def plan_attention(
         rows, prefixes, news = _cut(rows, prefixes, news, window)
     before = prefixes if window is None else [min(prefix, window) for prefix in prefixes]
     parts = divide(before, news, _GROUP_BYTES // row_bytes, window is not None or max(prefixes) > 0)
-    if len(parts) == 1 and window is None and max(news) == 1:
-        return AttentionPlan((_decode_group(table, rows, [prefix + 1 for prefix in prefixes], dtype),), None)
     starts = torch.tensor([0, *news]).cumsum(0)
-    sizes = (len(part) * max(news[i] for i in part) * max(before[i] + news[i] for i in part) for part in parts)
-    keeps = sum(sizes) <= _MASK_SCORES
-    groups = [_group(table, rows, prefixes, news, part, starts, dtype, window, keeps) for part in parts]
-    if not keeps and window is None:
-        groups = _with_one_mask(groups, [(prefixes[part[0]], news[part[0]]) for part in parts], dtype)
+    groups = [_group(table, rows, prefixes, news, part, starts, dtype, window) for part in parts]
     if len(groups) == 1 and groups[0].tokens is None:
         return AttentionPlan(tuple(groups), None)
     places, filled = torch.empty(int(starts[-1]), dtype=torch.long), 0
@@ -148,27 +142,6 @@ def _cut(
     ]
     places, prefixes, news = zip(*pieces, strict=True)
     return rows[torch.tensor(places)], prefixes, news
-
-
-def _with_one_mask(groups: list[Group], sizes: list[tuple[int, int]], dtype: torch.dtype) -> list[Group]:
-    """Groups of which those of one request, with this (prefix, new), have parts of one mask, if it is small enough.
-
-    The mask of a shorter prefix is that of a longer one without its first columns.
-    """
-    alone = [i for i, group in enumerate(groups) if group.count == 1 and isinstance(group.mask, Seen)]
-    if not alone:
-        return groups
-    prefix, new = max(sizes[i][0] for i in alone), max(sizes[i][1] for i in alone)
-    if new * (prefix + new) > _MASK_SCORES:
-        return groups
-    new_positions = torch.arange(prefix, prefix + new)
-    full_mask = Seen(torch.arange(prefix + new)[None], new_positions[None], None, dtype).mask()
-    groups = groups.copy()
-    for i in alone:
-        skipped = prefix - sizes[i][0]
-        part = full_mask[:, :, : sizes[i][1], skipped : skipped + sum(sizes[i])]
-        groups[i] = replace(groups[i], mask=part)
-    return groups
 
 
 def divide(
@@ -215,19 +188,6 @@ def _cost(new: int, total: int) -> float:
     return new + total + new * total / _ROW_SCORES
 
 
-def _decode_group(table: Tensor, rows: Tensor, totals: list[int], dtype: torch.dtype) -> Group:
-    """All requests, each with one new token: `_group` with fewer operations, for the step that is made most often."""
-    num_keys = max(totals)
-    slots = table[:, :num_keys].index_select(0, rows)
-    mask = None
-    if min(totals) < num_keys:
-        lengths = torch.tensor(totals)[:, None]
-        is_padding = torch.arange(num_keys) >= lengths
-        slots = torch.where(is_padding, slots.gather(1, lengths - 1), slots)
-        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(is_padding, -math.inf)[:, None, None]
-    return Group(len(totals), 1, num_keys, None, slots.flatten(), _grid(slots), mask, False)
-
-
 def _group(
     table: Tensor,
     rows: Tensor,
@@ -237,7 +197,6 @@ def _group(
     starts: Tensor,
     dtype: torch.dtype,
     window: int | None,
-    keeps_mask: bool,
 ) -> Group:
     places = torch.tensor(part)
     prefix = torch.tensor([prefixes[i] for i in part])
@@ -254,64 +213,26 @@ def _group(
     seen = None
     if not is_causal and (num_queries > 1 or int((last - first).min()) + 1 < num_keys):
         seen = Seen(positions, (prefix[:, None] + offsets).minimum(last[:, None]), window, dtype)
-    mask = seen.mask() if seen is not None and keeps_mask else seen
-    return Group(len(part), num_queries, num_keys, tokens, slots.flatten(), _grid(slots), mask, is_causal)
+    return Group(len(part), num_queries, num_keys, tokens, slots.flatten(), seen, is_causal)
 
 
-def _grid(slots: Tensor) -> tuple[int, int, int] | None:
-    """First slot, step between rows and step between columns of `slots`, if these numbers make all of it."""
-    count, num_keys = slots.shape
-    first, last = int(slots[0, 0]), int(slots[-1, -1])
-    step = int(slots[1, 0]) - first if count > 1 else 0
-    key_step = int(slots[0, 1]) - first if num_keys > 1 else 0
-    if step < 0 or key_step < 0 or last != first + step * (count - 1) + key_step * (num_keys - 1):
-        return None
-    expected = first + step * torch.arange(count)[:, None] + key_step * torch.arange(num_keys)
-    return (first, step, key_step) if torch.equal(slots, expected.to(slots.dtype)) else None
-
-
-class Workspace:
-    """Memory into which keys and values are gathered, kept from layer to layer and from step to step.
-
-    The kernel maps newly allocated memory page by page: on long sequences that takes longer than the copy.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of what is kept."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def gather(self, name: str, cache: Tensor, slots: Tensor) -> Tensor:
-        """The rows `slots` of `cache` [N, ...], valid until the next call with this name."""
-        rows = cache.view(cache.size(0), -1) if cache.is_contiguous() else cache.flatten(1)
-        buffer = self._buffers.get(name)
-        size = slots.numel() * rows.size(1)
-        if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
-            buffer = self._buffers[name] = cache.new_empty(size + size // 4)  # the next steps are longer
-        out = buffer[:size].view(slots.numel(), rows.size(1))
-        return torch.index_select(rows, 0, slots, out=out).view(slots.numel(), *cache.shape[1:])
-
-
-def attend(
-    plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, workspace: Workspace, *, scale: float
-) -> Tensor:
+def attend(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
     """query [T, H, D] of the new tokens, keys [N, K, D] and values [N, K, V] of all slots → [T, H, V]."""
-    outs = [_attend(group, query, keys, values, workspace, scale) for group in plan.groups]
+    outs = [_attend(group, query, keys, values, scale) for group in plan.groups]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if plan.places is None else out.index_select(0, plan.places)
 
 
-def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, workspace: Workspace, scale: float) -> Tensor:
+def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """[count * num_queries, H, V]."""
     count, num_queries = group.count, group.num_queries
     if group.tokens is not None:
         query = query.index_select(0, group.tokens)
     num_heads, num_groups = query.size(1), keys.size(1)
-    key = _read(group, "keys", keys, workspace).to(query.dtype)  # [count, K, num_keys, D]
-    value = _read(group, "values", values, workspace).to(query.dtype)  # [count, K, num_keys, V]
+    key, value = (  # [count, K, num_keys, D], [count, K, num_keys, V]
+        cache.index_select(0, group.slots).view(count, group.num_keys, *cache.shape[1:]).transpose(1, 2).to(query.dtype)
+        for cache in (keys, values)
+    )
     mask = group.mask.mask() if isinstance(group.mask, Seen) else group.mask
     if num_queries == 1 and query.dtype is torch.float32:
         # Heads that share keys are queries of one head. (In bf16 torch's kernel is slower so.)
@@ -323,15 +244,3 @@ def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, workspace
         query, key, value, mask, is_causal=group.is_causal, scale=scale, enable_gqa=num_heads != num_groups
     )
     return out.transpose(1, 2).reshape(count * num_queries, num_heads, -1)
-
-
-def _read(group: Group, name: str, cache: Tensor, workspace: Workspace) -> Tensor:
-    """The group's rows of `cache` [N, K, D], as [count, K, num_keys, D]."""
-    if group.grid is not None:
-        first, step, key_step = group.grid
-        row = cache.stride(0)
-        size = (group.count, cache.size(1), group.num_keys, cache.size(2))
-        stride = (step * row, cache.stride(1), key_step * row, cache.stride(2))
-        return cache.as_strided(size, stride, cache.storage_offset() + first * row)
-    rows = workspace.gather(name, cache, group.slots)
-    return rows.view(group.count, group.num_keys, *cache.shape[1:]).transpose(1, 2)

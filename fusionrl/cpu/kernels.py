@@ -25,7 +25,6 @@ _pointer, _long, _float = c_void_p, c_int64, c_float
 # Of each function: what it returns and takes, before what all of them take: `half` and the number of threads.
 _ARGUMENTS = {
     "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float]),
-    "norm_heads": (None, [_pointer, _long, _long, _pointer, _pointer, _long, _long, _pointer, _long, _long, _float]),
     "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long]),
     "swiglu": (None, [_pointer, _pointer, _long, _long]),
     "swiglu_backward": (None, [*[_pointer] * 3, _long, _long]),
@@ -33,15 +32,8 @@ _ARGUMENTS = {
         c_int,
         [_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer, *[_long] * 4],
     ),
-    "rotate_both": (
-        c_int,
-        [*[_pointer, _long, _long, _pointer] * 2, _pointer, _long, _pointer, _long, _long, _long],
-    ),
-    "store_rows": (c_int, [_pointer, _long, _pointer, _long, *[_pointer] * 3, *[_long] * 4]),
-    "attend_decode": (
-        c_int,
-        [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float],
-    ),
+    "rotate_both": (c_int, [*[_pointer, _long, _long, _pointer] * 2, _pointer, _long, _pointer, _long, _long, _long]),
+    "attend_decode": (c_int, [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float]),
     "attend_new": (
         c_int,
         [*[_pointer] * 3, _float, _pointer, _long, _long, *[_pointer] * 6, *[_long] * 3]
@@ -123,23 +115,6 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     return out, both
 
 
-def norm_heads(query: Tensor, query_weight: Tensor, key: Tensor, key_weight: Tensor, eps: float) -> None:
-    """RMSNorm of each head of queries [T, heads * d] and keys [T, heads * d], in their place; weights [d], dense.
-
-    Tokens may lie apart, as in a tensor of queries, keys and values; each one's numbers are dense.
-    """
-    size, (count, *_) = query_weight.numel(), query.shape
-    assert key.size(0) == count and query.stride(1) == key.stride(1) == 1 and key_weight.numel() == size
-    assert (
-        query.size(1) % size == key.size(1) % size == 0 and query_weight.is_contiguous() and key_weight.is_contiguous()
-    )
-    _library().norm_heads(
-        *(query.data_ptr(), query.stride(0), query.size(1) // size, query_weight.data_ptr()),
-        *(key.data_ptr(), key.stride(0), key.size(1) // size, key_weight.data_ptr(), count, size, eps),
-        *(_is_half(query, key, query_weight, key_weight), torch.get_num_threads()),
-    )
-
-
 def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of `hidden` [..., h], gradient of `weight` [h]) of `rms_norm`, with the factors that it returned."""
     assert grad.shape == hidden.shape and weight.shape == hidden.shape[-1:]
@@ -174,13 +149,12 @@ def swiglu_backward(grad: Tensor, both: Tensor) -> Tensor:
     return out
 
 
-def rotate(values: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, back: bool = False) -> Tensor:
+def rotate(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     """Turn halves of each head against each other, as rotary embeddings do; the dimensions beyond them are copied.
 
     Args:
         values: [T, heads, d]
-        cos, sin: [any, r / 2] of one stride: the first r of d dimensions are turned
-        positions: [T] int64 row of the angles of each token; None: row t for token t
+        cos, sin: [T, r / 2] of one stride: the first r of d dimensions are turned
         back: turn the other way, which is the gradient
 
     Raises:
@@ -189,13 +163,10 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = 
     assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(-1) == 1
     count, heads, size = values.shape
     values = values if values.stride(-1) == 1 else values.contiguous()
-    if positions is not None:
-        assert positions.shape == (count,) and positions.dtype is torch.int64
-        positions = positions.contiguous()
     out = values.new_empty(values.shape)
     code = _library().rotate(
         *(values.data_ptr(), *values.stride()[:2], cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.size(0)),
-        *(None if positions is None else positions.data_ptr(), -1.0 if back else 1.0, out.data_ptr()),
+        *(None, -1.0 if back else 1.0, out.data_ptr()),
         *(count, heads, size, 2 * cos.size(-1), _is_half(values, cos, sin), torch.get_num_threads()),
     )
     _check(code, "a token's position is beyond the table of angles")
@@ -223,20 +194,6 @@ def rotate_both(query: Tensor, key: Tensor, table: Tensor, positions: Tensor, si
     )
     _check(code, "a token's position is beyond the table of angles")
     return outs
-
-
-def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write keys [T, K, D] and values [T, K, V], each token's numbers dense, into `slots` [T] int64 of a dense cache.
-
-    Raises:
-        IndexError: a slot is beyond the cache; nothing is written.
-    """
-    code = _library().store_rows(
-        *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), slots.data_ptr()),
-        *(keys.data_ptr(), values.data_ptr(), keys.size(0), slots.numel(), keys[0].numel(), values[0].numel()),
-        *(_is_half(key, value, keys, values), torch.get_num_threads()),
-    )
-    _check(code, "a slot is beyond the cache")
 
 
 def attend_decode(
@@ -305,7 +262,7 @@ def attend_new(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """The attention of a decode step: `norm_heads`, `rotate_both`, `store_rows` and `attend_decode` in one call.
+    """The attention of a decode step in one call: heads are normed and rotated, keys and values stored, then attended.
 
     Args:
         qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; overwritten

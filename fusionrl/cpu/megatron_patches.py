@@ -60,10 +60,7 @@ _state = {"importable": False, "installed": False, "patched": False}
 # Name → (value, why). A user who sets one of these otherwise gets an error with this reason.
 OVERRIDES: dict[str, tuple[Any, str]] = {
     "use_cpu_initialization": (True, "there is no other device"),
-    "deallocate_pipeline_outputs": (
-        False,
-        "gloo's isend does not keep the storage alive: wrong activations are sent",
-    ),
+    "deallocate_pipeline_outputs": (False, "gloo's isend does not keep the storage alive: wrong activations are sent"),
     "batch_p2p_comm": (False, "the batched exchange fails with interleaved pipeline stages"),
     "masked_softmax_fusion": (False, "it is a CUDA kernel"),
     "bias_dropout_fusion": (False, "it is compiled for CUDA"),

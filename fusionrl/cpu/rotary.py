@@ -42,25 +42,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(values, cos, sin, back=False)
+        return kernels.rotate(values, cos[:, 0], sin[:, 0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, back=True), None, None
-
-
-def _turned(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    if kernels.fit(values, cos, sin):
-        return kernels.rotate(values, cos[:, 0], sin[:, 0], back=back)
-    half, sin = cos.size(-1), -sin if back else sin
-    out = values.new_empty(values.shape)
-    first, second = values[..., :half], values[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-    out[..., 2 * half :] = values[..., 2 * half :]
-    return out
+        return kernels.rotate(grad, cos[:, 0], sin[:, 0], back=True), None, None
 
 
 def packed_angles(angles: Tensor, lengths: list[int]) -> Tensor:
@@ -70,7 +58,7 @@ def packed_angles(angles: Tensor, lengths: list[int]) -> Tensor:
 
 
 def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head of `values` [T, heads, d] against each other."""
+    """Turn the halves of each head of `values` [T, heads, d] against each other, all tensors as `kernels.fit` tells."""
     return cast("Tensor", _Rotation.apply(values, cos, sin))
 
 
@@ -92,7 +80,8 @@ def patch(attention: ModuleType) -> None:
     ) -> Tensor:
         """As Megatron's: `t` [T, heads, d] of packed tokens, or [s, b, heads, d] → the same shape, turned."""
         is_plain = not (config.rotary_interleaved or config.multi_latent_attention or config.apply_rope_fusion or more)
-        if cu_seqlens is None or cp_group is None or cp_group.size() > 1 or not is_plain or freqs.size(1) != 1:
+        is_plain = is_plain and freqs.size(1) == 1 and kernels.fit(t)
+        if cu_seqlens is None or cp_group is None or cp_group.size() > 1 or not is_plain:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **more)
         made_of = (freqs, cu_seqlens, t.dtype)
         if not last or not last[0].are_of(made_of, mscale):

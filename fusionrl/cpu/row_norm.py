@@ -1,7 +1,6 @@
-"""RMSNorm on a CPU as one function of autograd.
+"""RMSNorm on a CPU as one function of autograd, by our own kernel (`kernels.py`).
 
-torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many. Our own kernel
-computes it (`kernels.py`), where there is one.
+torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many.
 """
 
 from __future__ import annotations
@@ -20,32 +19,21 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if kernels.fit(hidden, weight):
-            out, scale = kernels.rms_norm(hidden, weight, eps)
-            ctx.save_for_backward(hidden, weight, scale)
-            return out
-        rows = hidden.float()
-        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        scale = (length.square_() / rows.size(-1)).add_(eps).rsqrt_()  # [..., 1]
+        out, scale = kernels.rms_norm(hidden, weight, eps)
         ctx.save_for_backward(hidden, weight, scale)
-        return (rows * scale).mul_(weight).to(hidden.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight, scale = ctx.saved_tensors
-        if kernels.fit(grad, hidden, weight):
-            return *kernels.rms_norm_backward(grad, hidden, weight, scale), None
-        normed, of_output = hidden.float() * scale, grad.float()
-        product = (of_output * normed).flatten(0, -2)
-        mean = (product @ weight.float() / weight.numel()).view(scale.shape)  # of gradient · output's direction
-        out = (of_output * weight).addcmul_(normed, mean, value=-1).mul_(scale)
-        return out.to(hidden.dtype), product.sum(0).to(weight.dtype), None
+        return *kernels.rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of `hidden` [..., h], of the same type."""
-    return cast("Tensor", _Norm.apply(hidden, weight, eps))
+    """RMSNorm of `hidden` [..., h], of the same type; torch computes what the kernels cannot."""
+    if kernels.fit(hidden, weight):
+        return cast("Tensor", _Norm.apply(hidden, weight, eps))
+    return torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps).to(hidden.dtype)
 
 
 class RowNorm(torch.nn.RMSNorm):

@@ -11,13 +11,7 @@ from fusionrl.cpu.batched_attention import AttentionPlan, Group
 
 
 def plan_trees(
-    table: Tensor,
-    rows: Tensor,
-    num_before: Tensor,
-    tree_mask: Tensor,
-    *,
-    dtype: torch.dtype,
-    window: int | None = None,
+    table: Tensor, rows: Tensor, num_before: Tensor, tree_mask: Tensor, *, dtype: torch.dtype, window: int | None = None
 ) -> AttentionPlan:
     """Plan one call for B requests, each with a tree of n new tokens after the tokens that the cache holds.
 
@@ -44,4 +38,4 @@ def plan_trees(
         position = torch.where(in_tree, before + depths.gather(1, node.clamp(0, num_nodes - 1)), keys)
         sees &= position[:, None] >= (before + depths)[..., None] - window
     mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf)[:, None]
-    return AttentionPlan((Group(count, num_nodes, num_keys, None, slots.flatten(), None, mask, False),), None)
+    return AttentionPlan((Group(count, num_nodes, num_keys, None, slots.flatten(), mask, False),), None)

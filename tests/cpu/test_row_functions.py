@@ -22,15 +22,6 @@ def test_a_norm_is_torchs(dtype: torch.dtype, tolerance: float) -> None:
     assert list(norm.state_dict()) == ["weight"]
 
 
-def test_gradients_of_a_norm_are_torchs() -> None:
-    hidden, weight = torch.randn(9, 1, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    of_output = torch.randn(9, 1, 16)
-    ours = torch.autograd.grad((rms_norm(hidden, weight, 1e-5) * of_output).sum(), (hidden, weight))
-    plain = torch.nn.functional.rms_norm(hidden, (16,), weight, 1e-5)
-    theirs = torch.autograd.grad((plain * of_output).sum(), (hidden, weight))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 def test_a_row_of_zeros_has_a_finite_gradient() -> None:
     hidden = torch.zeros(2, 4, requires_grad=True)
     rms_norm(hidden, torch.ones(4), 1e-5).sum().backward()
@@ -46,23 +37,10 @@ def _megatrons(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     return torch.cat((turned, kept), -1)
 
 
-@pytest.mark.parametrize("rotary_dim", [8, 4])
-def test_a_rotation_and_its_gradient(rotary_dim: int) -> None:
-    both = torch.randn(6, 3, 16, requires_grad=True)
-    values = both[..., 8:]  # as queries are: a part of a wider tensor
-    half = torch.randn(6, 1, rotary_dim // 2)
-    freqs = torch.cat((half, half), -1)
-    ours, theirs = rotary.rotate(values, half.cos(), half.sin()), _megatrons(values, freqs)
-    torch.testing.assert_close(ours, theirs)
-    of_output = torch.randn_like(ours)
-    found = [torch.autograd.grad((out * of_output).sum(), both)[0] for out in (ours, theirs)]
-    torch.testing.assert_close(*found)
-
-
 def _patched() -> tuple[ModuleType, list[object]]:
     calls: list[object] = []
     module = ModuleType("attention")
-    module.apply_rotary_pos_emb = lambda *args: calls.append(args)  # type: ignore[attr-defined]
+    module.apply_rotary_pos_emb = lambda *args, **more: calls.append(more)  # type: ignore[attr-defined]
     rotary.patch(module)
     rotary.patch(module)
     return module, calls
@@ -86,15 +64,7 @@ def test_sequences_begin_at_the_first_angle_and_angles_are_those_of_the_batch() 
     assert not calls
 
 
-def test_shared_tokens_have_an_angle_each() -> None:
-    module, _ = _patched()
-    half = torch.randn(5, 1, 1, 4)
-    freqs, values = torch.cat((half, half), -1), torch.randn(5, 2, 8)
-    found = module.apply_rotary_pos_emb(values, freqs, SimpleNamespace(**CONFIG), torch.tensor([0, 5]), 1.0, ALONE)
-    torch.testing.assert_close(found, _megatrons(values, freqs[:, 0]))
-
-
-def test_another_scale_has_other_angles() -> None:
+def test_shared_tokens_have_an_angle_each_and_another_scale_others() -> None:
     module, _ = _patched()
     half = torch.randn(5, 1, 1, 4)
     freqs, values = torch.cat((half, half), -1), torch.randn(5, 2, 8)
@@ -102,34 +72,32 @@ def test_another_scale_has_other_angles() -> None:
         module.apply_rotary_pos_emb(values, freqs, SimpleNamespace(**CONFIG), OFFSETS, scale, ALONE)
         for scale in (1.0, 2.0)
     )
+    torch.testing.assert_close(once, _megatrons(values, freqs[:, 0]))
     torch.testing.assert_close(twice, 2 * once)
 
 
-def test_what_a_later_release_asks_for_is_megatrons() -> None:
-    calls: list[object] = []
-    module = ModuleType("attention")
-    module.apply_rotary_pos_emb = lambda *args, **more: calls.append(more)  # type: ignore[attr-defined]
-    rotary.patch(module)
-    config = SimpleNamespace(**CONFIG)
-    module.apply_rotary_pos_emb(
-        torch.zeros(5, 1, 8), torch.zeros(5, 1, 1, 8), config, OFFSETS, 1.0, ALONE, inverse=True
-    )
-    assert calls == [{"inverse": True}]
-
-
 @pytest.mark.parametrize(
-    ("changes", "offsets", "group"),
+    ("changes", "offsets", "group", "more"),
     [
-        ({"rotary_interleaved": True}, torch.tensor([0, 5]), ALONE),
-        ({"multi_latent_attention": True}, torch.tensor([0, 5]), ALONE),
-        ({"apply_rope_fusion": True}, torch.tensor([0, 5]), ALONE),
-        ({}, torch.tensor([0, 5]), TWO),
-        ({}, torch.tensor([0, 5]), None),
-        ({}, None, ALONE),
+        ({"rotary_interleaved": True}, OFFSETS, ALONE, {}),
+        ({"multi_latent_attention": True}, OFFSETS, ALONE, {}),
+        ({"apply_rope_fusion": True}, OFFSETS, ALONE, {}),
+        ({}, OFFSETS, TWO, {}),
+        ({}, OFFSETS, None, {}),
+        ({}, None, ALONE, {}),
+        ({}, OFFSETS, ALONE, {"inverse": True}),  # of a later release
+        ({"kernels": False}, OFFSETS, ALONE, {}),  # a machine without a compiler
     ],
 )
-def test_other_cases_are_megatrons(changes: dict[str, bool], offsets: torch.Tensor | None, group: object) -> None:
+def test_other_cases_are_megatrons(
+    changes: dict[str, bool],
+    offsets: torch.Tensor | None,
+    group: object,
+    more: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module, calls = _patched()
     config = SimpleNamespace(**CONFIG | changes)
-    module.apply_rotary_pos_emb(torch.zeros(5, 1, 8), torch.zeros(5, 1, 1, 8), config, offsets, 1.0, group)
-    assert len(calls) == 1
+    monkeypatch.setattr(rotary.kernels, "loaded", lambda: changes.get("kernels", True))
+    module.apply_rotary_pos_emb(torch.zeros(5, 1, 8), torch.zeros(5, 1, 1, 8), config, offsets, 1.0, group, **more)
+    assert calls == [more]

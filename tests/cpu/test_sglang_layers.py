@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def sglang() -> Iterator[None]:
     """SGLang's layers with the kernels; the tests of other files get those that they had."""
     cpu_wing.install_stand_ins()
     layers = _layers()
-    places = [(layer, "forward_native") for layer in layers] + _functions()
+    places = [(layer, "forward_native") for layer in layers]
     usual = [getattr(*place) for place in places]
     sglang_layers.register()
     first = [getattr(*place) for place in places]
@@ -30,14 +29,6 @@ def sglang() -> Iterator[None]:
     yield
     for place, before in zip(places, usual, strict=True):
         setattr(*place, before)
-
-
-def _functions() -> list[tuple[ModuleType, str]]:
-    """Where SGLang looks for them: `apply_qk_norm` also in a model that has imported it by its name."""
-    from sglang.srt.mem_cache import memory_pool
-    from sglang.srt.models import qwen3, utils
-
-    return [(memory_pool, "_set_kv_buffer_impl"), (utils, "apply_qk_norm"), (qwen3, "apply_qk_norm")]
 
 
 def _layers() -> tuple[type, type, type]:
@@ -51,7 +42,7 @@ def _layers() -> tuple[type, type, type]:
 @pytest.fixture
 def num_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel was called."""
-    counts = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rotate_both", "norm_heads", "store_rows"), 0)
+    counts = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rotate_both"), 0)
 
     def counted(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -152,47 +143,3 @@ def test_rotary_embeddings(
         assert num_calls["rotate_both"] == num_kernels
         with pytest.raises(IndexError):
             rope(torch.tensor([0, 64, 0, 0, 0, 0, 0]), query, key)
-
-
-@TYPES
-def test_norms_of_heads(num_calls: dict[str, int], dtype: torch.dtype) -> None:
-    """Queries and keys are parts of a wider tensor, and normed in their place, where the caller allows it."""
-    from sglang.srt.models.qwen3 import apply_qk_norm
-
-    norms = _norm(16).to(dtype), _norm(16).to(dtype)
-    both = torch.randn(7, 6 * 16 + 5, dtype=dtype)
-
-    def normed(norms: tuple[torch.nn.Module, torch.nn.Module], wide: Tensor, **more: object) -> tuple[Tensor, Tensor]:
-        wide = wide.clone()
-        return apply_qk_norm(wide[:, : 4 * 16], wide[:, 4 * 16 : 6 * 16], *norms, 16, **more)
-
-    _both(lambda wide: normed(norms, wide), both)
-    assert num_calls["norm_heads"] == 1
-    _both(lambda wide: normed(norms, wide, allow_inplace=False), both)
-    other, of_a_part = _norm(16).to(dtype), _norm(16, var_hidden_size=8).to(dtype)
-    other.variance_epsilon = 0.5
-    _both(lambda wide: normed((norms[0], other), wide), both)
-    _both(lambda wide: normed((norms[0], of_a_part), wide), both)
-    assert num_calls["norm_heads"] == 1, "SGLang's: not in their place, two epsilons, a part of the row"
-
-
-@TYPES
-def test_keys_and_values_go_into_the_cache(num_calls: dict[str, int], dtype: torch.dtype) -> None:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    layer = RadixAttention(4, 16, 0.25, 2, layer_id=0)
-    pool = MHATokenToKVPool(64, 1, dtype, 2, 16, 1, "cpu", enable_memory_saver=False)
-    both = torch.randn(5, 7 * 16, dtype=dtype)
-    key, value = both[:, 32:64].view(5, 2, 16), both[:, 80:112].view(5, 2, 16)
-    for slots, num_kernels in ((torch.tensor([9, 3, 60, 1, 2]), 1), (torch.tensor([9, 3, 60, 1, 2]).int(), 1)):
-        for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
-            buffer.zero_()
-        pool.set_kv_buffer(layer, slots, key, value)
-        assert num_calls["store_rows"] == num_kernels
-        for buffer, rows in ((pool.k_buffer[0], key), (pool.v_buffer[0], value)):
-            expected = torch.zeros_like(buffer)
-            expected[slots.long()] = rows
-            assert torch.equal(buffer, expected)
-    with pytest.raises(IndexError):
-        pool.set_kv_buffer(layer, torch.tensor([9, 3, 600, 1, 2]), key, value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.cpu.batched_attention import Workspace, attend
+from fusionrl.cpu.batched_attention import attend
 from fusionrl.cpu.speculation import (
     keep_top_k,
     keep_top_p,
@@ -132,7 +132,7 @@ def test_a_draft_sees_what_is_before_it_and_its_ancestors(window: int | None) ->
     keys, values = torch.randn(num_slots, groups, size), torch.randn(num_slots, groups, size)
     query = torch.randn(2 * NUM_NODES, heads, size)
     plan = plan_trees(slots.int(), torch.tensor([0, 1]), before, _mask().flatten(), dtype=torch.float32, window=window)
-    out = attend(plan, query, keys, values, Workspace(), scale=0.3)
+    out = attend(plan, query, keys, values, scale=0.3)
     for tree, parents in enumerate(PARENTS):
         start = int(before[tree])
         for node in range(NUM_NODES):
