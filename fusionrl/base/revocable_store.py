@@ -56,39 +56,30 @@ class RevocableStore(dist.Store):
         self.wait(keys)
         return self._store.multi_get(list(keys))
 
-    # What follows does not wait.
+    # What follows does not wait: torch asks for each by its name.
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
         self._store.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Write values."""
         self._store.multi_set(list(keys), list(values))
 
     def append(self, key: str, value: str) -> None:
-        """Write behind a value."""
         self._store.append(key, value)
 
     def add(self, key: str, number: int) -> int:
-        """Add to a number."""
         return self._store.add(key, number)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write a value in place of the expected one."""
         return self._store.compare_set(key, expected, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
         return self._store.check(list(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key."""
         return self._store.delete_key(key)
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return self._store.num_keys()
 
     def has_extended_api(self) -> bool:
-        """Return whether there are `append` and its kind: all members of a group must say the same."""
         return self._store.has_extended_api()

@@ -3,8 +3,8 @@
 When it is imported, transformers opens the 2,400 files of its models, to know which class is in which of them, and once
 more when the first model's module is imported. It also reads the list of files of every installed package. Both take a
 second of a core, in each process that reads a tokenizer, and the answers are the same until something is installed. So
-they are kept (`cache_files.py`), named by the sizes and times of all the files that they came from: to look at those
-takes 30 ms. Where an answer cannot be kept, transformers finds it out as before.
+they are kept (`cache_files.py`), named by the sizes and times of the files and folders that they came from: to look at
+those takes 30 ms. Where an answer cannot be kept, transformers finds it out as before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -30,9 +31,7 @@ Structure = dict[frozenset[str], dict[str, set[str]]]
 """As transformers has it: needed packages → module → names in it."""
 
 _TRANSFORMERS, _IMPORT_UTILS, _SCAN = "transformers", "transformers.utils.import_utils", "define_import_structure"
-_FORM = "1"  # of the files
-_RECORDS = ("METADATA", "PKG-INFO", "top_level.txt", "RECORD", "SOURCES.txt", "installed-files.txt")
-"""Files of an installed package from which its names are read."""
+_FORM = "2"  # of the files
 
 
 @contextmanager
@@ -54,33 +53,16 @@ def cached_scans() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------- names of packages
 def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[str, list[str]]:
     """As `importlib.metadata.packages_distributions`: top-level module → packages that have it."""
-    facts = _record_facts()
-    if facts is None:
-        return original()
-    return _cached("packages", facts, original, dict, _as_distributions)
+    return _cached("packages", _record_facts(), original, dict, _as_distributions)
 
 
-def _record_facts() -> list[str] | None:
-    """Return facts of all installed packages in the order in which they are found; None: some are found otherwise."""
-    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
-        return None
-    facts: list[str] = []
+def _record_facts() -> Iterator[str]:
+    """Yield facts of all installed packages, in the order in which they are found: of the folders of their records."""
     for folder in sys.path:
-        if os.path.isfile(folder):
-            return None  # an archive
-        with contextlib.suppress(OSError):  # it is not there, or cannot be read: nothing is found in it
-            for name in os.listdir(folder or "."):
-                if name.endswith(".egg"):
-                    return None
-                if name.endswith((".dist-info", ".egg-info")):
-                    facts += _facts_of_package(os.path.join(os.path.abspath(folder), name))
-    return facts
-
-
-def _facts_of_package(folder: str) -> Iterator[str]:
-    for path in (folder, *(os.path.join(folder, name) for name in _RECORDS)):
-        with contextlib.suppress(OSError):  # few packages have all of them
-            yield file_fact(path, os.stat(path))
+        with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:  # an archive, or not there
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.endswith((".dist-info", ".egg-info", ".egg")):
+                    yield file_fact(os.path.abspath(entry.path), entry.stat())
 
 
 def _as_distributions(content: Json) -> dict[str, list[str]]:
@@ -134,12 +116,8 @@ class _Scan:
         }
 
     def _kept_structure(self) -> Structure:
-        find_out = functools.partial(self._usual, self._models)
-        return _cached("transformers-models", self._facts(), find_out, _to_json, _as_structure)
-
-    def _facts(self) -> Iterator[str]:
-        yield file_fact(self._source, self._source.stat())
-        yield from _source_facts(self._models)
+        facts = itertools.chain((file_fact(path, path.stat()) for path in [self._source]), _source_facts(self._models))
+        return _cached("transformers-models", facts, lambda: self._usual(self._models), _to_json, _as_structure)
 
 
 def _source_facts(folder: str) -> Iterator[str]:
@@ -185,11 +163,6 @@ def _cached(
     answer = find_out()
     with contextlib.suppress(OSError, TypeError, ValueError, AttributeError):  # another transformers': not kept
         plain = to_json(answer)
-        if from_json(_copied(plain)) == answer:
+        if from_json(json.loads(json.dumps(plain))) == answer:
             write_cache(path, plain)
     return answer
-
-
-def _copied(plain: object) -> Json:
-    copy: Json = json.loads(json.dumps(plain))
-    return copy

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,46 +124,31 @@ def test_an_answer_that_json_changes_is_not_kept(tmp_path: Path, found_out: list
     assert not (tmp_path / "cache").exists()
 
 
-def _install(folder: Path, name: str) -> Path:
+def _install(folder: Path, name: str, module: str | None = None) -> None:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "top_level.txt").write_text(name)
-    return info
+    (info / "top_level.txt").write_text(module or name)
 
 
 def test_the_packages_of_a_folder(tmp_path: Path, found_out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "site-packages"
-    info = _install(folder, "one")
+    _install(folder, "one")
     monkeypatch.setattr(sys, "path", [str(folder), str(tmp_path / "none")])
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is scan_cache.PathFinder])
 
-    def usual() -> dict[str, Sequence[str]]:
+    def usual() -> dict[str, list[str]]:
         found_out.append("usual")
-        return dict(importlib.metadata.packages_distributions())
+        return dict(importlib.metadata.packages_distributions())  # type: ignore[arg-type]
 
-    assert [_distributions(usual) for _ in range(2)] == [{"one": ["one"]}] * 2 and len(found_out) == 1  # type: ignore[arg-type]
-    (info / "top_level.txt").write_text("another_module")
-    assert _distributions(usual) == {"another_module": ["one"]} and len(found_out) == 2  # type: ignore[arg-type]
+    assert [_distributions(usual) for _ in range(2)] == [{"one": ["one"]}] * 2 and len(found_out) == 1
+    shutil.rmtree(folder)
+    _install(folder, "one", "another_module")
+    importlib.invalidate_caches()
+    assert _distributions(usual) == {"another_module": ["one"]} and len(found_out) == 2
     _install(folder, "two")
     importlib.invalidate_caches()
-    assert set(_distributions(usual)) == {"another_module", "two"} and len(found_out) == 3  # type: ignore[arg-type]
-    (folder / "three.egg").mkdir()
-    for number in (4, 5):
-        _distributions(usual)  # type: ignore[arg-type]
-        assert len(found_out) == number, "an egg holds its records otherwise"
-
-
-def test_packages_that_another_finder_finds_are_asked_for(
-    found_out: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Finder:
-        def find_distributions(self, context: object) -> list[object]:
-            return []
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    assert scan_cache._record_facts() is None
-    assert json.dumps(_distributions(lambda: {"one": ["1"]})) == '{"one": ["1"]}'
+    assert set(_distributions(usual)) == {"another_module", "two"} and len(found_out) == 3
 
 
 def test_without_a_home_it_is_found_out(tmp_path: Path, found_out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
