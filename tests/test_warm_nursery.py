@@ -10,8 +10,8 @@ import pytest
 
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.runtime.nursery_order import engine_branch
-from fusionrl.runtime.warm_start import WARM_VARIABLE
 from tests.warm_nursery import SharedNursery, model_in
+from tests.warm_start import WARM_VARIABLE
 
 
 def test_whoever_finds_it_dead_starts_a_new_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A warm nursery (`fusionrl.runtime.warm_start`) that all workers of a session of tests share.
+"""A warm nursery (`tests/warm_start.py`) that all workers of a session of tests share.
 
 Whole runs begin with forks of it. Servers that a test starts by itself are forks as those of a run are. A start costs
 a second or two of a core and not ten. A process whose model has another architecture, or whose environment is another,
@@ -25,8 +25,8 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process_title import ROOM
 from fusionrl.config.config import Config
 from fusionrl.runtime.early_start import start_nursery
-from fusionrl.runtime.nursery_order import engine_branch, warm_order
-from fusionrl.runtime.warm_start import ROOM_VARIABLE, WARM_KEY, WARM_VARIABLE, WarmBranches
+from fusionrl.runtime.nursery_order import engine_branch
+from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_order
 
 ARCHITECTURE = "Qwen3ForCausalLM"  # of `make_tiny_qwen3`
 
@@ -85,15 +85,15 @@ class SharedNursery:
     def _start(self) -> None:
         home = Path(tempfile.mkdtemp(prefix="nursery-"))  # a short path: a socket's has 107 characters
         key = secrets.token_hex(32)
-        with only(self.environment):  # which branches are told only what their environment lacks
+        (home / "key").write_text(key)
+        with only({**self.environment, ROOM_VARIABLE: " " * ROOM}):  # branches are told only what it lacks
             order = self._order_of(home, key)
-            nursery = start_nursery(home, order.to_line(), {ROOM_VARIABLE: " " * ROOM})
+            nursery = start_nursery(home, order.to_line())
         self._own.append((nursery, home))
         while not all(Path(branch.path).exists() for branch in order.branches) and nursery.poll() is None:
             time.sleep(0.01)
         new = self._found.with_suffix(".new")
-        new.touch(0o600)
-        new.write_text(json.dumps({WARM_VARIABLE: str(home), WARM_KEY: key}))
+        new.write_text(json.dumps({WARM_VARIABLE: str(home)}))
         new.replace(self._found)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import ray
 
 from fusionrl.base.environment import extended_environment
+from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.config.config import Config
 from fusionrl.config.groups.model import WeightsGroup
 from fusionrl.engines.engine import EngineSpec
@@ -37,7 +38,7 @@ from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import EngineTarget
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_worker import EngineWorker
-from fusionrl.runtime.ray_cluster import LOOPBACK, actor_on, start_ray
+from fusionrl.runtime.ray_cluster import actor_on, start_ray
 from fusionrl.runtime.worker_actors import PolicyWorker
 from fusionrl.weights.disk_push import push_by_disk
 from fusionrl.weights.push import push_weights

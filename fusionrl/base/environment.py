@@ -67,12 +67,11 @@ def is_secret(name: str, value: str) -> bool:
     return name == ROUTER_KEY or bool(_NAME.search(name)) or bool(_URL_WITH_PASSWORD.search(value))
 
 
-def child_environment(kind: str, source: Mapping[str, str] | None = None) -> dict[str, str]:
+def child_environment(kind: str, source: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment with which a process of `kind` is started: this process's, less the secrets.
 
     Only a process with `RAY` in its row gets RAY_AUTH_TOKEN; the others are handed over, see `NEEDS`.
     """
-    source = os.environ if source is None else source
     secrets = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} if RAY in NEEDS[kind] else set[str]()
     return {name: value for name, value in source.items() if name in secrets or not is_secret(name, value)}
 
@@ -106,25 +105,23 @@ def extended_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def hook_secrets(names: Sequence[str], source: Mapping[str, str] | None = None) -> dict[str, str]:
+def hook_secrets(names: Sequence[str], source: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that --hook-env names, for `take_secrets`.
 
     Raises:
         ValueError: one of them is not set.
     """
-    source = os.environ if source is None else source
     missing = [name for name in names if name not in source]
     if missing:
         raise ValueError(f"--hook-env {missing[0]}: the environment has no such variable; export it, or leave it out")
     return {name: source[name] for name in names}
 
 
-def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> None:
+def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Settle in a process that runs the user's functions: these secrets, and no others that it may have inherited.
 
     In a Ray cluster that the user started, the raylet's environment reaches its actors.
     """
-    environ = os.environ if environ is None else environ
     environment = child_environment("ray", environ)
     for name in [name for name in environ if name not in environment]:
         environ.pop(name)
@@ -132,17 +129,15 @@ def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] |
     environ[HOOK_NAMES] = ",".join(secrets)
 
 
-def secrets_of_hooks(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def secrets_of_hooks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the secrets of `take_secrets` and the engines' key, for a process that runs functions."""
-    environ = os.environ if environ is None else environ
     names = [*filter(None, environ.get(HOOK_NAMES, "").split(",")), ROUTER_KEY]
     return {name: environ[name] for name in names if name in environ}
 
 
-def not_passed_on(names: Sequence[str], source: Mapping[str, str] | None = None) -> list[str]:
+def not_passed_on(names: Sequence[str], source: Mapping[str, str] = os.environ) -> list[str]:
     """Secrets of the environment that no process of the run gets, as --hook-env does not name them."""
-    source = os.environ if source is None else source
-    ours = {*names, ROUTER_KEY, ENGINE_KEY, "FUSIONRL_WARM_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    ours = {*names, ROUTER_KEY, ENGINE_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
     return sorted(name for name, value in source.items() if name not in ours and is_secret(name, value))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+LOOPBACK = "127.0.0.1"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the local network interface that has the address `host` ("lo" for 127.0.0.1); None if none
-    has."""
+    """Name of the local network interface that has the address `host` ("lo" for 127.0.0.1); None if none has."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

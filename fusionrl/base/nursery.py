@@ -10,7 +10,6 @@ calls the branch's function. So a library is imported once a run, and while the 
 * A fork has the environment, folder, umask and files of its requester. Libraries keep the values of some variables from
   their import: if such a variable has another value, the branch gives no process. Some are known only when the first
   request arrives: a branch imports the modules that read those then, with the environment of that request.
-* A fork of a branch may be a branch of another order (`serve_branch`): so several runs share one nursery's imports.
 * The nursery ends with its starter: when its standard input is closed, and when its parent dies. Its forks do
   not; they end as processes do that were started in the usual way.
 
@@ -34,18 +33,15 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import NoReturn
 
 from fusionrl.base.nursery_client import LENGTH, MAX_DESCRIPTORS, PID_FILE, TAKEN
 from fusionrl.base.open_files import raise_open_files
-from fusionrl.base.process_title import set_title, show_environment
 
 _PR_SET_PDEATHSIG = 1
 _TAKEN_S = 10.0
-_LISTENER = 3  # after standard input, output and error
 
 
 @dataclass(frozen=True)
@@ -112,25 +108,10 @@ def main() -> None:
         parent = os.getpid()
         if os.fork() == 0:
             _end_with_parent(parent)
-            _serve(branch, listener, order.key)
+            serve(ImportedBranch(branch), listener, order.key)
         listener.close()
-    _serve(*last, order.key)
-
-
-def serve_branch(arguments: list[str]) -> None:
-    """Be the branch of an order (`Order.to_line`) that has no other, in a fork of one that has its modules, or more.
-
-    It ends when its standard input is closed, and gets the socket that listens after its output's files. `arguments`:
-    the order, and the names of the requested variables.
-    """
-    raise_open_files()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = Order.from_line(arguments[0].encode())
-    (branch,) = order.branches
-    set_title(f"fusionrl.base.nursery {os.path.basename(branch.path)}")
-    show_environment()
-    by_imports = {name: os.environ.pop(name) for name in set(os.environ) - set(arguments[1:])}
-    _serve(branch, socket.socket(fileno=_LISTENER), order.key, by_imports)
+    branch, listener = last
+    serve(ImportedBranch(branch), listener, order.key)
 
 
 def _listen(path: str) -> socket.socket:
@@ -155,7 +136,7 @@ def _end_with_parent(parent: int | None = None) -> None:
         os._exit(0)  # it died before
 
 
-class _Imported:
+class ImportedBranch:
     """A branch after its imports, and the environment in which it made them."""
 
     def __init__(self, branch: Branch) -> None:
@@ -197,12 +178,8 @@ def _not_yet(arguments: list[str]) -> None:
     raise AssertionError("a process is forked before its function is imported")
 
 
-def _serve(
-    branch: Branch, listener: socket.socket, key: str, by_imports: Mapping[str, str] = MappingProxyType({})
-) -> NoReturn:
-    """`by_imports`: variables that imports have set which were made before."""
-    imported = _Imported(branch)
-    os.environ.update(by_imports)
+def serve(imported: ImportedBranch, listener: socket.socket, key: str) -> NoReturn:
+    """Fork for each request that has the key, until standard input is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what has ended
     ready = select.poll()
     ready.register(listener, select.POLLIN)
@@ -310,7 +287,7 @@ def _receive(connection: socket.socket, key: str) -> tuple[Request, list[int]]:
         raise
 
 
-def _live(imported: _Imported, request: Request, descriptors: list[int]) -> NoReturn:
+def _live(imported: ImportedBranch, request: Request, descriptors: list[int]) -> NoReturn:
     """Become the requested process."""
     environment = imported.environment(request)
     os.setsid()

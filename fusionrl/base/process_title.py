@@ -1,9 +1,8 @@
-"""The command line and the environment of a forked process, as `ps` shows them."""
+"""The command line of a forked process, as `ps` shows it."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 
 ROOM = 6000
@@ -35,25 +34,6 @@ def replace_title(title: str) -> None:
     if (arguments := _arguments()) is not None:
         start, size, _ = arguments
         ctypes.memmove(start, title.encode()[: size - 1].ljust(size - 1) + b"\0", size)
-
-
-def show_environment() -> None:
-    """Show this process's present environment where the system shows the one that it was started with.
-
-    What does not fit into the old one's place is left out, the longest variables first.
-    """
-    try:
-        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51, counted from 1
-    except (OSError, IndexError, ValueError):
-        return
-    left, text = end - start, bytearray()
-    for name, value in sorted(os.environb.items(), key=lambda item: len(item[0]) + len(item[1])):
-        variable = name + b"=" + value + b"\0"
-        if len(text) + len(variable) > left:
-            break
-        text += variable
-    ctypes.memmove(start, bytes(text.ljust(left, b"\0")), left)
 
 
 def _arguments() -> tuple[int, int, bytes] | None:

@@ -52,12 +52,18 @@ class ProcessSettings:
             os.environ.update(collective_interfaces(self.host, os.environ))
 
 
-class ClockMixin:
-    """A process that reports its clock (see `clock_offsets`)."""
+class ActorProcess:
+    """Answers the driver's questions to every actor's process: its clock (see `clock_offsets`), and its devices."""
+
+    _hardware: ProcessHardware | None = None
 
     def clock(self) -> tuple[str, int]:
         """Return the machine's boot and its monotonic clock, ns."""
         return clock()
+
+    def hardware_facts(self) -> dict[str, object]:
+        """Return what does not change in a run."""
+        return {} if self._hardware is None else self._hardware.facts()
 
 
 def log_to(path: str, role: str, level: str = "info") -> None:
@@ -78,15 +84,9 @@ def log_to(path: str, role: str, level: str = "info") -> None:
 class ProcessHardware:
     """Made in the process itself, before it starts threads or children that are to be bound."""
 
-    def __init__(self, ordinals: Sequence[int], *, binds: bool, with_children: bool) -> None:
-        """
-        Args:
-            ordinals: GPUs as this process numbers them; none on a CPU.
-            binds: bind it to the CPUs that are near them.
-            with_children: its host memory is that of its descendants, too.
-        """
+    def __init__(self, ordinals: Sequence[int], *, binds: bool) -> None:
+        """`ordinals`: GPUs as this process numbers them, none on a CPU. `binds`: to the CPUs that are near them."""
         self._devices = devices_of(ordinals)
-        self._with_children = with_children
         self.cpus = bind_near(self._devices) if binds else ()
         """CPUs to which it is bound; empty: it was left as it was."""
         self._meter = Meter(self._devices)
@@ -102,9 +102,7 @@ class ProcessHardware:
 
     def take(self) -> dict[str, float]:
         """Return the numbers since the last call; of host memory, those of now and the peak."""
-        memory = {HOST: float(resident_bytes(os.getpid(), with_children=self._with_children))}
-        if not self._with_children:
-            memory[HOST_PEAK] = float(peak_bytes(os.getpid()))
+        memory = {HOST: float(resident_bytes(os.getpid())), HOST_PEAK: float(peak_bytes(os.getpid()))}
         return memory | self._meter.take()
 
 

@@ -11,10 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, read_metrics
-from fusionrl.runtime.buffer_handle import EvaluationLost, PendingRound
+from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
 from fusionrl.runtime.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -23,25 +22,10 @@ _MOST_TRIES = 3
 _WAS_DUE = "perf/time_wait_eval_s"  # in the row of a step that engines of an evaluation got the weights of
 
 
-class Evaluator(Protocol):
-    """The part of `BufferHandle` that `BackgroundEval` uses."""
-
-    def start_evaluation(self, step: int, version: int | None) -> PendingRound:
-        """Begin an evaluation."""
-
-    def wait_evaluation(self, started: PendingRound) -> dict[str, float]:
-        """Wait for its metrics."""
-
-    def is_done(self, started: PendingRound) -> bool:
-        """Return whether the wait would end at once."""
-
-
 class BackgroundEval:
     """One evaluation at a time; its metrics are recorded under the step at which it started."""
 
-    def __init__(
-        self, buffer: Evaluator, reporter: Reporter, push_again: Callable[[int], int | None] = lambda step: None
-    ) -> None:
+    def __init__(self, buffer: BufferHandle, reporter: Reporter, push_again: Callable[[int], int | None]) -> None:
         """`push_again(step)` pushes the weights after a step again and returns their version; None if the trainers no
         longer have them."""
         self._buffer, self._reporter, self._push_again = buffer, reporter, push_again

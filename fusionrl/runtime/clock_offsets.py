@@ -1,16 +1,13 @@
 """The clocks of a run's machines: measured by the driver, for the timeline.
 
-Processes of one machine share a clock. After every step the driver asks one process of
-each other machine, as clocks drift. A process that is dead or does not answer is skipped: a run never fails for its
-timeline.
+Processes of one machine share a clock. After every step the driver asks one process of each other machine, as clocks
+drift. A process that is dead or does not answer is skipped: a run never fails for its timeline.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 
 import ray
 
@@ -24,52 +21,38 @@ _ANSWER_S = 10.0
 
 
 class ClockOffsets:
-    """Knows the processes on each other machine, once `find` has asked them all."""
+    """Knows the actors on each other machine, once `find` has asked them all."""
 
-    def __init__(self) -> None:
-        self._elsewhere: dict[str, Callable[[], tuple[str, int]]] = {}
+    def __init__(self, registry: ActorRegistry) -> None:
+        self._registry = registry
+        self._elsewhere: defaultdict[str, list[str]] = defaultdict(list)  # boot of a machine → names of actors
 
-    def find(self, registry: ActorRegistry) -> None:
-        """Ask the actors of a run for their machine."""
-        names: defaultdict[str, list[str]] = defaultdict(list)
-        for name in [member.name for member in registry]:
+    def find(self) -> None:
+        """Ask the actors of the run for their machine, and measure for the first time."""
+        for name in [member.name for member in self._registry]:
             try:
-                boot, _ = _ask(registry, name)
+                boot, _ = self._ask(name)
             except FAILURES as error:
                 logger.warning("%s did not tell its clock: %s", name, error)
                 continue
             if boot != spans.boot_id():
-                names[boot].append(name)
-        self.take({boot: partial(_ask_one, registry, some) for boot, some in names.items()})
-
-    def take(self, elsewhere: dict[str, Callable[[], tuple[str, int]]]) -> None:
-        """Ask these from now on: boot of a machine → a process of it."""
-        self._elsewhere = elsewhere
+                self._elsewhere[boot].append(name)
         self.measure()
 
     def measure(self) -> None:
-        """Record the clock of each other machine whose process answers."""
+        """Record the clock of each other machine, if the first of its actors answers; if not, ask another next time."""
         recorder = spans.recorder()
-        for ask in self._elsewhere.values() if recorder is not None else ():
+        for names in self._elsewhere.values() if recorder is not None else ():
             assert recorder is not None
             try:
-                recorder.note_clock(*spans.measure_offset(ask))
+                recorder.note_clock(*spans.measure_offset(lambda names=names: self._ask(names[0])))
             except FAILURES as error:
+                names.append(names.pop(0))
                 logger.warning("a machine's clock was not measured: %s", error)
 
-
-def _ask(registry: ActorRegistry, name: str) -> tuple[str, int]:
-    """Ask the actor that has this name now: a restarted engine keeps the name."""
-    handle = next((member.handle for member in registry if member.name == name), None)
-    if handle is None:
-        raise RuntimeError(f"{name} is gone")
-    return ray.get(handle.clock.remote(), timeout=_ANSWER_S)
-
-
-def _ask_one(registry: ActorRegistry, names: list[str]) -> tuple[str, int]:
-    """Ask the first of a machine's actors; if it fails, the next call asks another."""
-    try:
-        return _ask(registry, names[0])
-    except FAILURES:
-        names.append(names.pop(0))
-        raise
+    def _ask(self, name: str) -> tuple[str, int]:
+        """Ask the actor that has this name now: a restarted engine keeps the name."""
+        handle = next((member.handle for member in self._registry if member.name == name), None)
+        if handle is None:
+            raise RuntimeError(f"{name} is gone")
+        return ray.get(handle.clock.remote(), timeout=_ANSWER_S)

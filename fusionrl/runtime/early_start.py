@@ -15,9 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from fusionrl.base.environment import child_environment
@@ -25,16 +24,15 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
 from fusionrl.base.process_title import ROOM
 from fusionrl.base.socket_folder import socket_folder
 from fusionrl.runtime.guard import Guard
-from fusionrl.runtime.warm_start import WARM_KEY, WARM_VARIABLE, WarmBranches, nursery_environment
 
 if TYPE_CHECKING:
+    from fusionrl.base.nursery import Order
     from fusionrl.config.config import Config
 
 logger = logging.getLogger(__name__)
 
 CLUSTER_TOKEN = secrets.token_hex(32)
 """Of the local cluster that this process starts, and of its nursery. Ray reads it once a process."""
-LOOPBACK = "127.0.0.1"
 _EARLY = ["torch"]
 """Modules that every nursery imports, in its branches or before."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
@@ -49,7 +47,7 @@ class EarlyStart:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self._guard: Guard | None = None
-        self._nursery: subprocess.Popen[bytes] | WarmBranches | None = None
+        self._nursery: subprocess.Popen[bytes] | None = None
         self._has_begun = False
 
     def __enter__(self) -> Self:
@@ -68,8 +66,7 @@ class EarlyStart:
         has_gpu = any(os.path.exists(path) for path in _GPU_FILES) and not words & {"cpu"}
         if not has_gpu and words.isdisjoint(_NO_NURSERY):
             self._make_folder()
-            if not _is_warm():
-                self._start_nursery()
+            self._start_nursery()
 
     def begin(self, config: Config, device: str) -> None:
         """Start whatever `prepare` did not; idempotent. A nursery needs a CPU run with its own cluster.
@@ -109,29 +106,21 @@ class EarlyStart:
 
         assert self.folder is not None
         try:
-            order = make_order(config, self.folder)
+            order = make_order(config, self.folder, CLUSTER_TOKEN)
         except (OSError, ValueError, TypeError, AttributeError) as error:  # a config.json that the checks refuse
             logger.debug("no nursery: %s", error)
             self._end_nursery()
             return
-        if _is_warm() and self._nursery is None:
-            try:
-                self._nursery = WarmBranches(order, self.folder / "nursery.log")
-                return
-            except OSError as error:
-                logger.debug("no branch of the nursery that is there: %s", error)
+        self._place(order)
+
+    def _place(self, order: Order) -> None:
         if self._nursery is None:
             self._start_nursery()
-        try:
-            self._tell(order.to_line())
-        except OSError as error:
-            logger.debug("the nursery is dead: %s", error)
-
-    def _tell(self, line: bytes) -> None:
         if self._nursery is not None:
-            assert isinstance(self._nursery, subprocess.Popen) and self._nursery.stdin is not None
-            self._nursery.stdin.write(line)
-            self._nursery.stdin.flush()
+            try:
+                _tell(self._nursery, order.to_line())
+            except OSError as error:
+                logger.debug("the nursery is dead: %s", error)
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which the run's processes find the nursery."""
@@ -153,12 +142,18 @@ class EarlyStart:
             self._nursery = None
 
 
-def _is_warm() -> bool:
-    return WARM_VARIABLE in os.environ and WARM_KEY in os.environ
+def nursery_environment() -> dict[str, str]:
+    """Return the environment of a nursery that this process starts."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    env = child_environment("guard") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env.setdefault("MKL_CBWR", "AUTO")  # see `Launcher`: MKL may read it before a fork is a trainer
+    env["CUDA_VISIBLE_DEVICES"] = ""  # looking for a GPU before a fork breaks it in the fork
+    # Libraries that start a thread a core and never change that; torch gets each fork's own number.
+    return env | {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if not env.get(name)}
 
 
-def start_nursery(folder: Path, line: bytes, more: Mapping[str, str] = MappingProxyType({})) -> subprocess.Popen[bytes]:
-    """Start a nursery with its first line. Its log is in `folder`; it ends with this process. `more`: variables.
+def start_nursery(folder: Path, line: bytes) -> subprocess.Popen[bytes]:
+    """Start a nursery with its first line. Its log is in `folder`; it ends with this process.
 
     Raises:
         OSError: it cannot be started, or is dead.
@@ -169,19 +164,23 @@ def start_nursery(folder: Path, line: bytes, more: Mapping[str, str] = MappingPr
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env={**nursery_environment(), **more},
+            env=nursery_environment(),
             start_new_session=True,
         )
-    assert nursery.stdin is not None
     try:
         (folder / PID_FILE).write_text(str(nursery.pid), encoding="ascii")
-        nursery.stdin.write(line)
-        nursery.stdin.flush()
+        _tell(nursery, line)
     except OSError:
         nursery.kill()
         nursery.wait()
         raise
     return nursery
+
+
+def _tell(nursery: subprocess.Popen[bytes], line: bytes) -> None:
+    assert nursery.stdin is not None
+    nursery.stdin.write(line)
+    nursery.stdin.flush()
 
 
 def make_private_folder() -> Path:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 import ray
 from ray.actor import ActorHandle
 
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
+from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, join_nodes
 from fusionrl.runtime.engine_specs import expert_parts
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import gather
-from fusionrl.runtime.recovery import Recovery, recovery_of
+from fusionrl.runtime.recovery import Recovery
 from fusionrl.weights.in_process import get, wait
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,69 @@ CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names for an engine's memory oth
 _STOP_TIMEOUT_S = 20.0
 
 
-class EnginePool:
-    """The policy's engines behind one router, plus the engines of a reward model or teacher."""
+class RoutedEngines:
+    """Engines behind a router of their own; with --use-fault-tolerance those that die are replaced."""
+
+    def __init__(self, launcher: Launcher, router_name: str, first: int) -> None:
+        """`first`: number of the first engine."""
+        self._launcher, self._router_name, self._first = launcher, router_name, first
+        self.engines: list[ActorHandle] = []
+        self.urls: list[str] = []
+        self.router: Router | None = None
+        self.recovery: Recovery | None = None  # --use-fault-tolerance
+
+    def make(self, num_engines: int) -> None:
+        """Make the actors, whose servers are not started yet."""
+        numbers = range(self._first, self._first + num_engines)
+        self.engines = [self._launcher.make_engine("engine", number) for number in numbers]
+
+    def start_router(self) -> str:
+        """Start the router, still empty; return its address, or "" without engines."""
+        if not self.engines:
+            return ""
+        self.router = self._launcher.make_router(self._router_name)
+        return self.router.start()
+
+    def add(self, urls: Iterable[str]) -> None:
+        """Put the engines, which serve at `urls`, into the router."""
+        self.urls = list(urls)
+        for url in self.urls:
+            assert self.router is not None
+            self.router.add_worker(url, self._launcher.api_key)
+
+    def replace_dead(self, rollout: RolloutGroup, say: Callable[[str], None], *, may_lose_all: bool = False) -> None:
+        """From now on, replace engines that die. `may_lose_all`: the run continues even if all of them do."""
+        if self.router is not None:
+            self.recovery = Recovery(
+                *(self.engines, self.urls, self.router, self._launcher, rollout, say),
+                first=self._first,
+                may_lose_all=may_lose_all,
+            )
+
+    def count_faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: the deaths so far."""
+        return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
+
+    def check_router(self) -> None:
+        """Raise with the end of its log when the router is dead."""
+        if self.router is not None:
+            self.router.check_alive()
+
+    def end_router(self) -> None:
+        """End the router. Idempotent."""
+        if self.router is not None:
+            self.router.shutdown()
+        self.router = self.recovery = None
+
+
+class EnginePool(RoutedEngines):
+    """The policy's engines, those that only evaluate, and the engines of a reward model or teacher.
+
+    Engines that only evaluate (--eval-num-gpus) have a router of their own, and numbers after the policy's. A push
+    reaches them at the start and when an evaluation follows it; in between they keep their version. A dead one is
+    replaced, and the new one gets the weights of the next evaluation: no answer mixes versions, so a part that no other
+    engine takes over fails.
+    """
 
     def __init__(
         self,
@@ -41,17 +102,13 @@ class EnginePool:
     ) -> None:
         """`say` shows progress; `check_stop` is called while waiting and may raise to end the wait; `on_addresses` gets
         the addresses of the engines, and of those that only evaluate, when they change."""
-        self._config, self._plan, self._launcher = config, plan, launcher
+        super().__init__(launcher, "router", 0)
+        self._config, self._plan = config, plan
         self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
-        self.engines: list[ActorHandle] = []
-        self.urls: list[str] = []
         self.router_url = ""
-        self.evaluation = EvalEngines(plan, launcher)
+        self.evaluation = RoutedEngines(launcher, "eval-router", plan.num_engines)
         self._scorers: dict[str, list[ActorHandle]] = {}  # role → engines that only read, and get no weights
         self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
-        self.router: Router | None = None
-        """From `finish_start` to `shutdown`."""
-        self._recovery: Recovery | None = None  # --use-fault-tolerance
         self.is_memory_away = False
         """The engines gave their memory back."""
 
@@ -60,32 +117,28 @@ class EnginePool:
         """Begin to start every engine; see `finish_start`."""
         if not self._plan.num_engines:
             return
-        self.engines = [self._launcher.make_engine("engine", index) for index in range(self._plan.num_engines)]
+        self.make(self._plan.num_engines)
         for scorer in self._plan.scorers:
             indices = range(len(scorer.bundles))
             self._scorers[scorer.role] = [self._launcher.make_engine(scorer.role, index) for index in indices]
-        self.evaluation.make()
+        self.evaluation.make(len(self._plan.eval_bundles))
         self._starts = [engine.start.remote() for engine in self.everyone]
 
     def finish_start(self) -> EngineEndpoints:
         """Start the router, and wait until it has every engine of the policy. Returns all addresses."""
         if not self._starts:
             return EngineEndpoints()
-        self.router = self._launcher.make_router()
-        router_url, eval_router_url = self.router.start(), self.evaluation.start_router()
-        self.router_url = router_url
+        self.router_url, eval_router_url = self.start_router(), self.evaluation.start_router()
         urls = iter(gather(self._starts, self._check_stop))
-        self.urls = [next(urls) for _ in self.engines]
+        policy_urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
-        self.evaluation.join(list(urls))
-        for url in self.urls:
-            self.router.add_worker(url, self._launcher.api_key)
+        self.evaluation.add(urls)
+        self.add(policy_urls)
         if self._config.rollout.use_fault_tolerance:
-            make_recovery = partial(recovery_of, self._config.rollout, self._launcher, self._say)
-            self._recovery = make_recovery(self.router, self.engines, self.urls)
-            self.evaluation.replace_dead(make_recovery)
+            self.replace_dead(self._config.rollout, self._say)
+            self.evaluation.replace_dead(self._config.rollout, self._say, may_lose_all=True)
         return EngineEndpoints(
-            router_url,
+            self.router_url,
             tuple(self.urls),
             self._launcher.api_key,
             rm_urls=scorer_urls.get("reward-model", ()),
@@ -95,9 +148,7 @@ class EnginePool:
         )
 
     def _recoveries(self, with_evaluation: bool = True) -> list[Recovery]:
-        return [
-            recovery for recovery in (self._recovery, self.evaluation.recovery if with_evaluation else None) if recovery
-        ]
+        return [*filter(None, (self.recovery, self.evaluation.recovery if with_evaluation else None))]
 
     @property
     def everyone(self) -> list[ActorHandle]:
@@ -107,19 +158,17 @@ class EnginePool:
 
     def _lasting(self) -> list[ActorHandle]:
         """The engines that are not replaced when they die."""
-        if self._recovery is None:
+        if self.recovery is None:
             return self.everyone
         return [engine for engines in self._scorers.values() for engine in engines]
 
     def shutdown(self) -> None:
         """End every server, and the router; gives up after some seconds. The actors live on. Idempotent."""
         stops = [engine.shutdown.remote() for engine in self.everyone]
-        if self.router is not None:
-            self.router.shutdown()
+        self.end_router()
         self.evaluation.end_router()
         if stops:
             wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
-        self.router = self._recovery = None
 
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:
@@ -132,10 +181,9 @@ class EnginePool:
 
         Colocated on GPUs a new engine has no room while the trainers work: there a death ends the run even so.
         """
-        if self.router is not None:
-            self.router.check_alive()
+        self.check_router()
         self.evaluation.check_router()
-        if self._recovery is None or self.is_memory_away:
+        if self.recovery is None or self.is_memory_away:
             get([engine.check_alive.remote() for engine in self.everyone])
             return
         for recovery in self._recoveries():
@@ -147,8 +195,7 @@ class EnginePool:
         if not self.urls:  # the start failed
             return None
         try:
-            if self.router is not None:
-                self.router.check_alive()
+            self.check_router()
             self.evaluation.check_router()
             checks = [engine.check_alive.remote() for engine in self._lasting()]
             get(wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
@@ -169,11 +216,10 @@ class EnginePool:
 
     def count_faults(self) -> dict[str, float]:
         """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
-        if self._recovery is None or self.router is None:
-            return {}
-        counts = {"engines_died": float(self._recovery.num_died)}
+        counts = super().count_faults()
         try:
-            counts["requests_retried"] = float(self.router.num_retries())
+            if counts and self.router is not None:
+                counts["requests_retried"] = float(self.router.num_retries())
         except RuntimeError as error:  # a number alone: a busy machine may hold its answer up
             logger.warning("the router does not say how many requests it sent again: %s", error)
         return counts
@@ -182,12 +228,12 @@ class EnginePool:
     @property
     def is_recovering(self) -> bool:
         """Return whether engines that die are replaced (--use-fault-tolerance)."""
-        return self._recovery is not None
+        return self.recovery is not None
 
     @property
     def num_out(self) -> int:
         """Engines of the policy that died and do not serve yet."""
-        return self._recovery.num_out if self._recovery is not None else 0
+        return self.recovery.num_out if self.recovery is not None else 0
 
     def finish_starts(self, with_evaluation: bool = False) -> bool:
         """Wait for the engines that replace dead ones. Returns whether there were any."""
@@ -196,7 +242,7 @@ class EnginePool:
             self._say("waiting for engines that start again")
         for recovery in out:
             started = recovery.finish_starts(self._check_stop)
-            if self.is_memory_away and recovery is self._recovery:
+            if self.is_memory_away and recovery is self.recovery:
                 get([self.engines[index].release_memory.remote(None) for index in started])
         return bool(out)
 
@@ -213,7 +259,7 @@ class EnginePool:
     def targets(self) -> list[EngineTarget]:
         """The policy's engines as a weight push addresses them, and after these the ones that only evaluate."""
         bundles, restarts = self._plan.all_engine_bundles, dict[int, int]()
-        for recovery, first in ((self._recovery, 0), (self.evaluation.recovery, self._plan.num_engines)):
+        for recovery, first in ((self.recovery, 0), (self.evaluation.recovery, self._plan.num_engines)):
             restarts |= {first + index: count for index, count in recovery.num_restarts.items()} if recovery else {}
         places_of = self._launcher.bundles
         nodes = [join_nodes(places_of[place].node_id for place in places) for places in bundles]
@@ -232,8 +278,8 @@ class EnginePool:
         turns. The engines are idle. Idempotent."""
         if not self._plan.engines_give_memory or self.is_memory_away:
             return
-        if self._recovery is not None:
-            self._recovery.check(is_generating=False)
+        if self.recovery is not None:
+            self.recovery.check(is_generating=False)
         self.finish_starts()  # a new engine loads where the trainers do not need the memory yet
         get([engine.flush_cache.remote() for engine in self.engines])
         get([engine.release_memory.remote(tags) for engine in self.engines])
@@ -243,61 +289,3 @@ class EnginePool:
         """Take back a part of the memory; `is_last`: now all of it is here."""
         get([engine.resume_memory.remote(tags) for engine in self.engines])
         self.is_memory_away = not is_last
-
-
-class EvalEngines:
-    """Engines that only evaluate (--eval-num-gpus) and their router; neither exists without the flag.
-
-    They are numbered after the policy's engines. A push reaches them at the start and when an evaluation follows it;
-    in between they keep their version. With --use-fault-tolerance a dead one is replaced, and the new one gets the
-    weights of the next evaluation: no answer mixes versions, so a part that no other engine takes over fails.
-    `EnginePool` starts, watches and ends the servers."""
-
-    def __init__(self, plan: Plan, launcher: Launcher) -> None:
-        self._plan, self._launcher = plan, launcher
-        self.engines: list[ActorHandle] = []
-        self.urls: list[str] = []
-        self.router: Router | None = None
-        self.recovery: Recovery | None = None  # --use-fault-tolerance
-
-    def make(self) -> list[ActorHandle]:
-        """Make the actors, whose servers are not started yet."""
-        first = self._plan.num_engines
-        indices = range(first, first + len(self._plan.eval_bundles))
-        self.engines = [self._launcher.make_engine("engine", index) for index in indices]
-        return self.engines
-
-    def start_router(self) -> str:
-        """Start the router, still empty; return its address, or "" without engines."""
-        if not self.engines:
-            return ""
-        self.router = self._launcher.make_router("eval-router")
-        return self.router.start()
-
-    def join(self, urls: Sequence[str]) -> None:
-        """Put the engines, which serve at `urls`, into the router."""
-        self.urls = list(urls)
-        for url in self.urls:
-            assert self.router is not None
-            self.router.add_worker(url, self._launcher.api_key)
-
-    def replace_dead(self, make_recovery: Callable[..., Recovery]) -> None:
-        """From now on, replace engines that die; the run continues even if all of them do."""
-        if self.router is not None:
-            first = self._plan.num_engines
-            self.recovery = make_recovery(self.router, self.engines, self.urls, first=first, may_lose_all=True)
-
-    def count_faults(self) -> dict[str, float]:
-        """With --use-fault-tolerance: the deaths so far."""
-        return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
-
-    def check_router(self) -> None:
-        """Raise with the end of its log when the router is dead."""
-        if self.router is not None:
-            self.router.check_alive()
-
-    def end_router(self) -> None:
-        """End the router. Idempotent."""
-        if self.router is not None:
-            self.router.shutdown()
-        self.router = self.recovery = None

@@ -7,7 +7,7 @@ from fusionrl.observe.hardware.host import resident_bytes
 from fusionrl.runtime.actor_process import (
     HOST,
     HOST_PEAK,
-    ClockMixin,
+    ActorProcess,
     ProcessHardware,
     ProcessSettings,
     log_to,
@@ -15,7 +15,7 @@ from fusionrl.runtime.actor_process import (
 )
 
 
-class EngineWorker(ClockMixin, EngineActor):
+class EngineWorker(ActorProcess, EngineActor):
     """An engine's actor process."""
 
     def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings | None = None) -> None:
@@ -23,7 +23,6 @@ class EngineWorker(ClockMixin, EngineActor):
             settings.apply()
         log_to(log, spec.log_name.removesuffix(".log"))
         self._binds = settings is not None and settings.numa_affinity
-        self._hardware: ProcessHardware | None = None
         super().__init__(spec)
 
     def start(self) -> str:
@@ -35,11 +34,7 @@ class EngineWorker(ClockMixin, EngineActor):
         """Find the devices, and take CPUs near them."""
         if self._hardware is None:
             ordinals = self.spec.gpu_ids if self.spec.device == "cuda" else ()
-            self._hardware = ProcessHardware(ordinals, binds=self._binds, with_children=False)
-
-    def hardware_facts(self) -> dict[str, object]:
-        """Return what its devices are."""
-        return {} if self._hardware is None else self._hardware.facts()
+            self._hardware = ProcessHardware(ordinals, binds=self._binds)
 
     def hardware(self) -> dict[str, float]:
         """Return the numbers of its devices since the last call, and the host memory of its server."""

@@ -77,31 +77,18 @@ class ExternalEngines:
 
     def __init__(
         self,
-        run_dir: Path,
-        first: int,
-        make: Callable[[int, str], ActorHandle],
-        join: Callable[[ActorHandle], ray.ObjectRef],
-        *,
-        api_key: str | None,
-        pushes: bool,
+        config: Config,
+        plan: Plan,
+        launcher: Launcher,
+        own_engines: EnginePool,
         say: Callable[[str], None],
         on_change: Callable[[], None],
     ) -> None:
-        """Take the run's settings.
-
-        Args:
-            run_dir: the folder with the list
-            first: number of the first engine; the run's own engines come before
-            make: makes the actor of an engine, of a number and an address
-            join: begins to ask an engine what it is
-            api_key: of the engines
-            pushes: whether weights are pushed in this run; without, `join` refuses an engine with others than the run's
-            say: shows what happens to the engines
-            on_change: is called when other engines are serving than before
-        """
-        self._run_dir, self._make, self._join = run_dir, make, join
-        self._api_key, self._pushes, self._say, self._on_change = api_key, pushes, say, on_change
-        self._next = first
+        """`say` shows what happens to the engines; `on_change` is called when other engines are serving than before."""
+        self._config, self._plan, self._launcher, self._own_engines = config, plan, launcher, own_engines
+        self._run_dir, self._say, self._on_change = launcher.run_dir, say, on_change
+        self._next = plan.num_engines + len(plan.eval_bundles)
+        self._requirements: EngineRequirements | None = None  # read once there is an engine
         self._engines: list[ExternalEngine] = []
         self._past: dict[str, EngineState] = {}  # address → how a former engine ended
         self._refused: set[str] = set()  # still in the list
@@ -142,7 +129,7 @@ class ExternalEngines:
         except (ray.exceptions.RayError, RuntimeError) as error:  # the run's own engines have to be ended after this
             logger.warning("engines of others were not let go: %s", error)
         for engine in self._engines:
-            self._note(engine, "gone", "the run has ended")
+            self._past[engine.url] = EngineState(url=engine.url, state="gone", note="the run has ended")
         self._engines.clear()
         self._router = None
         self._write()
@@ -165,7 +152,7 @@ class ExternalEngines:
                 self._check_leaving(engine)
             elif engine.state == "serving":
                 self._check_serving(engine)
-        if not self._pushes:
+        if self._plan.layout is None:  # no push will come
             self.admit()
         self._write()
 
@@ -181,9 +168,7 @@ class ExternalEngines:
         self._refused &= set(wanted_urls)
         known = {engine.url for engine in self._engines} | self._refused
         for url in (url for url in wanted_urls if url not in known):
-            actor = self._make(self._next, url)
-            self._engines.append(ExternalEngine(self._next, url, actor, self._join(actor)))
-            self._next += 1
+            self._add(url)
         now = time.monotonic()
         for engine in list(self._engines):
             if engine.url in wanted_urls:
@@ -194,6 +179,18 @@ class ExternalEngines:
                 engine.missing_since = now
             elif engine.state != "leaving" and now - engine.missing_since >= _MISSING_S:
                 self._begin_to_leave(engine)
+
+    def _add(self, url: str) -> None:
+        """Make the actor of an engine, and begin to ask the engine what it is."""
+        if self._requirements is None:
+            self._requirements = engine_requirements(self._config, self._plan, self._launcher.is_alone)
+        actor = self._launcher.make_local(ExternalEngineWorker, f"engine-actor-{self._next}", self._next, url)
+        # Without trainers no push makes the weights equal: then they have to be.
+        has_push = self._plan.layout is not None
+        own_weights = [] if has_push else [self._own_engines.engines[0].weight_checksums.remote()]
+        joined = actor.join.remote(self._requirements, *own_weights)
+        self._engines.append(ExternalEngine(self._next, url, actor, joined))
+        self._next += 1
 
     def _check_joining(self, engine: ExternalEngine) -> None:
         if not ray.wait([engine.joined], timeout=0)[0]:
@@ -243,7 +240,7 @@ class ExternalEngines:
         for engine in ready:
             assert self._router is not None
             try:
-                self._router.add_worker(engine.url, self._api_key)
+                self._router.add_worker(engine.url, self._launcher.api_key)
             except RuntimeError as error:
                 self._lose(engine, str(error))
                 continue
@@ -269,7 +266,6 @@ class ExternalEngines:
             culprits = [e for e in pushed if e.state == "ready" or e.index in named or e.url in str(error)]
             lost = [(engine, f"a push failed: {error}") for engine in culprits]
         for engine, reason in lost:
-            self._refused.add(engine.url)
             self._lose(engine, reason)
         return bool(lost)
 
@@ -304,9 +300,6 @@ class ExternalEngines:
         )
         self._engines.remove(engine)
         ray.kill(engine.actor)
-        self._note(engine, state, note)
-
-    def _note(self, engine: ExternalEngine, state: str, note: str) -> None:
         self._past[engine.url] = EngineState(url=engine.url, state=state, note=note[:500])
 
     def _write(self) -> None:
@@ -355,39 +348,6 @@ class ExternalEngineWorker(AttachedEngine):
         settings.apply()
         log_to(log, f"external-engine-{index}")
         super().__init__(index, url, 1, api_key)
-
-
-def make_external_engines(
-    config: Config,
-    plan: Plan,
-    launcher: Launcher,
-    engines: EnginePool,
-    say: Callable[[str], None],
-    on_change: Callable[[], None],
-) -> ExternalEngines:
-    """Return the external engines of a run, none of which has joined yet."""
-    expected: list[EngineRequirements] = []  # read once there is an engine
-
-    def make(index: int, url: str) -> ActorHandle:
-        return launcher.make_local(ExternalEngineWorker, f"engine-actor-{index}", index, url)
-
-    def join(actor: ActorHandle) -> ray.ObjectRef:
-        if not expected:
-            expected.append(engine_requirements(config, plan, launcher.is_alone))
-        # Without trainers no push makes the weights equal: then they have to be.
-        own_weights = [] if plan.layout is not None else [engines.engines[0].weight_checksums.remote()]
-        return actor.join.remote(expected[0], *own_weights)
-
-    return ExternalEngines(
-        launcher.run_dir,
-        plan.num_engines + len(plan.eval_bundles),
-        make,
-        join,
-        api_key=launcher.api_key,
-        pushes=plan.layout is not None,
-        say=say,
-        on_change=on_change,
-    )
 
 
 def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineRequirements:

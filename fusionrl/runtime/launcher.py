@@ -23,6 +23,7 @@ from fusionrl.base.environment import (
     without_secrets,
 )
 from fusionrl.base.imports import without_collections
+from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.open_files import raise_open_files
 from fusionrl.config.config import Config
 from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_options
@@ -39,16 +40,7 @@ from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs
 from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
-from fusionrl.runtime.ray_cluster import (
-    LEAVE_DEVICES,
-    LOOPBACK,
-    Bundle,
-    actor_on,
-    is_alone,
-    is_running,
-    place_devices,
-    start_ray,
-)
+from fusionrl.runtime.ray_cluster import LEAVE_DEVICES, Bundle, actor_on, is_alone, is_running, place_devices, start_ray
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
 from fusionrl.weights.in_process import get
 
@@ -111,8 +103,9 @@ class Launcher:
             logger.info("not passed on to the run's processes: %s (see --hook-env)", ", ".join(withheld))
         self._early_start.begin(self._config, plan.device)
         assert self._private is not None
-        # Ray's processes, and the actors, inherit this one's environment.
-        with without_secrets("ray"), extended_environment(self._inherited()):
+        # Ray's processes inherit this one's environment; on a CPU so do the actors, in a cluster of the run's own.
+        added = LEAVE_DEVICES | self._early_start.environment() | self._env() if self._inherits else {}
+        with without_secrets("ray"), extended_environment(added):
             start_ray(
                 plan.device,
                 plan.num_bundles,
@@ -135,20 +128,7 @@ class Launcher:
 
         An engine over several nodes has an actor on each; this is the one that serves (`runtime/multi_node_engine.py`).
         """
-        plan = self._plan
-        scorers = {scorer.role: scorer.bundles for scorer in plan.scorers}
-        numbers = plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
-        places = [self.bundles[number] for number in numbers]
-        specs = engine_specs(
-            self._config,
-            plan,
-            role,
-            index,
-            places,
-            host_of=self._host,
-            api_key=self.api_key,
-            log_dir=str(self.run_dir / "logs"),
-        )
+        places, specs = self._engine_specs(role, index)
         for part in self._parts.pop(specs[0].name, []):  # of the engine whose place this one takes
             ray.kill(part)
         if len(specs) == 1:
@@ -157,6 +137,18 @@ class Launcher:
         parts = [self._engine_actor(EnginePartWorker, s, places[i * per_node]) for i, s in enumerate(specs) if i]
         self._parts[specs[0].name] = parts
         return self._engine_actor(MultiNodeEngineWorker, specs[0], places[0], parts)
+
+    def _engine_specs(self, role: EngineRole, index: int) -> tuple[list[Bundle], list[EngineSpec]]:
+        """(devices of an engine, the specification of each of its parts)."""
+        scorers = {scorer.role: scorer.bundles for scorer in self._plan.scorers}
+        numbers = self._plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
+        places = [self.bundles[number] for number in numbers]
+        return places, engine_specs(
+            *(self._config, self._plan, role, index, places),
+            host_of=self._host,
+            api_key=self.api_key,
+            log_dir=str(self.run_dir / "logs"),
+        )
 
     def _engine_actor(self, cls: type, spec: EngineSpec, place: Bundle, *more: object) -> ActorHandle:
         log = self._log(f"{spec.role}-actor-{spec.index}" + (f"-part-{spec.node_rank}" if spec.node_rank else ""))
@@ -260,10 +252,6 @@ class Launcher:
 
     def _log(self, role: str) -> Path:
         return self.run_dir / "logs" / f"{role}.a{self._attempt}.log"
-
-    def _inherited(self) -> dict[str, str]:
-        """Environment in which a cluster of this run's own starts on a CPU, and which its actors inherit."""
-        return LEAVE_DEVICES | self._early_start.environment() | self._env() if self._inherits else {}
 
     def _own_env(self) -> dict[str, str] | None:
         """Return the environment to pass to an actor; None: it inherits ours."""

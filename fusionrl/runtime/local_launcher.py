@@ -9,16 +9,16 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from fusionrl.base.network_interfaces import collective_interfaces
+from fusionrl.base.network_interfaces import LOOPBACK, collective_interfaces
 from fusionrl.base.open_files import raise_open_files
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor
 from fusionrl.plan.critic import Role
 from fusionrl.plan.visible_devices import VARIABLE, Gpu, nth
-from fusionrl.runtime.engine_specs import EngineRole, engine_specs
+from fusionrl.runtime.engine_specs import EngineRole
 from fusionrl.runtime.launcher import Launcher
-from fusionrl.runtime.ray_cluster import LOOPBACK, Bundle
+from fusionrl.runtime.ray_cluster import Bundle
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS
 from fusionrl.weights.in_process import LocalActor, end, put
 
@@ -53,18 +53,7 @@ class LocalLauncher(Launcher):
 
     def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
         """Return the local actor of an engine, not yet started."""
-        scorers = {scorer.role: scorer.bundles for scorer in self._plan.scorers}
-        numbers = self._plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
-        (spec,) = engine_specs(
-            self._config,
-            self._plan,
-            role,
-            index,
-            [self.bundles[number] for number in numbers],
-            host_of=self._host,
-            api_key=self.api_key,
-            log_dir=str(self.run_dir / "logs"),
-        )
+        _, (spec,) = self._engine_specs(role, index)
         return self._add(spec.name, LocalActor(lambda: EngineActor(spec), spec.name, _ENGINE_THREADS))
 
     def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:

@@ -11,6 +11,7 @@ from fusionrl.buffer.eval_metrics import eval_table
 from fusionrl.config.config import Config
 from fusionrl.pipeline.knobs import IN_TURN
 from fusionrl.runtime.run_context import Run
+from fusionrl.runtime.step import steps
 
 Loop = Callable[[Run], None]
 
@@ -18,7 +19,7 @@ Loop = Callable[[Run], None]
 def on_policy(run: Run) -> None:
     """generate → train → push, one after the other: every sample comes from the newest weights."""
     _push_first(run)
-    for step in run.steps():
+    for step in steps(run):
         with step:
             run.reporter.status("generating")
             rollout = step.generate()
@@ -37,7 +38,7 @@ def streamed(run: Run) -> None:
     """Generate while trainers train; the Buffer's controller decides what is trained and when to push."""
     _push_first(run)
     run.begin_stream()
-    for step in run.steps():
+    for step in steps(run):
         with step:
             run.reporter.status("generating")
             rollout = step.fetch()
@@ -67,7 +68,7 @@ def sft(run: Run) -> None:
     """Supervised training: conversations → train. No engines."""
     if run.is_eval_first:
         run.reporter.record(0, run.validate(0))
-    for step in run.steps():
+    for step in steps(run):
         with step:
             step.train(step.generate())
             step.measure("train/num_tokens")
@@ -79,7 +80,7 @@ def reject_sampling(run: Run) -> None:
     """Generate and keep what the reward accepts, in the form that `sft` reads; weights are pushed once."""
     values = run.push(0) if run.actors.trainers else {}
     num_accepted = num_considered = 0
-    for step in run.steps():
+    for step in steps(run):
         with step:
             step.values |= values
             values = {}
@@ -94,14 +95,14 @@ def reject_sampling(run: Run) -> None:
 
 def rollout_only(run: Run) -> None:
     """--debug-rollout-only: engines and Buffer without trainers."""
-    for step in run.steps(saves=False):
+    for step in steps(run, saves=False):
         with step:
             step.generate()
 
 
 def train_only(run: Run) -> None:
     """--debug-train-only: trainers on saved rollouts without engines."""
-    for step in run.steps():
+    for step in steps(run):
         with step:
             step.train(step.generate())
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
+from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.engines import forked_server
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.runtime import worker_starter
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, LOOPBACK
-from fusionrl.runtime.warm_start import warm_branch
 
 _OF_ACTORS = ("fusionrl.runtime.ray_imports", "fusionrl.runtime.tokenizer_imports")
 
 
-def make_order(config: Config, folder: Path) -> Order:
-    """Order what the nursery of a run is to import and to fork."""
+def make_order(config: Config, folder: Path, key: str) -> Order:
+    """Order what the nursery of a run is to import and to fork. `key`: of those who may ask for a fork."""
     branches, torch = [], ["torch"] if uses_trainers(config) else []
     if uses_engines(config) and config.model.hf_checkpoint is not None:
         branches.append(engine_branch(config.model.hf_checkpoint, folder))
@@ -31,16 +29,7 @@ def make_order(config: Config, folder: Path) -> Order:
         "fusionrl.runtime.worker_fork:main",  # with it Ray, which keeps its variables
         late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
     )
-    return Order(CLUSTER_TOKEN, torch if branches else [], [*branches, worker])
-
-
-def warm_order(config: Config, folder: Path, key: str, free: Sequence[str] = ()) -> Order:
-    """Order a nursery of whose branches those of runs like this one are forks (`fusionrl.runtime.warm_start`).
-
-    `free`: variables in which a run may differ from the nursery, as no import keeps them.
-    """
-    order = make_order(config, folder)
-    return Order(key, order.common, [warm_branch(branch, free) for branch in order.branches])
+    return Order(key, torch if branches else [], [*branches, worker])
 
 
 def engine_branch(model_path: str, folder: Path) -> Branch:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ray.actor import ActorHandle
 
 from fusionrl.config.profile import FOLDER, ProfileOrder
 from fusionrl.observe.spans import phase
+from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import FAILURES
+from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.in_process import get, wait
 from fusionrl.weights.remote_calls import Reference
 
@@ -20,10 +22,6 @@ _START_TIMEOUT_S, _STOP_TIMEOUT_S = 60.0, 600.0  # a large trace takes minutes t
 _CLOSE_TIMEOUT_S = 60.0  # a run that is stopped may have little time left
 
 
-Handles = Callable[[], Sequence[ActorHandle]]
-"""Returns the current actors of a pool: recovery may replace an engine."""
-
-
 class Profiling:
     """Begins a profile before a step and ends it after it, or after the last of a stretch. A profile that fails
     only logs a warning."""
@@ -31,16 +29,14 @@ class Profiling:
     def __init__(
         self,
         order: ProfileOrder | None,
-        trainers: Handles,
-        engines: Handles,
+        trainers: TrainerGroups,
+        engines: EnginePool,
         run_dir: Path,
         attempt: int,
         last_step: int | None = None,
     ) -> None:
-        """`order`: None without profiles. `trainers` and `engines`: the policy's, in order. `last_step`: the
-        run's."""
-        self._last_step = last_step
-        self._order, self._all_trainers, self._all_engines = order, trainers, engines
+        """`order`: None without profiles. `last_step`: the run's."""
+        self._order, self._groups, self._pool, self._last_step = order, trainers, engines, last_step
         self._folder, self._attempt = run_dir.absolute() / FOLDER, attempt
         self._first_step = 0  # of the profile under way; 0: none is
 
@@ -84,10 +80,10 @@ class Profiling:
         return f"step_{self._first_step:06d}.{process}.a{self._attempt}"
 
     def _trainers(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
-        return [(rank, trainer) for rank, trainer in enumerate(self._all_trainers()) if order.wants_trainer(rank)]
+        return [(rank, trainer) for rank, trainer in enumerate(self._groups.actors) if order.wants_trainer(rank)]
 
     def _engines(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
-        return [(index, engine) for index, engine in enumerate(self._all_engines()) if order.wants_engine(index)]
+        return [(index, engine) for index, engine in enumerate(self._pool.engines) if order.wants_engine(index)]
 
     def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, action: str) -> None:
         for call in calls:

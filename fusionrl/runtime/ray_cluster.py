@@ -18,17 +18,13 @@ import ray
 from ray._private import ray_constants
 from ray._private.services import canonicalize_bootstrap_address
 from ray.actor import ActorClass
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.pending_calls import waiting
 from fusionrl.plan.visible_devices import VARIABLE, Gpu, countable, locate
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, LOOPBACK
+from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.ray_processes import in_own_groups, only_what_is_used
 from fusionrl.weights.in_process import get, wait
 from fusionrl.weights.remote_calls import Reference
@@ -86,10 +82,8 @@ def start_ray(
     """
     version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
     if version < _FIRST_WITH_TOKENS:
-        raise ValueError(
-            f"ray {ray.__version__} cannot ask for a token, so that everybody could run code in its cluster; install"
-            f" ray>={'.'.join(map(str, _FIRST_WITH_TOKENS))}"
-        )
+        needed = ".".join(map(str, _FIRST_WITH_TOKENS))
+        raise ValueError(f"ray {ray.__version__} asks for no token: anyone could run code in it; install ray>={needed}")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:
         _refuse_dead_address(address)

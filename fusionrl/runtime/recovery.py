@@ -20,11 +20,10 @@ from collections.abc import Callable, Collection
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.base.pending_calls import waiting
 from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.engines.router import Router
 from fusionrl.runtime.launcher import Launcher
-from fusionrl.runtime.ray_cluster import root_cause
+from fusionrl.runtime.ray_cluster import gather, root_cause
 from fusionrl.weights.in_process import get, wait
 
 logger = logging.getLogger(__name__)
@@ -42,25 +41,23 @@ class Recovery:
         engines: list[ActorHandle],
         urls: list[str],
         router: Router,
-        make: Callable[[int], ActorHandle],
-        *,
-        api_key: str | None,
-        interval_s: float,
-        timeout_s: float,
-        first_wait_s: float,
+        launcher: Launcher,
+        rollout: RolloutGroup,
         say: Callable[[str], None],
+        *,
         first: int = 0,
         may_lose_all: bool = False,
     ) -> None:
-        """`make(index)` makes the actor of an engine, not yet started. The seconds are those of the flags.
+        """`rollout` has the flags of health checks.
 
-        first         number of the engine at index 0, as messages call it
+        first         number of the engine at index 0, as the launcher and messages call it
         may_lose_all  the run continues without any of these engines until new ones have started
         """
-        self._engines, self._urls, self._router, self._make = engines, urls, router, make
-        self._api_key, self._say = api_key, say
+        self._engines, self._urls, self._router, self._launcher, self._say = engines, urls, router, launcher, say
         self._first, self._may_lose_all = first, may_lose_all
-        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
+        self._interval_s = rollout.rollout_health_check_interval
+        self._timeout_s = rollout.rollout_health_check_timeout
+        self._first_wait_s = rollout.rollout_health_check_first_wait
         self._starting: dict[int, ray.ObjectRef] = {}  # engine that is out -> reference of its new address
         self._started: list[int] = []  # engines that are out, and have started again
         self._failed_starts: Counter[int] = Counter()
@@ -143,7 +140,7 @@ class Recovery:
         for index in list(self._starting):
             while True:
                 try:
-                    self._urls[index] = _wait(self._starting[index], check_stop)
+                    (self._urls[index],) = gather([self._starting[index]], check_stop)
                     break
                 except (ray.exceptions.RayError, RuntimeError) as error:
                     self._failed_starts[index] += 1
@@ -164,7 +161,7 @@ class Recovery:
     def join(self) -> None:
         """Put the engines that `finish_starts` waited for into the router: they have the current weights."""
         for index in self._started:
-            self._router.add_worker(self._urls[index], self._api_key)
+            self._router.add_worker(self._urls[index], self._launcher.api_key)
             self._say(f"{self._name(index)} is back")
         self._started.clear()
 
@@ -216,35 +213,8 @@ class Recovery:
         old = self._engines[index]
         wait([old.shutdown.remote(0.0)], timeout=_END_TIMEOUT_S)
         ray.kill(old)
-        self._engines[index] = self._make(index)
+        self._engines[index] = self._launcher.make_engine("engine", self._first + index)
         self._starting[index] = self._engines[index].start.remote()
-
-
-def recovery_of(
-    rollout: RolloutGroup,
-    launcher: Launcher,
-    say: Callable[[str], None],
-    router: Router,
-    engines: list[ActorHandle],
-    urls: list[str],
-    *,
-    first: int = 0,
-    may_lose_all: bool = False,
-) -> Recovery:
-    """Return the recovery of engines behind one router, as the flags say."""
-    return Recovery(
-        engines,
-        urls,
-        router,
-        lambda index: launcher.make_engine("engine", first + index),
-        api_key=launcher.api_key,
-        interval_s=rollout.rollout_health_check_interval,
-        timeout_s=rollout.rollout_health_check_timeout,
-        first_wait_s=rollout.rollout_health_check_first_wait,
-        say=say,
-        first=first,
-        may_lose_all=may_lose_all,
-    )
 
 
 def _done(refs: Collection[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
@@ -259,10 +229,3 @@ def _error_of(ref: ray.ObjectRef) -> Exception | None:
     except ray.exceptions.RayError as error:
         return error
     return None if fault is None else RuntimeError(fault)
-
-
-def _wait(ref: ray.ObjectRef, check_stop: Callable[[], None]) -> str:
-    with waiting(lambda: [ref]):
-        while not wait([ref], timeout=1.0)[0]:
-            check_stop()
-    return get(ref)

@@ -19,7 +19,7 @@ from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.clock_offsets import ClockOffsets
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.external_engines import make_external_engines
+from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.hardware import HardwareMetrics
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.local_launcher import LocalLauncher
@@ -64,11 +64,9 @@ class Actors:
                 [*urls, *self.external_engines.urls], eval_urls
             ),
         )
-        self.external_engines = make_external_engines(
-            config, plan, self._launcher, self.engines, say, self._tell_addresses
-        )
+        self.external_engines = ExternalEngines(config, plan, self._launcher, self.engines, say, self._tell_addresses)
         self._external_addresses = [engine_url(address) for address in config.cluster.rollout_external_engine_addrs]
-        self.clocks = ClockOffsets()
+        self.clocks = ClockOffsets(self._launcher.registry)
         supervisor = Supervisor(self.check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, supervisor.finish)
         self.buffer = BufferHandle(self.engines, supervisor)
@@ -98,12 +96,7 @@ class Actors:
             timeout_s=config.run.stall_timeout_s,
         )
         self.profiling = Profiling(
-            ProfileOrder.of(config),
-            lambda: self.trainers.actors,
-            lambda: self.engines.engines,
-            run_dir,
-            attempt,
-            plan.num_rollout,
+            ProfileOrder.of(config), self.trainers, self.engines, run_dir, attempt, plan.num_rollout
         )
 
     def __enter__(self) -> Self:
@@ -130,7 +123,7 @@ class Actors:
         if not self._in_process and not self._plan.has_pairs:
             self.external_engines.start(self.engines.router, self._external_addresses)
         if not launcher.is_alone:
-            self.clocks.find(launcher.registry)
+            self.clocks.find()
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 

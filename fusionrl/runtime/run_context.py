@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from fusionrl.runtime.buffer_handle import PendingRound
 from fusionrl.runtime.reporter import Reporter
 from fusionrl.runtime.run_actors import Actors
 from fusionrl.runtime.saver import Saver
-from fusionrl.runtime.step import Step
 from fusionrl.runtime.supervisor import StopSignal
 
 logger = logging.getLogger(__name__)
@@ -41,11 +39,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self.background_eval = BackgroundEval(self.actors.buffer, self.reporter, self._push_for_evaluation)
-
-    def steps(self, saves: bool = True) -> Iterator[Step]:
-        """The steps of this run that are left. `saves`: checkpoints are written after them, as the flags say."""
-        for rollout_id in range(self.first_rollout, self.plan.num_rollout):
-            yield Step(self, rollout_id, saves)
 
     def start_rollout(self, rollout_id: int) -> PendingRound:
         """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""

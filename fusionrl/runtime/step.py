@@ -1,20 +1,24 @@
-"""`Step`: one rollout of a loop, with what is measured in it and what follows at its end."""
+"""`steps`: the rollouts of a loop, each with what is measured in it and what follows at its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from fusionrl.buffer.actor import Rollout
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.observe.spans import phase
 from fusionrl.plan.flops import Work
+from fusionrl.runtime.run_context import Run
 from fusionrl.runtime.supervisor import Terminated
 
-if TYPE_CHECKING:
-    from fusionrl.runtime.run_context import Run
+
+def steps(run: Run, saves: bool = True) -> Iterator[Step]:
+    """The steps of a run that are left. `saves`: checkpoints are written after them, as the flags say."""
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        yield Step(run, rollout_id, saves)
 
 
 class Step:
@@ -92,26 +96,23 @@ class Step:
 
     def push(self) -> None:
         """Bring the new weights to the engines."""
-        self.values |= self._run.free_eval_engines(self.number)
-        self._push()
+        self.values |= self._run.free_eval_engines(self.number) | self._run.push(self.number)
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
-        self.values |= self._run.free_eval_engines(self.number)  # generation continues meanwhile
-        stream, start = self._run.actors.buffer.stream, time.perf_counter()
+        run = self._run
+        self.values |= run.free_eval_engines(self.number)  # generation continues meanwhile
+        stream, start = run.actors.buffer.stream, time.perf_counter()
         with phase("drain"):
             is_due = stream.trained()
         if is_due:
             self.values["perf/time_drain_s"] = time.perf_counter() - start
-            self._push()
+            self.values |= run.push(self.number)
             with phase("resume stream"):
-                self._run.make_room_for_engines()
+                run.make_room_for_engines()
                 stream.pushed(self.number)
-        elif self.number == self._run.plan.num_rollout:
-            self._push()  # nothing is in flight any more; an evaluation comes
-
-    def _push(self) -> None:
-        self.values |= self._run.push(self.number)
+        elif self.number == run.plan.num_rollout:
+            self.values |= run.push(self.number)  # nothing is in flight any more; an evaluation comes
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput counts the metric `tokens`."""

@@ -19,7 +19,7 @@ from fusionrl.weights.remote_calls import Reference
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-FIRST_WAIT_S = 300.0
+_FIRST_WAIT_S = 300.0
 _ANSWER_S = 60.0
 
 
@@ -127,15 +127,9 @@ class Supervisor:
 class LongWait:
     """One wait for the Buffer. Asks it after five minutes, and then ever less often, and logs its answer."""
 
-    def __init__(
-        self,
-        ask: Callable[[], Reference[str]],
-        first_s: float = FIRST_WAIT_S,
-        answer_s: float = _ANSWER_S,
-    ) -> None:
+    def __init__(self, ask: Callable[[], Reference[str]]) -> None:
         """`ask` begins a call that returns what trainers wait for, or ""."""
-        self._ask, self._answer_s = ask, answer_s
-        self._since, self._next_s = time.monotonic(), first_s
+        self._ask, self._since, self._next_s = ask, time.monotonic(), _FIRST_WAIT_S
         self._call: Reference[str] | None = None
         self._call_since = 0.0
 
@@ -158,7 +152,7 @@ class LongWait:
             except (ray.exceptions.RayError, RuntimeError) as error:  # the wait itself ends with it
                 logger.debug("the Buffer does not say whom trainers wait for: %s", error)
             self._call = None
-        elif now - self._call_since >= self._answer_s:
+        elif now - self._call_since >= _ANSWER_S:
             self._call_since = now + self._next_s
             logger.warning(
                 "trainers have waited %.1f minutes, and the Buffer does not answer: a user function may block its"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -14,17 +14,8 @@ from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.ray_cluster import gather
 from fusionrl.weights.in_process import get
-from fusionrl.weights.remote_calls import Reference
 
-T = TypeVar("T")
 Refs = Sequence[ray.ObjectRef]
-
-
-class Gather(Protocol):
-    """Waits for the answers of all ranks; raises at the first failure."""
-
-    def __call__(self, refs: Sequence[Reference[T]], /) -> list[T]:
-        """The answers, in order."""
 
 
 class TrainerGroups:
@@ -33,8 +24,9 @@ class TrainerGroups:
     Methods call all ranks at once; they end with the slowest, or at the first failure.
     """
 
-    def __init__(self, config: Config, plan: Plan, gather: Gather) -> None:
-        """`gather` waits while the ranks train; the driver's also checks engines and stop requests."""
+    def __init__(self, config: Config, plan: Plan, gather: Callable[[Refs], list[Any]]) -> None:
+        """`gather` waits for the answers of ranks that train, and raises at the first failure; the driver's also checks
+        engines and stop requests."""
         self.config, self.plan, self._gather = config, plan, gather
         self.actors: list[ActorHandle] = []
         self.auxiliaries: list[ActorHandle] = []

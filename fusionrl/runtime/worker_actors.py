@@ -13,7 +13,7 @@ from fusionrl.observe.hardware.host import resident_bytes
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.actor_process import (
     HOST,
-    ClockMixin,
+    ActorProcess,
     ProcessHardware,
     ProcessSettings,
     log_to,
@@ -27,17 +27,11 @@ from fusionrl.trainer.process_reward import ProcessRewardTrainer
 from fusionrl.trainer.profiler import Profiled
 
 
-class BufferWorker(ClockMixin, BufferActor):
+class BufferWorker(ActorProcess, BufferActor):
     """The Buffer's actor process."""
 
     def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        run_dir: str,
-        attempt: int,
-        log: str,
-        settings: ProcessSettings,
+        self, config: Config, plan: Plan, run_dir: str, attempt: int, log: str, settings: ProcessSettings
     ) -> None:
         settings.apply()
         log_to(log, "buffer", config.run.log_level)
@@ -50,7 +44,7 @@ class BufferWorker(ClockMixin, BufferActor):
         )
 
 
-class _TrainerProcess(ClockMixin, Profiled, ModelRank):
+class _TrainerProcess(ActorProcess, Profiled, ModelRank):
     """The process of a trainer rank, of whatever role. Megatron is imported here and nowhere in the driver."""
 
     def __init__(
@@ -77,16 +71,11 @@ class _TrainerProcess(ClockMixin, Profiled, ModelRank):
         self.plan, self.host = plan, host
         self._ordinals = [device_id] if plan.device == "cuda" else []
         self._binds = settings is not None and settings.numa_affinity
-        self._hardware: ProcessHardware | None = None
 
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """See `ModelRank`. The threads that it starts stay on CPUs near its GPU."""
-        self._hardware = ProcessHardware(self._ordinals, binds=self._binds, with_children=False)
+        self._hardware = ProcessHardware(self._ordinals, binds=self._binds)
         return super().setup(master_addr, master_port)
-
-    def hardware_facts(self) -> dict[str, object]:
-        """Return what its device is."""
-        return {} if self._hardware is None else self._hardware.facts()
 
     def hardware(self) -> dict[str, float]:
         """Return the numbers of this process and its device since the last call."""

@@ -169,24 +169,17 @@ def test_a_fork_ends_as_a_program_does(nursery: Nursery) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"key": "k" * 63 + "x"}, "no key"),
-        ({"HF_HUB_OFFLINE": "0"}, "was read"),
-        ({"LATE_NUMBER": "8"}, "was read"),
-        ({"branch": "threaded"}, "threads"),
-        ({"program": "/usr/bin/another-python"}, "another interpreter"),
+        ({"key": "k" * 63 + "x"}, "it has ended|refused"),
+        ({"HF_HUB_OFFLINE": "0", "HF_ONLY_HERE": "1"}, "another value of HF_HUB_OFFLINE, HF_ONLY_HERE$"),
+        ({"LATE_NUMBER": "8"}, "another value of LATE_NUMBER$"),
+        ({"branch": "threaded"}, "refused|gives no"),
+        ({"program": "/usr/bin/another-python"}, "it is of "),
     ],
 )
 def test_it_gives_no_other_process(nursery: Nursery, more: dict[str, str], why: str) -> None:
     assert _wait(lambda: _there(nursery))
-    with pytest.raises(OSError, match="refused|gives no"):
+    with pytest.raises(OSError, match=why):
         nursery.ask("never", **more)
-    assert _told(nursery.ask("then")[1])["arguments"] == ["then"], why
-
-
-def test_a_refusal_names_the_variable(nursery: Nursery) -> None:
-    assert _wait(lambda: _there(nursery))
-    with pytest.raises(OSError, match="another value of HF_HUB_OFFLINE, HF_ONLY_HERE$"):
-        nursery.ask("never", HF_HUB_OFFLINE="0", HF_ONLY_HERE="1")
     assert _told(nursery.ask("then", HF_FREE="read later")[1])["environment"]["HF_FREE"] == "read later"
 
 

@@ -51,7 +51,7 @@ def test_a_script_runs_and_the_shim_goes_on(task: Path, tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ask = [sys.executable, "-m", "fusionrl.cli", "from-slime", str(script), "--shim", str(tmp_path / "shim")]
     printed = subprocess.run(ask, capture_output=True, text=True, check=True, env=env).stdout
-    command = printed.replace("fusionrl train", f"{sys.executable} -m fusionrl.cli train --device cpu")
+    command = printed.replace("fusionrl train", f"{sys.executable} -m tests.warm_start train --device cpu")
     first = subprocess.run(["bash", "-e"], input=command, capture_output=True, text=True, env=env, timeout=240)
     assert first.returncode == 0, first.stderr[-3000:]
     assert steps_of(tmp_path / "out") == [8]

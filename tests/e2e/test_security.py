@@ -26,12 +26,12 @@ SHELL = {
     "AWS_SECRET_ACCESS_KEY": "awsstolen0123456789",
     "OPENAI_API_KEY": "sk-hook0123456789",
 }
-RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|runtime/ray_agent_stub\.py|fusionrl\.cli train"
+RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|runtime/ray_agent_stub\.py|tests\.warm_start train"
 KINDS = {
     r"gcs_server": "Ray: GCS",
     r"/raylet/raylet": "Ray: raylet",
     r"^ray::(Engine|Buffer|Policy|Critic|ProcessReward)Worker": "Ray: actors",
-    r"fusionrl\.cli train": "Ray: driver",
+    r"tests\.warm_start train": "Ray: driver",
     r"engines\.launch_server": "engine",
     r"^sglang::router": "router",
     r"^sglang::scheduler": "engine's ranks, gloo",

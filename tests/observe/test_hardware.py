@@ -30,7 +30,7 @@ if nvml is None:
     print("null"), sys.exit()
 os.sched_getaffinity, kept = lambda pid: set(range(64)), set()
 os.sched_setaffinity = lambda pid, cpus: kept.update(cpus)
-own = ProcessHardware([0], binds=True, with_children=False)
+own = ProcessHardware([0], binds=True)
 meter = Meter(nvml.devices(["GPU-aaaa"]), every_s=1000.0)
 meter.look(), meter.look()
 print(json.dumps({

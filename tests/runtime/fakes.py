@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -61,17 +62,22 @@ class Router:
 class Fleet:
     """Engines 0, 1, … with a `Recovery` over them."""
 
-    def __init__(self, folder: Path, count: int, **settings: float) -> None:
+    def __init__(self, folder: Path, count: int, *, first: int = 0, may_lose_all: bool = False, **flags: float) -> None:
+        """`flags`: --rollout-health-check-…"""
         self.folder, self.number, self.said = folder, 0, list[str]()
         for index in range(count):
             self.set(index, "well")
         self.engines = [self.make(index) for index in range(count)]
         self.urls = ray.get([engine.start.remote() for engine in self.engines])
         self.router = Router(self.urls)
-        limits: dict[str, Any] = {"interval_s": 0.1, "timeout_s": 0.5, "first_wait_s": 0.0} | settings
+        limits = {"interval": 0.1, "timeout": 0.5, "first_wait": 0.0} | flags
+        rollout: Any = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
+        launcher: Any = SimpleNamespace(api_key="key", make_engine=lambda role, index: self.make(index - first))
         router: Any = self.router
         self.recovery = Recovery(
-            self.engines, self.urls, router, self.make, api_key="key", say=self.said.append, **limits
+            *(self.engines, self.urls, router, launcher, rollout, self.said.append),
+            first=first,
+            may_lose_all=may_lose_all,
         )
 
     def make(self, index: int) -> Any:

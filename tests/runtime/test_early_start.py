@@ -36,8 +36,8 @@ from fusionrl.runtime.nursery_order import make_order
 def test_what_a_mode_needs(
     tiny_model: Path, tmp_path: Path, values: dict[str, object], common: list[str], branches: list[str]
 ) -> None:
-    order = make_order(Config.from_flat({"hf_checkpoint": str(tiny_model), **values}), tmp_path)
-    assert order.common == common and order.key == CLUSTER_TOKEN
+    order = make_order(Config.from_flat({"hf_checkpoint": str(tiny_model), **values}), tmp_path, "key")
+    assert order.common == common and order.key == "key"
     assert [Path(branch.path).name for branch in order.branches] == branches
     modules = order.branches[-1].modules
     has_trainers = values["mode"] != "eval" and not values.get("debug_rollout_only")
@@ -46,16 +46,6 @@ def test_what_a_mode_needs(
         environment = order.branches[0].environment
         assert environment["FUSIONRL_DEVICE"] == "cpu" and environment["HF_HUB_OFFLINE"] == "1"
         assert "qwen3" not in environment["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
-
-
-@pytest.mark.parametrize("values", [{"ray_address": "10.0.0.1:6379"}, {}])
-def test_no_nursery_beside_a_gpu_or_on_a_joined_cluster(values: dict[str, object]) -> None:
-    with EarlyStart() as early_start:
-        early_start.begin(Config.from_flat({"mode": "sft", **values}), "cpu" if values else "cuda")
-        assert early_start.environment() == {} and early_start.folder is not None and early_start.folder.is_dir()
-        assert not (early_start.folder / "nursery.log").exists() and early_start._guard is not None, "none was tried"
-        folder = early_start.folder
-    assert not folder.exists()
 
 
 def test_all_of_it_ends_with_it(tmp_path: Path) -> None:
@@ -121,23 +111,26 @@ def test_a_machine_with_a_gpu_is_told_by_its_files(tmp_path: Path, monkeypatch: 
         assert early_start.folder is not None, "the user wants the CPU"
 
 
-@pytest.mark.parametrize("values", [{"ray_address": "10.0.0.1:6379"}, {}, {"hf_checkpoint": "broken"}])
-def test_a_nursery_that_the_run_does_not_need_ends(values: dict[str, str], tmp_path: Path) -> None:
-    """The flags are in a file, or the checkpoint is one that the checks refuse."""
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize(
+    "values",
+    [{"ray_address": "10.0.0.1:6379"}, {}, {"hf_checkpoint": "broken"}],
+    ids=["a joined cluster", "a GPU", "a checkpoint that the checks refuse"],
+)
+def test_a_run_that_needs_no_nursery_has_none(values: dict[str, str], is_prepared: bool, tmp_path: Path) -> None:
+    """Also where the flags looked like those of one that does. It has a folder and a guard."""
     (tmp_path / "config.json").write_text('{"architectures": 3')
     values = {name: str(tmp_path) if value == "broken" else value for name, value in values.items()}
     with EarlyStart() as early_start:
-        early_start.prepare(RUN)
+        if is_prepared:
+            early_start.prepare(RUN)
         nursery = early_start._nursery
         early_start.begin(Config.from_flat({"mode": "eval", **values}), "cpu" if values else "cuda")
-        assert nursery is not None and nursery.returncode is not None and early_start.environment() == {}
-
-
-def test_a_model_that_the_checks_refuse_begins_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": 3')
-    with EarlyStart() as early_start:
-        early_start.begin(Config.from_flat({"mode": "eval", "hf_checkpoint": str(tmp_path)}), "cpu")
-        assert early_start.environment() == {}
+        assert early_start.environment() == {} and early_start._guard is not None
+        assert (nursery is not None) == is_prepared and (nursery is None or nursery.returncode is not None)
+        folder = early_start.folder
+        assert folder is not None and folder.is_dir() and (folder / "nursery.log").exists() == is_prepared
+    assert not folder.exists()
 
 
 def _fails(*_: object, **__: object) -> None:

@@ -22,7 +22,7 @@ from fusionrl.runtime.external_engines import ExternalEngines
 from tests.runtime.fakes import Router
 
 A, B = "http://a:1", "http://b:2"
-
+OWN_WEIGHTS = [{"w": "1"}]
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("shared_cluster")]
 
@@ -60,18 +60,16 @@ class Party:
     def __init__(self, folder: Path, pushes: bool = True) -> None:
         self.folder, self.said, self.served = folder, list[str](), list[list[str]]()
         self.router = Router([])
+        config: Any = None
+        plan: Any = SimpleNamespace(layout=object() if pushes else None, num_engines=5, eval_bundles=[])
+        launcher: Any = SimpleNamespace(run_dir=folder, api_key="key", is_alone=True, make_local=self._make)
+        own = SimpleNamespace(weight_checksums=SimpleNamespace(remote=lambda: ray.put(OWN_WEIGHTS)))
+        pool: Any = SimpleNamespace(engines=[own])
         self.engines = ExternalEngines(
-            folder,
-            5,
-            self._make,
-            lambda actor: actor.join.remote(),
-            api_key="key",
-            pushes=pushes,
-            say=self.said.append,
-            on_change=lambda: self.served.append(self.engines.urls),
+            config, plan, launcher, pool, self.said.append, lambda: self.served.append(self.engines.urls)
         )
 
-    def _make(self, index: int, url: str) -> Any:
+    def _make(self, kind: type, name: str, index: int, url: str) -> Any:
         return ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(str(self.path(url)))
 
     def path(self, url: str) -> Path:
@@ -93,6 +91,12 @@ class Party:
     def start(self, urls: list[str]) -> None:
         router: Any = self.router
         self.engines.start(router, urls)
+
+
+@pytest.fixture(autouse=True)
+def requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no model."""
+    monkeypatch.setattr(external_engines, "engine_requirements", lambda *_: None)
 
 
 @pytest.fixture
@@ -234,35 +238,15 @@ def test_one_of_the_list_that_does_not_fit_does_not(party: Party) -> None:
     assert "it serves another model" in read_states(party.folder)[0]["note"]
 
 
-def test_without_trainers_they_serve_at_once(tmp_path: Path) -> None:
+def test_without_trainers_they_serve_at_once_if_they_have_the_weights_of_an_own_engine(tmp_path: Path) -> None:
     party = Party(tmp_path, pushes=False)
-    party.start([A])
-    assert party.states() == {A: "serving"} and party.router.urls == [A]
-
-
-def test_without_trainers_their_weights_are_compared_with_an_own_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(external_engines, "engine_requirements", lambda *_: None)
-    own = SimpleNamespace(weight_checksums=SimpleNamespace(remote=lambda: ray.put([{"w": "1"}])))
-    engines: Any = SimpleNamespace(engines=[own])
-    launcher: Any = SimpleNamespace(run_dir=tmp_path, api_key="key", is_alone=True)
-    launcher.make_local = lambda kind, name, index, url: Party(tmp_path)._make(index, url)
-    config: Any = None
-    for layout, served in ((None, [B]), (object(), [])):
-        plan: Any = SimpleNamespace(layout=layout, num_engines=1, eval_bundles=[])
-        external = external_engines.make_external_engines(
-            config, plan, launcher, engines, lambda text: None, lambda: None
-        )
-        Party(tmp_path).tell(A, weights=[{"w": "2"}])
-        Party(tmp_path).tell(B, weights=[{"w": "1"}])
-        router: Any = Router([])
-        if layout is None:
-            with pytest.raises(ValueError, match="its weights differ"):
-                external.start(router, [A])
-            remove_wanted(tmp_path, [A])
-        external.start(router, [B])
-        assert external.urls == served == router.urls
+    party.tell(A, weights=[{"w": "2"}])
+    party.tell(B, weights=OWN_WEIGHTS)
+    with pytest.raises(ValueError, match="its weights differ"):
+        party.start([A])
+    remove_wanted(tmp_path, [A])
+    party.start([B])
+    assert party.engines.urls == [B] == party.router.urls
 
 
 def test_files_that_cannot_be_read_or_written_change_nothing(

@@ -54,7 +54,7 @@ def test_engines_give_their_memory_once_and_dead_ones_are_looked_for_first(monke
     pool = SimpleNamespace(
         _plan=SimpleNamespace(engines_give_memory=True),
         is_memory_away=False,
-        _recovery=SimpleNamespace(check=lambda is_generating: log.append(("check", is_generating))),
+        recovery=SimpleNamespace(check=lambda is_generating: log.append(("check", is_generating))),
         finish_starts=lambda: log.append(("finish",)),
         engines=[engine],
     )

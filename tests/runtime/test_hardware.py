@@ -64,11 +64,12 @@ def test_numbers_of_a_group_are_pooled() -> None:
 def test_speeds_are_of_one_device(hardware_of: Any, tiny_model: Path, tmp_path: Path) -> None:
     gpus = [H100]
     measured = hardware_of([Actor({"host_bytes": 1.0}, gpus)] * 2, [Actor({"host_bytes": 2.0}, gpus)] * 4)
+    measured._plan.engine_bundles = ((0, 1, 2, 3), (4,), (5,), (6,))  # engines of groups differ in size
     work = Work.of([30, 50])
     values = {"perf/time_train_s": 2.0, "perf/time_generate_s": 4.0, "rollout/num_tokens": 64.0}
     found = measured.measure(values, work)
     assert found["perf/train_tokens_per_s_per_device"] == 80 / 2.0 / 2
-    assert found["perf/generate_tokens_per_s_per_device"] == 64 / 4.0 / 4
+    assert found["perf/generate_tokens_per_s_per_device"] == 64 / 4.0 / 7
     assert found["perf/mfu"] == pytest.approx(train_flops(read_model_shape(tiny_model), work) / (2.0 * 2 * 989e12))
     assert [found[f"hardware/host_bytes/{name}"] for name in ("trainers", "engines", "buffer")] == [2.0, 8.0, 5.0]
     assert found["hardware/host_bytes/driver"] > 1 << 20
@@ -104,10 +105,3 @@ def test_gpus_that_are_not_known_at_the_first_step_are_asked_for_again(
     actor.hardware_facts = facts
     assert "perf/mfu" in measured.measure(values, work)
     assert json.loads((tmp_path / "hardware.json").read_text())["trainers"][0]["gpus"] == [H100]
-
-
-def test_tokens_a_device_count_the_devices_of_every_engine(hardware_of: Any) -> None:
-    hardware = hardware_of([], [Actor(None), Actor(None)])
-    hardware._plan.engine_bundles = ((0, 1, 2, 3), (4,))
-    values = {"perf/time_generate_s": 2.0, "rollout/num_tokens": 100.0}
-    assert hardware._speeds(values, None) == {"perf/generate_tokens_per_s_per_device": 10.0}

@@ -6,34 +6,24 @@ import pytest
 
 from tests.own_process import assert_runs
 
-
-@pytest.mark.parametrize("module", ["fusionrl.runtime.run", "fusionrl.runtime.worker_actors"])
-def test_torch_is_left_to_the_trainers(module: str) -> None:
-    code = (
-        f"import sys, {module}\n"
-        "found = {'torch', 'transformers', 'megatron', 'sglang', 'matplotlib'} & set(sys.modules)\n"
-        "assert not found, found\n"
-    )
-    assert_runs(code)
+NURSERY = "fusionrl.runtime.engine_worker, fusionrl.runtime.worker_actors, fusionrl.runtime.ray_imports"
 
 
-def test_a_command_begins_before_it_imports_what_reads_its_flags() -> None:
-    """A third of a second, in which the nursery imports torch."""
-    code = (
-        "import sys, fusionrl.cli.train\n"
-        "found = {'numpy', 'pydantic', 'fusionrl.config', 'fusionrl.plan', 'fusionrl.engines'} & set(sys.modules)\n"
-        "assert not found, found\n"
-    )
-    assert_runs(code)
-
-
-def test_an_engine_s_actor_imports_nothing_of_buffer_and_trainers() -> None:
-    code = (
-        "import sys, fusionrl.runtime.engine_worker\n"
-        "found = {'fusionrl.buffer', 'fusionrl.trainer', 'fusionrl.config', 'aiohttp'} & set(sys.modules)\n"
-        "assert not found, found\n"
-    )
-    assert_runs(code)
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("fusionrl.runtime.run", "torch transformers megatron sglang matplotlib"),
+        ("fusionrl.runtime.worker_actors", "torch transformers megatron sglang matplotlib"),
+        # A command begins before it imports what reads its flags: a third of a second, in which the nursery has torch.
+        ("fusionrl.cli.train", "numpy pydantic fusionrl.config fusionrl.plan fusionrl.engines"),
+        # An engine's actor needs nothing of Buffer and trainers.
+        ("fusionrl.runtime.engine_worker", "fusionrl.buffer fusionrl.trainer fusionrl.config aiohttp"),
+        # Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start.
+        (f"{NURSERY}, fusionrl.runtime.tokenizer_imports", "ray"),
+    ],
+)
+def test_what_a_process_leaves_out(modules: str, absent: str) -> None:
+    assert_runs(f"import sys, {modules}\nfound = set({absent.split()}) & set(sys.modules)\nassert not found, found\n")
 
 
 def test_who_sends_engines_nothing_imports_no_client_of_theirs() -> None:
@@ -45,16 +35,6 @@ def test_who_sends_engines_nothing_imports_no_client_of_theirs() -> None:
         "from fusionrl.engines.client import GenerateClient\n"
         "GenerateClient('http://127.0.0.1:1')._headers_of(None)\n"
         "assert 'aiohttp' not in sys.modules"
-    )
-    assert_runs(code)
-
-
-def test_what_the_nursery_imports_leaves_ray_out() -> None:
-    """Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start."""
-    code = (
-        "import sys, fusionrl.runtime.engine_worker, fusionrl.runtime.worker_actors, fusionrl.runtime.ray_imports\n"
-        "import fusionrl.runtime.tokenizer_imports\n"
-        "assert 'ray' not in sys.modules"
     )
     assert_runs(code)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import ray
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.config.engine_groups import read_groups
+from fusionrl.config.engine_groups import EngineGroup, read_groups
 from fusionrl.engines.process import ChildProcess, base_url
 from fusionrl.engines.spec import EngineSpec, server_command
 from fusionrl.plan.push import EngineTarget, join_nodes
@@ -156,17 +157,14 @@ def places(*nodes: str) -> list[Bundle]:
     ]
 
 
-def specs(*nodes: str) -> list[EngineSpec]:
-    plan: Any = SimpleNamespace(
-        device="cuda", rollout_dtype="bf16", engines_give_memory=False, knobs=None, scorers=(), transport="broadcast"
-    )
-    plan.group_of = lambda engine: None
+def specs(
+    *nodes: str, config: Config | None = None, groups: Sequence[EngineGroup] = (), index: int = 0
+) -> list[EngineSpec]:
+    facts = {"device": "cuda", "rollout_dtype": "bf16", "engines_give_memory": False, "knobs": None}
+    plan: Any = SimpleNamespace(scorers=(), transport="broadcast", **facts)
+    plan.group_of = lambda engine: groups[engine] if groups else None
     return engine_specs(
-        Config.from_flat({"hf_checkpoint": "org/model"}),
-        plan,
-        "engine",
-        0,
-        places(*nodes),
+        *(config or Config.from_flat({"hf_checkpoint": "org/model"}), plan, "engine", index, places(*nodes)),
         host_of=lambda bundle: bundle.node_address,
         api_key=None,
         log_dir="logs",
@@ -203,21 +201,7 @@ def test_an_engine_s_group_adds_its_flags_and_its_role() -> None:
         {"hf_checkpoint": "org/model"},
         PassThrough(sglang={"max_running_requests": 32, "log_level": "warning"}),
     )
-    plan: Any = SimpleNamespace(device="cuda", rollout_dtype="bf16", engines_give_memory=False, knobs=None)
-    plan.group_of = lambda engine: groups[engine]
-    made = [
-        engine_specs(
-            config,
-            plan,
-            "engine",
-            index,
-            places("1"),
-            host_of=lambda bundle: bundle.node_address,
-            api_key=None,
-            log_dir="logs",
-        )[0]
-        for index in (0, 1)
-    ]
+    made = [specs("1", config=config, groups=groups, index=index)[0] for index in (0, 1)]
     wanted = {"log_level": "warning", "max_running_requests": 8, "disaggregation_mode": "prefill"}
     assert made[0].server_args.items() >= wanted.items() and made[0].meets_decoders
     assert made[1].server_args["max_running_requests"] == 32

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,7 +35,8 @@ def _profiling(
     trainers = [LocalActor(lambda r=r: Noted(log, f"trainer {r}", fails), f"t{r}") for r in range(3)]
     engines = [LocalActor(lambda i=i: Noted(log, f"engine {i}"), f"e{i}") for i in range(2)]
     order = ProfileOrder(((2, 3), (6, 6)), frozenset({1}), frozenset({0}), "torch", is_continuous)
-    return Profiling(order, lambda: trainers, lambda: engines, tmp_path, 4, last)
+    parts: Any = SimpleNamespace(actors=trainers), SimpleNamespace(engines=engines)
+    return Profiling(order, *parts, tmp_path, 4, last)
 
 
 def _run(profiling: Profiling, log: list[str]) -> None:

@@ -46,7 +46,7 @@ def test_a_dead_engine_leaves_the_router_at_once_and_comes_back_with_the_weights
 
 
 def test_an_engine_that_hangs_is_found_in_a_round_alone(fleet: Any) -> None:
-    it = fleet(first_wait_s=0.5)
+    it = fleet(first_wait=0.5)
     it.set(0, "hangs")
     assert it.recovery.check(is_generating=False) == 0
     it.recovery.begin_round()
@@ -61,7 +61,7 @@ def test_an_engine_that_hangs_is_found_in_a_round_alone(fleet: Any) -> None:
 
 def test_after_a_failed_push_everyone_is_asked(fleet: Any) -> None:
     """Also an actor that is gone is a dead engine: a node that is lost takes both along."""
-    it = fleet(3, interval_s=1000.0)
+    it = fleet(3, interval=1000.0)
     assert it.recovery.find_hung() == 0
     it.set(1, "hangs")
     it.engines[2].die.remote()
@@ -71,7 +71,7 @@ def test_after_a_failed_push_everyone_is_asked(fleet: Any) -> None:
 
 def test_before_a_push_everyone_is_asked(fleet: Any) -> None:
     """One that has hung since its last token would hold the push up."""
-    it = fleet(3, interval_s=1000.0)
+    it = fleet(3, interval=1000.0)
     assert it.recovery.check_answers() == 0
     it.set(1, "hangs")
     it.engines[2].die.remote()

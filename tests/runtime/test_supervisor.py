@@ -105,7 +105,7 @@ def engines(cluster: None) -> list[Any]:
 @pytest.fixture
 def supervisor(engines: list[Any], tmp_path: Path, stop: StopSignal) -> Supervisor:
     """Of the two engines, without --use-fault-tolerance; each is well until its number is a file in `tmp_path`."""
-    nothing: Any = SimpleNamespace()
+    nothing: Any = SimpleNamespace(num_engines=2)
     pool = EnginePool(nothing, nothing, nothing)
     pool.engines = engines
     ray.get([engine.watch.remote(str(tmp_path / str(index))) for index, engine in enumerate(engines)])
@@ -117,36 +117,36 @@ def later(action: Any, *args: Any) -> None:
     threading.Timer(0.5, action, args).start()
 
 
+@pytest.fixture
+def told_at(caplog: pytest.LogCaptureFixture) -> list[float]:
+    """When each line was logged."""
+    times: list[float] = []
+    caplog.handler.addFilter(lambda record: times.append(time.monotonic()) or True)  # type: ignore[func-returns-value]
+    return times
+
+
 def test_an_engine_that_dies_while_trainers_work_is_told_then(
-    supervisor: Supervisor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    supervisor: Supervisor, tmp_path: Path, caplog: pytest.LogCaptureFixture, told_at: list[float]
 ) -> None:
     """The training goes to its end, so that the step can be saved."""
-    trainer = actor_of(Worker)
-    told_after: list[float] = []
-    caplog.handler.addFilter(lambda record: told_after.append(time.monotonic()) or True)  # type: ignore[func-returns-value]
-    start = time.monotonic()
+    trainer, start = actor_of(Worker), time.monotonic()
     later((tmp_path / "1").touch)
     assert supervisor.finish([trainer.work.remote(WORK_S), trainer.work.remote(0.0)]) == ["done", "done"]
     text = "the run ends after this training step: generation of engine 1 at http://e: the process ended"
-    assert caplog.text.count(text) == 1
-    assert told_after[0] - start < WORK_S - 1.0
+    assert caplog.text.count(text) == 1 and told_at[0] - start < WORK_S - 1.0
     with pytest.raises(RuntimeError, match="engine 1 at http://e: the process ended"):
         supervisor.wait(trainer.work.remote(30.0))
 
 
 def test_a_stop_request_is_heard_while_trainers_work(
-    supervisor: Supervisor, tmp_path: Path, stop: StopSignal, caplog: pytest.LogCaptureFixture
+    supervisor: Supervisor, tmp_path: Path, stop: StopSignal, caplog: pytest.LogCaptureFixture, told_at: list[float]
 ) -> None:
     """It is told at once. The training goes to its end, and no engine is needed any more."""
-    trainer = actor_of(Worker)
-    heard_after: list[float] = []
-    caplog.handler.addFilter(lambda record: heard_after.append(time.monotonic()) or True)  # type: ignore[func-returns-value]
-    start = time.monotonic()
+    trainer, start = actor_of(Worker), time.monotonic()
     later(os.kill, os.getpid(), signal.SIGTERM)
     threading.Timer(1.0, (tmp_path / "0").touch).start()
     assert supervisor.finish([trainer.work.remote(WORK_S)]) == ["done"]
-    assert caplog.text.count("SIGTERM: this rollout is trained to its end") == 1
-    assert heard_after[0] - start < WORK_S - 1.0
+    assert caplog.text.count("SIGTERM: this rollout is trained to its end") == 1 and told_at[0] - start < WORK_S - 1.0
     with pytest.raises(Terminated):
         stop.check()
 

@@ -5,7 +5,6 @@ The driver's code is real; engines and trainers only keep account of a device's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,35 +26,12 @@ STATES = "states"
 """A trainer's gradients and optimizer."""
 
 
-@dataclass(frozen=True)
-class Moment:
-    """The most that both sides hold of a shared device meanwhile."""
-
-    name: str
-    engine: frozenset[str]
-    trainer: frozenset[str]
-
-    def allows(self, engine: set[str], trainer: set[str]) -> bool:
-        """Return whether they may hold this."""
-        return engine <= self.engine and trainer <= self.trainer
-
-
 ALL_OF_ENGINE, ALL_OF_TRAINER = frozenset({WEIGHTS, CACHES}), frozenset({WEIGHTS, STATES})
-_WEIGHTS, _NOTHING = frozenset({WEIGHTS}), frozenset[str]()
-
-MOMENTS = (
-    Moment("the engines start", ALL_OF_ENGINE, _NOTHING),
-    Moment("the trainers start", _NOTHING, ALL_OF_TRAINER),
-    Moment("weights are pushed, and their checksums compared", _WEIGHTS, _WEIGHTS),
-    Moment("engines generate", ALL_OF_ENGINE, _NOTHING),
-    Moment("trainers score what engines answered to a probe", _WEIGHTS, _WEIGHTS),
-    Moment("trainers train", _NOTHING, ALL_OF_TRAINER),
-)
-"""Where engines and trainers give their memory away for each other (--offload-rollout, --offload-train)."""
 
 
 class Device:
-    """What each side holds; `now` notes it for a moment that needs memory."""
+    """What each side holds; `now` notes it for a moment that needs memory, of which one side may have more than weights
+    only where the other has nothing, if they give their memory away for each other."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -65,8 +41,8 @@ class Device:
 
     def now(self, name: str) -> None:
         self.log.append((name, "+".join(sorted(self.engine)), "+".join(sorted(self.trainer))))
-        if self.plan.engines_give_memory:
-            assert any(moment.allows(self.engine, self.trainer) for moment in MOMENTS), self.log
+        if self.plan.engines_give_memory and self.engine and self.trainer:
+            assert self.engine == self.trainer == {WEIGHTS}, self.log
 
 
 class Engines:

@@ -45,26 +45,28 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
     return found
 
 
+def sync_of(
+    num_engines: int, engines: dict[str, Any], when: str = "never", external: Any = None, **plan: Any
+) -> WeightSync:
+    """The sync of a run with `num_engines` engines of the policy, perhaps more that evaluate."""
+    pool: Any = SimpleNamespace(**{"is_recovering": False, "is_memory_away": False} | engines)
+    facts = {"transport": "broadcast", "device": "cpu", "knobs": None, "takes_turns": False, "has_pairs": False}
+    facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8)}
+    made: Any = SimpleNamespace(num_engines=num_engines, **{"engines_give_memory": False} | facts | plan)
+    trainers: Any = SimpleNamespace(actors=[])
+    return WeightSync(Config.from_flat({"verify_weights": when}), made, Path("run"), trainers, pool, "key", external)
+
+
+def targets_of(*indices: int) -> list[EngineTarget]:
+    return [EngineTarget(index, None, "node", (index,)) for index in indices]
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation(
     calls: list[tuple[str, list[int]]], transport: str
 ) -> None:
-    targets = [EngineTarget(index, None, "node", (index,)) for index in range(3)]
-    engines: Any = SimpleNamespace(
-        is_recovering=False,
-        is_memory_away=False,
-        targets=lambda: targets,
-        urls=["0", "1"],
-        evaluation=SimpleNamespace(urls=["2"]),
-    )
-    plan: Any = SimpleNamespace(
-        num_engines=2, transport=transport, device="cpu", knobs=None, takes_turns=False, has_pairs=False
-    )
-    plan.precision = plan.rollout_dtype = "fp32"
-    plan.shape = SimpleNamespace(vocab_size=8)
-    config = Config.from_flat({"verify_weights": "always"})
-    trainers: Any = SimpleNamespace(actors=[])
-    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key")
+    engines = {"targets": lambda: targets_of(0, 1, 2), "urls": ["0", "1"], "evaluation": SimpleNamespace(urls=["2"])}
+    sync = sync_of(2, engines, "always", transport=transport)
     for version, evaluates in enumerate([False, False, True, False]):
         sync.push(version, evaluates)
     both = [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1]]
@@ -76,21 +78,9 @@ def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation
 def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(
     calls: list[tuple[str, list[int]]], when: str, verified: list[int]
 ) -> None:
-    engines: Any = SimpleNamespace(
-        is_recovering=False,
-        is_memory_away=False,
-        targets=lambda: [EngineTarget(0, None, "node", (0,))],
-        urls=["0"],
-        evaluation=SimpleNamespace(urls=[]),
-    )
-    plan: Any = SimpleNamespace(
-        num_engines=1, transport="broadcast", device="cpu", knobs=None, takes_turns=False, has_pairs=False
-    )
-    plan.precision = plan.rollout_dtype = "fp32"
-    plan.shape = SimpleNamespace(vocab_size=8)
+    engines = {"targets": lambda: targets_of(0), "urls": ["0"], "evaluation": SimpleNamespace(urls=[])}
     external_engines: Any = SimpleNamespace(has_new=False, targets=lambda: [], pushed_urls=[], admit=lambda: None)
-    config, trainers = Config.from_flat({"verify_weights": when}), SimpleNamespace(actors=[])
-    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", external_engines)  # type: ignore[arg-type]
+    sync = sync_of(1, engines, when, external_engines)
     found = []
     for version in range(3):
         external_engines.has_new = version == 2
@@ -104,7 +94,7 @@ def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_brok
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[object] = []
-    own, good, bad = (EngineTarget(index, None, "node", (0,)) for index in (0, 5, 6))
+    own, good, bad = targets_of(0, 5, 6)
     external_engines: Any = SimpleNamespace(has_new=True, pushed_urls=[], admit=lambda: log.append("admit"))
     present = [good, bad]
     external_engines.targets = lambda: [*present]
@@ -122,33 +112,22 @@ def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_brok
 
     external_engines.drop_culprits = drop
     monkeypatch.setattr(weight_sync, "push_weights", push)
-    engines: Any = SimpleNamespace(is_recovering=False, is_memory_away=False, targets=lambda: [own])
-    plan: Any = SimpleNamespace(num_engines=1, transport="broadcast", device="cpu", knobs=None, takes_turns=False)
-    plan.engines_give_memory = False
-    config, trainers = Config.from_flat({"verify_weights": "never"}), SimpleNamespace(actors=[])
-    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key", external_engines)  # type: ignore[arg-type]
+    sync = sync_of(1, {"targets": lambda: [own]}, external=external_engines)
     sync.push(3)
     assert log == [[0, 5, 6], "engine 6: size mismatch", [0, 5], "admit"] and sync.version == 3
 
 
 def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(calls: Any) -> None:
     log: list[str] = []
-    engines: Any = SimpleNamespace(
-        is_recovering=True,
-        is_memory_away=False,
-        check=lambda is_generating: None,
-        check_answers=lambda with_evaluation: None,
-        finish_starts=lambda with_evaluation: log.append(f"start {with_evaluation}"),
-        join=lambda with_evaluation: log.append(f"join {with_evaluation}") or 1,
-        targets=lambda: [EngineTarget(index, None, "node", (index,)) for index in range(3)],
-    )
-    plan: Any = SimpleNamespace(
-        num_engines=2, transport="broadcast", device="cpu", knobs=None, takes_turns=False, has_pairs=False
-    )
-    plan.engines_give_memory = False
-    trainers: Any = SimpleNamespace(actors=[])
-    config = Config.from_flat({"verify_weights": "never"})
-    sync = WeightSync(config, plan, Path("run"), trainers, engines, "key")
+    engines = {
+        "is_recovering": True,
+        "check": lambda is_generating: None,
+        "check_answers": lambda with_evaluation: None,
+        "finish_starts": lambda with_evaluation: log.append(f"start {with_evaluation}"),
+        "join": lambda with_evaluation: log.append(f"join {with_evaluation}") or 1,
+        "targets": lambda: targets_of(0, 1, 2),
+    }
+    sync = sync_of(2, engines)
     for version, evaluates in enumerate([False, False, True]):
         assert sync.push(version, evaluates)["sync/engines_restarted"] == 1.0
     assert log == ["start True", "join True", "start False", "join False", "start True", "join True"]
@@ -164,35 +143,25 @@ def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch:
 
     pushes: list[int] = []
     monkeypatch.setattr(weight_sync, "push_weights", fail)
-    engines: Any = SimpleNamespace(
-        is_recovering=True,
-        is_memory_away=False,
-        check=lambda is_generating: None,
-        check_answers=lambda with_evaluation: None,
-        finish_starts=lambda with_evaluation: False,
-        find_hung=lambda with_evaluation: True,
-        targets=lambda: [EngineTarget(0, None, "node", (0,))],
-        release_memory=lambda *_: None,
-        resume_memory=lambda *_, **__: None,
-    )
-    plan: Any = SimpleNamespace(
-        num_engines=1, transport="broadcast", device="cuda", knobs=None, takes_turns=False, has_pairs=False
-    )
-    trainers: Any = SimpleNamespace(actors=[])
-    external_engines: Any = SimpleNamespace(
-        has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5
-    )
-    for shares, wanted in ((True, 1), (False, 2 * weight_sync._MAX_PUSHES)):
-        plan.engines_give_memory = shares
+    engines = {
+        "is_recovering": True,
+        "check": lambda is_generating: None,
+        "check_answers": lambda with_evaluation: None,
+        "finish_starts": lambda with_evaluation: False,
+        "find_hung": lambda with_evaluation: True,
+        "targets": lambda: targets_of(0),
+        "release_memory": lambda *_: None,
+        "resume_memory": lambda *_, **__: None,
+    }
+    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5)
+    tries = weight_sync._MAX_PUSHES
+    for shares, external, wanted in (
+        (True, guests, 1),
+        (False, guests, 2 * tries),
+        (True, None, 1),
+        (False, None, tries),
+    ):
         pushes.clear()
-        config = Config.from_flat({"verify_weights": "never"})
         with pytest.raises(RuntimeError, match="an engine is gone"):
-            WeightSync(config, plan, Path("run"), trainers, engines, "key", external_engines).push(1)
-        assert len(pushes) == wanted
-    for shares, wanted in ((True, 1), (False, weight_sync._MAX_PUSHES)):
-        plan.engines_give_memory = shares
-        pushes.clear()
-        sync = WeightSync(Config.from_flat({"verify_weights": "never"}), plan, Path("run"), trainers, engines, "key")
-        with pytest.raises(RuntimeError, match="an engine is gone"):
-            sync.push(1)
+            sync_of(1, engines, external=external, device="cuda", engines_give_memory=shares).push(1)
         assert len(pushes) == wanted

@@ -17,10 +17,10 @@ from fusionrl.base.environment import extended_environment
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import ask
 from fusionrl.base.process_title import ROOM
-from fusionrl.runtime import warm_start
 from fusionrl.runtime.early_start import start_nursery
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
-from fusionrl.runtime.warm_start import ROOM_VARIABLE, WARM_KEY, WARM_VARIABLE, WarmBranches, warm_branch
+from tests import warm_start
+from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_branch
 
 MODULE = """
 import json, os, sys
@@ -50,14 +50,15 @@ def shared() -> Iterator[dict[str, str]]:
         (home / "threaded.py").write_text(
             "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         )
-        with extended_environment({"PYTHONPATH": str(home)}):
+        with extended_environment({"PYTHONPATH": str(home), ROOM_VARIABLE: " " * ROOM}):
             kind, other = _branch(home), replace(_branch(home), path=str(home / "other"), modules=["threaded"])
             free = ["PYTEST_CURRENT_TEST", "FREE"]
             order = Order("the key", [], [warm_branch(other, free), warm_branch(kind, free)])
-            nursery = start_nursery(home, order.to_line(), {ROOM_VARIABLE: " " * ROOM})
+            nursery = start_nursery(home, order.to_line())
             try:
                 _wait_for(home / "kind")
-                yield {WARM_VARIABLE: str(home), WARM_KEY: "the key"}
+                (home / "key").write_text("the key")
+                yield {WARM_VARIABLE: str(home)}
             finally:
                 nursery.kill()
                 nursery.communicate()
@@ -125,7 +126,7 @@ def test_it_carries_the_run_s_mark(shared: dict[str, str], folder: Path) -> None
         for pid in pids:
             shown = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             assert b"OF_THE_BRANCH=1" in shown and b"own key" not in b"".join(shown)
-            assert not {name for name in shown if name.startswith((ROOM_VARIABLE.encode(), WARM_KEY.encode()))}
+            assert not {name for name in shown if name.startswith(ROOM_VARIABLE.encode())}
     assert not any(carriers(mark) for mark in marks)
 
 
@@ -135,20 +136,6 @@ def test_all_branches_or_none(shared: dict[str, str], folder: Path) -> None:
     with extended_environment({**shared, TOKEN_VARIABLE: "d" * 32}), pytest.raises(ConnectionError):
         WarmBranches(order, folder / "log")
     assert not carriers("d" * 32) and [path.name for path in folder.iterdir()] == ["log"]
-
-
-@pytest.mark.parametrize("mode", [0o755, None])
-def test_a_folder_that_is_not_the_user_s_alone(folder: Path, mode: int | None) -> None:
-    """Whoever listens there would get the run's key."""
-    place = folder / "place"
-    if mode is None:
-        place.symlink_to(folder)
-    else:
-        place.mkdir()
-        place.chmod(mode)  # whatever the umask is
-    refusal = pytest.raises(OSError, match=f"{WARM_VARIABLE}.*not private")
-    with extended_environment({WARM_VARIABLE: str(place), WARM_KEY: "k"}), refusal:
-        WarmBranches(Order("own key", [], []), folder / "log")
 
 
 def test_it_ends_with_its_run(shared: dict[str, str], folder: Path) -> None:
@@ -163,15 +150,12 @@ def test_another_environment_gets_none(shared: dict[str, str], folder: Path) -> 
     with refused, _branches(shared, folder, ANOTHER="1"):
         pass
     assert not (folder / "kind").exists()
-    with extended_environment({**shared, WARM_KEY: "wrong"}), pytest.raises(ConnectionRefusedError):
-        WarmBranches(Order("own key", [], [_branch(folder)]), folder / "log")
 
 
 def test_a_change_of_the_code_ends_its_use(
     shared: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_start, "ROOT", folder)
-    (folder / "fusionrl" / "room").mkdir(parents=True)
-    (folder / "fusionrl" / "room" / "changed.py").write_text("")
+    monkeypatch.setattr(warm_start, "SOURCES", folder)
+    (folder / "changed.py").write_text("")
     with pytest.raises(OSError, match="changed.py is younger"), _branches(shared, folder):
         pass

@@ -1,0 +1,189 @@
+"""Imports that several runs share: a run's nursery out of another one, which lives before the run and after it.
+
+    python -m tests.warm_start train FLAGS      # `fusionrl train` with processes that are forks of that one's
+
+A nursery of `warm_order` has imported all that engines, Buffer and trainers on a CPU need. A command that finds one
+named in its environment gets its own branches as forks of that one's, with sockets, a key and an end of their own. It
+gets them only if its environment is the one of those imports, and no file of fusionrl has changed since. So a machine
+of two cores makes the imports once, and not for each of a hundred runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fusionrl.base import nursery
+from fusionrl.base.nursery import Branch, Order
+from fusionrl.base.nursery_client import ask
+from fusionrl.base.open_files import raise_open_files
+from fusionrl.base.process_title import set_title
+from fusionrl.runtime import early_start
+from fusionrl.runtime.early_start import EarlyStart, nursery_environment
+
+if TYPE_CHECKING:
+    from fusionrl.config.config import Config
+
+WARM_VARIABLE = "FUSIONRL_WARM"
+"""The folder of that nursery's sockets, with its key in the file `key`."""
+ROOM_VARIABLE = "FUSIONRL_WARM_ROOM"
+"""A long text in that nursery's environment: room for what its forks show as theirs."""
+SOURCES = Path(__file__).resolve().parents[1] / "fusionrl"
+_OWN = [
+    *("FUSIONRL_RUN_TOKEN", "FUSIONRL_TEST_TOKEN", "FUSIONRL_NURSERY", WARM_VARIABLE, ROOM_VARIABLE),
+    *("PWD", "OLDPWD", "SHLVL", "_", "TMPDIR"),
+]
+"""Variables in which a run may differ, and in no others: no import keeps their values, or a fork forgets them."""
+_LISTENER = 3  # after standard input, output and error
+
+
+def warm_order(config: Config, folder: Path, key: str, free: Sequence[str] = ()) -> Order:
+    """Order a nursery of whose branches those of runs like this one are forks. `free`: see `warm_branch`."""
+    from fusionrl.runtime.nursery_order import make_order  # with what reads a model's configuration
+
+    order = make_order(config, folder, key)
+    return replace(order, branches=[warm_branch(branch, free) for branch in order.branches])
+
+
+def warm_branch(branch: Branch, free: Sequence[str] = ()) -> Branch:
+    """A branch whose forks are branches like `branch`. `free`: variables in which a run may differ, too."""
+    return replace(branch, function="tests.warm_start:serve_branch", kept=[""], late=[], free=[*_OWN, *free])
+
+
+class WarmStart(EarlyStart):
+    """The start of a run whose branches are forks, where the nursery that is there gives any."""
+
+    def prepare(self, argv: Sequence[str]) -> None:
+        """Nothing has to begin before the flags are read."""
+
+    def _place(self, order: Order) -> None:
+        assert self.folder is not None
+        try:
+            branches: Any = WarmBranches(order, self.folder / "nursery.log")
+        except OSError as error:
+            early_start.logger.debug("no branch of the nursery that is there: %s", error)
+            super()._place(order)
+        else:
+            self._nursery = branches
+
+
+class WarmBranches:
+    """A run's branches, with the methods of `subprocess.Popen` that `EarlyStart` calls."""
+
+    def __init__(self, order: Order, log: Path) -> None:
+        """Get all of an order's branches, or none.
+
+        Raises:
+            OSError: the nursery is missing, or gives no process.
+        """
+        folder = Path(os.environ[WARM_VARIABLE])
+        _check_age(folder, order)
+        key, env = (folder / "key").read_text(), nursery_environment()
+        self._forks: list[int] = []  # descriptors of the processes: a number may be another's by then
+        read, write = os.pipe()
+        self.stdin = os.fdopen(write, "wb", buffering=0)
+        try:
+            with open(log, "wb") as output:
+                for branch in order.branches:
+                    pid = _get(branch, order.key, env, (read, output.fileno()), folder, key)
+                    self._forks.append(os.pidfd_open(pid))
+        except OSError:
+            self.close()
+            for branch in order.branches:
+                Path(branch.path).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(read)
+
+    def kill(self) -> None:
+        """End them at once."""
+        for fork in self._forks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fork, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until they have ended, after `kill`."""
+        for fork in self._forks:
+            end = select.poll()
+            end.register(fork, select.POLLIN)
+            end.poll()
+            os.close(fork)
+        self._forks = []
+
+    def close(self) -> None:
+        """End them, and wait for it. Idempotent."""
+        self.kill()
+        self.wait()
+        self.stdin.close()
+
+
+def _check_age(folder: Path, order: Order) -> None:
+    """Raise OSError if what the nursery has imported is not what is there now."""
+    began = min((folder / Path(branch.path).name).stat().st_mtime for branch in order.branches)
+    for path in SOURCES.rglob("*.py"):
+        if path.stat().st_mtime > began:
+            raise OSError(f"{path} is younger than the nursery")
+
+
+def _get(
+    branch: Branch, own_key: str, env: Mapping[str, str], files: tuple[int, int], folder: Path, warm_key: str
+) -> int:
+    """Ask for one branch; its socket listens before its process is there."""
+    environment = {**env, **branch.environment}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(branch.path)
+        listener.listen(64)
+        arguments = [Order(own_key, [], [branch]).to_line().decode(), *sorted(environment)]
+        descriptors = (files[0], files[1], files[1], listener.fileno())
+        return ask(str(folder / Path(branch.path).name), warm_key, arguments, environment, descriptors, sys.executable)
+
+
+def serve_branch(arguments: list[str]) -> NoReturn:
+    """Be the branch of an order (`Order.to_line`) that has no other, in a fork of one that has its modules, or more.
+
+    It ends when its standard input is closed, and gets the socket that listens after its output's files. `arguments`:
+    the order, and the names of the requested variables.
+    """
+    raise_open_files()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = Order.from_line(arguments[0].encode())
+    (branch,) = order.branches
+    set_title(f"fusionrl.base.nursery {os.path.basename(branch.path)}")
+    _show_environment()
+    by_imports = {name: os.environ.pop(name) for name in set(os.environ) - set(arguments[1:])}
+    imported = nursery.ImportedBranch(branch)
+    os.environ.update(by_imports)
+    nursery.serve(imported, socket.socket(fileno=_LISTENER), order.key)
+
+
+def _show_environment() -> None:
+    """Show this process's present environment where the system shows the one that it was started with.
+
+    What does not fit into the old one's place is left out, the longest variables first.
+    """
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51, counted from 1
+    left, text = end - start, bytearray()
+    for name, value in sorted(os.environb.items(), key=lambda item: len(item[0]) + len(item[1])):
+        variable = name + b"=" + value + b"\0"
+        if len(text) + len(variable) > left:
+            break
+        text += variable
+    ctypes.memmove(start, bytes(text.ljust(left, b"\0")), left)
+
+
+if __name__ == "__main__":
+    if WARM_VARIABLE in os.environ:
+        early_start.EarlyStart = WarmStart  # type: ignore[misc]
+    from fusionrl.cli import main  # imports the class by its name
+
+    raise SystemExit(main(sys.argv[1:]))
