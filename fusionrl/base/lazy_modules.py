@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -35,17 +35,19 @@ def imported_later(
     if name in sys.modules:
         yield
         return
-    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder) and finder.stand_in.__name__ == name]
-    if not finders:  # it stays: the module may be imported at any time
-        finders = [_Finder(_StandIn(name, called, caught, constants))]
-        sys.meta_path.insert(0, finders[0])
-    stand_in = finders[0].stand_in
-    sys.modules[name] = stand_in
+    if name not in _stand_ins:
+        _stand_ins[name] = _StandIn(name, called, caught, constants)
+        # It stays: the module may be imported at any time.
+        sys.meta_path.insert(0, AfterImport(name, _stand_ins[name].replace))
+    sys.modules[name] = stand_in = _stand_ins[name]
     try:
         yield
     finally:
         if sys.modules.get(name) is stand_in:
             del sys.modules[name]
+
+
+_stand_ins: dict[str, _StandIn] = {}  # by the name of the module
 
 
 class _StandIn(types.ModuleType):
@@ -102,27 +104,27 @@ def _constants(module: str) -> dict[str, object]:
     return constants
 
 
-class _Finder(MetaPathFinder):
-    """Finds a module as usual, and lets its names be put in their places when it has been imported."""
+class AfterImport(MetaPathFinder):
+    """Finds one module as usual, and calls a function with it when it has been imported."""
 
-    def __init__(self, stand_in: _StandIn) -> None:
-        self.stand_in = stand_in
+    def __init__(self, name: str, function: Callable[[types.ModuleType], None]) -> None:
+        self._name, self._function = name, function
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the one module; all others are for the other finders."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.stand_in.__name__ else None
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
         if spec is None or type(spec.loader) is not SourceFileLoader:
             return None
         spec.loader = loader = _Loader(spec.loader.name, spec.loader.path)
-        loader.stand_in = self.stand_in
+        loader.function = self._function
         return spec
 
 
 class _Loader(SourceFileLoader):
-    stand_in: _StandIn
+    function: Callable[[types.ModuleType], None]
 
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
-        self.stand_in.replace(module)
+        self.function(module)

@@ -17,14 +17,13 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fusionrl.base.cache_files import Json, cache_path, file_fact, read_cache, write_cache
+from fusionrl.base.lazy_modules import AfterImport
 
 T = TypeVar("T")
 Structure = dict[frozenset[str], dict[str, set[str]]]
@@ -40,7 +39,7 @@ def cached_scans() -> Iterator[None]:
     if _TRANSFORMERS in sys.modules:
         yield
         return
-    original, finder = importlib.metadata.packages_distributions, _Finder()
+    original, finder = importlib.metadata.packages_distributions, AfterImport(_IMPORT_UTILS, _put_scan)
     importlib.metadata.packages_distributions = functools.partial(_distributions, original)
     sys.meta_path.insert(0, finder)
     try:
@@ -74,25 +73,10 @@ def _as_distributions(content: Json) -> dict[str, list[str]]:
 
 
 # ---------------------------------------------------------------------------------------- names in models' files
-class _Finder(MetaPathFinder):
-    """Finds `transformers.utils.import_utils` as usual, and puts `_Scan` into it when it has been imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find the one module; all others are for the other finders."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == _IMPORT_UTILS else None
-        if spec is None or type(spec.loader) is not SourceFileLoader:
-            return None
-        spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-class _Loader(SourceFileLoader):
-    def exec_module(self, module: types.ModuleType) -> None:
-        super().exec_module(module)
-        if callable(original := getattr(module, _SCAN, None)):
-            setattr(module, _SCAN, _Scan(original, Path(self.path)))
+def _put_scan(module: types.ModuleType) -> None:
+    """Put `_Scan` into `transformers.utils.import_utils`, which has been imported."""
+    if callable(original := getattr(module, _SCAN, None)):
+        setattr(module, _SCAN, _Scan(original, Path(str(module.__file__))))
 
 
 class _Scan:

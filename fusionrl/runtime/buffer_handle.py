@@ -36,9 +36,7 @@ class EvaluationLost(RuntimeError):
     """An evaluation failed because its engines died."""
 
     def __init__(self, num_died: int, cause: BaseException) -> None:
-        first_line = (str(cause).splitlines() or [type(cause).__name__])[
-            0
-        ]  # the rest is the traceback of a user's function
+        first_line = next(iter(str(cause).splitlines()), type(cause).__name__)  # the rest is a user's traceback
         super().__init__(f"{num_died} of its engines died: {first_line:.300}")
         self.num_died = num_died
 

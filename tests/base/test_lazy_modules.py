@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from fusionrl.base import lazy_modules
 from fusionrl.base.lazy_modules import imported_later
 
 REAL = """
@@ -44,6 +45,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "user.py").write_text(USER)
     (folder / "greedy.py").write_text("from later_package.real import TEXT, refuse\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(lazy_modules, "_stand_ins", {})
     finders = list(sys.meta_path)
     yield folder
     sys.meta_path[:] = finders

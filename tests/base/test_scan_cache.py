@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 
-from fusionrl.base import scan_cache
 from fusionrl.base.scan_cache import Structure, _distributions, _Scan
 
 # How many files of models an import opens; the structures of both kinds of answer are the same.
@@ -135,7 +135,7 @@ def test_the_packages_of_a_folder(tmp_path: Path, found_out: list[str], monkeypa
     folder = tmp_path / "site-packages"
     _install(folder, "one")
     monkeypatch.setattr(sys, "path", [str(folder), str(tmp_path / "none")])
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is scan_cache.PathFinder])
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is PathFinder])
 
     def usual() -> dict[str, list[str]]:
         found_out.append("usual")
