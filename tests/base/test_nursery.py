@@ -77,13 +77,18 @@ class Nursery:
             return ask(str(self.folder / branch), key, arguments, environment, files, program), out
 
 
+def _finding(folder: Path) -> dict[str, str]:
+    """An environment in which modules are found in a folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])}
+
+
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     folder = tmp_path_factory.mktemp("nursery")
     (folder / "imported_once.py").write_text(MODULE)
     (folder / "late.py").write_text("import os\nLATE = os.environ.get('LATE_NUMBER')\nfrom imported_once import *\n")
     (folder / "with_thread.py").write_text(THREADED)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()]), "HF_HUB_OFFLINE": "1"}
+    environment = _finding(folder) | {"HF_HUB_OFFLINE": "1"}
     order = Order(
         KEY,
         ["json"],
@@ -249,12 +254,11 @@ def test_whoever_has_given_up_gets_nothing(nursery: Nursery, tmp_path: Path, has
 def test_what_is_common_must_start_no_threads(tmp_path: Path) -> None:
     """A fork has one thread, so the branch itself would see none."""
     (tmp_path / "with_thread.py").write_text(THREADED)
-    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
     line = Order(KEY, ["with_thread"], [Branch(str(tmp_path / name), [], "json:dumps") for name in "ab"]).to_line()
     process = subprocess.run(
         [sys.executable, "-m", "fusionrl.base.nursery", " "],
         input=line,
-        env={**os.environ, "PYTHONPATH": paths},
+        env=_finding(tmp_path),
         stderr=subprocess.PIPE,
         timeout=60,
     )
@@ -264,10 +268,8 @@ def test_what_is_common_must_start_no_threads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_order", [True, False])
 def test_modules_are_imported_before_the_order_comes(tmp_path: Path, has_order: bool) -> None:
     (tmp_path / "early.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n" + THREADED * has_order)
-    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
-    command = [sys.executable, "-m", "fusionrl.base.nursery", " "]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stderr=pipe, env={**os.environ, "PYTHONPATH": paths}) as process:
+    command, pipe = [sys.executable, "-m", "fusionrl.base.nursery", " "], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=_finding(tmp_path)) as process:
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write(b'["early"]\n')
         process.stdin.flush()
@@ -284,7 +286,7 @@ def test_who_asks_waits_while_it_imports_and_not_for_one_that_died(tmp_path: Pat
     """Before the order comes it has no sockets: a slow disk must not send every process the usual way."""
     (tmp_path / "told.py").write_text("def tell(arguments): print(arguments[0], flush=True)\n")
     (tmp_path / "early.py").write_text("import time\ntime.sleep(1.0)\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    environment = _finding(tmp_path)
     command, out = [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM], tmp_path / "out"
     order = Order(KEY, [], [Branch(str(tmp_path / "one"), [], "told:tell")]).to_line()
     asked = [str(tmp_path / "one"), KEY, ["it"], environment]

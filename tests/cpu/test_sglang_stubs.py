@@ -39,6 +39,15 @@ for use in (user.absent.kernel, user.absent.sub.kernel, user.absent.Module, user
 """
 
 
+def _run(folder: Path, code: str, *arguments: str) -> str:
+    """What a program prints that finds packages in `folder`."""
+    command = [sys.executable, "-c", code, *arguments]
+    env = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_stand_ins(tmp_path: Path) -> None:
     package = tmp_path / "sglang"
     package.mkdir()
@@ -49,16 +58,7 @@ def test_stand_ins(tmp_path: Path) -> None:
         "try: import json.absent_part\n"
         "except ImportError: pass\n"
     )
-    root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={"PYTHONPATH": f"{tmp_path}:{root}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    _run(tmp_path, PROGRAM)
 
 
 OF_CUDA = """
@@ -84,16 +84,7 @@ def test_kernels_of_cuda_stand_aside_without_its_driver(
     (tmp_path / "sgl_kernel" / "scalar_type.py").write_text("")
     (tmp_path / "sgl_kernel" / built_for).mkdir()
     (tmp_path / "sglang" / "user.py").write_text("import sgl_kernel\nfrom sgl_kernel import scalar_type\n")
-    root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", OF_CUDA, driver],
-        env={"PYTHONPATH": f"{tmp_path}:{root}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.stdout.split() == [wanted, "sgl_kernel.scalar_type"], result.stderr
+    assert _run(tmp_path, OF_CUDA, driver).split() == [wanted, "sgl_kernel.scalar_type"]
 
 
 def test_triton_decorators_define_and_do_not_run() -> None:
