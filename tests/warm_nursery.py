@@ -90,7 +90,7 @@ class SharedNursery:
             order = self._order_of(home, key)
             nursery = start_nursery(home, order.to_line())
         self._own.append((nursery, home))
-        while not all(Path(branch.path).exists() for branch in order.branches) and nursery.poll() is None:
+        while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:
             time.sleep(0.01)
         new = self._found.with_suffix(".new")
         new.write_text(json.dumps({WARM_VARIABLE: str(home)}))
@@ -132,6 +132,6 @@ def _listens(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(path)
-        except OSError:  # refused, or the folder is gone
+        except OSError:  # refused, or not there
             return False
     return True

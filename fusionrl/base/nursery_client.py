@@ -72,7 +72,7 @@ def _connect(connection: socket.socket, path: str) -> None:
         try:
             connection.connect(path)
             return
-        except FileNotFoundError:
+        except (FileNotFoundError, ConnectionRefusedError):  # the second: between a socket's path and its listening
             if not is_importing or time.monotonic() > deadline:
                 raise
         time.sleep(_LOOK_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from functools import partial
 
 import ray
 
@@ -45,7 +46,7 @@ class ClockOffsets:
         for names in self._elsewhere.values() if recorder is not None else ():
             assert recorder is not None
             try:
-                recorder.note_clock(*spans.measure_offset(lambda names=names: self._ask(names[0])))
+                recorder.note_clock(*spans.measure_offset(partial(self._ask, names[0])))
             except FAILURES as error:
                 names.append(names.pop(0))
                 logger.warning("a machine's clock was not measured: %s", error)

@@ -122,8 +122,8 @@ def _check(case: Case) -> AttentionPlan:
 
 
 def test_a_shared_prompt_is_copied_in_bounded_groups() -> None:
-    """64 requests on one prompt of 8k tokens: their copies would be many times the cache."""
-    length, row_bytes = 8192, 4096
+    """64 requests on one prompt of 2k tokens: their copies would be many times the cache."""
+    length, row_bytes = 2048, 4096
     table = torch.cat([torch.arange(length).expand(64, -1), torch.arange(length, length + 64)[:, None]], 1).int()
     plan = plan_attention(table, torch.arange(64), [length] * 64, [1] * 64, dtype=torch.float32, row_bytes=row_bytes)
     assert sum(group.count for group in plan.groups) == 64
