@@ -42,7 +42,7 @@ from fusionrl.runtime.ray_cluster import actor_on, start_ray
 from fusionrl.runtime.worker_actors import PolicyWorker
 from fusionrl.weights.disk_push import push_by_disk
 from fusionrl.weights.push import push_weights
-from fusionrl.weights.verify import compare_checksums, verify_push
+from fusionrl.weights.verify import Verification, compare_checksums
 
 BOUND = 1e-5  # of log-prob differences, in fp32
 VOCAB = 500  # no multiple of 64, to which SGLang pads it
@@ -288,17 +288,7 @@ class Bench:
 
         from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums
 
-        verified = verify_push(
-            self.trainers,
-            self.targets,
-            [self.urls[target.index] for target in self.targets],
-            api_key=None,
-            vocab_size=VOCAB,
-            version=self.version,
-            temperature=1.0,
-            tolerance=BOUND,
-            is_exact=True,
-        )
+        verified = self.verify([target.index for target in self.targets])
         files = load_file(self.paths[which] / "model.safetensors")
         num_tensors, difference = 0, 0.0
         for target in self.targets:
@@ -316,6 +306,23 @@ class Bench:
             "trainers": verified["sync/verify_logprob_diff_max"],
             "tensors": num_tensors,
         }
+
+    def verify(self, indices: Sequence[int], is_exact: bool = True, version: int | None = None) -> dict[str, float]:
+        """Take the three steps of a `Verification` with the engines `indices`; raises `WeightMismatch` as it does."""
+        verification = Verification(
+            self.trainers,
+            [target for target in self.targets if target.index in indices],
+            [self.urls[index] for index in indices],
+            api_key=None,
+            vocab_size=VOCAB,
+            version=version or self.version,
+            temperature=1.0,
+            tolerance=BOUND,
+            is_exact=is_exact,
+        )
+        verification.compare_tensors()
+        verification.ask_probe()
+        return verification.judge()
 
     def ask(self, index: int, num_tokens: int = 16) -> tuple[list[list[int]], np.ndarray, set[str]]:
         """Four answers of an engine: their tokens after the prompts', all log-probs, and the versions they are of."""

@@ -102,10 +102,7 @@ class Broadcast:
                 raise RuntimeError(f"engine {target.index}: {fault}")
 
     def _join(self, world_size: int) -> dist.ProcessGroup:
-        store = self._store
-        return init_external_group(
-            self.backend, self.host, store.port, world_size, 0, self._name, self.timeout_s, store=store
-        )
+        return init_external_group(self.backend, self._store, world_size, 0, self._name, self.timeout_s)
 
     def send(
         self, named: Sequence[tuple[str, Tensor]], flat: Tensor, stamp: Mapping[str, object], timeout_s: float

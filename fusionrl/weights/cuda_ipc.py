@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 from fusionrl.observe.spans import note
 from fusionrl.plan.push import BUFFERS, EngineTarget, Feed, buckets
 from fusionrl.weights.push_threads import start_thread
-from fusionrl.weights.rank_reports import SendReport, new_send_report
+from fusionrl.weights.rank_reports import SendReport, new_send_report, note_sent
 from fusionrl.weights.remote_calls import stamp_of, wait_all
 
 _Bucket = list[tuple[str, Tensor]]
@@ -91,14 +91,10 @@ class CudaIpc:
             except BaseException as error:  # raised at the end, in the main thread
                 self._failure = self._failure or RuntimeError(f"weight push, bucket {number + 1}: {error}")
             note("send", start_ns, time.monotonic_ns(), "send", bucket=number)
-            end, number = time.time(), number + 1
-            report = self.report
-            if self.rank == 0:  # every rank has the same bytes, and the engines of all get them once
-                report["bytes"] += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-                report["buckets"] += 1
-            report["send_s"] += end - start
-            report.setdefault("first_s", start)
-            report["last_s"] = end
+            number += 1
+            # Every rank has the same bytes, and the engines of all get them once: the first rank counts them.
+            num_bytes = sum(tensor.nbytes for _, tensor in bucket) if self.rank == 0 else 0
+            note_sent(self.report, start, num_bytes=num_bytes, num_buckets=int(self.rank == 0))
             del item, bucket
             slots.release()
 

@@ -17,34 +17,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusionrl.base.group_rendezvous import connecting, meet
-from fusionrl.base.torch_stores import create_group_store, join_group_store
-
-__all__ = ["create_group_store", "init_external_group"]
 
 
 def init_external_group(
-    backend: str,
-    master_address: str,
-    master_port: int,
-    world_size: int,
-    rank: int,
-    group_name: str,
-    timeout_s: float,
-    *,
-    store: dist.Store | None = None,
+    backend: str, store: dist.Store, world_size: int, rank: int, group_name: str, timeout_s: float
 ) -> dist.ProcessGroup:
     """Join the group `group_name`; blocks until all `world_size` ranks have. Its communicator is there afterwards.
 
-    `backend` is "gloo" or "nccl". Rank 0 passes the `store` that `create_group_store` made; another rank joins the one
-    at `master_address:master_port`. `timeout_s` bounds the meeting and every later collective. The default group may
-    or may not exist. End with `torch.distributed.destroy_process_group(group)`.
+    `backend` is "gloo" or "nccl". `store` is the one that `fusionrl.base.torch_stores.create_group_store` made on rank
+    0. `timeout_s` bounds the meeting and every later collective. The default group may or may not exist. End with
+    `torch.distributed.destroy_process_group(group)`.
 
     Raises:
         RuntimeError: the others do not come in time, or the meeting is called off (`fusionrl.base.group_rendezvous`).
     """
     timeout = timedelta(seconds=timeout_s)
-    if store is None:
-        store = join_group_store(master_address, master_port, timeout_s)
     store.set_timeout(timeout)
     meet(store, rank, world_size, timeout_s)
     # torch 2.6 renamed the argument.

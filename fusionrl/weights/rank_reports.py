@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NotRequired, TypedDict
 
 
@@ -11,7 +12,6 @@ class SendReport(TypedDict):
     bytes: int  # each once, however many engines received it
     buckets: int
     calls: int  # of engines
-    send_s: float  # in these calls
     first_s: NotRequired[float]  # when the first byte left
     last_s: NotRequired[float]  # when the last call ended
 
@@ -25,6 +25,15 @@ class WriteReport(TypedDict):
     density: float  # the changed share of all elements
 
 
+def note_sent(report: SendReport, start: float, *, num_bytes: int, num_buckets: int = 1, num_calls: int = 0) -> None:
+    """Add a bucket whose calls began at `start`, by the machine's clock, and have ended now."""
+    report["bytes"] += num_bytes
+    report["buckets"] += num_buckets
+    report["calls"] += num_calls
+    report.setdefault("first_s", start)
+    report["last_s"] = time.time()
+
+
 def new_send_report() -> SendReport:
     """The report of a rank that has sent nothing yet."""
-    return {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}
+    return {"bytes": 0, "buckets": 0, "calls": 0}

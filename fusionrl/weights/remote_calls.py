@@ -1,17 +1,15 @@
-"""Waiting for calls of other processes: of Ray actors, or of plain objects without Ray."""
+"""Wait for calls of other processes or threads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cached_property
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Protocol, TypeVar
 
 from fusionrl.base.pending_calls import waiting
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class Reference(Protocol[T]):
@@ -52,33 +50,3 @@ def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: f
                     cause = getattr(error, "cause", None) or error  # of a Ray actor, whose text is its whole traceback
                     raise RuntimeError(f"{names[future]}: {cause}") from error
     return [future.result() for future in names]
-
-
-class Threaded:
-    """`target` with a Ray actor's way of calling: `Threaded(engine).pause.remote("abort")` is a future.
-
-    For tools and tests that do without Ray. Pickled, it takes `target` with it and makes threads anew.
-    """
-
-    def __init__(self, target: object) -> None:
-        self.target = target
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"target": self.target}
-
-    def __getattr__(self, name: str) -> _Method[..., object]:
-        if name.startswith("_") or name == "target":
-            raise AttributeError(name)
-        return _Method(self._pool, getattr(self.target, name))
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(8, thread_name_prefix="call")
-
-
-class _Method(Generic[P, T]):
-    def __init__(self, pool: ThreadPoolExecutor, method: Callable[P, T]) -> None:
-        self._pool, self._method = pool, method
-
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._pool.submit(self._method, *args, **kwargs)

@@ -15,7 +15,7 @@ protocol's business (`fusionrl.weights.push`), which runs in the driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -26,20 +26,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.base.torch_stores import create_group_store, join_group_store
-from fusionrl.engines.payload import SharedBuffer
+from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.segments import map_segment
+from fusionrl.engines.spec import LOADER
 from fusionrl.models.fp8 import quantized
 from fusionrl.observe.spans import note, span
-from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, plan_push
+from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, own_experts, plan_push
 from fusionrl.weights.broadcast import Broadcast
 from fusionrl.weights.cuda_ipc import CudaIpc
 from fusionrl.weights.export import Exporter
 from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, views_of
 from fusionrl.weights.push_threads import start_thread
-from fusionrl.weights.rank_reports import SendReport, new_send_report
-from fusionrl.weights.remote_calls import stamp_of
+from fusionrl.weights.rank_reports import SendReport, new_send_report, note_sent
+from fusionrl.weights.remote_calls import stamp_of, wait_all
 from fusionrl.weights.send_order import PushStopped, SendOrder
-from fusionrl.weights.shared_memory import send_shared
 
 T = TypeVar("T")
 
@@ -273,9 +273,7 @@ class WeightSender:
         """Send every tensor once to every engine; after `prepare` with the same targets. With its last bucket an
         engine gets the version, and empties its KV cache.
 
-        Returns what this rank sent: bytes (each once, however many engines received it), buckets, calls; and seconds:
-        send_s (in calls of engines), first_s and last_s (when the first byte left and the last call ended, on the
-        machine's own clock).
+        Returns what this rank sent.
 
         Raises:
             RuntimeError: an engine refused or died, another rank failed, or it took longer than the time limit.
@@ -317,7 +315,8 @@ class WeightSender:
             for target in push.targets
             if target.index in bucket.engines
         ]
-        return send_shared(parts, buffer, reached, self.node_id, self._num_experts, left_s)
+        assert isinstance(buffer, SharedBuffer)
+        return _send_shared(parts, buffer, reached, self.node_id, self._num_experts, left_s)
 
     def _give_up(self, error: BaseException) -> None:
         """After a failure: the others stop, and the next push begins anew."""
@@ -376,15 +375,8 @@ class _Sending:
         except RuntimeError as error:
             raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
         self.push.send_order.done(bucket.number)
-        end = time.time()
         note("send", start_ns, time.monotonic_ns(), "send", bucket=bucket.number, bytes=bucket.sent_bytes)
-        report = self.report
-        report["bytes"] += bucket.sent_bytes
-        report["buckets"] += 1
-        report["calls"] += calls
-        report["send_s"] += end - start
-        report.setdefault("first_s", start)
-        report["last_s"] = end
+        note_sent(self.report, start, num_bytes=bucket.sent_bytes, num_calls=calls)
 
     def finish(self) -> None:
         """Wait for the last bucket. Raises what went wrong in this thread."""
@@ -398,6 +390,36 @@ class _Sending:
         self.push.ready.put(None)
         if not isinstance(error, PushStopped):
             self._thread.join(5.0)
+
+
+def _send_shared(
+    parts: Parts,
+    buffer: SharedBuffer,
+    targets: Sequence[tuple[EngineTarget, Mapping[str, object]]],
+    node_id: str,
+    num_experts: int,
+    timeout_s: float,
+) -> int:
+    """Let `targets` load `parts` of `buffer`; return the number of calls when they have copied all.
+
+    Engines of this node copy them out of the shared memory; one on another node gets the bytes by value, in the
+    request. Each target comes with the other fields of its request (`stamp_of`). If an engine divides the experts, each
+    rank gets only its own.
+
+    Raises:
+        RuntimeError: an engine refused or died; names it.
+    """
+    calls = []
+    for target, stamp in targets:
+        payload_of, load_format = (buffer.payload, LOADER) if target.node_id == node_id else (by_value, None)
+        payloads = [
+            payload_of([(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)])
+            for rank in range(target.tp_size)
+        ]
+        call = target.handle.update_weights_from_tensor.remote(payloads, load_format=load_format, **stamp)
+        calls.append((f"engine {target.index}", call))
+    wait_all(calls, timeout_s)
+    return len(calls)
 
 
 def _process(target: EngineTarget) -> tuple[int, int, str]:

@@ -113,39 +113,6 @@ class Verification:
         }
 
 
-def verify_push(
-    trainers: Sequence[ActorHandle],
-    targets: Sequence[EngineTarget],
-    urls: Sequence[str],
-    *,
-    api_key: str | None,
-    vocab_size: int,
-    version: int,
-    temperature: float,
-    tolerance: float,
-    is_exact: bool,
-) -> dict[str, float]:
-    """Take the three steps of a `Verification`, which see, one after the other.
-
-    Raises:
-        WeightMismatch: names the engine and the tensors, or the difference of the log-probs.
-    """
-    verification = Verification(
-        trainers,
-        targets,
-        urls,
-        api_key=api_key,
-        vocab_size=vocab_size,
-        version=version,
-        temperature=temperature,
-        tolerance=tolerance,
-        is_exact=is_exact,
-    )
-    verification.compare_tensors()
-    verification.ask_probe()
-    return verification.judge()
-
-
 def compare_checksums(expected: dict[str, str], actual: dict[str, str]) -> list[str]:
     """Names of the tensors that differ, are missing in the engine, or that the engine has beyond those sent."""
     names = sorted(expected.keys() | actual.keys())

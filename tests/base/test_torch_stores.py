@@ -106,7 +106,7 @@ dist.broadcast_object_list(numbers)
 store, found_rank, size = next(
     dist.rendezvous(f"tcp://127.0.0.1:{numbers[0]}", rank, 2)
 )
-group = init_external_group("gloo", "127.0.0.1", numbers[0], size, found_rank, "push", 60.0, store=store)
+group = init_external_group("gloo", store, size, found_rank, "push", 60.0)
 dist.all_reduce(ones, group=group)
 print(ones.item(), flush=True)
 sys.stdin.read()

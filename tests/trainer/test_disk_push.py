@@ -24,10 +24,10 @@ from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.checksums import engine_checksums
 from fusionrl.weights.disk import DiskOptions
 from fusionrl.weights.disk_push import drop_files, push_by_disk
-from fusionrl.weights.remote_calls import Threaded
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.test_weight_files import drop, limit_files, make_writer, write
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of, weights
+from tools.threaded import Threaded
 
 pytestmark = [
     pytest.mark.engine,
@@ -277,7 +277,7 @@ def test_a_push_that_fails_leaves_the_weights_and_the_next_one_works(stack: Stac
 def test_an_engine_that_dies_and_starts_again(stack: Stack) -> None:
     """It dies when the files are written. The new one has the checkpoint's weights; its host's copy is of use."""
     stack.train()
-    pid = stack.engine.info()["pid"]
+    pid = stack.engine._server.pid
     stack.ranks.on_way = lambda folder: os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"engine 0: pause: .*killed by SIGKILL"):
         stack.push()

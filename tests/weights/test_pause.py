@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.push import pause_engines
-from fusionrl.weights.remote_calls import Threaded
+from tools.threaded import Threaded
 
 
 class Engine:

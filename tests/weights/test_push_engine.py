@@ -21,12 +21,12 @@ from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.push import push_weights
-from fusionrl.weights.remote_calls import Threaded
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.trainer_worker import config_of
 from tests.weights.faults import Striking
 from tests.weights.push_rank import Pusher
+from tools.threaded import Threaded
 
 pytestmark = [
     pytest.mark.engine,
@@ -107,7 +107,8 @@ def test_whoever_is_killed_in_the_middle_of_a_push_the_next_one_works(
             assert_serves(engine, models[1], version)
             assert metrics["sync/buckets"] > 2
             assert metrics["sync/transfer_s"] <= metrics["sync/pause_s"]
-        pid = engine.info()["pid"]
+        assert engine._server is not None
+        pid = engine._server.pid
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         striking = Striking(AttachedEngine(0, engine.url, 1, KEY), "update_weights_from_distributed", 2, pid)
         start = time.monotonic()

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from fusionrl.engines.http import call
 from fusionrl.engines.payload import by_value
-from fusionrl.weights.verify import WeightMismatch, verify_push
+from fusionrl.weights.verify import WeightMismatch
 from tools import push_matrix
-from tools.push_matrix import EXECUTORS, LAYOUTS, VOCAB, Bench, bench
+from tools.push_matrix import EXECUTORS, LAYOUTS, Bench, bench
 
 pytestmark = [
     pytest.mark.engine,
@@ -62,16 +62,16 @@ def test_a_mismatch_names_the_engine_and_the_tensors(stack: Bench) -> None:
     _load(handle, name, tensor)
     wrong = r"1 tensors differ: model\.layers\.2\.mlp\.experts\.w2_weight$"
     with pytest.raises(WeightMismatch, match=f"^engine 2, rank 1: {wrong}"):
-        _verify(stack)
-    assert _verify(stack, is_exact=False)["sync/verify_tensors"] == NUM_TENSORS - 1
+        stack.verify([ENGINE])
+    assert stack.verify([ENGINE], is_exact=False)["sync/verify_tensors"] == NUM_TENSORS - 1
     _load(handle, name, 100 * tensor)
     with pytest.raises(
         WeightMismatch,
         match=rf"engine 2: .* log-probs differ .* more than --verify-tolerance 1\.0e-05; engine 2, rank 0: {wrong}",
     ):
-        _verify(stack, is_exact=False)
+        stack.verify([ENGINE], is_exact=False)
     with pytest.raises(WeightMismatch, match=rf"stamped version \[{stack.version}\] after a push of version 99"):
-        _verify(stack, is_exact=False, version=99)
+        stack.verify([ENGINE], is_exact=False, version=99)
 
 
 def _load(handle: Any, name: str, tensor: torch.Tensor) -> None:
@@ -80,20 +80,6 @@ def _load(handle: Any, name: str, tensor: torch.Tensor) -> None:
     payload = [by_value([(name, tensor)])] * 2
     ray.get(handle.update_weights_from_tensor.remote(payload, load_format=None, version=None, flush_cache=True))
     ray.get(handle.end_weight_update.remote())
-
-
-def _verify(stack: Bench, is_exact: bool = True, version: int | None = None) -> dict[str, float]:
-    return verify_push(
-        stack.trainers,
-        stack.targets,
-        [stack.urls[ENGINE]],
-        api_key=None,
-        vocab_size=VOCAB,
-        version=version or stack.version,
-        temperature=1.0,
-        tolerance=push_matrix.BOUND,
-        is_exact=is_exact,
-    )
 
 
 def test_in_place_nothing_is_answered_from_what_was_cached(stack: Bench) -> None:

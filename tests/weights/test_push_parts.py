@@ -17,15 +17,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusionrl.base.group_rendezvous import CalledOff, meet
-from fusionrl.base.torch_stores import join_group_store
+from fusionrl.base.torch_stores import create_group_store, join_group_store
 from fusionrl.models.families.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
 from fusionrl.weights.broadcast import Broadcast, _leave
 from fusionrl.weights.gather import convert_in_place, views_of
-from fusionrl.weights.process_group import create_group_store, init_external_group
-from fusionrl.weights.remote_calls import Threaded, wait_all
+from fusionrl.weights.process_group import init_external_group
+from fusionrl.weights.remote_calls import wait_all
 from fusionrl.weights.send_order import PushStopped, SendOrder
+from tools.threaded import Threaded
 
 
 def halves(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,7 +120,8 @@ class Joining:
 
     def init_weights_update_group(self, **values: Any) -> None:
         sizes = (values["world_size"], values["rank_offset"], values["group_name"])
-        init_external_group(values["backend"], values["master_address"], values["master_port"], *sizes, 1800.0)
+        store = join_group_store(values["master_address"], values["master_port"], 1800.0)
+        init_external_group(values["backend"], store, *sizes, 1800.0)
 
 
 class Unwilling:

@@ -23,10 +23,10 @@ from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import BUFFERS, EngineTarget, push_tensors
 from fusionrl.weights.push import push_weights
-from fusionrl.weights.remote_calls import Threaded
 from tests.trainer import hf_models
 from tests.weights.faults import Refusing, Striking
 from tools.bench.push_processes import RankOptions, Ranks, Receivers, whole_tensor
+from tools.threaded import Threaded
 
 
 def shape_of(family: str, **values: Any) -> ModelShape:

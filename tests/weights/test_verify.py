@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl.engines.generation import Generation
 from fusionrl.weights import verify
-from fusionrl.weights.verify import WeightMismatch, verify_push
+from fusionrl.weights.verify import Verification, WeightMismatch
 
 
 @pytest.mark.parametrize(("stamped", "shown"), [("default", r"\['default'\]"), ("99999999999", r"\['99999999999'\]")])
@@ -20,17 +20,9 @@ def test_a_version_that_is_no_number_is_a_mismatch(stamped: str, shown: str, mon
     async def ask(*_: Any) -> list[list[Generation]]:
         return [[answer]]
 
-    monkeypatch.setattr(verify, "_compare_checksums", lambda *_: (0, {}))
     monkeypatch.setattr(verify, "_ask", ask)
+    settings: dict[str, Any] = {"api_key": None, "vocab_size": 8, "temperature": 1.0, "tolerance": 1e-3}
+    targets: Any = [SimpleNamespace(index=3)]
+    verification = Verification([], targets, ["http://x"], version=2, is_exact=True, **settings)
     with pytest.raises(WeightMismatch, match=rf"engine 3: stamped version {shown} after a push of version 2"):
-        verify_push(
-            [],
-            [SimpleNamespace(index=3)],  # type: ignore[list-item]
-            ["http://x"],
-            api_key=None,
-            vocab_size=8,
-            version=2,
-            temperature=1.0,
-            tolerance=1e-3,
-            is_exact=True,
-        )
+        verification.ask_probe()

@@ -334,9 +334,9 @@ def opened(setting: Setting, row: Row, num_steps: int, model: Path) -> Iterator[
         with routed(urls, folder) as router:
             engines = Engines(urls, setting)
             buffer = make_buffer(setting, row, num_steps, model, folder, EngineEndpoints(router.url, tuple(urls)))
-            pid = router.check_health()["pid"]
-            assert isinstance(pid, int)
-            yield PacedRun(setting, row, buffer, engines), engines, CpuClock(psutil.Process(pid))
+            assert router._process is not None
+            clock = CpuClock(psutil.Process(router._process.pid))
+            yield PacedRun(setting, row, buffer, engines), engines, clock
 
 
 def run_row(setting: Setting, row: Row, num_steps: int, warm_up: int, model: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusionrl.base.torch_stores import create_group_store
 from fusionrl.engines import segments
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.engines.spec import LOADER
@@ -38,9 +39,9 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_name
 from fusionrl.weights.gather import DTYPES, PartGatherer
-from fusionrl.weights.process_group import create_group_store, init_external_group
-from fusionrl.weights.remote_calls import Threaded
+from fusionrl.weights.process_group import init_external_group
 from fusionrl.weights.send import WeightSender
+from tools.threaded import Threaded
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 600.0
@@ -202,7 +203,7 @@ class Rank:
     def raw_broadcast(self, num_bytes: int, bucket: int, port: int, world_size: int) -> float:
         """Seconds of bare broadcasts of `num_bytes` from rank 0's one buffer."""
         store = dist.TCPStore(HOST, port, is_master=False)
-        group = init_external_group("gloo", HOST, port, world_size, 0, "raw", TIMEOUT_S, store=store)
+        group = init_external_group("gloo", store, world_size, 0, "raw", TIMEOUT_S)
         buffer = torch.ones(bucket, dtype=torch.uint8)
         dist.broadcast(buffer[:1], src=0, group=group)
         start = time.perf_counter()
@@ -249,7 +250,7 @@ class Receiver:
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
         store = dist.TCPStore(HOST, body["master_port"], is_master=False)
         sizes = body["world_size"], body["rank_offset"], body["group_name"]
-        group = init_external_group(body["backend"], HOST, body["master_port"], *sizes, TIMEOUT_S, store=store)
+        group = init_external_group(body["backend"], store, *sizes, TIMEOUT_S)
         self.groups[body["group_name"]] = group
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
@@ -315,7 +316,7 @@ class Receiver:
     def raw_broadcast(self, body: dict[str, Any]) -> None:
         store = dist.TCPStore(HOST, body["port"], is_master=False)
         sizes = body["world_size"], body["rank"], "raw"
-        group = init_external_group("gloo", HOST, body["port"], *sizes, TIMEOUT_S, store=store)
+        group = init_external_group("gloo", store, *sizes, TIMEOUT_S)
         buffer = self._room(body["bucket"])
         dist.broadcast(buffer[:1], src=0, group=group)
         for size in _sizes(body["num_bytes"], body["bucket"]):

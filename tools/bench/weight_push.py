@@ -35,16 +35,16 @@ from typing import Any
 
 import torch
 
+from fusionrl.base.torch_stores import create_group_store
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.models.families import hf_shapes
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget, Feed
-from fusionrl.weights.process_group import create_group_store
 from fusionrl.weights.push import push_weights
-from fusionrl.weights.remote_calls import Threaded
 from tools.bench.push_processes import HOST, TIMEOUT_S, RankOptions, Ranks, Receivers
+from tools.threaded import Threaded
 
 MB = 1024**2
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "head_dim": 128}

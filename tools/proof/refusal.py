@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fusionrl.base.torch_stores import join_group_store
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.broadcast import Broadcast
 from fusionrl.weights.process_group import init_external_group
-from fusionrl.weights.remote_calls import Threaded, stamp_of
+from fusionrl.weights.remote_calls import stamp_of
+from tools.threaded import Threaded
 
 HOST, LIMIT_S, SECONDS = "127.0.0.1", 60.0, 20.0
 NUM_BYTES = 64 * 2**20
@@ -41,8 +43,8 @@ def serve(pipe: Connection, device: str) -> None:
         try:
             if command == "join":
                 sizes = (values["world_size"], values["rank_offset"], values["group_name"])
-                address = (values["backend"], values["master_address"], values["master_port"])
-                group = init_external_group(*address, *sizes, LIMIT_S)
+                store = join_group_store(values["master_address"], values["master_port"], LIMIT_S)
+                group = init_external_group(values["backend"], store, *sizes, LIMIT_S)
                 pipe.send(None)
             else:
                 flat = torch.zeros(values, dtype=torch.uint8, device=device)
