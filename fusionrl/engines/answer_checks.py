@@ -23,7 +23,6 @@ _BYTES_PER_TOKEN = 1024  # about 45 are usual: a log-prob, an id, and its text, 
 _BYTES_PER_WIDE_TOKEN = 1 << 20  # with hidden states, or the log-probs of many tokens in each place
 _NUMBERS = frozenset((int, float))  # not bool, which array takes for a number
 _LARGEST_INT32 = 2**31 - 1
-_SHORT = 128  # numbers
 _WIDE = frozenset(("return_hidden_states", "top_logprobs_num", "token_ids_logprob", "return_routed_experts"))
 
 
@@ -121,7 +120,7 @@ def token_ids(values: object, field: str, bounds: AnswerBounds) -> np.ndarray:
     most = _LARGEST_INT32 if bounds.vocab_size is None else bounds.vocab_size - 1
     try:
         ids = _packed(values, "q", np.int64)
-        least, largest = extremes(values, ids)
+        least, largest = extremes(ids)
         if least <= 1 and _has_bool(values, ids <= 1):
             raise TypeError
     except (TypeError, struct.error):
@@ -158,7 +157,7 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
     """
     try:
         packed = _packed(values, "f", np.float32)
-        least, largest = extremes(values, packed)
+        least, largest = extremes(packed)
         # NaN is in a sum of all, and is not found by Python's min and max.
         if not math.isfinite(sum(values)) or (largest >= 0 and _has_bool(values, packed >= 0)):
             raise TypeError
@@ -215,17 +214,10 @@ def routed_experts(meta: Mapping[str, object], size: tuple[int, ...], num_expert
     return experts.reshape(size).astype(np.int16)
 
 
-def extremes(values: Sequence[float] | np.ndarray, same: np.ndarray | None = None) -> tuple[float, float]:
-    """(least, largest) of numbers, which `same` holds as an array; (0, 0) of none.
-
-    Of a short list Python's own cost less than numpy's.
-    """
-    if not len(values):
-        return 0.0, 0.0
-    if len(values) <= _SHORT and not isinstance(values, np.ndarray):
-        return min(values), max(values)
-    same = np.asarray(values) if same is None else same
-    return np.minimum.reduce(same), np.maximum.reduce(same)
+def extremes(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """(least, largest) of numbers; (0, 0) of none."""
+    numbers = np.asarray(values)
+    return (numbers.min(), numbers.max()) if numbers.size else (0.0, 0.0)
 
 
 def score(answer: object, field: str = "embedding") -> float:

@@ -75,10 +75,6 @@ class EngineControl:
         self._post("/continue_generation")
         self._is_paused_in_place = False
 
-    def abort_all(self) -> None:
-        """Answer all running and waiting requests as they are, finish reason "abort"."""
-        self._post("/abort_request", {"abort_all": True})
-
     def flush_cache(self) -> None:
         """Empty the KV cache. Raises RuntimeError where requests still run after 10 s, or are paused in place."""
         try:
@@ -136,56 +132,24 @@ class EngineControl:
         self._post("/update_weights_from_tensor", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     @phase("join weight group")
-    def init_weights_update_group(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-    ) -> None:
+    def init_weights_update_group(self, **group: object) -> None:
         """Join the group of `fusionrl.weights.process_group.init_external_group` as ranks `rank_offset...`.
 
-        Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
+        `group` has the fields of SGLang's request: master_address, master_port, rank_offset, world_size, group_name and
+        backend. Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
         """
-        payload = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        self._post("/init_weights_update_group", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
+        self._post("/init_weights_update_group", group, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     @phase("load weights")
-    def update_weights_from_distributed(
-        self,
-        *,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        group_name: str,
-        version: str | None,
-        load_format: str | None,
-        flush_cache: bool,
-    ) -> None:
-        """Receive tensors that rank 0 of `group_name` broadcasts meanwhile, and load them.
+    def update_weights_from_distributed(self, *, version: str | None, flush_cache: bool, **bucket: object) -> None:
+        """Receive tensors that rank 0 of a group broadcasts meanwhile, and load them.
 
-        `dtypes` are torch's names ("float32"). One broadcast a tensor, in this order, or for the load format
-        "flattened_bucket" a single uint8 one with all bytes one after another, without padding.
+        `bucket` has the fields of SGLang's request: names, dtypes (torch's names, such as "float32"), shapes,
+        group_name and load_format. One broadcast a tensor, in this order, or for the load format "flattened_bucket" a
+        single uint8 one with all bytes one after another, without padding.
         """
-        payload = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "weight_version": version,
-            "load_format": load_format,
-            "flush_cache": flush_cache and not self._is_paused_in_place,
-        }
+        flush = flush_cache and not self._is_paused_in_place
+        payload = {**bucket, "weight_version": version, "flush_cache": flush}
         self._post("/update_weights_from_distributed", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     def destroy_weights_update_group(self, group_name: str) -> None:

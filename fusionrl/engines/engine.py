@@ -126,28 +126,6 @@ class EngineActor(EngineControl):
             )
             self.end_weight_update()
 
-    def info(self) -> dict[str, object]:
-        """`url`, `host`, `node_id` (Ray's, where there is one), `pid` of the server, `index` and
-        `model_info`."""
-        return {
-            "index": self.spec.index,
-            "url": self.url,
-            "host": self.spec.host,
-            "node_id": node_id(),
-            "pid": self._living("info").pid,
-            "model_info": self._call("GET", "/model_info"),
-        }
-
-    def check_health(self) -> dict[str, object]:
-        """`url`, `pid` and `weight_version` of a living server.
-
-        Raises RuntimeError with the end of the log when the server process is dead, and RuntimeError when it
-        lives and does not answer. Holds while generation is paused and while memory is released.
-        """
-        server = self._living("health check")
-        self._call("GET", "/health", timeout_s=30.0)
-        return {"url": self.url, "pid": server.pid, "weight_version": self.weight_version()}
-
     def check_alive(self) -> None:
         """Raise RuntimeError with the end of the server's log when its process is dead; asks the server nothing."""
         self._living("generation")
@@ -155,56 +133,34 @@ class EngineActor(EngineControl):
     def fault(self, timeout_s: float | None = None, *, makes_tokens: bool = True) -> str | None:
         """Return the server's fault in words, or None; Ray would log an exception of a call that is not awaited.
 
-        A fault: its process is dead, or, with `timeout_s`, it makes no token within as many seconds; not
-        `makes_tokens`: its scheduler does not answer within them.
+        A fault: its process is dead, or, with `timeout_s`, it makes no token within as many seconds (over 1: SGLang
+        looks once a second). Any token will do, so a busy server generates no extra one. Not `makes_tokens`, as for a
+        paused server: its scheduler does not answer within them, which takes it milliseconds.
         """
         try:
-            if timeout_s is None:
-                self.check_alive()
-            elif makes_tokens:
-                self.check_responds(timeout_s)
-            else:
-                self.check_answers(timeout_s)
+            self.check_alive()
+            if timeout_s is not None:
+                self._wait_for_answer(timeout_s, makes_tokens)
         except RuntimeError as error:
             return str(error)
         return None
 
-    def check_responds(self, timeout_s: float) -> None:
-        """Return once the server has made a token; any token will do, so a busy server generates no extra one.
-
-        Raises RuntimeError when none comes within `timeout_s` seconds (over 1: SGLang looks once a second), and at
-        once, with the end of the log, when the server process is dead. Not for a paused server, which makes none.
-        """
+    def _wait_for_answer(self, timeout_s: float, makes_tokens: bool) -> None:
+        path, fault = ("/health_generate", "made no token") if makes_tokens else ("/server_info", "did not answer")
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                left = max(0.1, deadline - time.monotonic())
-                self._call("GET", "/health_generate", timeout_s=left)
+                self._call("GET", path, timeout_s=max(0.1, deadline - time.monotonic()))
                 return
             except ChildExited:
                 raise
             except RuntimeError as error:  # a 503 after SGLang's own limit of 20 s does not count as an answer
                 if time.monotonic() >= deadline:
                     raise RuntimeError(
-                        f"engine {self.spec.index} at {self.url} made no token within {timeout_s:g} s"
+                        f"engine {self.spec.index} at {self.url} {fault} within {timeout_s:g} s"
                         f" (--rollout-health-check-timeout): {error}"
                     ) from error
             time.sleep(0.2)
-
-    def check_answers(self, timeout_s: float) -> None:
-        """Return once the server's scheduler has answered, which takes it milliseconds, also where it is paused.
-
-        Raises RuntimeError when it does not within `timeout_s` seconds, and at once when the process is dead.
-        """
-        try:
-            self._call("GET", "/server_info", timeout_s=timeout_s)
-        except ChildExited:
-            raise
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"engine {self.spec.index} at {self.url} did not answer within {timeout_s:g} s"
-                f" (--rollout-health-check-timeout): {error}"
-            ) from error
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """End the server and all its processes, by force after `timeout_s` seconds. Idempotent.

@@ -97,35 +97,29 @@ def _locked(local: Path) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------ files
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    while chunk := file.read(_CHUNK):
-        yield chunk
-
-
-def _check_file(path: Path, checksum: str, kind: str) -> None:
+def _check_file(path: Path, checksum: str, kind: str, copy: BinaryIO | None = None) -> None:
+    """Verify a file as it is read; it is also written to `copy`."""
     actual = delta.new_checksum(kind)
     try:
-        with path.open("rb") as file:
-            for chunk in _chunks(file):
-                actual.update(chunk)
+        file = path.open("rb")
     except OSError as error:
         raise DamagedVersion(f"{path} cannot be read ({error})") from error
+    with file:
+        while chunk := file.read(_CHUNK):
+            actual.update(chunk)
+            if copy is not None:
+                copy.write(chunk)
     if actual.hexdigest() != checksum:
         raise DamagedVersion(f"{path} is damaged: its {kind} is {actual.hexdigest()}, not {checksum}")
 
 
 def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
-    """All files of a full version, verified as they are read."""
+    """Copy all files of a full version."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for name, checksum in manifest.files.items():
-        actual = delta.new_checksum(manifest.checksum)
-        with (folder / name).open("rb") as source, (target / name).open("wb") as copy:
-            for chunk in _chunks(source):
-                actual.update(chunk)
-                copy.write(chunk)
-        if actual.hexdigest() != checksum:
-            raise DamagedVersion(f"{folder / name} is damaged: its {manifest.checksum} is not {checksum}")
+        with (target / name).open("wb") as copy:
+            _check_file(folder / name, checksum, manifest.checksum, copy)
 
 
 def _apply(folder: Path, manifest: Manifest, target: Path) -> None:

@@ -79,7 +79,6 @@ class ChildProcess:
         log_path: str | os.PathLike[str],
         *,
         env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
         secret: str | None = None,
         fork: Fork = lambda command, control, log, env: None,
     ) -> None:
@@ -102,7 +101,6 @@ class ChildProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    cwd=cwd,
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
                 )
@@ -175,9 +173,7 @@ class ChildProcess:
         ended = f"{purpose}: the process ended ({status}). " + (f"{kills}. " if kills else "")
         return ChildExited(f"{ended}Its log is {self.log_path}; {end}", tail)
 
-    def wait_until(
-        self, predicate: Callable[[], bool], timeout_s: float, purpose: str, *, poll_s: float = 0.05
-    ) -> None:
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float, purpose: str) -> None:
         """Call `predicate` until it is true.
 
         Raises `ChildExited` (a RuntimeError) as soon as the child has ended and RuntimeError after
@@ -192,7 +188,7 @@ class ChildProcess:
                     f"{purpose}: not there after {timeout_s:.0f} s. The log is {self.log_path}; the end of it:\n"
                     f"{self.log_tail()}"
                 )
-            time.sleep(poll_s)
+            time.sleep(0.05)
 
     def terminate(self, timeout_s: float = 10.0) -> None:
         """SIGTERM to the command; after `timeout_s` seconds, at once for 0, SIGKILL to it and all its descendants.
@@ -258,15 +254,13 @@ def start_on_free_ports(
     num_ports: int,
     start: Callable[[list[int]], ChildProcess],
     wait_ready: Callable[[ChildProcess], None],
-    *,
-    num_attempts: int = 3,
 ) -> ChildProcess:
     """Start a server on `num_ports` reserved ports of `host` and wait until it answers.
 
-    A start that fails because one of the ports was taken all the same is repeated on other ports, up to
-    `num_attempts` times in all; any other failure is raised at once, the child ended.
+    A start that fails because one of the ports was taken all the same is repeated on other ports, up to three times in
+    all; any other failure is raised at once, the child ended.
     """
-    for attempt in range(num_attempts):
+    for is_last in (False, False, True):
         reservations = [PortReservation(host) for _ in range(num_ports)]
         try:
             child = start([reservation.port for reservation in reservations])
@@ -276,7 +270,7 @@ def start_on_free_ports(
             except BaseException as error:
                 child.terminate(timeout_s=2.0)
                 taken = isinstance(error, ChildExited) and error.address_in_use
-                if not taken or attempt + 1 == num_attempts:
+                if not taken or is_last:
                     raise
         finally:
             for reservation in reservations:

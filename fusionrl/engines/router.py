@@ -191,12 +191,6 @@ class Router:
         samples = re.findall(rf"^{name}(\S*) (\S+)$", text, re.MULTILINE)
         return sum(int(float(count)) for labels, count in samples if label in labels)
 
-    def check_health(self) -> dict[str, object]:
-        """`url` and `pid`; raises RuntimeError with the end of the log when the router is dead or silent."""
-        process = self._living("health check")
-        call("GET", self.url + "/liveness", timeout_s=10.0)
-        return {"url": self.url, "pid": process.pid}
-
     def check_alive(self) -> None:
         """Raise RuntimeError with the end of the log when the router's process is dead; asks it nothing."""
         self._living("supervision")

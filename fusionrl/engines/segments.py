@@ -9,6 +9,7 @@ index.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -18,32 +19,6 @@ import torch
 from torch import Tensor
 
 _held: dict[str, tuple[int, Tensor]] = {}  # slot → inode and bytes of the segment that was in it last
-
-
-class Views:
-    """Contiguous tensors in the bytes of `flat`  # uint8: one operation each, where slicing and viewing takes three."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self._flat = flat
-        self._typed: dict[torch.dtype, tuple[Tensor, int]] = {}  # the bytes as numbers, and the first one's place
-
-    def at(self, offset: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
-        """The tensor of `sizes` that begins at byte `offset`, a multiple of its numbers' size."""
-        if dtype not in self._typed:
-            num_bytes = self._flat.numel() // dtype.itemsize * dtype.itemsize
-            typed = self._flat[:num_bytes].view(dtype)
-            self._typed[dtype] = typed, typed.storage_offset()
-        typed, first = self._typed[dtype]
-        place, rest = divmod(offset, dtype.itemsize)
-        strides, count = [], 1
-        for size in reversed(sizes):
-            strides.append(count)
-            count *= size
-        if count == 0:
-            return typed.new_empty(tuple(sizes))  # it lies nowhere
-        if rest or place < 0 or place + count > typed.numel():
-            raise ValueError(f"a tensor of {list(sizes)} {dtype} at byte {offset} of {self._flat.numel()}")
-        return typed.as_strided(tuple(sizes), strides[::-1], first + place)
 
 
 class Loading(Protocol):
@@ -79,11 +54,12 @@ def take(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     if slot not in _held or _held[slot][0] != where[1]:
         _held.pop(slot, None)  # gone before the next one comes
         _held[slot] = where[1], map_segment(where)
-    views = Views(_held[slot][1])
-    return [
-        (name, views.at(offset, getattr(torch, dtype_name), sizes))
-        for name, dtype_name, sizes, offset in index["tensors"]
-    ]
+    flat, views = _held[slot][1], []
+    for name, dtype_name, sizes, offset in index["tensors"]:
+        dtype = getattr(torch, dtype_name)
+        part = flat[offset : offset + math.prod(sizes) * dtype.itemsize]
+        views.append((name, part.view(dtype).view(sizes)))
+    return views
 
 
 def load(model: Loading, named: Sequence[tuple[str, Tensor]]) -> None:

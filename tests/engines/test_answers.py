@@ -164,21 +164,13 @@ def test_a_body_of_600_mb_never_gets_into_memory(kind: str, is_stream: bool) -> 
     assert served < 300
 
 
-@pytest.mark.parametrize("count", [1, 200], ids=["few", "many"])
-def test_log_probs_at_the_edge(count: int) -> None:
-    """What rounds to the other side of a bound is told by its exact value, or taken."""
-    rest = [-1.0] * (count - 1)
-    for value in (0.001, -1e5, 0.0, -0.0):
-        assert log_probs([*rest, value], "f").dtype == np.float32
-    for value in (0.0010000001, -100000.001):  # float32 has no number between them and the bound
-        if count == 1:
-            with pytest.raises(AnswerError, match=str(value)):
-                log_probs([*rest, value], "f")
-        else:
-            assert log_probs([*rest, value], "f")[-1] == np.float32(value)
+def test_log_probs_at_the_edge() -> None:
+    """As float32, a value may round to the bound."""
+    for value in (0.001, -1e5, 0.0, -0.0, 0.0010000001, -100000.001):
+        assert log_probs([-1.0, value], "f")[-1] == np.float32(value)
     for value in (0.002, -1e5 - 1):
         with pytest.raises(AnswerError, match=str(value)):
-            log_probs([*rest, value], "f")
+            log_probs([-1.0, value], "f")
 
 
 def test_log_probs_of_what_was_read_experts_and_scores() -> None:

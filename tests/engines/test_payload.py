@@ -45,11 +45,3 @@ def test_a_shared_buffer_is_read_where_its_index_says() -> None:
         assert torch.equal(view, tensor)
     wide.fill_(7.0)
     assert found[0][1].eq(7.0).all()
-
-
-@pytest.mark.parametrize(("offset", "sizes"), [(2, [1]), (-4, [1]), (8, [1]), (0, [3])], ids=str)
-def test_no_tensor_lies_across_the_numbers_or_beyond_the_bytes(offset: int, sizes: list[int]) -> None:
-    flat = torch.arange(32, dtype=torch.uint8)[8:18]  # two numbers, and two bytes more
-    assert torch.equal(segments.Views(flat).at(4, torch.float32, [1]), flat[4:8].view(torch.float32))
-    with pytest.raises(ValueError, match="a tensor of"):
-        segments.Views(flat).at(offset, torch.float32, sizes)

@@ -123,7 +123,7 @@ def test_it_ends_as_a_whole_when_another_part_dies(who: str, tmp_path: Path) -> 
     engine = Engine(tmp_path)
     ray.get(engine.head.start.remote(), timeout=30)
     if who == "server":
-        (pid,) = set(engine.servers()) - {ray.get(engine.head.info.remote())["pid"]}
+        (pid,) = set(engine.servers()) - {ray.get(engine.head.__ray_call__.remote(lambda actor: actor._server.pid))}
         os.kill(pid, signal.SIGKILL)
     else:
         ray.kill(engine.part)

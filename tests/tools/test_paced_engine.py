@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.client import GenerateClient, abort_all
 from fusionrl.engines.control import EngineControl
 from fusionrl.engines.router import Router
 from tools.bench.engine_model import Machine
@@ -99,7 +99,7 @@ def test_abort_answers_and_a_broken_connection_frees() -> None:
             while engine.report()["in_flight"] > 1:
                 await asyncio.sleep(0.01)
             assert len(engine.batch.running) == 1
-            await asyncio.to_thread(EngineControl(url, 1, None).abort_all)
+            await abort_all([url])
             assert (await first).finish_reason == "abort"
         assert engine.report()["aborted"] == 1 and not engine.batch.running
 
