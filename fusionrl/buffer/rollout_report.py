@@ -139,10 +139,9 @@ def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:
 def _drafts(samples: Sequence[Sample]) -> dict[str, float]:
     """How many drafted tokens the model took, and how many tokens it made at a time; empty where no engine drafts."""
     total = SpecInfo()
-    for counts in (vars(sample).get("spec_info") for sample in samples):  # kept where there are some
-        if counts is not None:
-            for name in total.to_dict():
-                setattr(total, name, getattr(total, name) + getattr(counts, name))
+    for sample in samples:
+        for name, count in vars(sample.spec_info).items():
+            setattr(total, name, getattr(total, name) + count)
     if not total.spec_verify_ct:
         return {}
     return {

@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from fusionrl.data.packed_lists import ListField, PromptField, RareField, disown, own, owner_of
 from fusionrl.data.request_counts import PrefixCacheInfo, SpecInfo
+from fusionrl.data.sample_fields import ListField, PromptField
 from fusionrl.data.token_versions import (
     UNKNOWN_VERSION,
     extended_versions,
@@ -39,7 +39,6 @@ _Status: TypeAlias = Status
 _SpecInfo: TypeAlias = SpecInfo
 _PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 _PLAIN = frozenset((type(None), bool, int, str))  # values that JSON has, as they are
-_ATOMS = _PLAIN | {float, Status}  # values that a copy may share
 REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward: "timeout", "crash", "error"
 _LOST = (Status.FAILED, Status.ABORTED)
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -58,16 +57,13 @@ _ARRAY_DTYPES = {
 }
 _DTYPES = {name: np.dtype(dtype) for name, dtype in _ARRAY_DTYPES.items()}
 LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")  # lists to a hook, arrays elsewhere
-# slime's fields that most samples leave as they are, and then do not hold: default, and what makes them when read.
-_RARE: dict[str, tuple[object, Callable[[], object] | None]] = {
-    "multimodal_inputs": (None, None),
-    "multimodal_train_inputs": (None, None),
-    "multimodal_train_input_id": (None, None),
-    "apply_chat_template_kwargs": (None, dict),
-    "rollout_top_p_token_ids": (None, None),
-    "rollout_top_p_token_offsets": (None, None),
-    "non_generation_time": (0.0, None),
-    **{name: (None, kind) for name, kind in COUNTS.items()},
+# slime's fields that most samples leave at their defaults, and then leave out of files.
+_RARE: dict[str, object] = {
+    **dict.fromkeys(("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")),
+    **dict.fromkeys(("rollout_top_p_token_ids", "rollout_top_p_token_offsets")),
+    "apply_chat_template_kwargs": {},
+    "non_generation_time": 0.0,
+    **{name: kind() for name, kind in COUNTS.items()},
 }
 
 
@@ -81,8 +77,8 @@ class Sample:
     weight_versions    [response_length], weight version that generated each token, of a tool's tokens that of the token
                        before; -1: not known. slime has a list with one text a turn here: a function may append such
                        texts (`rollout.weight_versions` finds their tokens)
-                       A hook reads these four as Python lists, as in slime (`data.packed_lists`), and may write
-                       any sequence of numbers. fusionrl's own code reads `array(name)`.
+                       A hook reads these four as Python lists, as in slime (`ListField`), and may write any sequence
+                       of numbers. fusionrl's own code reads `array(name)`.
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
                        each of the model's layers (--use-rollout-routing-replay); -1 where that is not known
@@ -124,28 +120,22 @@ class Sample:
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     multimodal_train_input_id: str | None = None
-    apply_chat_template_kwargs: dict[str, Any] = None  # type: ignore[assignment]  # read as {}
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     rollout_top_p_token_ids: Sequence[int] | np.ndarray | None = None
     rollout_top_p_token_offsets: Sequence[int] | np.ndarray | None = None
     non_generation_time: float = 0.0
-    spec_info: _SpecInfo = None  # type: ignore[assignment]  # read as an object with counts of 0
-    prefix_cache_info: _PrefixCacheInfo = None  # type: ignore[assignment]
+    spec_info: _SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: _PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
     def __repr__(self) -> str:
-        # By what is kept: to print a sample makes no lists of it.
-        return f"Sample({', '.join(f'{f.name}={self.__dict__.get(f.name)!r}' for f in fields(self))})"
+        # Of what is stored: printing a sample makes no lists.
+        return f"Sample({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def __copy__(self) -> Sample:
         # With lists of its own: what one sample appends is not the other's.
         new = object.__new__(type(self))
         for name, value in vars(self).items():
             new.__dict__[name] = list(value) if name in LIST_FIELDS and isinstance(value, list) else value
-        return new
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Sample:
-        # As without it, at a sixth of the cost: each sample of a rollout is copied twice.
-        new = memo[id(self)] = object.__new__(type(self))
-        new.__dict__.update({name: v if type(v) in _ATOMS else _copied(v, memo) for name, v in vars(self).items()})
         return new
 
     @property
@@ -188,7 +178,6 @@ class Sample:
             if value is not None and not isinstance(value, np.ndarray):
                 try:
                     self.__dict__[name] = _packed(name, value)
-                    disown(id(value))
                 except (TypeError, ValueError, OverflowError):
                     continue
 
@@ -234,11 +223,8 @@ class Sample:
             if not trainable and before is not None and not names_turns(before) and len(before):
                 versions = int(before[-1])
         self.validate()
-        held = self.__dict__["tokens"]
         try:
-            ids = _packed("tokens", tokens)
-            if not isinstance(held, list):
-                self.__dict__["tokens"] = _packed("tokens", held)
+            ids, held = _packed("tokens", tokens), _packed("tokens", self.__dict__["tokens"])
         except (ValueError, OverflowError) as error:
             raise ValueError(f"sample {self.index}: {error}") from error
         mask = (np.ones if trainable else np.zeros)(count, np.int32)
@@ -249,8 +235,8 @@ class Sample:
         version = np.array(versions, np.int32) if is_whole else np.full(count, versions, np.int32)
         self._extend("loss_mask", mask, 1)
         self._extend("rollout_log_probs", new_log_probs, 0)
-        _extend_versions(self, version)
-        self._extend("tokens", ids)
+        self._extend_versions(version)
+        self.tokens = np.concatenate([held, ids])
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it scores all of them again
             self.rollout_routed_experts = None  # as an engine's last answer has them, for all tokens
@@ -288,26 +274,25 @@ class Sample:
             if getattr(args, "sglang_speculative_algorithm", None):
                 self.spec_info.add(meta_info)
 
-    def _extend(self, name: str, new: np.ndarray, default: int = 0) -> None:
-        """Extend a field that runs over the tokens or the response: a hook's list in place, as slime does.
-
-        A list that other samples may hold as well is copied first.
-        """
+    def _extend(self, name: str, new: np.ndarray, default: int) -> None:
+        """Extend a field of the response: a hook's list in place, as slime does."""
         held = self.__dict__[name]
-        if held is None and not self.response_length:  # the first tokens of a response: most have no others
-            self.__dict__[name] = new.astype(_ARRAY_DTYPES[name], copy=False)
-        elif isinstance(held, list):
-            if owner_of(held, name) is not self:
-                held = self.__dict__[name] = own(self, list(held))
+        if isinstance(held, list):
             held += new.tolist()
+        elif held is None:
+            held = np.full(self.response_length, default, _ARRAY_DTYPES[name])
+            self.__dict__[name] = _joined(held, new)
         else:
-            self.__dict__[name] = _joined(self._response_field(name, default), new)
+            self.__dict__[name] = _joined(_packed(name, held), new)
 
-    def _response_field(self, name: str, default: int) -> np.ndarray:
-        value = self.__dict__[name]
-        if value is None:
-            return np.full(self.response_length, default, _ARRAY_DTYPES[name])
-        return _packed(name, value)
+    def _extend_versions(self, new: np.ndarray) -> None:
+        """Extend the weight versions of the response: a hook's list in place."""
+        held = self.__dict__["weight_versions"]
+        versions = extended_versions(held, self.response_length, new)
+        if isinstance(held, list):
+            held[:] = versions if isinstance(versions, list) else versions.tolist()
+        else:
+            self.weight_versions = versions
 
     def validate(self) -> None:
         """Check that what runs over the response is as long as the response.
@@ -352,7 +337,7 @@ class Sample:
     def to_row(self) -> dict[str, object]:
         """As `to_dict`, with what runs over the tokens as arrays: for `json_line`, which writes those quickly."""
         out: dict[str, Any] = {}
-        for name, value in vars(self).items():
+        for name, value in stored_fields(self).items():
             if type(value) in _PLAIN:
                 out[name] = value
             elif name in COUNTS:
@@ -384,16 +369,31 @@ class Sample:
 
 # After the dataclass is made, so that these replace its plain fields.
 for _name in LIST_FIELDS:
-    setattr(Sample, _name, ListField(_name, grows=_name != "tokens"))
-for _name, (_default, _make) in _RARE.items():
-    setattr(Sample, _name, RareField(_name, _default, _make))
+    setattr(Sample, _name, ListField(_name))
 Sample.prompt = PromptField()  # type: ignore[assignment]
 
 
-def _copied(value: Any, memo: dict[int, object]) -> Any:
-    """Return a deep copy of a field's value."""
-    is_plain_array = type(value) is np.ndarray and not value.dtype.hasobject
-    return value.copy() if is_plain_array else copy.deepcopy(value, memo)
+def stored_fields(sample: Sample) -> dict[str, Any]:
+    """Return what a file stores of a sample: every attribute, without slime's rare fields at their defaults."""
+
+    def is_default(name: str, value: object) -> bool:
+        return name in _RARE and type(value) is type(_RARE[name]) and value == _RARE[name]
+
+    return {name: value for name, value in vars(sample).items() if not is_default(name, value)}
+
+
+def prompt_of(sample: Sample) -> Sample:
+    """Return a sample of the same prompt, with its row's fields and its group, and without index, answer and reward."""
+    return Sample(
+        group_index=sample.group_index,
+        prompt=copy.deepcopy(sample.prompt),
+        label=copy.deepcopy(sample.label),
+        metadata=copy.deepcopy(sample.metadata),
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        prompt_tokens=sample.prompt_tokens,
+        messages=copy.deepcopy(sample.messages),
+    )
 
 
 def is_trained_on(sample: Sample) -> bool:
@@ -421,10 +421,7 @@ def response_mask(sample: Sample) -> np.ndarray:
 
 def trained_amount(sample: Sample) -> float:
     """Return the sum of `response_mask`: the number of tokens that are trained on, and of shares their sum."""
-    if not is_trained_on(sample):
-        return 0.0
-    mask = sample.array("loss_mask")
-    return float(sample.response_length if mask is None else mask.sum())
+    return float(response_mask(sample).sum())
 
 
 def _finish_reason(meta_info: Mapping[str, object]) -> str | None:
@@ -456,16 +453,6 @@ def _packed(name: str, value: object) -> np.ndarray:
             place = int(np.argmax(array == wrong))
             raise ValueError(f"{name} holds {wrong} at place {place}; it must be within {least}..{most}")
     return array.astype(dtype, copy=False)
-
-
-def _extend_versions(sample: Sample, new: np.ndarray) -> None:
-    """Extend the weight versions of a response; the list of a hook in place, as `Sample._extend` does."""
-    held = vars(sample)["weight_versions"]
-    versions = extended_versions(held, sample.response_length, new)
-    if isinstance(held, list) and owner_of(held, "weight_versions") is sample:
-        held[:] = versions if isinstance(versions, list) else versions.tolist()
-    else:
-        sample.weight_versions = versions
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:

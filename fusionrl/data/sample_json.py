@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from fusionrl.data.sample import COUNTS, Sample, Status
+from fusionrl.data.sample import COUNTS, Sample, Status, stored_fields
 from fusionrl.observe.json_values import to_jsonable
 
 
@@ -47,11 +47,9 @@ class SourceState(TypedDict):
 
 def pack_sample(sample: Sample) -> dict[str, object]:
     """Return all attributes of a sample, including those that hooks added, for JSON (NaN and infinities stay)."""
-    values = {name: value for name, value in vars(sample).items() if name != "status"}
-    for name in COUNTS:
-        if name in values:
-            values[name] = values[name].to_dict()
-    return {"status": Status(sample.status).value} | {name: pack(value) for name, value in values.items()}
+    values = stored_fields(sample) | {"status": Status(sample.status).value}
+    values |= {name: values[name].to_dict() for name in COUNTS if name in values}
+    return {name: pack(value) for name, value in values.items()}
 
 
 def unpack_sample(data: Mapping[str, object]) -> Sample:

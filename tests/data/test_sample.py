@@ -52,15 +52,6 @@ def test_the_finish_reason_gives_the_status(reason: str | None, status: str) -> 
     assert sample.status == status
 
 
-def test_plain_lists_of_a_slime_function_can_be_appended_to() -> None:
-    sample = Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0], response="x")
-    sample.append_response_tokens(tokens=[4], trainable=False)
-    assert list(sample.tokens) == [1, 2, 3, 4]
-    assert sample.loss_mask is not None
-    assert list(sample.loss_mask) == [1, 1, 0]
-    assert list(sample.rollout_log_probs) == [-1.0, -2.0, 0.0]  # type: ignore[arg-type]
-
-
 def versions(sample: Sample) -> list[int]:
     assert sample.weight_versions is not None
     return list(sample.weight_versions)
