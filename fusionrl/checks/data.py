@@ -12,6 +12,7 @@ from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
 from fusionrl.data.prompts import FileCheck, PromptColumns, check_file, load_prompts, template_probe
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.rows import Row, parse_sets, read_rows
 from fusionrl.data.token_rows import holds_tokens
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -67,7 +68,7 @@ def check_set(
     ask_reward: LabelCheck | None,
 ) -> FileCheck:
     """Read one set and check its rows, also by the chat template. `flags`: those of the set and of its column."""
-    is_sft, probe = config.run.mode == "sft", None
+    (flag, key_flag), is_sft, probe = flags, config.run.mode == "sft", None
 
     def load() -> PreTrainedTokenizerBase:
         from fusionrl.data.tokenizer import load_tokenizer
@@ -76,9 +77,16 @@ def check_set(
 
     if files is not None:
         probe = template_probe(files, columns, load, config.data.loss_mask_type if is_sft else None)
-    tokens = files.special_tokens if files else ()
-    named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
-    return check_file(spec, columns, *flags, is_sft=is_sft, ask_reward=ask_reward, **named)
+    checker = RowChecker(
+        columns,
+        key_flag,
+        is_sft=is_sft,
+        special_tokens=files.special_tokens if files else (),
+        probe=probe,
+        vocab_size=vocab_size,
+        ask_reward=ask_reward,
+    )
+    return check_file(spec, flag, checker)
 
 
 def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None) -> int:

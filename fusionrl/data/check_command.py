@@ -9,10 +9,15 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fusionrl.data.findings import Finding, FindingError, Findings
-from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, rendered_prompt, special_tokens_of
+from fusionrl.data.findings import Finding, FindingError
+from fusionrl.data.prompts import (
+    check_file,
+    is_surely_too_long,
+    metadata_and_tools,
+    rendered_prompt,
+    special_tokens_of,
+)
 from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding
-from fusionrl.data.rows import line_finding, scan_rows
 from fusionrl.data.sample import response_mask
 from fusionrl.data.strict_json import Row
 from fusionrl.data.supervised import SupervisedSamples
@@ -46,44 +51,29 @@ class DataCheck:
         """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
         tokens = special_tokens_of(self.tokenizer) if self.tokenizer is not None else ()
         named: dict[str, Any] = {"special_tokens": tokens, "vocab_size": self.vocab_size, "ask_reward": self.ask_reward}
-        checker = RowChecker(self.columns, is_sft=self.is_sft, **named)
-        findings, unreadable = Findings(), []
-        try:
-            for place, row in scan_rows(spec, ""):
-                findings.num_rows += 1
-                if isinstance(row, ValueError):
-                    findings.add(place, line_finding(row))
-                    continue
-                for finding in self._row_findings(row, checker, f"{spec}: {place}"):
-                    findings.add(place, finding)
-        except ValueError as error:
-            unreadable = [str(error).strip()]
-        self.num_rows += findings.num_rows
-        if not findings.num_rows and not unreadable:
-            unreadable = [f"{spec}: it has no rows"]
-        errors = [f"{spec}: {text}" for text in findings.errors()] + unreadable
-        return errors, [f"{spec}: {text}" for text in findings.warnings()]
+        check = check_file(spec, "", RowChecker(self.columns, is_sft=self.is_sft, **named), self._more_findings)
+        self.num_rows += check.num_rows
+        return check.errors, check.warnings
 
-    def _row_findings(self, row: Row, checker: RowChecker, where: str) -> list[Finding]:
-        findings = checker.findings(row)
+    def _more_findings(self, where: str, row: Row, findings: list[Finding]) -> list[Finding]:
         mistakes = [finding.cause for finding in findings if not finding.is_warning]
         columns = self.columns
         needed = (TOKENS, LOSS_MASK) if self.is_sft and holds_tokens(row) else (columns.input_key,)
         if any(cause.startswith(f"column {key!r}") for cause in mistakes for key in needed):
-            return findings  # other problems of the row may follow from this one
+            return []  # other problems of the row may follow from this one
         try:
             tools = metadata_and_tools(row, columns)[1]
         except FindingError:  # the checker has named it
             tools = None
-        if columns.label_key is None or columns.label_key in row:
-            findings += self._duplicate(row, tools, where)
+        has_label = columns.label_key is None or columns.label_key in row
+        duplicates = self._duplicate(row, tools, where) if has_label else []
         if self.tokenizer is None:
-            return findings
+            return duplicates
         try:
             length_findings = self._sample_findings if self.is_sft else self._prompt_findings
-            return findings + length_findings(row, tools, is_counted=not mistakes)
+            return duplicates + length_findings(row, tools, is_counted=not mistakes)
         except ValueError as error:
-            return [*findings, column_finding(columns.input_key, error)]
+            return [*duplicates, column_finding(columns.input_key, error)]
 
     def _prompt_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
         columns, prompt = self.columns, row[self.columns.input_key]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from fusionrl.data.sample import Sample, Status, is_trained_on
 
 REQUIRED = ("tokens", "response_lengths", "rewards")
-_KNOWN = (
-    *REQUIRED,
-    *("raw_reward", "loss_masks", "rollout_log_probs", "teacher_log_probs", "weight_versions"),
-    "rollout_routed_experts",
-    *("truncated", "sample_indices", "group_index", "metadata", "total_lengths"),
-)
+# Columns that become fields of the samples as they stand.
+_FIELDS = {
+    "tokens": "tokens",
+    "response_lengths": "response_length",
+    "loss_masks": "loss_mask",
+    **{name: name for name in ("rollout_log_probs", "teacher_log_probs", "weight_versions", "rollout_routed_experts")},
+    "metadata": "metadata",
+}
+_KNOWN = {*REQUIRED, *_FIELDS, "raw_reward", "truncated", "sample_indices", "group_index", "total_lengths"}
 
 
 def samples_of(
@@ -44,21 +48,15 @@ def samples_of(
         index = int(data["sample_indices"][i]) if "sample_indices" in data else i
         original = known.get(index) if "sample_indices" in data else None
         own_group = -2 - i if original is None else original.group_index
+        fields: dict[str, Any] = {field: data[name][i] for name, field in _FIELDS.items() if name in data}
+        fields["response_length"] = int(fields["response_length"])
         sample = Sample(
             index=index,
             group_index=int(data["group_index"][i]) if "group_index" in data else own_group,
             remove_sample=original is not None and not is_trained_on(original),
-            tokens=data["tokens"][i],
-            response_length=int(data["response_lengths"][i]),
-            loss_mask=data["loss_masks"][i] if "loss_masks" in data else None,
-            rollout_log_probs=data["rollout_log_probs"][i] if "rollout_log_probs" in data else None,
-            weight_versions=data["weight_versions"][i] if "weight_versions" in data else None,
             status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
-            metadata=data["metadata"][i] if "metadata" in data else {},
+            **fields,
         )
-        for name in ("teacher_log_probs", "rollout_routed_experts"):
-            if name in data:
-                setattr(sample, name, data[name][i])
         try:
             sample.validate()
         except ValueError as error:

@@ -24,11 +24,6 @@ class PromptSequence:
         self._order_epoch = -1
         self._order = np.arange(len(prompts))
 
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the prompts so far."""
-        return self.num_drawn // len(self.prompts)
-
     def draw(self) -> Sample:
         """The next prompt itself, not a copy."""
         epoch, offset = divmod(self.num_drawn, len(self.prompts))

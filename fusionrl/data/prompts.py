@@ -6,7 +6,7 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
-from fusionrl.data.findings import FindingError, Findings
+from fusionrl.data.findings import Finding, FindingError, Findings
 from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages, tools_of
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
-    AskReward,
     PromptColumns,
     RowChecker,
     read_metadata,
@@ -27,6 +26,7 @@ from fusionrl.data.row_checks import (
 )
 from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
+from fusionrl.data.strict_json import Row
 from fusionrl.data.template_probe import TemplateProbe
 from fusionrl.data.token_rows import holds_tokens, token_sample
 from fusionrl.data.tokenizer_files import TokenizerFiles
@@ -56,39 +56,26 @@ class FileCheck:
 
 def check_file(
     path: str | Path,
-    columns: PromptColumns,
     flag: str,
-    key_flag: str,
-    *,
-    is_sft: bool = False,
-    special_tokens: Iterable[str] = (),
-    probe: TemplateProbe | None = None,
-    vocab_size: int | None = None,
-    ask_reward: AskReward | None = None,
+    checker: RowChecker,
+    more: Callable[[str, Row, list[Finding]], list[Finding]] | None = None,
 ) -> FileCheck:
-    """Check every row of a set; arguments as those of `RowChecker`."""
-    checker = RowChecker(
-        columns,
-        key_flag,
-        is_sft=is_sft,
-        ask_reward=ask_reward,
-        special_tokens=special_tokens,
-        probe=probe,
-        vocab_size=vocab_size,
-    )
-    findings, errors = Findings(), []
+    """Check every row of a set; `more` returns further findings of a row, of its place and what the checker found."""
+    findings, errors, where = Findings(), list[str](), f"{flag} {path}".strip()
     try:
         for place, row in scan_rows(path, flag):
             findings.num_rows += 1
             row_findings = checker.findings(row) if isinstance(row, dict) else [line_finding(row)]
+            if more is not None and isinstance(row, dict):
+                row_findings = row_findings + more(f"{path}: {place}", row, row_findings)
             for finding in row_findings:
                 findings.add(place, finding)
     except ValueError as error:
-        errors.append(str(error))
+        errors.append(str(error).strip())
     if not findings.num_rows and not errors:
-        errors.append(f"{flag} {path}: it has no rows")
-    errors = [f"{flag} {path}: {text}" for text in findings.errors()] + errors
-    return FileCheck(findings.num_rows, errors, [f"{flag} {path}: {text}" for text in findings.warnings()])
+        errors.append(f"{where}: it has no rows")
+    errors = [f"{where}: {text}" for text in findings.errors()] + errors
+    return FileCheck(findings.num_rows, errors, [f"{where}: {text}" for text in findings.warnings()])
 
 
 def template_probe(

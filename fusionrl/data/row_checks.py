@@ -16,7 +16,7 @@ from fusionrl.base.spelling import closest
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
 from fusionrl.data.render import decoded, tools_of
-from fusionrl.data.strict_json import MAX_DEPTH, CleanRow, StrictDecoder
+from fusionrl.data.strict_json import MAX_DEPTH, StrictDecoder
 from fusionrl.data.template_probe import TemplateProbe, signature
 from fusionrl.data.token_rows import holds_tokens, token_finding
 
@@ -81,14 +81,9 @@ class RowChecker:
         # A search for two characters is many times faster than one for each of hundreds of tokens.
         self._starts = tuple({token[:2] for token in self.special_tokens})
         self._roles: dict[str, Finding | None] = {}
-        # Roles of the conversations in which nothing was found, the template's refusal included.
-        self._good_roles: set[tuple[str, ...]] = set()
-        self._is_text_taken = probe is None
 
     def findings(self, row: Mapping[str, object]) -> list[Finding]:
         """Return the findings of a row; an empty list for a good one."""
-        if self._is_plainly_good(row):
-            return _reward_findings(self, row)
         findings: list[Finding] = []
         columns, key = self.columns, self.columns.input_key
         tools = self._check_metadata_and_tools(row, findings)
@@ -118,43 +113,6 @@ class RowChecker:
             )
         return findings
 
-    def _is_plainly_good(self, row: Mapping[str, object]) -> bool:
-        """Cheap tests that ordinary rows pass, and no row in which `findings` would find anything.
-
-        They are here for the sake of files of a hundred thousand rows, in two millionths of a second a row.
-        """
-        if type(row) is not CleanRow or (self.is_sft and holds_tokens(row)):
-            return False
-        columns, prompt = self.columns, row.get(self.columns.input_key)
-        if type(prompt) is str:
-            if self.is_sft or not prompt or prompt[0].isspace() or len(prompt) > MAX_PROMPT_CHARACTERS:
-                return False
-            if columns.apply_chat_template and (not self._is_text_taken or any(s in prompt for s in self._starts)):
-                return False
-        elif type(prompt) is list:
-            roles, num_characters = [], 0
-            for message in prompt:
-                if type(message) is not dict or len(message) != 2:
-                    return False
-                role, content = message.get("role"), message.get("content")
-                if type(role) is not str or type(content) is not str or not content:
-                    return False
-                for start in self._starts:
-                    if start in content:
-                        return False
-                roles.append(role)
-                num_characters += len(content)
-            if tuple(roles) not in self._good_roles or num_characters > MAX_PROMPT_CHARACTERS:
-                return False
-        else:
-            return False
-        if columns.label_key is not None and row.get(columns.label_key) is None:
-            return False
-        if columns.tool_key is not None and columns.tool_key in row:
-            return False
-        metadata = row.get(columns.metadata_key)
-        return metadata is None or (type(metadata) is dict and "tools" not in metadata)
-
     def error(self, row: Mapping[str, object]) -> str | None:
         """The first thing for which a row cannot be trained on."""
         return next((str(finding) for finding in self.findings(row) if not finding.is_warning), None)
@@ -167,16 +125,13 @@ class RowChecker:
         key = self.columns.input_key
         if not prompt or prompt.isspace():
             findings.append(Finding(f"column {key!r} is empty"))
-        elif problem := text_problem(prompt):
-            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+        elif text_problem(prompt):
+            self._check_value(key, prompt, findings)
         else:
             self._check_size(key, len(prompt), findings)
             if self.columns.apply_chat_template and not self.is_sft:
                 self._check_special(prompt, findings)
-                if self.probe is not None:
-                    num_before = len(findings)
-                    self._check_template("text", [{"role": "user", "content": prompt}], tools, findings)
-                    self._is_text_taken |= tools is None and len(findings) == num_before
+                self._check_template("text", [{"role": "user", "content": prompt}], tools, findings)
 
     def _check_size(self, key: str, num_characters: int, findings: list[Finding]) -> None:
         if num_characters <= MAX_PROMPT_CHARACTERS or (self.columns.max_prompt_len is not None and not self.is_sft):
@@ -205,31 +160,30 @@ class RowChecker:
         findings: list[Finding],
         is_odd: bool = False,
     ) -> None:
-        assert self.probe is not None
-        if error := self.probe.refusal(shape, messages, tools, is_odd):
+        if self.probe is not None and (error := self.probe.refusal(shape, messages, tools, is_odd)):
             findings.append(column_finding(self.columns.input_key, error))
 
     def _check_label(self, key: str, row: Mapping[str, object], findings: list[Finding]) -> None:
         if key not in row:
             findings.append(self._missing(key, row, self.label_flag, LABEL_NAMES))
             return
-        label = row[key]
+        label, where = row[key], f"column {key!r} ({self.label_flag})"
         if self.is_sft and isinstance(row.get(self.columns.input_key), str):
             if not isinstance(label, str):
-                findings.append(
-                    Finding(f"column {key!r} ({self.label_flag}) must be the response as text in --mode sft")
-                )
+                findings.append(Finding(f"{where} must be the response as text in --mode sft"))
+            elif not label.strip():
+                findings.append(Finding(f"{where} is an empty response; nothing to train on"))
             else:
                 self._check_size(key, len(label), findings)
-            if isinstance(label, str) and not label.strip():
-                findings.append(
-                    Finding(f"column {key!r} ({self.label_flag}) is an empty response; nothing to train on")
-                )
         elif label is None:
-            hint = "most rewards need one"
-            findings.append(Finding(f"column {key!r} ({self.label_flag}) is null", hint=hint, is_warning=True))
-        if problem := value_problem(label):
-            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+            findings.append(Finding(f"{where} is null", hint="most rewards need one", is_warning=True))
+        self._check_value(key, label, findings)
+
+    def _check_value(self, key: str, value: object, findings: list[Finding]) -> None:
+        if problem := value_problem(value):
+            # Nothing but a user's own functions reads metadata, and these may know what NaN means there.
+            is_warning = problem[0] == NOT_FINITE and key == self.columns.metadata_key
+            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
 
     def _check_metadata_and_tools(self, row: Mapping[str, object], findings: list[Finding]) -> object:
         columns, tools = self.columns, None
@@ -241,11 +195,8 @@ class RowChecker:
         except FindingError as error:
             findings.append(error.finding)
             return None
-        for key, value in ((columns.metadata_key, metadata), (columns.tool_key, tools)):
-            if value and (problem := value_problem(value)):
-                # Nothing but a user's own functions reads metadata, and these may know what NaN means there.
-                is_warning = problem[0] == NOT_FINITE and key == columns.metadata_key
-                findings.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
+        self._check_value(columns.metadata_key, metadata, findings)
+        self._check_value(columns.tool_key or "", tools, findings)
         return tools or tools_of(metadata or {})
 
     # ------------------------------------------------------------------------------------------------ messages
@@ -266,20 +217,13 @@ class RowChecker:
                 self._roles[role] = self._role_finding(role)
             if (finding := self._roles[role]) is not None and finding not in findings:
                 findings.append(finding)
-            if type(content) is str and len(message) == 2:
-                if (not content.isascii() or "\0" in content) and (problem := text_problem(content)):
-                    findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
-                num_characters += len(content)
-                num_said += bool(content and not content.isspace())
-                shape.append(role if content else (role, "empty"))
-                is_special = is_special or self._check_special(content, findings)
-            else:
-                self._check_rich_message(message, findings)
-                for text in _texts(message):
-                    num_characters += len(text)
-                    is_special = is_special or self._check_special(text, findings)
-                num_said += bool(content) or bool(message.get("tool_calls"))
-                shape.append(signature(message))
+            self._check_message(message, findings)
+            for text in _texts(message):
+                num_characters += len(text)
+                is_special = is_special or self._check_special(text, findings)
+            is_blank = not content or (isinstance(content, str) and content.isspace())
+            num_said += not is_blank or bool(message.get("tool_calls"))
+            shape.append((role, signature(message)))
         if not num_said:
             findings.append(Finding(f"column {key!r} is empty"))
         self._check_size(key, num_characters, findings)
@@ -292,11 +236,9 @@ class RowChecker:
         elif messages[-1]["role"] == "assistant":
             cause = f"column {key!r} ends with the assistant's turn"
             findings.append(Finding(cause, hint="the model then answers a second time", is_warning=True))
-        if self.probe is not None and all(finding.is_warning for finding in findings[num_before:]):
+        if all(finding.is_warning for finding in findings[num_before:]):
             # Whether a loss mask can be made of a conversation that quotes an end marker depends on where it does.
             self._check_template(tuple(shape), messages, tools, findings, is_odd=is_special and self.is_sft)
-        if len(findings) == num_before and tools is None and all(type(role) is str for role in shape):
-            self._good_roles.add(tuple(shape))
 
     def _role_finding(self, role: str) -> Finding | None:
         cause, role_text = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
@@ -309,11 +251,9 @@ class RowChecker:
             return Finding(f"{cause} is unusual", role_text, hint, is_warning=True)
         return None
 
-    def _check_rich_message(self, message: Mapping[str, object], findings: list[Finding]) -> None:
-        """Check a message whose content is not text, or that has more keys than role and content."""
+    def _check_message(self, message: Mapping[str, object], findings: list[Finding]) -> None:
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
-        if problem := value_problem(message):
-            findings.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+        self._check_value(key, message, findings)
         if content is None and message["role"] != "assistant":
             findings.append(Finding(f"column {key!r}: a message has no content", f"role {str(message['role'])[:80]!r}"))
         for part in content if isinstance(content, list) else ():
@@ -324,11 +264,8 @@ class RowChecker:
                 cause = f"column {key!r}: a part of a message's content is no {{'type': 'text', 'text': …}}"
                 findings.append(Finding(cause))
             else:
-                cause, hint = (
-                    f"column {key!r}: a message's content has other parts than text",
-                    "only text is trained on",
-                )
-                findings.append(Finding(cause, repr(kind[:80]), hint, is_warning=True))
+                cause = f"column {key!r}: a message's content has other parts than text"
+                findings.append(Finding(cause, repr(kind[:80]), "only text is trained on", is_warning=True))
             break
         if calls is not None and not _are_calls(calls):
             cause = f"column {key!r}: tool_calls of a message is not a list of {{'function': {{'name': …}}}}"

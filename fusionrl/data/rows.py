@@ -15,26 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fusionrl.base.packages import install_hint
 from fusionrl.base.spelling import hint
 from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
-from fusionrl.data.strict_json import (
-    MAX_DEPTH,
-    MAX_LINE_BYTES,
-    CleanRow,
-    DuplicateKey,
-    Row,
-    StrictDecoder,
-    read_array,
-    read_lines,
-    table_row,
-)
+from fusionrl.data.strict_json import MAX_LINE_BYTES, DuplicateKey, Row, StrictDecoder, read_array, read_lines
 
 if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch
+    from pyarrow import RecordBatch
     from pyarrow.ipc import RecordBatchStreamReader
 
 FORMATS = "a .jsonl, .json or .parquet file, a folder of such files (FOLDER:SPLIT), or one of datasets.save_to_disk"
@@ -80,17 +68,17 @@ def parse_set(spec: str | Path, flag: str = "--prompt-data") -> PromptSet:
     return PromptSet(path, split, start, stop, name)
 
 
-def parse_sets(specs: Iterable[str], flag: str = "--prompt-data") -> list[PromptSet]:
+def parse_sets(specs: Iterable[str]) -> list[PromptSet]:
     """Read several; their names must differ, since samples and metrics bear them.
 
     Raises:
         ValueError: as `parse_set`, or two sets of one name.
     """
-    sets = [parse_set(spec, flag) for spec in specs]
+    sets = [parse_set(spec) for spec in specs]
     names = [prompt_set.name for prompt_set in sets]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{flag}: two sets have the name {name!r}; name them, as in NAME=PATH")
+            raise ValueError(f"--prompt-data: two sets have the name {name!r}; name them, as in NAME=PATH")
     return sets
 
 
@@ -244,13 +232,10 @@ def _json_list(path: Path, key: str) -> list[object]:
 
 
 def _numbered(batches: Iterable[RecordBatch]) -> Iterator[tuple[str, Row | ValueError]]:
-    """Rows of Arrow's record batches. A look at whole columns is quicker than one at each value."""
-    number = 0
-    for batch in batches:
-        make = CleanRow if all(_is_clean(column) for column in batch.columns) else table_row
-        for row in batch.to_pylist():
-            number += 1
-            yield f"row {number}", make({name: _without_nulls(value) for name, value in row.items()})
+    """Rows of Arrow's record batches."""
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: object) -> object:
@@ -260,26 +245,3 @@ def _without_nulls(value: object) -> object:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def _is_clean(column: Array, depth: int = 1) -> bool:
-    """Return whether a CleanRow may hold all values of a column; False also where a quick look cannot say so."""
-    from pyarrow import types
-
-    kind = column.type
-    if types.is_boolean(kind) or types.is_integer(kind) or types.is_null(kind):
-        return True
-    if types.is_floating(kind):
-        return bool(np.isfinite(column.to_numpy(zero_copy_only=False)).all())  # null is NaN there
-    if types.is_string(kind) or types.is_large_string(kind):
-        texts = column.buffers()[-1]
-        return texts is None or b"\0" not in texts.to_pybytes()
-    if depth > MAX_DEPTH:
-        return False
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _is_clean(column.flatten(), depth + 1)
-    if types.is_struct(kind):
-        fields = [kind.field(number) for number in range(kind.num_fields)]
-        names = all("\0" not in field.name for field in fields)
-        return names and all(_is_clean(part, depth + 1) for part in column.flatten())
-    return False

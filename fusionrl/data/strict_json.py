@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 Row = dict[str, Any]
 NO_OBJECT = "no JSON object"
 
@@ -37,88 +35,6 @@ _MAGIC = {
     codecs.BOM_UTF16_LE: "UTF-16 text; convert it to UTF-8",
     codecs.BOM_UTF16_BE: "UTF-16 text; convert it to UTF-8",
 }
-
-
-class CleanRow(Row):
-    """A row whose values hold no NUL, no lone surrogate, no number that is not finite and few levels."""
-
-    __slots__ = ()
-
-
-_SCALARS = frozenset({str, int, bool, type(None)})
-_MAX_EXACT = 2.0**63  # orjson makes a float of an integer that does not fit in 64 bits
-
-
-def quick_row(line: bytes) -> CleanRow | None:
-    """The row of a line, where a quick reader and a look at the bytes are enough; None where it takes `StrictDecoder`.
-
-    orjson reads several times faster than Python's json, and refuses lone surrogates, NaN and bytes that are not UTF-8.
-    """
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return CleanRow(row) if type(row) is dict and _is_clean(_num_keys(row), line) else None
-
-
-def quick_rows(array: bytes) -> list[Row] | None:
-    """The rows of an array, of which each could be a CleanRow; None where it takes `StrictDecoder`."""
-    try:
-        rows = orjson.loads(array)
-    except orjson.JSONDecodeError:
-        return None
-    if type(rows) is not list or not all(type(row) is dict for row in rows):
-        return None
-    counts = [_num_keys(row) for row in rows]
-    return rows if -1 not in counts and _is_clean(sum(counts), array) else None
-
-
-def table_row(row: Row) -> Row:
-    """A row of a table, as a CleanRow where a quick look at its values is enough; its texts are UTF-8 already."""
-    if _num_keys(row) < 0:
-        return row
-    for value in row.values():
-        for item in value if type(value) is list else (value,):
-            for text in (*item, *item.values()) if type(item) is dict else (item,):
-                if type(text) is str and "\0" in text:
-                    return row
-    return CleanRow(row)
-
-
-def _is_clean(num_keys: int, text: bytes) -> bool:
-    """Return whether no object has a key twice (orjson takes the last), and no text has a NUL.
-
-    No key does where there are as many keys as colons; or, if texts have colons, as many as `":`, not counting a quote
-    that is a text's own. White space before a colon, and a backslash before a quote that ends a text, would deceive.
-    """
-    if num_keys != text.count(b":"):
-        quoted = text.count(b'":')
-        if num_keys != quoted and (num_keys != quoted - text.count(b'\\":') or b'\\\\":' in text):
-            return False
-        if b" :" in text or b"\t:" in text or b"\r:" in text or b"\n:" in text:
-            return False
-    return b"\\" not in text or b"\\u0000" not in text
-
-
-def _num_keys(row: Row) -> int:
-    """Keys of all objects of a row that is of scalars, objects of scalars and lists of such; -1 of another one."""
-    count = len(row)
-    for value in row.values():
-        if type(value) in _SCALARS:
-            continue
-        for item in value if type(value) is list else (value,):
-            if type(item) is dict:
-                count += len(item)
-                for child in item.values():
-                    if type(child) not in _SCALARS and not _is_exact(child):
-                        return -1
-            elif type(item) not in _SCALARS and not _is_exact(item):
-                return -1
-    return count
-
-
-def _is_exact(value: object) -> bool:
-    return type(value) is float and -_MAX_EXACT < value < _MAX_EXACT
 
 
 class StrictDecoder:
@@ -196,13 +112,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
                 raise ValueError(f"line {number}: it has more than {MAX_LINE_BYTES >> 20} MiB; a row is one line")
             if line.isspace():
                 continue
-            row: Row | ValueError | None = quick_row(line)
-            if row is None:
-                row = _slow_row(decoder, line)
-            yield f"line {number}", row
+            yield f"line {number}", _read_row(decoder, line)
 
 
-def _slow_row(decoder: StrictDecoder, line: bytes) -> Row | ValueError:
+def _read_row(decoder: StrictDecoder, line: bytes) -> Row | ValueError:
     try:
         # A byte order mark is what some editors write at the start of a file.
         row = decoder.parse(line.decode().removeprefix("\ufeff"))
@@ -223,12 +136,8 @@ def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     Raises:
         ValueError: no JSON array; names the row where reading stops.
     """
-    content = path.read_bytes()
-    if (rows := quick_rows(content)) is not None:
-        yield from ((f"row {number}", CleanRow(row)) for number, row in enumerate(rows, start=1))
-        return
     decoder, number = StrictDecoder(), 0
-    text = content.decode("utf-8-sig")
+    text = path.read_bytes().decode("utf-8-sig")
     position = after_space(text, after_space(text, 0) + 1)  # behind the bracket
     try:
         while number or text[position : position + 1] != "]":

@@ -16,15 +16,10 @@ class TemplateError(ValueError):
     """A chat template refuses a conversation."""
 
 
-def import_tokenizers() -> None:
-    """Import what `load_tokenizer` needs, which takes a second."""
-    import_auto_tokenizer()
-
-
 @functools.cache
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, once a process."""
-    import_tokenizers()  # only where a tokenizer is needed
+    import_auto_tokenizer()  # a second, only where a tokenizer is needed
     from transformers import AutoTokenizer
 
     with torch_left_out():

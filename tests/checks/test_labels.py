@@ -14,6 +14,7 @@ from fusionrl.checks.rewards import label_check, run_label_check
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.data.prompts import PromptColumns, check_file
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.rewards.labels import LabelCheck
 from fusionrl.rewards.registry import RM_TYPES, grade
 
@@ -175,7 +176,7 @@ def test_data_check_reads_labels_as_the_run_does(write_rows: Rows, capsys: pytes
 def test_a_null_label_has_one_line(write_rows: Rows) -> None:
     data = write_rows([row(None)])
     columns = PromptColumns("prompt", "label")
-    check = check_file(data, columns, "--prompt-data", "--input-key", ask_reward=LabelCheck("exact"))
+    check = check_file(data, "--prompt-data", RowChecker(columns, ask_reward=LabelCheck("exact")))
     assert len(check.errors) == 1 and check.warnings == []
-    check = check_file(data, columns, "--prompt-data", "--input-key", ask_reward=LabelCheck("random"))
+    check = check_file(data, "--prompt-data", RowChecker(columns, ask_reward=LabelCheck("random")))
     assert check.errors == [] and "is null" in check.warnings[0]

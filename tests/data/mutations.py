@@ -28,6 +28,7 @@ from typing import Any
 
 from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts, template_probe
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.tokenizer_files import read_tokenizer_files
 
 LIMIT_S = 5.0
@@ -661,15 +662,8 @@ class Judge:
         probe = template_probe(files, columns, lambda: tokenizer, "auto" if is_sft else None)
 
         def plan() -> tuple[list[str], list[str]]:
-            check = check_file(
-                spec,
-                columns,
-                "--prompt-data",
-                "--input-key",
-                is_sft=is_sft,
-                special_tokens=files.special_tokens,
-                probe=probe,
-            )
+            checker = RowChecker(columns, is_sft=is_sft, special_tokens=files.special_tokens, probe=probe)
+            check = check_file(spec, "--prompt-data", checker)
             return check.errors, check.warnings
 
         def command() -> tuple[list[str], list[str]]:

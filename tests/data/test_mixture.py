@@ -62,7 +62,7 @@ def test_each_set_has_epochs_of_its_own() -> None:
     prompts = take(mixed, 16)
     assert Counter(p for p in prompts if p[0] == "a") == {"a0": 4, "a1": 4}
     assert Counter(p for p in prompts if p[0] == "b") == {f"b{i}": 1 for i in range(8)}
-    assert [one.epoch for one in mixed.sequences] == [4, 1]
+    assert [one.num_drawn for one in mixed.sequences] == [8, 8]
 
 
 def test_orders_differ_by_seed_epoch_and_set() -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.data.row_checks import PromptColumns, RowChecker
-from fusionrl.data.strict_json import CleanRow, read_lines
 from tests.data.mutations import (
     MODES,
     Judge,
@@ -18,7 +16,6 @@ from tests.data.mutations import (
     catalogue,
     good_rows,
     jsonl,
-    row_mutations,
     run_all,
 )
 
@@ -40,19 +37,3 @@ def test_the_judge_finds_faults(tmp_path: Path, mode: str) -> None:
     assert judge.judge(Mutation("none", "good", good, "same", mode=mode), tmp_path).faults == []
     assert judge.judge(Mutation("none", "good", good, "refused", mode=mode), tmp_path).faults
     assert judge.judge(Mutation("none", "good", good, "same", "a message", mode), tmp_path).faults
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_quick_look_at_a_row_never_differs_from_the_full_one(tmp_path: Path, mode: str) -> None:
-    columns = PromptColumns("prompt", "label", tool_key="tools", apply_chat_template=mode in ("chat", "strict"))
-    tokens = ("<|end|>", "<|assistant|>")
-    quick, full = (RowChecker(columns, is_sft=mode == "sft", special_tokens=tokens) for _ in range(2))
-    num_quick = 0
-    for number, mutation in enumerate(row_mutations()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for _, row in read_lines(Path(mutation.write(folder))):
-            if isinstance(row, dict):
-                assert quick.findings(row) == full.findings(dict(row)), row
-                num_quick += isinstance(row, CleanRow)
-    assert num_quick > 500

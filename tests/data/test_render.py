@@ -337,11 +337,12 @@ def test_tools_that_a_users_function_renders_are_a_warning(write_rows: Callable[
 def findings(data: Path, template: str, columns: PromptColumns) -> tuple[list[str], list[str]]:
     """Errors and warnings of a plan."""
     from fusionrl.data.prompts import check_file, template_probe
+    from fusionrl.data.row_checks import RowChecker
     from fusionrl.data.tokenizer_files import TokenizerFiles
 
     files = TokenizerFiles({"default": template}, {}, ())
     probe = template_probe(files, columns, lambda: tokenizer_with(template))
-    found = check_file(data, columns, "--prompt-data", "--input-key", probe=probe)
+    found = check_file(data, "--prompt-data", RowChecker(columns, probe=probe))
     return found.errors, found.warnings
 
 

@@ -13,6 +13,7 @@ from fusionrl import cli
 from fusionrl.config.config import Config
 from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.rollout.sft_rollout import to_sft_sample
 
 Rows = Callable[..., Path]
@@ -26,7 +27,7 @@ def test_tokens_and_mask_are_trained_on_as_they_stand(write_rows: Rows, tiny_mod
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     data = write_rows([row([7, 8, 9, 10, 11], [0, 0, 1, 0, 1], prompt="p", metadata={"k": 1}), {"messages": messages}])
     columns = PromptColumns("messages")
-    assert check_file(data, columns, "--prompt-data", "--input-key", is_sft=True, vocab_size=12).errors == []
+    assert check_file(data, "--prompt-data", RowChecker(columns, is_sft=True, vocab_size=12)).errors == []
     args = Config.from_flat({"hf_checkpoint": str(tiny_model)}).to_args()
     first, second = (to_sft_sample(args, sample) for sample in load_conversations(data, columns).samples)
     assert (list(first.tokens), first.response_length) == ([7, 8, 9, 10, 11], 3)
@@ -54,7 +55,7 @@ def test_what_cannot_be_trained_on_is_refused(tokens: Any, mask: Any, said: str,
     good = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     data = write_rows([row(tokens, mask, messages=good)])
     columns = PromptColumns("messages")
-    (error,) = check_file(data, columns, "--prompt-data", "--input-key", is_sft=True, vocab_size=50).errors
+    (error,) = check_file(data, "--prompt-data", RowChecker(columns, is_sft=True, vocab_size=50)).errors
     assert "line 1" in error and said in error
     (told,), _ = DataCheck(columns, is_sft=True, vocab_size=50).problems(str(data))
     assert said in told
@@ -64,10 +65,10 @@ def test_one_of_the_columns_is_something_else(write_rows: Rows) -> None:
     rows = [{"q": "x", "a": "y", "tokens": 7}, {"q": "x", "a": "z", "loss_mask": [1], "tokens": None}]
     columns = PromptColumns("q", "a")
     data = write_rows(rows)
-    assert check_file(data, columns, "--prompt-data", "--input-key", is_sft=True).errors == []
+    assert check_file(data, "--prompt-data", RowChecker(columns, is_sft=True)).errors == []
     assert [s.prompt for s in load_conversations(data, columns).samples] == ["x", "x"]
     plain = write_rows([{"q": "x", "a": "y", "tokens": 7, "loss_mask": 1}])
-    assert check_file(plain, columns, "--prompt-data", "--input-key").errors == [], "prompts of rl have no mask"
+    assert check_file(plain, "--prompt-data", RowChecker(columns)).errors == [], "prompts of rl have no mask"
 
 
 def test_data_check_reads_the_vocabulary_of_the_model(
