@@ -1,12 +1,17 @@
-"""Groups that a rollout function draws from a stream: each is admitted first, and remembered until it is returned."""
+"""Groups that a rollout function draws from a stream: each is admitted first, and remembered until it is returned.
+
+A group belongs to the call that drew it: one that the call neither returns nor hands back is dropped when it returns.
+Groups drawn by a thread of the function's own, and all groups of a function that says `keeps_groups = True`, stay with
+the function until it returns them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +23,15 @@ _MOST_EMPTY = 100  # answers without a group, in one turn of the asker's event l
 Groups = list[list[Sample]]
 
 
+# Whether the code that runs is part of a call: also in an event loop that the call hands a coroutine to, and not in a
+# thread that it starts, which may outlive it.
+_in_call: ContextVar[bool] = ContextVar("in_call", default=False)
+
+
 class AdmissionGate(Protocol):
     """The stream."""
 
-    def draw_groups(self, num_groups: int, *, beyond: bool) -> Groups:
+    def draw_groups(self, num_groups: int, *, is_kept: bool, beyond: bool) -> Groups:
         """Return at most `num_groups` groups; `beyond`: all of them, whatever the bound says."""
 
     def park_groups(self, groups: Groups) -> None:
@@ -39,9 +49,9 @@ class AdmissionSource:
     Groups given beyond the bound are dropped once they are too old.
     """
 
-    def __init__(self, gate: AdmissionGate, hooked: Any, *, asks_again: bool) -> None:
-        """`asks_again`: the function may get nothing at any time, and asks again later."""
-        self._gate, self._hooked, self._asks_again = gate, hooked, asks_again
+    def __init__(self, gate: AdmissionGate, hooked: Any, *, keeps_groups: bool) -> None:
+        """`keeps_groups`: the function keeps groups between its calls; it may get none at any time, and asks again."""
+        self._gate, self._hooked, self._keeps_groups = gate, hooked, keeps_groups
         self._is_ending = threading.Event()
         self._caller: int | None = None  # thread of the call that is under way
         self._local = threading.local()
@@ -55,6 +65,7 @@ class AdmissionSource:
     def begin_call(self) -> None:
         """Note that the thread that calls this runs the function now."""
         self._caller = threading.get_ident()
+        _in_call.set(True)
 
     def end(self) -> None:
         """End all waits."""
@@ -71,14 +82,17 @@ class AdmissionSource:
         while True:
             if self._is_ending.is_set():
                 raise RolloutAborted("the run ends")
-            groups = self._gate.draw_groups(num_samples, beyond=False)
-            if groups or self._asks_again:
+            is_kept = self._keeps_groups or not _in_call.get()
+            groups = self._gate.draw_groups(num_samples, is_kept=is_kept, beyond=False)
+            if groups or self._keeps_groups:
                 return groups
             loop = _running_loop()
-            if loop is not None:
-                return self._gate.draw_groups(num_samples, beyond=True) if self._spins(loop) else []
-            if threading.get_ident() == self._caller and (groups := self._gate.draw_groups(num_samples, beyond=True)):
-                return groups
+            if loop is not None and not self._spins(loop):
+                return []
+            if loop is not None or threading.get_ident() == self._caller:
+                groups = self._gate.draw_groups(num_samples, is_kept=is_kept, beyond=True)
+                if groups or loop is not None:
+                    return groups
             time.sleep(_LOOK_S)
 
     def add_samples(self, samples: Groups) -> None:
@@ -111,24 +125,20 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 @dataclass
 class DrawnGroup:
-    """One of them.
+    """A group that the function has.
 
+    is_kept    it stays with the function when the call that drew it returns
     num_calls  calls of the function that have returned without it while the trainers waited for it
     """
 
     ordinal: int
-    group_index: int | None
-    samples: list[weakref.ref[Sample]]
+    samples: list[Sample]
+    is_kept: bool
     num_calls: int = 0
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether the function still has any of its samples."""
-        return any(sample() is not None for sample in self.samples)
 
 
 class DrawnGroups:
-    """All of them, by their ordinals."""
+    """All groups that the function has, by their ordinals."""
 
     def __init__(self) -> None:
         self._drawn: dict[int, DrawnGroup] = {}
@@ -139,22 +149,24 @@ class DrawnGroups:
     def __bool__(self) -> bool:
         return bool(self._drawn)
 
-    def add(self, ordinal: int, group: list[Sample]) -> None:
+    def add(self, ordinal: int, group: list[Sample], is_kept: bool) -> None:
         """Note that the function gets a group."""
-        self._drawn[ordinal] = DrawnGroup(ordinal, group[0].group_index, [weakref.ref(sample) for sample in group])
+        self._drawn[ordinal] = DrawnGroup(ordinal, list(group), is_kept)
 
     def take(self, group: list[Sample]) -> DrawnGroup | None:
         """Forget the group that was drawn as this one, and return it; None: there is none. It may be other objects."""
-        mine = {id(sample) for sample in group}
-        for drawn in self._drawn.values():
-            if any(id(reference()) in mine for reference in drawn.samples):
+        mine, index = {id(sample) for sample in group}, group[0].group_index
+        for drawn in self:
+            if any(id(sample) in mine for sample in drawn.samples):
                 return self._drawn.pop(drawn.ordinal)
-        index = group[0].group_index
-        for drawn in self._drawn.values():
-            if index is not None and drawn.group_index == index:
+        for drawn in self:
+            if index is not None and drawn.samples[0].group_index == index:
                 return self._drawn.pop(drawn.ordinal)
         return None
 
-    def forget(self, drawn: DrawnGroup) -> None:
-        """Forget a group."""
-        del self._drawn[drawn.ordinal]
+    def end_call(self) -> list[DrawnGroup]:
+        """Forget the groups that belong to the call that returns, and return them."""
+        ended = [drawn for drawn in self if not drawn.is_kept]
+        for drawn in ended:
+            del self._drawn[drawn.ordinal]
+        return ended

@@ -194,15 +194,10 @@ class RolloutDataSourceWithBuffer:
                 " saved; a resume needs the same ones"
             )
         for now, then in zip(current_sets, state["sets"], strict=True):
-            if now["num_prompts"] != then["num_prompts"]:
+            if (now["num_prompts"], now["fingerprint"]) != (then["num_prompts"], then["fingerprint"]):
                 raise ValueError(
-                    f"--prompt-data {now['name']} has {now['num_prompts']} prompts now, but had"
-                    f" {then['num_prompts']} when the checkpoint was saved; a resume needs the same file"
-                )
-            if now["fingerprint"] != then["fingerprint"]:
-                raise ValueError(
-                    f"--prompt-data {now['name']}: its prompts are not those of when the checkpoint was saved;"
-                    " a resume needs the same file and the same flags of the data"
+                    f"--prompt-data {now['name']}: its {now['num_prompts']} prompts are not the"
+                    f" {then['num_prompts']} of the checkpoint; a resume needs the same file and flags of the data"
                 )
         if [set_state["share"] for set_state in current_sets] != [set_state["share"] for set_state in state["sets"]]:
             raise ValueError(

@@ -65,14 +65,8 @@ class AcceptedSamples:
         if not self._is_clean:
             self.forget_after(rollout_id - 1)
             self._is_clean = True
-        counts = {
-            "considered": len(samples),
-            "unfinished": 0,
-            "unsampled": 0,
-            "below_threshold": 0,
-            "duplicates": 0,
-            "surplus": 0,
-        }
+        counts = dict.fromkeys(("unfinished", "unsampled", "below_threshold", "duplicates", "surplus"), 0)
+        counts = {"considered": len(samples), **counts}
         known = self._answers()
         groups: dict[Any, list[tuple[float, Sample]]] = {}
         for sample, reward in zip(samples, rewards, strict=True):
@@ -104,7 +98,7 @@ class AcceptedSamples:
         with self.path.open("ab") as out:
             out.writelines(map(json_line, rows))
         known |= new  # after the write: an answer that could not be written must not count as a duplicate later
-        self._count(rollout_id, counts)
+        self._write_summary(self._steps() | {str(rollout_id + 1): counts})
         return counts
 
     def forget_after(self, rollout_id: int) -> None:
@@ -133,9 +127,6 @@ class AcceptedSamples:
         if "rollouts" in summary:  # of an earlier version, by rollout_id
             return {str(int(number) + 1): counts for number, counts in summary["rollouts"].items()}
         return summary["steps"]
-
-    def _count(self, rollout_id: int, counts: dict[str, int]) -> None:
-        self._write_summary(self._steps() | {str(rollout_id + 1): counts})
 
     def _write_summary(self, steps: dict[str, dict[str, int]]) -> None:
         names = dict.fromkeys(name for counts in steps.values() for name in counts)

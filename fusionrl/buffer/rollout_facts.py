@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fusionrl.buffer.training_samples import best_and_worst
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
-from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, trained_amount
+from fusionrl.data.sample import REWARD_LOST, Sample, Status, lacks_reward, trained_amount
 from fusionrl.data.sampling import CHANGED
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.safe_text import ending, shorten
@@ -91,7 +92,7 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     if not values.size:
         return True
     if algorithm.policy_loss == "dpo":
-        return not _has_pair(samples, rewards)
+        return not best_and_worst(samples, rewards)
     if algorithm.use_opd or estimator.role == "critic":
         return False
     if estimator.role == "prm" and config.prm.prm_process_coef != 0:
@@ -103,15 +104,6 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     if estimator.group is None:  # the rewards of tokens are whitened, which a discount or a price makes unequal
         is_whitened = is_whitened and algorithm.gamma == 1.0 and algorithm.kl_coef == 0
     return is_whitened and float(np.ptp(values)) <= tiny
-
-
-def _has_pair(samples: Sequence[Sample], rewards: Sequence[float]) -> bool:
-    """Return whether a group has two samples to train on with different rewards, as DPO compares them."""
-    groups: dict[int | None, set[float]] = {}
-    for sample, reward in zip(samples, rewards, strict=True):
-        if is_trained_on(sample):
-            groups.setdefault(sample.group_index, set()).add(reward)
-    return any(len(values) > 1 for values in groups.values())
 
 
 def _has_own_advantages(config: Config) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.config.config import Config
@@ -33,34 +33,24 @@ class RolloutFunctions:
         """Flag and path of a user's own rollout function; None for the default one."""
         return None if self._path == self._default else f"--rollout-function-path {self._path}"
 
+    @property
+    def keeps_groups(self) -> bool:
+        """Return whether the rollout function says that it keeps groups between its calls."""
+        return bool(getattr(self._function, "keeps_groups", False))
+
     def generate(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> object:
         """Call the rollout function; returns what it returned. `data_source`: what stands before the run's own."""
-        return self._call("rollout_function_path", self._path, self._function, args, rollout_id, {}, data_source)
-
-    @property
-    def asks_again(self) -> bool:
-        """Return whether the rollout function may get no prompts, and asks again."""
-        return bool(getattr(self._function, "asks_again", False))
+        source = self._source.hooked if data_source is None else data_source
+        with self._named("rollout_function_path", self._path):
+            return self._function(args, rollout_id, source)
 
     def evaluate(self, args: Namespace, rollout_id: int) -> object:
         """Call the function that evaluates; returns what it returned."""
-        keywords = {"evaluation": True}
-        return self._call(self._eval_field, self._eval_path, self._eval_function, args, rollout_id, keywords)
+        with self._named(self._eval_field, self._eval_path):
+            return self._eval_function(args, rollout_id, self._source.hooked, evaluation=True)
 
-    def _call(
-        self,
-        field: str,
-        path: str,
-        function: Callable[..., object],
-        args: Namespace,
-        rollout_id: int,
-        keywords: dict[str, bool],
-        data_source: object | None = None,
-    ) -> object:
-        source = self._source
-        prompt_source = source.hooked if data_source is None else data_source
-        if path == self._default:
-            with source.guarded():  # of the user's functions in it, only the data source does not name itself
-                return function(args, rollout_id, prompt_source, **keywords)
-        with user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,)):
-            return function(args, rollout_id, prompt_source, **keywords)
+    def _named(self, field: str, path: str) -> AbstractContextManager[None]:
+        """Return a block in which an error of the user's names its flag and function."""
+        if path == self._default:  # of the user's functions in it, only the data source does not name itself
+            return self._source.guarded()
+        return user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,))

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version, without_answer
 from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, reason_of, state_numbers
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup, fresh_state, packed, unpacked
@@ -36,19 +37,6 @@ _STARTED = get_args(events.Started)
 _FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
 _AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
 Groups = list[list[Sample]]
-
-
-class GroupSource(Protocol):
-    """The part of the prompt source that the stream uses, in its own thread alone."""
-
-    def draw(self, num_groups: int) -> Groups:
-        """Return the next groups; fewer where the data have ended."""
-
-    def take_in(self, groups: Groups) -> None:
-        """Take groups that a function hands back and had from elsewhere."""
-
-    def state_at(self, rollout_id: int) -> dict[str, Any] | None:
-        """Return the state of now, for the checkpoint after a rollout."""
 
 
 @dataclass
@@ -72,7 +60,7 @@ class Stream(LoopThread):
         self,
         knobs: Knobs,
         border: HookBorder,
-        source: GroupSource,
+        source: PromptSource,
         first_version: int = 0,
         saved: SavedStream | None = None,
     ) -> None:

@@ -3,12 +3,12 @@
 The function runs in a thread, call after call. What it draws is admitted by the controller (`get_samples` gives fewer
 groups where the bound says so, or none), what it hands back is parked, and what it returns is ready to be trained, in
 the order in which it was drawn. So a function that keeps groups under way from call to call keeps the bound as well.
+Which groups it keeps, and which it has dropped, is the rule of `fusionrl.buffer.admission`.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import math
 import threading
@@ -19,8 +19,10 @@ from dataclasses import replace
 
 from fusionrl.buffer.admission import AdmissionSource, DrawnGroups
 from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.prompt_source import PromptSource
+from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
-from fusionrl.buffer.stream import Groups, GroupSource, Stream, why_failed
+from fusionrl.buffer.stream import Groups, Stream, why_failed
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup
 from fusionrl.data.sample import Sample
 from fusionrl.pipeline import events
@@ -46,31 +48,22 @@ class BatchStream(Stream):
         self,
         knobs: Knobs,
         border: HookBorder,
-        source: GroupSource,
+        source: PromptSource,
+        first_version: int,
+        saved: SavedStream | None,
+        functions: RolloutFunctions,
         call: Call,
-        first_version: int = 0,
-        saved: SavedStream | None = None,
-        *,
-        where: str,
-        hooked: object,
-        asks_again: bool,
         abort: threading.Event,
     ) -> None:
-        """As `Stream`.
-
-        call        of the user's function
-        where       its flag and path, as messages begin
-        hooked      the data source that the permits stand before
-        asks_again  the function may get fewer groups than it wants, or none, and asks again later
-        abort       tells the function that the run ends
-        """
+        """As `Stream`; `call` calls the function of `functions`, and `abort` tells it that the run ends."""
         # A call makes a whole batch, so a lead of half a batch is one of a batch. The function's own limit of
         # requests holds.
         lead = float(min(math.ceil(knobs.lead), knobs.max_staleness))
         super().__init__(replace(knobs, lead=lead, max_samples_in_flight=1 << 30), border, source, first_version, saved)
-        self._made_by, self._where, self._abort = call, where, abort
-        self._permits = AdmissionSource(self, hooked, asks_again=asks_again)
+        self._made_by, self._where, self._abort = call, functions.where, abort
+        self._permits = AdmissionSource(self, source.hooked, keeps_groups=functions.keeps_groups)
         self._drawn_groups = DrawnGroups()
+        self._dropped_indices: set[int] = set()  # `group_index` of groups that the call which drew them did not return
         self._metrics: dict[str, float] = {}
         self._waits_since, self._patience_s = 0.0, _PATIENCE_S
         self._is_calling, self._num_empty = False, 0  # calls without a group, one after the other
@@ -90,11 +83,9 @@ class BatchStream(Stream):
         super().stop()
         if self._caller.is_alive():
             self._caller.join(5.0)
-        gc.unfreeze()
 
     def _call_on(self) -> None:
         """Call the function whenever it may be."""
-        gc.freeze()  # a collection after each call looks at what calls have made, not at all that is imported
         self._permits.begin_call()
         try:
             while True:
@@ -103,8 +94,6 @@ class BatchStream(Stream):
                     return
                 self._may_call.clear()
                 groups, metrics = self._made_by(self._call(self._next_batch), self._permits)
-                if self._drawn_groups:
-                    gc.collect()  # what it dropped may still hang in cycles of its tasks
                 self._call(self._take, groups, metrics)
                 del groups, metrics
         except BaseException as error:  # of a user's function: the run ends with it
@@ -161,15 +150,15 @@ class BatchStream(Stream):
             return False
         return not any(isinstance(action, events.Fetch | events.Stop) for action in decide(self.state, self.knobs))
 
-    def draw_groups(self, num_groups: int, *, beyond: bool) -> Groups:
+    def draw_groups(self, num_groups: int, *, is_kept: bool, beyond: bool) -> Groups:
         """Admit at most `num_groups` groups and return them; `beyond`: all of them, whatever the bound says."""
-        return self._call(self._draw_groups, num_groups, beyond)
+        return self._call(self._draw_groups, num_groups, is_kept, beyond)
 
     def park_groups(self, groups: Groups) -> None:
         """Park groups that the function has started; those from elsewhere go to the data source."""
         self._call(self._park_groups, groups)
 
-    def _draw_groups(self, num_groups: int, beyond: bool) -> Groups:
+    def _draw_groups(self, num_groups: int, is_kept: bool, beyond: bool) -> Groups:
         state, knobs = self.state, self.knobs
         if all_fetched(state, knobs):
             return []  # the run needs no more
@@ -186,27 +175,26 @@ class BatchStream(Stream):
             missing = self._num_missing() if must_return else 0
             num_new = num_groups if beyond else min(num_groups, missing)
             num_sound = trainable(state, knobs)
-        groups = [self._give(ordinal, self._live[ordinal]) for ordinal in pending]
+        groups = [self._give(ordinal, self._live[ordinal], is_kept) for ordinal in pending]
         for place, group in enumerate(self._draw_new(num_new)):
-            groups.append(self._give(self.state.next_ordinal, StreamGroup(group), is_spare=place >= num_sound))
+            groups.append(self._give(self.state.next_ordinal, StreamGroup(group), is_kept, place >= num_sound))
         if groups:
             self._waits_since = 0.0
         self._wake.set()
         return groups
 
     def _num_missing(self) -> int:
-        """Return how many groups the call lacks to a batch, once it has waited for a while; 0 before.
+        """Return how many groups the call may lack to a batch, once it has waited for a while; 0 before.
 
-        It may return what it has, or want a batch. Groups that it has dropped are none of it. But a variable of its
-        code may hold one of these: so it gets one more after another while, and then ever later.
+        It may have dropped all groups that it drew: only those that it keeps count. It gets more after another while,
+        and then ever later.
         """
         now = time.monotonic()
         if not self._waits_since:
             self._waits_since = now
         if now < self._waits_since + self._patience_s:
             return 0
-        gc.collect()  # what it dropped may still hang in cycles of its tasks
-        held = sum(drawn.ordinal in self.state.groups and drawn.is_held for drawn in self._drawn_groups)
+        held = sum(drawn.ordinal in self.state.groups and drawn.is_kept for drawn in self._drawn_groups)
         missing = max(1, self.knobs.groups_per_fetch - held)
         self._waits_since, self._patience_s = 0.0, 2 * self._patience_s
         return missing
@@ -217,13 +205,13 @@ class BatchStream(Stream):
             self._source.take_in([blank])  # it was admitted for the function's sake: its prompt comes again
         super()._drop(action, reason)
 
-    def _give(self, ordinal: int, held: StreamGroup, *, is_spare: bool = False) -> list[Sample]:
+    def _give(self, ordinal: int, held: StreamGroup, is_kept: bool, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)
         oldest = known.born if known is not None and known.has_tokens else None
         apply(self.state, self.knobs, events.Admitted(ordinal, len(held.blank), oldest, is_spare))
         self._live[ordinal] = held
         group = copy.deepcopy(held.parked or held.blank)
-        self._drawn_groups.add(ordinal, group)
+        self._drawn_groups.add(ordinal, group, is_kept)
         return group
 
     def _park_groups(self, groups: Groups) -> None:
@@ -254,8 +242,9 @@ class BatchStream(Stream):
         for group in groups:
             self._take_group(group)
         is_told = any(name.startswith(DROPPED) for name in metrics)  # by the function or its filter
-        for out in [out for out in self._drawn_groups if not out.is_held]:
-            self._drawn_groups.forget(out)
+        for out in self._drawn_groups.end_call():
+            if (index := out.samples[0].group_index) is not None:
+                self._dropped_indices.add(index)
             if out.ordinal in self.state.groups:
                 self._drop(events.Drop(out.ordinal, "filtered"))
                 if is_told:
@@ -271,6 +260,12 @@ class BatchStream(Stream):
         drawn, oldest = self._drawn_groups.take(group), oldest_version(group, self.knobs.fetches_per_push)
         if drawn is not None and drawn.ordinal not in self.state.groups:
             return
+        if drawn is None and group[0].group_index in self._dropped_indices:
+            raise ValueError(
+                f"{self._where}: it returned sample {group[0].index}, whose group an earlier call drew and did not"
+                " return; let it draw groups that it keeps between its calls in a thread of its own, or give it the"
+                " attribute keeps_groups = True"
+            )
         failure = why_failed(group, replaces=self._args.failed_samples == "replace")
         if drawn is not None:
             ordinal = drawn.ordinal

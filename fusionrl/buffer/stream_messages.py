@@ -48,23 +48,13 @@ class StreamMessages:
         assert self.plan.knobs is not None
         self._border.begin()
         self._abort.clear()
-        saved, functions, collector = self.source.take_stream(), self._functions, self._collector
+        functions, begun = self._functions, (self.plan.knobs, self._border, self.source, num_trained)
+        saved = self.source.take_stream()
         stream: Stream
         if functions.where is None:
-            stream = Stream(self.plan.knobs, self._border, self.source, num_trained, saved)
+            stream = Stream(*begun, saved)
         else:
-            stream = BatchStream(
-                self.plan.knobs,
-                self._border,
-                self.source,
-                collector.call,
-                num_trained,
-                saved,
-                where=functions.where,
-                hooked=self.source.hooked,
-                asks_again=functions.asks_again,
-                abort=self._abort,
-            )
+            stream = BatchStream(*begun, saved, functions, self._collector.call, self._abort)
         await asyncio.to_thread(stream.start)
         self._stream = stream
 

@@ -6,12 +6,12 @@ Staleness is how many pushes lie between the weights that sampled a token and th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fusionrl.data.sample import Sample, is_trained_on, response_mask
+from fusionrl.data.sample import Sample, response_mask
 from fusionrl.data.token_versions import UNKNOWN_VERSION
 
 LAST_BIN = 8  # of the histogram: it also counts what is older
@@ -40,14 +40,6 @@ def is_current(sample: Sample, version: int) -> np.ndarray:
     return (versions >= version) | (versions == UNKNOWN_VERSION)
 
 
-def is_all_current(sample: Sample, version: int) -> bool:
-    """Return whether `is_current` is True for all tokens; most often one look at the oldest one shows it."""
-    versions = sample.array("weight_versions")
-    if versions is None or not len(versions) or versions.min() >= version:
-        return True
-    return bool(is_current(sample, version).all())
-
-
 @dataclass(frozen=True)
 class TokenNumbers:
     """Numbers over the trained tokens of a rollout.
@@ -65,52 +57,28 @@ class TokenNumbers:
 def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) -> TokenNumbers:
     """Return the numbers of a rollout; `pushed_version` as `training_version` takes it."""
     version = training_version(samples, pushed_version)
-    ages: list[dict[int, int]] = []  # of each sample's trained tokens whose version is known
+    ages: list[Counter[int]] = []  # of each sample's trained tokens whose version is known
     gaps: list[np.ndarray] = []
     num_unknown = 0
     for sample in samples:
-        log_probs = sample.array("rollout_log_probs")
+        is_trained, log_probs = response_mask(sample) > 0, sample.array("rollout_log_probs")
         if sample.teacher_log_probs is not None and log_probs is not None:
             teacher = np.asarray(sample.teacher_log_probs, np.float64)
-            gaps.append((np.asarray(log_probs, np.float64) - teacher)[response_mask(sample) > 0])
+            gaps.append((np.asarray(log_probs, np.float64) - teacher)[is_trained])
         versions = sample.array("weight_versions")
-        if versions is None:
-            num_unknown += _num_trained(sample)
-        elif version is not None:
-            counts = _counted(sample, versions)
-            num_unknown += counts.pop(UNKNOWN_VERSION, 0)
-            lengths: dict[int, int] = {}
-            for sampled_by, count in counts.items():
-                age = max(version - sampled_by, 0)
-                lengths[age] = lengths.get(age, 0) + count
-            ages.append(lengths)
+        trained = np.full(len(is_trained), UNKNOWN_VERSION)[is_trained] if versions is None else versions[is_trained]
+        known = trained[trained != UNKNOWN_VERSION]
+        num_unknown += len(trained) - len(known)
+        if version is not None:
+            ages.append(Counter(np.maximum(version - known, 0).tolist()))
     return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
-
-
-def _num_trained(sample: Sample) -> int:
-    """Return the number of tokens with a mask above 0."""
-    mask = sample.array("loss_mask")
-    if mask is None or not is_trained_on(sample):
-        return sample.response_length if is_trained_on(sample) else 0
-    return int(np.count_nonzero(mask > 0))
-
-
-def _counted(sample: Sample, versions: np.ndarray) -> dict[int, int]:
-    """Return version -> number of trained tokens, of one sample. Most have one version, which costs little to see."""
-    num_trained = _num_trained(sample)
-    if not num_trained:
-        return {}
-    if (versions == versions[0]).all():
-        return {int(versions[0]): num_trained}
-    distinct, counts = np.unique(versions[response_mask(sample) > 0], return_counts=True)
-    return dict(zip(distinct.tolist(), counts.tolist(), strict=True))
 
 
 def _mean(counts: Counter[int]) -> float:
     return sum(age * count for age, count in counts.items()) / counts.total()
 
 
-def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> dict[str, float]:
+def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[str, float]:
     """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
 
     ages         of each sample: pushes between the weights that sampled and those that train -> number of tokens
@@ -119,9 +87,7 @@ def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> d
     ages = [sample_ages for sample_ages in ages if sample_ages]
     if not ages:
         return {}
-    tokens: Counter[int] = Counter()
-    for sample_ages in ages:
-        tokens.update(sample_ages)
+    tokens = sum(ages, Counter[int]())
     samples = Counter(max(sample_ages) for sample_ages in ages)
     metrics = {
         "rollout/staleness/token_mean": _mean(tokens),

@@ -16,7 +16,7 @@ import numpy as np
 
 from fusionrl.base.malloc import give_freed_back
 from fusionrl.buffer.staleness import StepStaleness
-from fusionrl.buffer.token_metrics import is_all_current, is_current
+from fusionrl.buffer.token_metrics import is_current
 from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
@@ -107,9 +107,9 @@ def take_shards(
     present = _present(samples, sizes)
     per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
     columns: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
-    # Where all tokens are current the field says nothing, and is left out.
-    if weight_version is not None and not all(is_all_current(sample, weight_version) for sample in samples):
-        columns["current"], present["current"] = [is_current(sample, weight_version) for sample in samples], ()
+    current = [] if weight_version is None else [is_current(sample, weight_version) for sample in samples]
+    if not all(tokens.all() for tokens in current):  # else the field says nothing, and is left out
+        columns["current"], present["current"] = current, ()
     if sizes.has_fan_out:
         columns["attempt_tokens"] = np.bincount(sizes.attempts, sizes.trained)[sizes.attempts].tolist()
         present["attempt_tokens"] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.long_rows import count_tokens, fewest_bytes

@@ -146,6 +146,7 @@ def loses_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bo
     return groups
 
 
+loses_one.keeps_groups = True  # type: ignore[attr-defined]
 LOST: list[Any] = []
 
 
@@ -219,3 +220,13 @@ def late(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = 
         groups.append(LOST[0])
         LOST.append(None)
     return groups
+
+
+late.keeps_groups = True  # type: ignore[attr-defined]
+
+
+def keeps_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Keep a group from one call to the next, and do not say so."""
+    groups = whole_batches(args, rollout_id, data_source)
+    LOST.append(groups.pop())
+    return [*LOST[:-1][-1:], *groups]

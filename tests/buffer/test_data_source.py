@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import HookError, check_hook, load_function
+from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 
 HOOKS = Path(__file__).with_name("buffer_hooks.py")
@@ -34,13 +34,6 @@ def take(source: RolloutDataSource, count: int) -> list[Any]:
     return [group[0].prompt for group in source.get_samples(count)]
 
 
-def test_epochs_without_shuffle(source: Any) -> None:
-    made = source()
-    assert take(made, 4) == ["p0", "p1", "p2", "p3"]
-    assert take(made, 8) == ["p4", "p5", "p6", "p7", "p8", "p9", "p0", "p1"]
-    assert (made.epoch, made.offset) == (1, 2)
-
-
 def test_groups_are_numbered_and_independent(source: Any) -> None:
     groups = source().get_samples(3)
     assert [[s.index for s in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
@@ -49,13 +42,11 @@ def test_groups_are_numbered_and_independent(source: Any) -> None:
     assert groups[0][1].metadata == {}
 
 
-def test_shuffle_by_seed_and_epoch(source: Any) -> None:
-    first = source(rollout_shuffle=True)
-    epochs = [take(first, 10), take(first, 10)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [f"p{i}" for i in range(10)]
-    assert epochs[0] != epochs[1], "each epoch has an order of its own"
-    assert take(source(rollout_shuffle=True), 10) == epochs[0]
-    assert take(source(rollout_shuffle=True, rollout_seed=7), 10) != epochs[0]
+def test_shuffle_by_seed(source: Any) -> None:
+    made = source()
+    assert take(made, 12) == [*(f"p{i}" for i in range(10)), "p0", "p1"] and (made.epoch, made.offset) == (1, 2)
+    orders = [take(source(rollout_shuffle=True, rollout_seed=seed), 10) for seed in (42, 42, 7)]
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_a_restored_cursor_goes_on_exactly(source: Any) -> None:
@@ -86,9 +77,9 @@ def test_a_saved_state_is_a_snapshot(source: Any) -> None:
 
 def test_another_file_is_refused(source: Any) -> None:
     state = source().state_dict()
-    with pytest.raises(ValueError, match=r"has 3 prompts now, but had 10 .* a resume needs the same file"):
+    with pytest.raises(ValueError, match="its 3 prompts are not the 10 of the checkpoint; a resume needs"):
         source([{"input": "x"}] * 3).load_state_dict(state)
-    with pytest.raises(ValueError, match="its prompts are not those of when the checkpoint was saved"):
+    with pytest.raises(ValueError, match="its 10 prompts are not the 10 of the checkpoint"):
         source([{"input": f"p{i}"} for i in (0, 1, 2, 3, 4, 5, 6, 7, 9, 8)]).load_state_dict(state)
     source().load_state_dict(state)
 
@@ -207,11 +198,6 @@ def test_what_a_filter_left_in_the_buffer_is_not_served_twice(source: Any) -> No
 def test_a_filter_that_returns_something_else(source: Any, name: str, part: str) -> None:
     with pytest.raises(ValueError, match=f"--buffer-filter-path .*:{name}: {part}"):
         with_filter(source, name).get_samples(2)
-
-
-def test_a_filter_that_raises(source: Any) -> None:
-    with pytest.raises(HookError, match=r"--buffer-filter-path .*:breaks: KeyError: 'mine'"):
-        with_filter(source, "breaks").get_samples(2)
 
 
 def test_a_filters_signature_is_checked_before_the_run() -> None:

@@ -13,7 +13,6 @@ from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import HookError
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
@@ -24,15 +23,11 @@ URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
 @pytest.fixture
 def border(tiny_model: Path, tmp_path: Path) -> HookBorder:
     flags = {"hf_checkpoint": str(tiny_model), "rollout_batch_size": 4, "rm_type": "exact"}
-    config = Config.from_flat(flags | {"rollout_sample_filter_path": f"{__file__}:breaks"})
+    config = Config.from_flat(flags)
     plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=4)
     made = HookBorder(config, plan, tmp_path, threading.Event())
     made.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", teacher_urls=("http://t:1",)))
     return made
-
-
-def breaks(args: Any, groups: Any) -> None:
-    raise KeyError("mine")
 
 
 def test_hooks_find_the_flags_and_what_the_run_adds(border: HookBorder, tmp_path: Path) -> None:
@@ -74,14 +69,6 @@ def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorde
     monkeypatch.setattr(Config, "to_args", lambda self, **extra: border.set_endpoints(new) or to_args(self, **extra))
     assert border.args().engine_urls == URLS
     assert border.args().engine_urls == [URLS[1]]
-
-
-def test_a_hook_is_named_with_its_flag(border: HookBorder) -> None:
-    assert border.hook("custom_reward_post_process_path") is None
-    hook = border.hook("rollout_sample_filter_path")
-    assert hook is not None and hook.where == f"--rollout-sample-filter-path {__file__}:breaks"
-    with pytest.raises(HookError, match="--rollout-sample-filter-path .*:breaks: KeyError: 'mine'"):
-        hook(border.args(), [])
 
 
 def test_an_evaluation_finds_the_engines_of_its_own(border: HookBorder) -> None:

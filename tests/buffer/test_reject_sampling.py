@@ -12,6 +12,7 @@ from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.config.config import Config
 from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.rollout.forced_tokens import _ATTRIBUTE
 from fusionrl.rollout.sft_rollout import to_sft_sample
@@ -106,7 +107,7 @@ def test_sft_trains_on_the_tokens_that_the_model_sampled(tmp_path: Path, tiny_mo
     assert not any("messages" in row for row in rows), "as one message, the tool's text would be trained on"
 
     columns = PromptColumns("messages")
-    check = check_file(path, columns, "--prompt-data", "--input-key", is_sft=True, vocab_size=50)
+    check = check_file(path, "--prompt-data", RowChecker(columns, is_sft=True, vocab_size=50))
     assert (check.errors, check.warnings) == ([], [])
     args = Config.from_flat({"hf_checkpoint": str(tiny_model)}).to_args()
     for sample, loaded in zip(samples, load_conversations(path, columns).samples, strict=True):

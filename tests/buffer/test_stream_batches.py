@@ -138,6 +138,12 @@ def test_a_group_that_was_given_up_comes_too_late(stream: Make) -> None:
     assert len(set(trained)) == 32 and int(lost[0].label) not in trained and len(batch_hooks.LOST) == 2
 
 
+def test_a_group_belongs_to_the_call_that_drew_it(stream: Make) -> None:
+    running = stream("async", rollout_function_path=f"{HOOKS}.keeps_one")
+    with pytest.raises(ValueError, match=r"--rollout-function-path .*keeps_one: .* keeps_groups = True"):
+        running.steps(8)
+
+
 def test_parts_of_answers_go_on_after_a_resume_with_their_age(stream: Make, tmp_path: Path) -> None:
     flags = {"max_staleness": 3, "admission_lead": 2.0, "rollout_function_path": f"{HOOKS}.partial"}
     path = tmp_path / "buffer.json"

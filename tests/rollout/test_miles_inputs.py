@@ -23,7 +23,7 @@ from miles.utils.types import Sample
 MADE = []
 
 class Rollout:
-    asks_again = True
+    keeps_groups = True
 
     def __init__(self, input: RolloutFnConstructorInput):
         MADE.append(self)
@@ -74,7 +74,7 @@ def file(tmp_path: Path) -> str:
 
 def test_a_class_is_made_once_and_sees_each_rollouts_args_and_source(file: str) -> None:
     function = rollout_function(f"{file}:Rollout")
-    assert function.asks_again  # type: ignore[attr-defined]
+    assert function.keeps_groups  # type: ignore[attr-defined]
     first = function(Namespace(lr=1.0), 0, Source("a"))
     second = function(Namespace(lr=2.0), 1, Source("b"), evaluation=False)
     found = function(Namespace(lr=3.0), 1, Source("b"), evaluation=True)

@@ -90,10 +90,10 @@ def test_other_data_are_refused(
 ) -> None:
     other = write_rows(rows(8), "other.jsonl")
     found = errors(capsys, [*run, "--resume", "--prompt-data", str(other)], command)
-    assert "other has 8 prompts now, but had 10 when the checkpoint was saved" in found
+    assert "--prompt-data other: its 8 prompts are not the 10 of the checkpoint" in found
     changed = write_rows([{"input": "?", "label": "1"}] * 10, "other.jsonl")
     found = errors(capsys, [*run, "--resume", "--prompt-data", str(changed)], command)
-    assert "its prompts are not those of when the checkpoint was saved" in found
+    assert "its 10 prompts are not the 10 of the checkpoint" in found
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

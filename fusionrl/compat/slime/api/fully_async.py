@@ -138,7 +138,7 @@ def generate_rollout_fully_async(
     return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
 
 
-generate_rollout_fully_async.asks_again = True  # type: ignore[attr-defined]  # `fill` takes what it gets
+generate_rollout_fully_async.keeps_groups = True  # type: ignore[attr-defined]  # in flight and finished
 
 
 def _process_worker(args: Namespace, data_buffer: DataSource) -> AsyncRolloutWorker:
