@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.policy_loss import bounded_exp
+from fusionrl.algorithms.log_ratio import bounded_exp
 from fusionrl.algorithms.sequences import Sequences
 
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask", "none")
+Level = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,16 @@ class CorrectionOptions:
             drop whole sequences whose product or geometric mean is outside of the range or, at "token", that have a
             token whose ratio is; None: none
     veto    drop whole sequences with a token whose ratio is below it; None: none
-
-    Raises:
-        ValueError: an unknown name or an empty range.
     """
 
-    level: str = "token"
-    mode: str = "truncate"
+    level: Level = "token"
+    mode: Literal["truncate", "mask", "none"] = "truncate"
     low: float = 0.0
     high: float = 2.0
-    reject_level: str | None = None
+    reject_level: Level | None = None
     reject_low: float = 0.5
     reject_high: float = 2.0
     veto: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS or self.reject_level not in (*LEVELS, None):
-            raise ValueError(f"the levels {self.level!r} and {self.reject_level!r} must be of {', '.join(LEVELS)}")
-        if self.mode not in MODES:
-            raise ValueError(f"the mode {self.mode!r} must be one of {', '.join(MODES)}")
-        for name, low, high in (("", self.low, self.high), ("reject_", self.reject_low, self.reject_high)):
-            if not 0 <= low < high:
-                raise ValueError(f"the range {name}low {low} … {name}high {high} is empty or begins below 0")
-        if self.veto is not None and not 0 < self.veto < 1:
-            raise ValueError(f"the veto {self.veto} must be a ratio above 0 and below 1")
 
 
 @torch.no_grad()
@@ -92,7 +78,7 @@ def importance_weights(
     used = (mask > 0) & finite
     difference_used = torch.where(used, difference, 0.0)
 
-    def ratio_of(level: str) -> Tensor:
+    def ratio_of(level: Level) -> Tensor:
         if level == "token":
             return bounded_exp(difference_used)
         log_ratio = sequences.sum(difference_used) if level == "sequence" else sequences.mean(difference_used, used)
@@ -148,12 +134,7 @@ def opsm_mask(
 
     Returns:
         (keep [N] bool, metrics [N]: `opsm_fraction`, 1.0 where a token was masked)
-
-    Raises:
-        ValueError: a negative delta.
     """
-    if delta < 0:
-        raise ValueError(f"--opsm-delta {delta} must not be negative: it bounds an estimate of a KL divergence")
     divergence = sequences.mean(old_log_probs - log_probs, mask * old_log_probs.isfinite())
     masked = (mask > 0) & (advantages < 0) & (sequences.spread(divergence) > delta)
     return ~masked, {"opsm_fraction": masked.to(log_probs.dtype)}

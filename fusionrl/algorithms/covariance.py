@@ -9,44 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from fusionrl.algorithms.policy_loss import PolicyLossOptions, bounded_exp, clipped_surrogate
-from fusionrl.algorithms.sequences import Sequences
-
-
-def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    sequences: Sequences,
-    options: PolicyLossOptions,
-    selected: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped loss, and 0 without gradient at the `selected` [N] bool tokens."""
-    loss, metrics = clipped_surrogate(bounded_exp(log_probs - old_log_probs), advantages, options)
-    return torch.where(selected, 0.0, loss), metrics | {"selected_fraction": selected.to(loss.dtype)}
-
-
-def kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    sequences: Sequences,
-    options: PolicyLossOptions,
-    selected: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`-A r`, and at the `selected` [N] bool tokens `kl_cov_coef * |new - old|` on top.
-
-    The divergence from the old policy is that of the authors' program, the size of the log ratio; nothing is clipped.
-    """
-    log_ratio = log_probs - old_log_probs
-    loss = -advantages * bounded_exp(log_ratio)
-    penalty = options.kl_cov_coef * log_ratio.abs()
-    return torch.where(selected, loss + penalty, loss), {"selected_fraction": selected.to(loss.dtype)}
+from fusionrl.algorithms.policy_losses import PolicyLossOptions
 
 
 def token_numbers(seed: int, sample_index: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -66,12 +30,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def token_covariances(log_probs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
-    """`(log p - mean log p) (A - mean A)` of each token. [N], [N] -> [N] float64"""
-    log_probs, advantages = np.asarray(log_probs, np.float64), np.asarray(advantages, np.float64)
-    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 
 def select_clip_cov(
@@ -99,8 +57,7 @@ def select_clip_cov(
     Returns:
         [N] bool, the same for any order of the tokens.
     """
-    order = _canonical_order(log_probs, mask, sample_index, position)
-    covariance = token_covariances(log_probs[order], advantages[order]) if order.size else np.zeros(0)
+    order, covariance = _covariances(log_probs, advantages, mask, sample_index, position)
     within = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
     if clipped is not None:
         within &= ~np.asarray(clipped, bool)[order]
@@ -125,18 +82,24 @@ def select_kl_cov(
     Arguments and result as of `select_clip_cov`; `seed` and `clipped` change nothing. Of equal covariances the first
     token in order of sample and position is taken.
     """
-    order = _canonical_order(log_probs, mask, sample_index, position)
-    covariance = token_covariances(log_probs[order], advantages[order]) if order.size else np.zeros(0)
+    order, covariance = _covariances(log_probs, advantages, mask, sample_index, position)
     count = max(int(options.kl_cov_fraction * order.size), 1)
     return _mask_of(order[np.argsort(-covariance, kind="stable")[:count]], len(log_probs))
 
 
-def _canonical_order(
-    log_probs: np.ndarray, mask: np.ndarray, sample_index: np.ndarray, position: np.ndarray
-) -> np.ndarray:
-    """The tokens that count, by sample and position: the means over them are then the same to the last bit."""
+def _covariances(
+    log_probs: np.ndarray, advantages: np.ndarray, mask: np.ndarray, sample_index: np.ndarray, position: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens that count, `(log p - mean log p) (A - mean A)` of each, float64).
+
+    They are sorted by sample and position: the means over them are then the same to the last bit.
+    """
     order = np.lexsort((position, sample_index))
-    return order[(np.asarray(mask)[order] > 0) & np.isfinite(log_probs[order])]
+    order = order[(np.asarray(mask)[order] > 0) & np.isfinite(log_probs[order])]
+    if not order.size:
+        return order, np.zeros(0)
+    log_probs, advantages = (np.asarray(values, np.float64)[order] for values in (log_probs, advantages))
+    return order, (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 
 def _mask_of(chosen: np.ndarray, size: int) -> np.ndarray:
@@ -145,7 +108,4 @@ def _mask_of(chosen: np.ndarray, size: int) -> np.ndarray:
     return selected
 
 
-SELECTORS: dict[str, Callable[..., np.ndarray]] = {
-    "clip_cov": select_clip_cov,
-    "kl_cov": select_kl_cov,
-}
+SELECTORS: dict[str, Callable[..., np.ndarray]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}

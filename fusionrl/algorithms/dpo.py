@@ -32,16 +32,7 @@ def dpo_loss(
     Returns:
         (loss [P], metrics [P]): the implicit rewards `beta * (policy - reference)`, their `reward_margin`, and
         `reward_accuracy`, 1.0 where the chosen has the higher one.
-
-    Raises:
-        ValueError: beta or label_smoothing outside its range.
     """
-    if beta <= 0:
-        raise ValueError(f"DPO's beta {beta} must be above 0")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(
-            f"DPO's label smoothing {label_smoothing} must be from 0 to below 0.5, where a pair says nothing"
-        )
     chosen, rejected = beta * (policy_chosen - reference_chosen), beta * (policy_rejected - reference_rejected)
     margin = chosen - rejected
     loss = -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
@@ -72,7 +63,7 @@ def pair_slopes(
         `pairs_excluded` counts them.
 
     Raises:
-        ValueError: a pair with two chosen or two rejected answers; and those of `dpo_loss`.
+        ValueError: a pair with two chosen or two rejected answers.
     """
     pairs: dict[int, dict[float, float]] = {}
     for pair, sign, total in answers:

@@ -12,13 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from fusionrl.algorithms.group_stages import dr_grpo, grpo, opo, pass_at_k_advantages, remax, rloo
 from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.algorithms.grpo import dr_grpo, grpo
-from fusionrl.algorithms.opo import opo
-from fusionrl.algorithms.pass_at_k import pass_at_k_advantages
-from fusionrl.algorithms.reinforce_plus_plus import reinforce_plus_plus_baseline
-from fusionrl.algorithms.remax import remax
-from fusionrl.algorithms.rloo import rloo
 from fusionrl.algorithms.token_stages import TokenStage, critic, discounted, process, spread
 
 GroupStage = Callable[[SampleBatch], np.ndarray]  # n samples -> [n] float64
@@ -88,7 +83,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(rloo, compares_siblings=True, preset={"loss_aggregation": "constant"}),
     "reinforce_plus_plus": Estimator(tokens=discounted, is_whitened=True, reads=_PRICED, preset={"kl_coef": 0.01}),
     "reinforce_plus_plus_baseline": Estimator(
-        reinforce_plus_plus_baseline,
+        dr_grpo,
         compares_siblings=True,
         is_whitened=True,
         preset={"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k2"},

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fusionrl.algorithms.policy_loss import bounded_exp
+from fusionrl.algorithms.log_ratio import bounded_exp
 
 LOW_VAR_BOUND = 10.0
 

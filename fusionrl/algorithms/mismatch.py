@@ -8,30 +8,23 @@ import torch
 from torch import Tensor
 
 from fusionrl.algorithms.kl import k3
+from fusionrl.algorithms.log_ratio import bounded_exp
 from fusionrl.algorithms.mismatch_report import MismatchLimits
-from fusionrl.algorithms.policy_loss import bounded_exp
 
 # What `mismatch_sums` adds up, in this order.
 MISMATCH_SUMS = ("compared", "not_finite", "signed", "abs", "k3", "over", "ratio", "ratio_squared", "not_sampled")
 
 
 @torch.no_grad()
-def mismatch_sums(
-    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, limits: MismatchLimits | None = None
-) -> tuple[Tensor, Tensor]:
+def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over tokens, to be added up over micro-batches and ranks, and the peak, of which the maximum counts.
 
-    Tokens with mask 0 are left out; those where a log-prob is -inf or NaN are only counted.
-
-    Args:
-        train_log_probs, rollout_log_probs, mask: [N].
-        limits: `token` decides which tokens count as off, and as not sampled by the engine: those have the log-prob 0
-            for tokens of tools, while the trainer's is far from 0.
+    Tokens [N] with mask 0 are left out; those where a log-prob is -inf or NaN are only counted. A token that the engine
+    did not sample (a tool's) has log-prob 0 there, while the trainer's is far from 0.
 
     Returns:
         (sums [len(MISMATCH_SUMS)] fp64, largest |difference| [1] fp64, 0 without tokens)
     """
-    limits = limits if limits is not None else MismatchLimits()
     trained = mask > 0
     finite = train_log_probs.isfinite() & rollout_log_probs.isfinite()
     used = trained & finite
@@ -44,32 +37,14 @@ def mismatch_sums(
         "signed": difference,
         "abs": difference.abs(),
         "k3": k3(rollout, train),
-        "over": (difference.abs() > limits.token).double(),
+        "over": (difference.abs() > MismatchLimits.token).double(),
         "ratio": ratio,
         "ratio_squared": ratio**2,
-        "not_sampled": (used & (rollout == 0) & (train < -limits.token)).double(),
+        "not_sampled": (used & (rollout == 0) & (train < -MismatchLimits.token)).double(),
     }
     sums = torch.stack([parts[name].sum() for name in MISMATCH_SUMS])
     peak = difference.abs().max().reshape(1) if difference.numel() else difference.new_zeros(1)
     return sums, peak
-
-
-@torch.no_grad()
-def sample_differences(
-    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, samples: Tensor, count: int
-) -> Tensor:
-    """[count, 2] fp64: sum of |trainer - engine| over each sample's tokens, and how many were compared.
-
-    Tokens with mask 0 and those with a log-prob that is not finite are left out, as in `mismatch_sums`.
-
-    Args:
-        train_log_probs, rollout_log_probs, mask: [N].
-        samples: [N], which of `count` samples each token belongs to.
-    """
-    difference = (train_log_probs.double() - rollout_log_probs.double()).abs()
-    used = (mask > 0) & difference.isfinite()
-    values = torch.stack([torch.where(used, difference, 0.0), used.double()], dim=1)
-    return values.new_zeros(count, 2).index_add_(0, samples, values)
 
 
 def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:

@@ -1,16 +1,183 @@
-"""The functions of all policy losses (`losses.py`), made safe against log-probs that are not numbers."""
+"""The policy losses of tokens. To add one: its function, an entry in POLICY_LOSSES below, and one in `losses.py`.
+
+A policy loss is a function of N flat tokens: (log-probs of the policy now, of the old policy, advantages, mask, all
+[N]; their sequences; options) -> (loss of each token [N], metrics: values of tokens [N], whose masked mean counts).
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.losses import LOSSES
-from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
+from fusionrl.algorithms.log_ratio import bounded_exp
 from fusionrl.algorithms.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class PolicyLossOptions:
+    """Constants of the policy losses; each loss reads its own. Defaults are the papers'; flags bound them.
+
+    eps_low, eps_high   clip range 1 - eps_low … 1 + eps_high of the ratio; docs/guides/algorithms.md has each method's
+    dual_clip           a negative advantage's loss is at most `dual_clip` times its size; None: no bound
+    sapo_tau_pos, sapo_tau_neg    SAPO's temperatures for advantages above 0 and others
+    clip_cov_fraction, clip_cov_low, clip_cov_high    Clip-Cov: which share of the tokens, of which covariances
+    kl_cov_fraction, kl_cov_coef  KL-Cov: which share of the tokens, and the weight of their penalty
+    """
+
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    dual_clip: float | None = None
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    clip_cov_fraction: float = 2e-4
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov_fraction: float = 2e-4
+    kl_cov_coef: float = 1.0
+
+
+Losses = tuple[Tensor, dict[str, Tensor]]
+PolicyLoss = Callable[..., Losses]
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, options: PolicyLossOptions) -> Losses:
+    """PPO's loss of a ratio [N]: `max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))`, with the dual clip at most `-A c`.
+
+    Source: PPO (arXiv 1707.06347), equation 7; the asymmetric range is DAPO's (arXiv 2503.14476), section 3.1; the dual
+    clip, for A < 0 only, is from arXiv 1912.09729. The metrics `clip_fraction` and, with a dual clip,
+    `dual_clip_fraction` are 1.0 where the clip took the gradient away, else 0.0.
+    """
+    free = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - options.eps_low, 1.0 + options.eps_high)
+    loss = torch.maximum(free, bounded)
+    metrics = {"clip_fraction": (bounded > free).to(ratio.dtype)}
+    if options.dual_clip is not None:
+        ceiling = -advantages * options.dual_clip
+        over = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(over, ceiling, loss)
+        metrics["dual_clip_fraction"] = over.to(ratio.dtype)
+    return loss, metrics
+
+
+def ppo(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, options: PolicyLossOptions
+) -> Losses:
+    """`clipped_surrogate` of each token's own ratio `exp(new - old)`."""
+    return clipped_surrogate(bounded_exp(new - old), advantages, options)
+
+
+def gspo(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, options: PolicyLossOptions
+) -> Losses:
+    """PPO's loss with the sequence's ratio `s = exp(mean over its tokens of (new - old))` at each of its tokens.
+
+    Group Sequence Policy Optimization (arXiv 2507.18071), section 4.1. The gradient of each token's loss runs into all
+    tokens of its sequence. The paper's objective is the mean over sequences, that is the weights `sequence_mean` of
+    `token_weights`.
+    """
+    log_ratio = sequences.mean(new - old, mask)
+    return clipped_surrogate(sequences.spread(bounded_exp(log_ratio)), advantages, options)
+
+
+def gspo_token(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, options: PolicyLossOptions
+) -> Losses:
+    """GSPO's token form: the value of the sequence's ratio, `sg[s] * p / sg[p]`, with the gradient of the token alone.
+
+    Section 4.3; sg stops the gradient. Meant for advantages that differ within a sequence; with equal ones, and equal
+    weights, its gradient is that of `gspo`.
+    """
+    log_ratio = sequences.mean(new.detach() - old, mask)
+    ratio = sequences.spread(bounded_exp(log_ratio)) * (new - new.detach()).exp()
+    return clipped_surrogate(ratio, advantages, options)
+
+
+def cispo(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, options: PolicyLossOptions
+) -> Losses:
+    """`-sg[clip(r, 1 - eps_low, 1 + eps_high)] * A * log p`: no token's gradient is lost; sg stops the gradient.
+
+    MiniMax-M1 (arXiv 2506.13585), equations 4 and 5. The paper leaves the range open below: eps_low of 1 or more.
+    """
+    ratio = bounded_exp((new - old).detach())
+    weight = ratio.clamp(1.0 - options.eps_low, 1.0 + options.eps_high)
+    return -weight * advantages * new, {"clip_fraction": (weight != ratio).to(ratio.dtype)}
+
+
+def sapo(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, options: PolicyLossOptions
+) -> Losses:
+    """`-A * 4 / tau * sigmoid(tau (r - 1))`: a smooth gate in place of the clip, with tau by the advantage's sign.
+
+    Soft Adaptive Policy Optimization (arXiv 2511.20347). The gradient is that of `-A r` times the gate `4 s (1 - s)`,
+    s the sigmoid: 1 at r = 1, and less the further the ratio is from it. The metric `gate` is its mean. The paper's
+    objective is the mean over sequences.
+    """
+    ratio = bounded_exp(new - old)
+    tau = torch.where(advantages > 0, ratio.new_tensor(options.sapo_tau_pos), ratio.new_tensor(options.sapo_tau_neg))
+    sigmoid = torch.sigmoid(tau * (ratio - 1.0))
+    return -advantages * sigmoid * 4.0 / tau, {"gate": 4.0 * sigmoid * (1.0 - sigmoid)}
+
+
+def policy_gradient(new: Tensor, old: Tensor, advantages: Tensor, *_: object) -> Losses:
+    """`-A log p`: REINFORCE (Williams, 1992), and the loss of GPG (arXiv 2504.02546).
+
+    GPG differs from REINFORCE by its advantages, and takes the mean over all tokens. Right for samples of the policy
+    that is trained; for others, multiply by `importance_weights`.
+    """
+    return -advantages * new, {}
+
+
+def gmpo(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, options: PolicyLossOptions
+) -> Losses:
+    """At each token `-A * exp(mean over the sequence of the clipped log ratios)`, A the mean advantage of the sequence.
+
+    Geometric-Mean Policy Optimization (arXiv 2507.20673). Each token's ratio is clipped by itself, to
+    exp(-eps_low) … exp(eps_high) (the range is one of logarithms here) and as in PPO only on the side that its
+    advantage wants. The paper's objective is the mean over sequences.
+    """
+    log_ratio = new - old
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=options.eps_high), log_ratio.clamp(min=-options.eps_low))
+    ratio = bounded_exp(sequences.mean(bounded, mask))
+    loss = -sequences.mean(advantages, mask) * ratio
+    return sequences.spread(loss), {"clip_fraction": (bounded != log_ratio).to(log_ratio.dtype)}
+
+
+def clip_cov(
+    new: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    options: PolicyLossOptions,
+    selected: Tensor,
+) -> Losses:
+    """PPO's clipped loss, and 0 without gradient at the `selected` [N] bool tokens (`covariance.py`)."""
+    loss, metrics = clipped_surrogate(bounded_exp(new - old), advantages, options)
+    return torch.where(selected, 0.0, loss), metrics | {"selected_fraction": selected.to(loss.dtype)}
+
+
+def kl_cov(
+    new: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    options: PolicyLossOptions,
+    selected: Tensor,
+) -> Losses:
+    """`-A r`, and at the `selected` [N] bool tokens (`covariance.py`) `kl_cov_coef * |new - old|` on top.
+
+    The divergence from the old policy is that of the authors' program, the size of the log ratio; nothing is clipped.
+    """
+    loss = -advantages * bounded_exp(new - old)
+    penalty = options.kl_cov_coef * (new - old).abs()
+    return torch.where(selected, loss + penalty, loss), {"selected_fraction": selected.to(loss.dtype)}
 
 
 def guarded(loss: PolicyLoss) -> PolicyLoss:
@@ -22,37 +189,28 @@ def guarded(loss: PolicyLoss) -> PolicyLoss:
     """
 
     @functools.wraps(loss)
-    def checked(
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        sequences: Sequences,
-        options: PolicyLossOptions,
-        **extra: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return losses [N] and metrics [N] of `loss`; every tensor is [N], one value a token."""
-        finite = old_log_probs.isfinite() | ~log_probs.isfinite()
+    def checked(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *rest: object, **extra: Tensor) -> Losses:
+        finite = old.isfinite() | ~new.isfinite()
         used = finite & (mask > 0)
         # Values left out are replaced before use: NaN times a zero gradient would be NaN.
-        log_probs = torch.where(used, log_probs, 0.0)
-        old_log_probs = torch.where(used, old_log_probs, 0.0)
-        advantages = torch.where(used, advantages, 0.0)
-        losses, metrics = loss(log_probs, old_log_probs, advantages, mask * used, sequences, options, **extra)
+        new, old, advantages = (torch.where(used, values, 0.0) for values in (new, old, advantages))
+        losses, metrics = loss(new, old, advantages, mask * used, *rest, **extra)
         metrics = {name: torch.where(used, value, 0.0).detach() for name, value in metrics.items()}
-        metrics["ppo_kl"] = (old_log_probs - log_probs).detach()
-        metrics["old_not_finite"] = (~finite).to(log_probs.dtype)
+        metrics["ppo_kl"] = (old - new).detach()
+        metrics["old_not_finite"] = (~finite).to(new.dtype)
         return torch.where(used, losses, 0.0), metrics
 
     return checked
 
 
-def _loaded(function: str) -> PolicyLoss:
-    module, name = function.split(".")
-    loss: PolicyLoss = getattr(importlib.import_module(f"fusionrl.algorithms.{module}"), name)
-    return loss
-
-
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    name: guarded(_loaded(loss.function)) for name, loss in LOSSES.items() if loss.function is not None
+    "ppo": guarded(ppo),
+    "gspo": guarded(gspo),
+    "gspo_token": guarded(gspo_token),
+    "cispo": guarded(cispo),
+    "sapo": guarded(sapo),
+    "gpg": guarded(policy_gradient),
+    "gmpo": guarded(gmpo),
+    "clip_cov": guarded(clip_cov),
+    "kl_cov": guarded(kl_cov),
 }

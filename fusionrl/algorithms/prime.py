@@ -13,17 +13,13 @@ from torch.nn.functional import softplus
 
 from fusionrl.algorithms.log_ratio import comparable
 from fusionrl.algorithms.responses import Responses
-from fusionrl.algorithms.returns import discounted_returns
+from fusionrl.algorithms.token_advantages import discounted_returns
 
 
 def implicit_rewards(prm_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """`beta * (log p_prm - log p_ref)` of each trained token; 0 at untrained tokens.
+    """`beta * (log p_prm - log p_ref)` of each trained token [N]; 0 at untrained tokens.
 
-    Args:
-        prm_log_probs: [N] of the reward model; the gradient flows through these alone.
-        ref_log_probs: [N] of its reference.
-        mask: [N].
-        beta: the paper's is 0.05.
+    The gradient flows through the reward model's log-probs alone. The paper's beta is 0.05.
 
     Returns:
         (rewards [N], excluded []): a token with a log-prob that is not finite gets 0 and is counted.
@@ -49,18 +45,17 @@ def prime_advantages(
 
     Args:
         process_rewards: [N], of `implicit_rewards`, without gradient.
-        process_baselines: [n], of `rloo.leave_one_out` over the samples' means.
-        outcome_advantages: [n], of `rloo.rloo`.
+        process_baselines: [n], of `leave_one_out` over the samples' means.
+        outcome_advantages: [n], of `rloo`.
         responses: the N tokens' samples and mask.
         gamma: discount of the process rewards.
-        process_coef: weight of the process rewards' part.
-        outcome_coef: weight of the outcome's part.
+        process_coef, outcome_coef: weights of the two parts.
 
     Returns:
         [N], of the type of `process_rewards`; 0 at untrained tokens. To be whitened.
 
     Raises:
-        ValueError: gamma out of range, or a process reward that is not finite.
+        ValueError: a process reward that is not finite.
     """
     centered = responses.pick(process_rewards, "process reward") - process_baselines.double()[responses.sample]
     process = discounted_returns(responses.place(centered, centered.dtype), responses, gamma)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,6 @@ class Sequences:
     index: Tensor
     count: int
     reduce: Callable[[Tensor], Tensor] | None = None
-
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device | None = None) -> Sequences:
-        """Of sequences that stand one after the other, with `lengths` tokens each."""
-        index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-        return cls(index.to(device), len(lengths))
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of each sequence, added up in fp64; 0 for one without tokens. [N] -> [S], in the type of `x`"""

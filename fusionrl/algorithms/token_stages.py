@@ -79,7 +79,7 @@ def spread(inputs: TokenInputs) -> TokenAdvantages:
 
 def discounted(inputs: TokenInputs) -> TokenAdvantages:
     """Sum the rewards that follow a token, discounted (REINFORCE++)."""
-    from fusionrl.algorithms.returns import discounted_returns
+    from fusionrl.algorithms.token_advantages import discounted_returns
 
     rewards, kl = _token_rewards(inputs)
     return TokenAdvantages(discounted_returns(rewards, inputs.responses, inputs.options.gamma), kl=kl)
@@ -87,7 +87,7 @@ def discounted(inputs: TokenInputs) -> TokenAdvantages:
 
 def critic(inputs: TokenInputs) -> TokenAdvantages:
     """Compare the rewards that follow a token with the critic's value (PPO, GAE)."""
-    from fusionrl.algorithms.gae import gae, truncated_values
+    from fusionrl.algorithms.token_advantages import gae, truncated_values
 
     (rewards, kl), options = _token_rewards(inputs), inputs.options
     values, last = inputs.columns["values"], None
@@ -111,7 +111,7 @@ def _token_rewards(inputs: TokenInputs) -> tuple[Tensor, Tensor | None]:
     """(rewards of tokens [N]: the sample's at its end, less the price of KL; `TokenAdvantages.kl`)."""
     import torch
 
-    from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
+    from fusionrl.algorithms.token_advantages import kl_rewards, score_rewards
 
     rewards, options, columns = score_rewards(inputs.values, inputs.responses), inputs.options, inputs.columns
     if options.kl_coef <= 0:

@@ -21,14 +21,9 @@ def value_loss(
 
     Returns:
         (loss [N], metrics [N]): `value_clip_fraction` is 1.0 where the clip took the gradient away, else 0.0.
-
-    Raises:
-        ValueError: a bound that is not above 0.
     """
     free = (values - returns) ** 2
     if clip is None:
         return 0.5 * free, {"value_clip_fraction": torch.zeros_like(free)}
-    if clip <= 0:
-        raise ValueError(f"--value-clip {clip} must be above 0, or no value could change")
     bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns) ** 2
     return 0.5 * torch.maximum(free, bounded), {"value_clip_fraction": (bounded > free).to(free.dtype).detach()}

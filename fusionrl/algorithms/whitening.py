@@ -17,18 +17,17 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([picked.new_tensor(float(picked.numel())), picked.sum(), picked.square().sum()])
 
 
-def whiten(values: Tensor, mask: Tensor, total: Tensor, shift_mean: bool = True) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, total: Tensor) -> Tensor:
     """`(x - mean) / sqrt(variance + 1e-8)` where `mask` is not 0, else 0; the variance is the unbiased one (n - 1).
 
     Args:
         values: [N].
         mask: [N].
         total: [3], the `moments` of the whole batch.
-        shift_mean: False adds the mean again: the values' scale changes, their signs mostly do not.
 
     Returns:
-        [N], of the type of `values`. A batch of one token, or of equal ones, has no deviation: its values become 0 (or
-        the mean), as far as rounding goes.
+        [N], of the type of `values`. A batch of one token, or of equal ones, has no deviation: its values become 0, as
+        far as rounding goes.
 
     Raises:
         ValueError: a value in the batch is not finite; on every rank at once, for all have the same `total`.
@@ -39,4 +38,4 @@ def whiten(values: Tensor, mask: Tensor, total: Tensor, shift_mean: bool = True)
     mean = first / max(count, 1.0)
     variance = max(second - count * mean**2, 0.0) / max(count - 1.0, 1.0)
     scaled = (values.double() - mean) / (variance + EPSILON) ** 0.5
-    return torch.where(mask != 0, scaled if shift_mean else scaled + mean, 0.0).to(values.dtype)
+    return torch.where(mask != 0, scaled, 0.0).to(values.dtype)

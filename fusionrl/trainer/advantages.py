@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fusionrl.algorithms.distillation import add_reverse_kl
+from fusionrl.algorithms.group_stages import leave_one_out
+from fusionrl.algorithms.log_ratio import reverse_kl_gap
 from fusionrl.algorithms.responses import Responses
-from fusionrl.algorithms.rloo import leave_one_out
 from fusionrl.algorithms.token_stages import TokenInputs, TokenOptions, TokenStage
 from fusionrl.algorithms.whitening import moments, whiten
 from fusionrl.config.config import Config
@@ -93,8 +93,7 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
                 "--use-opd: samples of this rollout have no teacher_log_probs; let a function set them for every sample"
                 " that trains, or give --opd-teacher-load"
             )
-        student, teacher = columns["log_probs"], columns["teacher_log_probs"]
-        gap, excluded = add_reverse_kl(torch.zeros_like(advantages), student, teacher, mask, 1.0)
+        gap, excluded = reverse_kl_gap(columns["log_probs"], columns["teacher_log_probs"], mask)
         advantages = advantages + options.opd_coef * gap
         sums[3:5] = torch.stack([-gap.double().sum(), excluded.double()])
     shard.fields["advantages"] = advantages.float().numpy()

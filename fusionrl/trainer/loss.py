@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
-from fusionrl.algorithms.entropy import entropy_bonus
 from fusionrl.algorithms.estimators import Role
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
 from fusionrl.algorithms.losses import LOSSES
 from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums, sample_differences
-from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
-from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossOptions, guarded
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
 from fusionrl.algorithms.sequences import Sequences
-from fusionrl.algorithms.sft import sft_loss
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
 from fusionrl.config.groups.algorithm import AlgorithmGroup
@@ -96,7 +93,7 @@ class LossOptions:
         if self.custom_policy_loss_path is not None:
             return guarded(_named(self.custom_policy_loss_path))
         # With a pair's slope as the advantage (`selection.pair_advantages`), DPO's gradient is a policy gradient.
-        return POLICY_LOSSES["policy_gradient" if self.policy_loss == "dpo" else self.policy_loss]
+        return POLICY_LOSSES["gpg" if self.policy_loss == "dpo" else self.policy_loss]
 
 
 def _named(path: str) -> PolicyLoss:
@@ -205,7 +202,7 @@ def micro_batch_loss(
     of_sequences: dict[str, Tensor] = {}
     means: dict[str, Tensor] = {}
     if options.mode == "sft":
-        losses = sft_loss(log_probs)
+        losses = -log_probs
         loss = (batch.weights * losses).sum()
         sums = {"loss": loss}
     elif options.mode == "value":
@@ -302,7 +299,7 @@ def _policy_terms(
     sums = {"pg_loss": loss}
     means = means | {"entropy": entropy}
     if options.entropy_coef > 0:
-        bonus = entropy_bonus(entropy, options.entropy_coef)
+        bonus = -options.entropy_coef * entropy  # A3C (arXiv 1602.01783), section 4
         losses, loss = losses + bonus, loss + (batch.weights * bonus).sum()
     if options.kl_coef is not None:
         reference = fields["ref_log_probs"]

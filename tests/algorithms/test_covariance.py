@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusionrl.algorithms.covariance import SELECTORS, select_clip_cov, select_kl_cov, token_numbers
-from fusionrl.algorithms.policy_loss import PolicyLossOptions
+from fusionrl.algorithms.policy_losses import PolicyLossOptions
 
 OPTIONS = PolicyLossOptions(clip_cov_fraction=0.05, clip_cov_low=0.2, clip_cov_high=2.0, kl_cov_fraction=0.05)
 

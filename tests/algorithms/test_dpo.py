@@ -85,11 +85,6 @@ def test_a_pair_that_cannot_be_compared_is_left_out_and_counted(bad: float | Non
     assert pair_slopes([], 0.3, 0.1) == ({}, {"num_pairs": 0.0, "pairs_excluded": 0.0})
 
 
-def test_mistakes():
-    pair = [torch.zeros(1)] * 4
-    with pytest.raises(ValueError, match="beta 0.0 must be above 0"):
-        dpo_loss(*pair, beta=0.0)
-    with pytest.raises(ValueError, match="label smoothing 0.5 must be"):
-        dpo_loss(*pair, label_smoothing=0.5)
+def test_two_answers_of_one_sign_are_refused():
     with pytest.raises(ValueError, match=r"pair 3 has two answers of sign -1; a pair is one chosen and one"):
         pair_slopes([*ANSWERS, (3, -1.0, 0.0)], 0.3, 0.0)

@@ -1,4 +1,4 @@
-"""Every policy loss: against its paper's formula in a loop, finite differences, splits, and log-probs that are none."""
+"""Every policy loss: against its paper's formula in a loop, finite differences and splits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fusionrl.algorithms.covariance import SELECTORS
-from fusionrl.algorithms.policy_loss import PolicyLossOptions
-from fusionrl.algorithms.policy_losses import POLICY_LOSSES
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.config.presets import PRESETS
 from tests.algorithms.flat import Flat, TwoRanks, flat_batch, relative, sequences_of
@@ -57,7 +56,7 @@ def reference(name: str, batch: Flat) -> list[float]:
         elif name == "sapo":
             tau = 1.0 if a > 0 else 1.3
             losses.append(-a * 4 / tau / (1 + math.exp(-tau * (r - 1))))
-        elif name in ("gpg", "policy_gradient"):
+        elif name == "gpg":
             losses.append(-a * new[t])
         elif name == "gmpo":
             terms = []
@@ -68,11 +67,9 @@ def reference(name: str, batch: Flat) -> list[float]:
             losses.append(-sum(adv[i] for i in own) / len(own) * math.prod(terms) ** (1 / len(own)))
         elif name == "clip_cov":
             losses.append(0.0 if batch.selected[t] else ppo_of(r, a))
-        elif name == "kl_cov":
-            losses.append(-a * r + (0.7 * abs(new[t] - old[t]) if batch.selected[t] else 0.0))
         else:
-            assert name == "sft"
-            losses.append(-new[t])
+            assert name == "kl_cov"
+            losses.append(-a * r + (0.7 * abs(new[t] - old[t]) if batch.selected[t] else 0.0))
     return losses
 
 
@@ -148,34 +145,6 @@ def test_no_split_changes_loss_or_gradient(name: str, kind: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_old_log_probs_that_are_no_numbers_are_left_out_and_counted(name: str):
-    batch = flat_batch(9)
-    place = torch.arange(len(batch.mask))
-    bad = (batch.mask > 0) & (place % 3 == 0)
-    broken = batch.pick(place)
-    broken.old = torch.where(bad, torch.tensor([-math.inf, math.nan, math.inf]).double()[place // 3 % 3], batch.old)
-    without = batch.pick(place)
-    without.mask = torch.where(bad, 0.0, batch.mask)
-    without.weights = torch.where(bad, 0.0, batch.weights)
-    (loss, grad), (want, want_grad) = gradient(name, broken), gradient(name, without)
-    assert float(loss) == pytest.approx(float(want), rel=1e-12) and relative(grad, want_grad) < 1e-12
-    assert not grad[bad].any()
-    _, metrics = call(name, broken, broken.log_probs, sequences_of(broken))
-    assert metrics["old_not_finite"].sum() == bad.sum() > 3
-    assert all(value.isfinite().all() for value in metrics.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_garbage_at_masked_tokens_is_never_seen(name: str):
-    batch = flat_batch(10)
-    loss, grad = gradient(name, batch)
-    masked = batch.mask == 0
-    batch.log_probs[masked], batch.old[masked], batch.advantages[masked] = math.nan, math.inf, math.nan
-    got, got_grad = gradient(name, batch)
-    assert float(got) == float(loss) and torch.equal(got_grad, grad) and not grad[masked].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_nan_of_the_trained_policy_is_not_hidden(name: str):
     batch = flat_batch(11)
     token = int(torch.nonzero(batch.mask)[2])
@@ -199,18 +168,6 @@ def test_ratios_out_of_all_bounds_give_finite_losses_and_gradients(name: str):
         assert loss.isfinite() and grad.isfinite().all() and grad.dtype == dtype
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_tokens_and_without_signal(name: str):
-    batch = flat_batch(13)
-    loss, grad = gradient(name, batch.pick(torch.zeros(0, dtype=torch.int64)))
-    assert float(loss) == 0.0 and grad.shape == (0,)
-    # A group of one, and a group with equal rewards, have advantages of 0.
-    batch.advantages = torch.zeros_like(batch.advantages)
-    batch.selected = torch.zeros_like(batch.selected)
-    if name != "sft":
-        assert not gradient(name, batch)[1].any()
-
-
 def test_metrics_say_where_the_clip_took_the_gradient():
     batch = flat_batch(14, spread=1.0)
     x = batch.log_probs.clone().requires_grad_()
@@ -228,20 +185,4 @@ def test_metrics_say_where_the_clip_took_the_gradient():
 def test_the_presets_ranges_are_the_papers_and_of_known_losses():
     ranges = {name: (p["eps_clip"], p["eps_clip_high"]) for name, p in PRESETS.items() if "eps_clip" in p}
     assert ranges == {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-    for low, high in ranges.values():
-        PolicyLossOptions(eps_low=low, eps_high=high)
     assert {"gspo", "cispo", PRESETS["remax"]["policy_loss"]} < set(POLICY_LOSSES)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"eps_low": -0.1}, "the clip range -0.1, 0.2"),
-        ({"dual_clip": 0.9}, "the dual clip 0.9 must be above 1"),
-        ({"sapo_tau_pos": 0.0}, "temperatures 0.0, 1.05 must be above 0"),
-        ({"kl_cov_fraction": 2.0}, "at most 1"),
-    ],
-)
-def test_options_outside_their_ranges(values: dict[str, float], message: str):
-    with pytest.raises(ValueError, match=message):
-        PolicyLossOptions(**values)

@@ -13,8 +13,7 @@ import torch
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from fusionrl.algorithms.policy_loss import PolicyLossOptions
-from fusionrl.algorithms.policy_losses import POLICY_LOSSES
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.buffer.eval_metrics import eval_metrics
@@ -91,7 +90,7 @@ def tokens(size: int = 6) -> tuple[torch.Tensor, ...]:
 def reported_by_losses() -> Iterator[tuple[str, dict]]:
     """(prefix, metrics) of every function whose metrics take their names from it."""
     new, old, advantages = tokens()
-    mask, sequences = torch.ones(6), Sequences.of_lengths([2, 4])
+    mask, sequences = torch.ones(6), Sequences(torch.tensor([0, 0, 1, 1, 1, 1]), 2)
     for name, loss in POLICY_LOSSES.items():
         extra = {"selected": torch.ones(6) > 0} if name in ("clip_cov", "kl_cov") else {}
         options = PolicyLossOptions(dual_clip=3.0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     AlgorithmName = Literal[tuple(PRESETS)]
     EstimatorName = Literal[tuple(ESTIMATORS)]
-    PolicyLossName = Literal[("auto", *(name for name, loss in LOSSES.items() if loss.is_flag))]
+    PolicyLossName = Literal[("auto", *LOSSES)]
 
 of_rl_training = acting(scopes.TRAINS, scopes.RL)
 of_clip = acting(scopes.POLICY, scopes.of_losses("eps_clip"), scopes.MOVES)
