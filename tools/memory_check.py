@@ -479,8 +479,7 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
     from fusionrl.trainer.micro_batches import build_micro_batch
     from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
     from fusionrl.trainer.packed_batch import Slicing
-    from fusionrl.trainer.step import train_step
-    from fusionrl.trainer.step_loss import StepLoss
+    from fusionrl.trainer.step import StepLoss, train_step
 
     layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
     config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed))

@@ -45,13 +45,11 @@ def select_clip_cov(
     """The tokens that Clip-Cov detaches: at random, of those with a covariance in clip_cov_low … clip_cov_high.
 
     Args:
-        log_probs: [N] of all tokens of the mini-batch, over all ranks, under the policy as it is before the step.
-        advantages: [N].
+        log_probs, advantages: [N] of all tokens of the mini-batch, over all ranks, under the policy before the step.
         mask: [N]; a token with mask 0, or whose log-prob is not finite, is neither counted nor chosen.
         sample_index: [N] the sample that a token is of; any number that names it in the whole run.
         position: [N] where in its sample the token stands.
-        seed: of the choice.
-        options: the share of the tokens (of them at least one), and the covariances.
+        seed, options: of the choice: the share of the tokens (of them at least one), and the covariances.
         clipped: [N] tokens whose gradient PPO's clip takes anyway: counted, not chosen.
 
     Returns:

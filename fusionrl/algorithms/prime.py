@@ -48,8 +48,7 @@ def prime_advantages(
         process_baselines: [n], of `leave_one_out` over the samples' means.
         outcome_advantages: [n], of `rloo`.
         responses: the N tokens' samples and mask.
-        gamma: discount of the process rewards.
-        process_coef, outcome_coef: weights of the two parts.
+        gamma, process_coef, outcome_coef: discount of the process rewards; weights of the two parts.
 
     Returns:
         [N], of the type of `process_rewards`; 0 at untrained tokens. To be whitened.

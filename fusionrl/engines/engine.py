@@ -23,7 +23,7 @@ from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
 from fusionrl.models.scorers import read_scorer
-from fusionrl.models.weight_files import tensor_names
+from fusionrl.models.weight_files import stored_tensors
 
 __all__ = ["EngineActor", "EngineSpec"]
 
@@ -114,7 +114,7 @@ class EngineActor(EngineControl):
         random: every score would be off by the same number, another one after each start.
         """
         model = read_scorer(self.spec.model_path, "model")
-        if model.architecture in _HEADS_WITH_BIAS and "score.bias" not in tensor_names(self.spec.model_path):
+        if model.architecture in _HEADS_WITH_BIAS and "score.bias" not in stored_tensors(self.spec.model_path):
             import torch
 
             from fusionrl.engines.payload import by_value

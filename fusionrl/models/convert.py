@@ -17,11 +17,7 @@ from fusionrl.models.shape import ModelShape
 def join(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, size: int = 1) -> Tensor:
     """The Megatron tensor made of `tensors`, which are in the order of `rule.hf`.
 
-    Args:
-        rule: of the tensor.
-        tensors: whole, or the parts that one of `size` tensor-parallel ranks holds of each.
-        shape: the model's.
-        size: see above.
+    They are whole, or the parts that one of `size` tensor-parallel ranks holds of each.
     """
     if rule.join == "copy":
         return tensors[0]
@@ -38,14 +34,9 @@ def take_apart(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def pieces(rule: Rule, part: Tensor, shape: ModelShape, size: int = 1) -> list[Tensor]:
-    """Return views of `rule.hf` in `part`: the values of each in order, though for query, key and value not
-    in its shape.
+    """Return views of `rule.hf` in `part`: the values of each in order, for query, key and value not in its shape.
 
-    Args:
-        rule: of the tensor.
-        part: whole, or what one of `size` tensor-parallel ranks holds of it.
-        shape: the model's.
-        size: see above.
+    `part` is whole, or what one of `size` tensor-parallel ranks holds of the tensor.
     """
     if rule.join == "copy":
         return [part]

@@ -18,28 +18,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fusionrl.base.file_hashes import plain_name
 from fusionrl.models import convert, families
 from fusionrl.models.fp8 import dequantize
 from fusionrl.models.quantization import SCALE, read_quantization
 from fusionrl.models.shape import ModelShape
-from fusionrl.models.weight_files import INDEX, SINGLE
+from fusionrl.models.weight_files import INDEX, SINGLE, stored_tensors
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 # Weights in any of their forms; everything else of a model folder is copied to exported weights.
-_WEIGHT_FILES = (
-    "*.safetensors",
-    "*.index.json",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-)
+_WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 class HFReader:
@@ -52,63 +41,41 @@ class HFReader:
 
     def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
         self.folder, self.flag = Path(folder), flag
-        self._open: dict[str, safe_open] = {}
-        self._files = self._read_index()
+        self._open: dict[Path, safe_open] = {}
+        self._stored = stored_tensors(folder, flag)
         has_config = (self.folder / "config.json").is_file()
         self.quantization = read_quantization(folder, flag) if has_config else None
-
-    def _read_index(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-                return {name: plain_name(file, "weight_map") for name, file in files.items()}
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(f"{self.flag} {index}: no valid index of weights ({error!r})") from error
-        if not (self.folder / SINGLE).is_file():
-            raise ValueError(
-                f"{self.flag} {self.folder}: it has neither {SINGLE} nor {INDEX}; "
-                "convert other formats with transformers' save_pretrained"
-            )
-        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
-
-    def _handle(self, file: str) -> safe_open:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"{self.flag} {self.folder / file}: not a complete safetensors file ({error}); fetch it again"
-                ) from error
-        return self._open[file]
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._files)
+        return set(self._stored)
 
     def get(self, name: str, shape: Sequence[int], dim: int = 0, part: slice | None = None) -> Tensor:
         """The tensor `name`, which must have `shape`; of dimension `dim` only `part` is read, if that is given."""
-        if name not in self._files:
+        stored = self._stored.get(name)
+        if stored is None:
             raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
-        file = self._files[name]
+        if stored.sizes != tuple(shape):
+            wanted = tuple(shape)
+            raise ValueError(
+                f"{self.flag} {stored.file}: tensor {name} has shape {stored.sizes}; by config.json it is {wanted}"
+            )
         try:
-            stored = self._handle(file).get_slice(name)
-            sizes = tuple(stored.get_shape())
-            if sizes != tuple(shape):
-                raise ValueError(
-                    f"{self.flag} {self.folder / file}: tensor {name} has shape {sizes}; "
-                    f"by config.json it is {tuple(shape)}"
-                )
-            is_all = part is None or part == slice(0, shape[dim])
-            tensor = self._handle(file).get_tensor(name) if is_all else stored[part] if dim == 0 else stored[:, part]
-            if self.quantization is None or name not in self.quantization.names:
-                return tensor
-            scales = self.get(name + SCALE, self.quantization.scale_shape(sizes))
-            start = 0 if part is None else part.start
-            return dequantize(tensor, scales, self.quantization.block, (start, 0) if dim == 0 else (0, start))
-        except SafetensorError as error:
-            raise ValueError(f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})") from error
+            if stored.file not in self._open:
+                self._open[stored.file] = safe_open(stored.file, framework="pt")
+            file = self._open[stored.file]
+            if part is None or part == slice(0, shape[dim]):
+                tensor = file.get_tensor(name)
+            else:
+                tensor = file.get_slice(name)[part] if dim == 0 else file.get_slice(name)[:, part]
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.flag} {stored.file}: tensor {name} cannot be read ({error})") from error
+        if self.quantization is None or name not in self.quantization.names:
+            return tensor
+        scales = self.get(name + SCALE, self.quantization.scale_shape(stored.sizes))
+        start = 0 if part is None else part.start
+        return dequantize(tensor, scales, self.quantization.block, (start, 0) if dim == 0 else (0, start))
 
 
 def read_part(reader: HFReader, rule: families.Rule, shape: ModelShape, rank: int, size: int) -> Tensor:
@@ -217,6 +184,13 @@ def load_hf(
         tensor.copy_(value)
 
 
+def gather_params(chunks: Iterable[torch.nn.Module]) -> None:
+    """Complete the parameters: with overlapped gathering they are a step old until a forward pass."""
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            chunk.start_param_sync(force_sync=True)
+
+
 @torch.no_grad()
 def iter_hf_tensors(
     model_chunks: Sequence[torch.nn.Module],
@@ -230,18 +204,11 @@ def iter_hf_tensors(
     at a time: one, or one expert of each expert-parallel rank. The order is that of `families.hf_shapes`, but that the
     experts with the same place on their ranks come together.
 
-    Args:
-        model_chunks: this rank's part of the model, wrapped or not.
-        transformer_config: Megatron's TransformerConfig of the model (precision of the tensors).
-        shape: the model's shape.
-        value_of: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
+    `value_of`: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
     """
     from megatron.core import parallel_state
 
-    for chunk in model_chunks:
-        # With overlapped gathering the parameters are one step old until they are first used.
-        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-            chunk.start_param_sync(force_sync=True)
+    gather_params(model_chunks)
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
     experts_per_rank = shape.moe.num_experts // ep_group.size() if shape.moe else 1
@@ -361,7 +328,7 @@ def save_hf(
 
 def copy_companions(source: Path, target: Path, dtype: str) -> None:
     for file in sorted(source.iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # the tensors are whole again

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.models import families
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.shape import ModelShape, read_hf_config, read_json_object, shape_from_hf_config
-from fusionrl.models.weight_files import tensor_names
+from fusionrl.models.weight_files import stored_tensors
 
 SCALE = "_scale_inv"
 """Ending of the name of a weight's scales, as DeepSeek-V3's checkpoints began it."""
@@ -48,14 +49,13 @@ def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> Bloc
         return None
     where = f"{flag} {folder}: its config.json has a quantization_config with"
     block = _checked_block(quantization, where)
-    names = tensor_names(folder)
+    names = stored_tensors(folder, flag)
     quantized = frozenset(name for name in names if name + SCALE in names)
     if not quantized:
         raise ValueError(f"{where} quant_method fp8, but none of its tensors has scales (…{SCALE}); {_CURE}")
-    ignored = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
     for name in sorted(quantized):
         module = f".{name.removesuffix('.weight')}."
-        entry = next((entry for entry in ignored if f".{entry}." in module), None)
+        entry = next((entry for entry in _unconverted(quantization) if f".{entry}." in module), None)
         if entry is not None:
             raise ValueError(f"{where} {entry} left unquantised, but its files have {name + SCALE}; fetch it again")
     return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", quantized)
@@ -75,7 +75,7 @@ def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[Mod
     return shape, described_quantization(raw, shape, f"{flag} {path}")
 
 
-def described_quantization(raw: Mapping[str, object], shape: ModelShape, where: str) -> BlockFp8 | None:
+def described_quantization(raw: HfConfig, shape: ModelShape, where: str) -> BlockFp8 | None:
     """The quantisation that a config.json describes, where its files are elsewhere; None: it has none.
 
     Quantised are the projections of the layers, as in DeepSeek-V3's and Qwen3's fp8 checkpoints; routers, norms,
@@ -88,17 +88,20 @@ def described_quantization(raw: Mapping[str, object], shape: ModelShape, where: 
     if not isinstance(quantization, Mapping) or not quantization:
         return None
     block = _checked_block(quantization, f"{where}: its config.json has a quantization_config with")
-    ignored = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
-    tensors = {name: sizes for rule in families.model_rules(shape).values() for name, sizes in rule.hf.items()}
+    ignored = _unconverted(quantization)
     names = frozenset(
         name
-        for name, sizes in tensors.items()
+        for name, sizes in families.hf_shapes(shape).items()
         if len(sizes) == 2 and "_proj" in name and not any(f".{entry}." in f".{name}" for entry in ignored)
     )
     return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", names)
 
 
-def _checked_block(quantization: Mapping[str, object], where: str) -> tuple[int, int]:
+def _unconverted(quantization: HfConfig) -> list[str]:
+    return quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
+
+
+def _checked_block(quantization: HfConfig, where: str) -> tuple[int, int]:
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8":
         raise ValueError(f"{where} quant_method {method!r}, which weights cannot be pushed in; {_CURE}")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fusionrl.base.spelling import hint
 from fusionrl.models import families
-from fusionrl.models.families.hf_config import is_hf_config
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.yarn import check_yarn
 
 
@@ -109,6 +109,25 @@ class ModelShape(BaseModel):
         return sum(rule.numel for rule in rules) - routed + round(routed * share)
 
 
+def shape_difference(path: str | Path, saved: Mapping[str, Any], shape: ModelShape) -> str | None:
+    """Compare `saved`, the shape in the description of the checkpoint at `path`, with the model's.
+
+    Returns:
+        A message with both values of the first field that differs; None where all are equal.
+
+    Raises:
+        KeyError, TypeError, ValueError: another version wrote `saved`.
+    """
+    before = ModelShape(**saved).model_dump()
+    for name, value in shape.model_dump().items():
+        if before[name] != value:
+            return (
+                f"checkpoint {path}: its model has {name} {before[name]!r}, --hf-checkpoint "
+                f"has {value!r}; give the model that the run was started with"
+            )
+    return None
+
+
 def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
     """Read the shape from `folder`/config.json.
 
@@ -148,14 +167,12 @@ def read_json_object(file: Path, subject: str) -> dict[str, Any]:
     return raw
 
 
-def shape_from_hf_config(raw: Mapping[str, object], where: str = "config.json") -> ModelShape:
+def shape_from_hf_config(raw: HfConfig, where: str = "config.json") -> ModelShape:
     """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE).
 
     Raises:
         ValueError: family not supported, a size missing, or a feature that no trainer here computes.
     """
-    if not is_hf_config(raw):
-        raise ValueError(f"{where}: config.json is not a JSON object")
     try:
         family = families.get_family(raw.get("model_type", ""))
         if raw.get("hidden_act", "silu") != "silu":

@@ -92,11 +92,8 @@ _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim
 def claim_errors(shape: ModelShape, claims: Mapping[str, object], where: str = "config.json") -> list[str]:
     """Compare what a launch script says of the shape with what it is; a line with both values for each difference.
 
-    Args:
-        shape: of the model.
-        claims: flag name → its value as on the command line, True for a switch. Other flags than those of shapes are
-            not looked at.
-        where: the shape comes from, for the message.
+    `claims`: flag name → its value as on the command line, True for a switch. Other flags than those of shapes are not
+    looked at. `where` the shape comes from is for the message.
     """
     errors = []
     for name, value in claims.items():

@@ -37,17 +37,8 @@ def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> Non
     Raises:
         ValueError: no weights, a shard of the index that is missing, or a file that is cut off or no safetensors.
     """
-    for path in _weight_files(Path(folder), flag):
+    for path in _weight_files(Path(folder), flag)[0]:
         _header(path, flag)
-
-
-def tensor_names(folder: str | Path) -> set[str]:
-    """Names of the tensors in the .safetensors files that the folder needs.
-
-    Raises:
-        ValueError: as `check_weight_files`.
-    """
-    return {name for path in _weight_files(Path(folder), "model") for name in _header(path, "model")}
 
 
 def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, StoredTensor]:
@@ -57,15 +48,9 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
         ValueError: as `check_weight_files`, or sizes that are not numbers.
     """
     folder = Path(folder)
-    paths = _weight_files(folder, flag)
-    index = folder / INDEX
-    if index.is_file():
-        files = {
-            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
-    else:
-        single = [path for path in paths if path.name == SINGLE]
-        files = {name: path for path in single or paths for name in _header(path, flag)}
+    paths, index = _weight_files(folder, flag)
+    single = [path for path in paths if path.name == SINGLE]
+    files = index or {name: path for path in single or paths for name in _header(path, flag)}
     entries = {}
     for name, path in files.items():
         entry = _header(path, flag).get(name)
@@ -78,25 +63,25 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     return entries
 
 
-def _weight_files(folder: Path, flag: str) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
+def _weight_files(folder: Path, flag: str) -> tuple[list[Path], dict[str, Path]]:
+    """Return the .safetensors files that the folder needs, and its index: the file of each tensor; {} without one."""
+    index: dict[str, str] = {}
+    if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"{flag} {folder}: {index.name} is malformed ({error!r})") from error
-        for name in names:
-            if not plain_name(name, f"{flag} {folder}: {index.name}").endswith(".safetensors"):
-                raise ValueError(f"{flag} {folder}: {index.name} names {name!r}; convert the weights to safetensors")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{flag} {folder}: {index.name} names files that are missing: {', '.join(missing[:5])}")
-        paths = [folder / name for name in names]
+            index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            paths = [folder / name for name in sorted(set(index.values()))]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{flag} {folder}: {INDEX} is malformed ({error!r})") from error
+        for name in index.values():
+            if not plain_name(name, f"{flag} {folder}: {INDEX}").endswith(".safetensors"):
+                raise ValueError(f"{flag} {folder}: {INDEX} names {name!r}; convert the weights to safetensors")
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise ValueError(f"{flag} {folder}: {INDEX} names files that are missing: {', '.join(missing[:5])}")
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{flag} {folder}: it has no .safetensors file; convert the weights to safetensors")
-    return paths
+    return paths, {name: folder / file for name, file in index.items()}
 
 
 def _header(path: Path, flag: str) -> dict[str, dict[str, object]]:

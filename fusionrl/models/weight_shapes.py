@@ -22,12 +22,8 @@ def shape_errors(
 ) -> list[str]:
     """List where the files disagree with config.json: one message for each size that is wrong, with its first tensor.
 
-    Args:
-        folder: a Hugging Face folder.
-        shape: of the model as its config.json describes it.
-        flag: the flag that named the folder.
-        quantization: its block-wise fp8, whose scales are checked too.
-        is_loaded: trainers load the folder: tensors that it lacks, or that the model does not have, are mistakes too.
+    Scales of `quantization` are checked too. `is_loaded`: trainers load the folder, so tensors that it lacks, or that
+    the model does not have, are mistakes as well.
 
     Raises:
         ValueError: files that are missing or damaged, as `check_weight_files`.

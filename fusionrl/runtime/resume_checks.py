@@ -11,7 +11,7 @@ from pathlib import Path
 from fusionrl.base.log_suppression import quiet
 from fusionrl.config.config import Config
 from fusionrl.data.sample_json import SourceState
-from fusionrl.models.saved_shape import shape_difference
+from fusionrl.models.shape import shape_difference
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from fusionrl.algorithms.whitening import moments, whiten
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.selection import gathered
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,25 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
                 "--use-opd: samples of this rollout have no teacher_log_probs; let a function set them for every sample"
                 " that trains, or give --opd-teacher-load"
             )
-        gap, excluded = reverse_kl_gap(columns["log_probs"], columns["teacher_log_probs"], mask)
-        advantages = advantages + options.opd_coef * gap
-        sums[3:5] = torch.stack([-gap.double().sum(), excluded.double()])
+        to_teacher, excluded = reverse_kl_gap(columns["log_probs"], columns["teacher_log_probs"], mask)
+        advantages = advantages + options.opd_coef * to_teacher
+        sums[3:5] = torch.stack([-to_teacher.double().sum(), excluded.double()])
     shard.fields["advantages"] = advantages.float().numpy()
-    return _metrics(_added_up(sums, device).tolist(), options)
+    tokens, kl, kl_excluded, gap, gap_excluded = _added_up(sums, device).tolist()
+    metrics: dict[str, float] = {}
+    if options.constants.kl_coef > 0:
+        metrics |= {"kl": kl / max(tokens, 1.0), "kl_excluded": kl_excluded}
+    if options.opd_coef is not None:
+        metrics |= {"opd_kl": gap / max(tokens, 1.0), "opd_excluded": gap_excluded}
+    return metrics
+
+
+def gathered(values: T) -> list[T]:
+    """`values` of each data-parallel rank, on each of them, in their order."""
+    group = parallel_state.get_data_parallel_group()
+    everywhere = [values] * group.size()
+    dist.all_gather_object(everywhere, values, group=group)
+    return everywhere
 
 
 def _mean_of_others(shard: TrainShard, values: Tensor) -> Tensor:
@@ -108,16 +124,6 @@ def _mean_of_others(shard: TrainShard, values: Tensor) -> Tensor:
     means = leave_one_out(*(np.concatenate(parts) for parts in zip(*everywhere, strict=True)))
     first = sum(len(part[0]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
     return torch.from_numpy(means[first : first + len(values)])
-
-
-def _metrics(sums: list[float], options: AdvantageOptions) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    tokens = max(sums[0], 1.0)
-    if options.constants.kl_coef > 0:
-        metrics |= {"kl": sums[1] / tokens, "kl_excluded": sums[2]}
-    if options.opd_coef is not None:
-        metrics |= {"opd_kl": sums[3] / tokens, "opd_excluded": sums[4]}
-    return metrics
 
 
 def _added_up(values: Tensor, device: torch.device) -> Tensor:

@@ -10,13 +10,14 @@ same.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import operator
 import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.base.file_hashes import check_facts, facts_of
-from fusionrl.models.saved_shape import shape_difference
-from fusionrl.models.shape import ModelShape
+from fusionrl.models.hf_io import gather_params
+from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
-from fusionrl.trainer.model import Trained, gather_params, unwrap
+from fusionrl.trainer.model import Trained, unwrap
 from fusionrl.trainer.safe_load import only_data
 
 DESCRIPTION = "fusionrl.json"
@@ -74,17 +75,62 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _sharded_state(trained: Trained, layout: TrainerLayout, rank: int, loading: bool, with_rng: bool) -> dict[str, Any]:
-    metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    models = {
-        "model" if len(trained.chunks) == 1 else f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(trained.chunks)
+def state_hashes(trained: Trained) -> dict[str, str]:
+    """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are."""
+    gather_params(trained.chunks)
+    weights, optimizer = hashlib.sha256(), hashlib.sha256()
+    for chunk in trained.chunks:
+        for name, param in chunk.named_parameters():
+            weights.update(name.encode())
+            weights.update(_bytes_of(param))
+    for inner in trained.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            scalars = [group.get(name) for name in ("step", "lr", "weight_decay")]
+            optimizer.update(repr(scalars).encode())
+            for param in group["params"]:
+                optimizer.update(_bytes_of(param))
+                for name, value in sorted(inner.optimizer.state[param].items()):
+                    optimizer.update(name.encode())
+                    optimizer.update(_bytes_of(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+    state = rng_state()
+    rng = hashlib.sha256(repr((state["python"], state["numpy"])).encode())
+    for value in (state["torch"], state["device"], *(value for _, value in sorted(state["tracker"].items()))):
+        rng.update(_bytes_of(value))
+    return {"weights": weights.hexdigest(), "optimizer": optimizer.hexdigest(), "rng": rng.hexdigest()}
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _metadata() -> dict[str, Any]:
+    return _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _weights_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    names = ["model"] if len(modules) == 1 else [f"model{index}" for index in range(len(modules))]
+    return {
+        name: unwrap(module).sharded_state_dict(metadata=_metadata())
+        for name, module in zip(names, modules, strict=True)
     }
-    state: dict[str, Any] = dict(models)
-    state["optimizer"] = trained.optimizer.sharded_state_dict(
-        models if len(models) > 1 else models["model"], is_loading=loading, metadata=metadata
+
+
+def _load(folder: str, state: dict[str, Any], modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Read what `state` describes, without running code that the files contain, and put the weights in place."""
+    _check_backend(folder)
+    with only_data():
+        loaded = dist_checkpointing.load(state, folder, get_default_load_sharded_strategy(folder))
+    for name, module in zip((name for name in state if name.startswith("model")), modules, strict=True):
+        unwrap(module).load_state_dict(loaded[name])
+    return loaded
+
+
+def _sharded_state(trained: Trained, layout: TrainerLayout, rank: int, loading: bool, with_rng: bool) -> dict[str, Any]:
+    models = _weights_state(trained.chunks)
+    optimizer = trained.optimizer.sharded_state_dict(
+        models if len(models) > 1 else models["model"], is_loading=loading, metadata=_metadata()
     )
-    state["scheduler"] = trained.scheduler.state_dict()
+    state = models | {"optimizer": optimizer, "scheduler": trained.scheduler.state_dict()}
     if with_rng:
         state["rng"] = ShardedObject("rng", rng_state(), (layout.world_size,), (rank,), replica_id=0)
     return state
@@ -138,33 +184,36 @@ def begin_save(
     counters: dict[str, int],
     writer: WriterProcess | None = None,
 ) -> Saving:
-    """Take a copy of what is trained, for a checkpoint at `path`; collective.
+    """Take a copy of what is trained, which may then be trained on, for a checkpoint at `path`; collective.
 
-    Args:
-        path: a folder; an incomplete checkpoint has ".partial" added to its name.
-        trained: what is saved; it may be trained on as soon as this returns.
-        layout: of the ranks.
-        shape: of the model.
-        rank: of this process.
-        counters: kept with it.
-        writer: a process that writes meanwhile; without one the files are written here, now.
+    An incomplete checkpoint has ".partial" added to its name. `writer` writes meanwhile; without one the files are
+    written here, now.
     """
     partial = Path(path + ".partial")
     gather_params(trained.chunks)
-    with failing_together():
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    with result_queue() as results:
-        state = _sharded_state(trained, layout, rank, loading=False, with_rng=True)
-        request = megatron_versions.save_request(state, str(partial), _METADATA)
+    _make_anew(partial, partial, rank)
+    state = _sharded_state(trained, layout, rank, loading=False, with_rng=True)
     description = {
         "format": FORMAT,
         "layout": dataclasses.asdict(layout),
         "counters": counters,
         "shape": shape.model_dump(mode="json"),
     }
-    return Saving(path, rank, PendingFiles(request, results, writer), description)
+    return Saving(path, rank, _write_files(state, partial, writer), description)
+
+
+def _make_anew(partial: Path, folder: Path, rank: int) -> None:
+    """Remove what an earlier save left at `partial`, and make `folder` in it; collective."""
+    with failing_together():
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+
+def _write_files(state: dict[str, Any], folder: Path, writer: WriterProcess | None) -> PendingFiles:
+    with result_queue() as results:
+        request = megatron_versions.save_request(state, str(folder), _METADATA)
+    return PendingFiles(request, results, writer)
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -219,21 +268,16 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
     Raises:
         ValueError: on every rank, where one found a difference.
     """
-    facts, where, size = (
-        description.get("files"),
-        f"checkpoint {path}: it is damaged or incomplete",
-        dist.get_world_size(),
-    )
+    facts, where = description.get("files"), f"checkpoint {path}: it is damaged or incomplete"
+    size = dist.get_world_size()
     problem: str | None = None
     try:
         if isinstance(facts, dict) and facts:
             if _COMMON not in facts and os.path.lexists(Path(path) / _COMMON):
                 raise ValueError(f"{where}: {_COMMON} was not saved with it")
             names = sorted(facts)
-            share = {name: facts[name] for name in names[rank % len(names) :: size]}
-            check_facts(Path(path), share, where)
-        else:
-            check_facts(Path(path), facts, where)
+            facts = {name: facts[name] for name in names[rank % len(names) :: size]}
+        check_facts(Path(path), facts, where)
     except ValueError as error:
         problem = str(error)
     everyone: list[str | None] = [None] * size
@@ -271,15 +315,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     if description["format"] != WITHOUT_HASHES:
         _check_files(path, description, rank)
     try:
-        _check_backend(path)
-        with only_data():
-            state = dist_checkpointing.load(
-                _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout),
-                path,
-                get_default_load_sharded_strategy(path),
-            )
-        for index, chunk in enumerate(trained.chunks):
-            unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
+        state = _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout)
+        state = _load(path, state, trained.chunks)
         # fp32 master weights are views of the parameters, which want gradients
         with torch.no_grad(), megatron_versions.groups_by_content():
             trained.optimizer.load_state_dict(state["optimizer"])
@@ -330,14 +367,6 @@ def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
     raise ValueError(f"{flag} {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
 
 
-def _weights_state(modules: list[torch.nn.Module]) -> dict[str, Any]:
-    metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    names = ["model"] if len(modules) == 1 else [f"model{index}" for index in range(len(modules))]
-    return {
-        name: unwrap(module).sharded_state_dict(metadata=metadata) for name, module in zip(names, modules, strict=True)
-    }
-
-
 def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megatron-checkpoint") -> None:
     """Read the weights of a Megatron checkpoint, and nothing else of it, at this layout; collective.
 
@@ -349,11 +378,7 @@ def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megat
     folder = weights_folder(path, flag)
     state = _weights_state(modules)
     try:
-        _check_backend(str(folder))
-        with only_data():
-            loaded = dist_checkpointing.load(state, str(folder), get_default_load_sharded_strategy(str(folder)))
-        for name, module in zip(state, modules, strict=True):
-            unwrap(module).load_state_dict(loaded[name])
+        _load(str(folder), state, modules)
     except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way
         raise ValueError(
             f"{flag} {folder}: its weights are not those of --hf-checkpoint's model, or it is damaged "
@@ -372,14 +397,9 @@ def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
     if folder.exists():
         raise ValueError(f"{path}: it exists already; give another folder")
     dist.barrier()
-    with failing_together():
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "release").mkdir(parents=True)
-    with result_queue() as results:
-        state = _weights_state(modules) | {"checkpoint_version": 3.0, "iteration": 0}
-        request = megatron_versions.save_request(state, str(partial / "release"), _METADATA)
-    PendingFiles(request, results, None).finish()
+    _make_anew(partial, partial / "release", rank)
+    state = _weights_state(modules) | {"checkpoint_version": 3.0, "iteration": 0}
+    _write_files(state, partial / "release", None).finish()
     with failing_together():
         if rank == 0:
             (partial / TRACKER).write_text("release", encoding="utf-8")

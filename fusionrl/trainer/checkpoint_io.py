@@ -169,11 +169,6 @@ class WriterProcess:
                 env=child_environment("checkpoint-writer"),
             )
 
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
     def submit(self, transforms: list[object], buckets: list[Bucket]) -> None:
         """Copy the buckets' memory and let them be written; returns when the copy is made."""
         descriptor, size, shared = _share(buckets)
@@ -248,10 +243,7 @@ def _write_shared(
 class PendingFiles:
     """A Megatron save whose files are being written, or are: `finish` completes it; collective.
 
-    Args:
-        request: Megatron's AsyncRequest.
-        results: the queue from which Megatron's finalisation reads what was written.
-        writer: process that writes; None writes at once, in this one.
+    Megatron's finalisation reads from `results` what was written. Without a `writer` this process writes, at once.
     """
 
     def __init__(

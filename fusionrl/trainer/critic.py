@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fusionrl.algorithms.estimators import Role
 from fusionrl.models.shape import ModelShape
 from fusionrl.observe.spans import phase
-from fusionrl.trainer.shared_columns import Handed, columns_of
+from fusionrl.trainer.sample_columns import Handed, columns_of
 from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class CriticTrainer(TrainerBase):
-    """A rank of the critic: its model has a value head in place of the output layer; zeros, where the checkpoint has
-    none."""
+    """A rank of the critic, whose value head in place of the output layer is zeros where the checkpoint has none."""
 
     role: ClassVar[Role | None] = "critic"
 
@@ -41,25 +40,11 @@ class CriticTrainer(TrainerBase):
         return {}, columns_of(pulled, ("values",))
 
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
-        """Learn the returns of this rank's shard: one optimizer step for each of its steps.
+        """Learn the returns of this rank's shard: as of `PolicyTrainer`, with `critic/…` metrics.
 
-        Args:
-            rollout_id: kept with the checkpoint.
-            shard: the shard, or `[ref]` with a Ray reference to it.
-            columns: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
-
-        Returns:
-            `critic/…` metrics over all ranks; the same on every rank.
-
-        Raises:
-            ValueError: a shard that no loss can be computed from.
+        `columns`: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
         """
-        from fusionrl.trainer.error_samples import naming_samples
-        from fusionrl.trainer.shard_pull import pull
         from fusionrl.trainer.stages import Prepared
 
-        with phase("train", step=rollout_id + 1):
-            self.reload()
-            pulled = pull(shard, columns)
-            with naming_samples(self.run_dir, pulled, rollout_id):
-                return self.learn(rollout_id, Prepared(pulled)).metrics
+        with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
+            return self.learn(rollout_id, Prepared(pulled)).metrics

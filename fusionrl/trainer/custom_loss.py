@@ -4,51 +4,26 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.trainer.context_parallel import whole_row
 from fusionrl.trainer.hook_rollout_data import as_rollout_data
-from fusionrl.trainer.local_spec import zigzag_positions
 from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.packed_batch import MicroBatch, Slicing
 from fusionrl.trainer.settings import aggregation_of, loss_length
 
 FIELD = "custom_loss_function_path"
-
-
-@dataclass(frozen=True)
-class CustomLossOptions:
-    """The user's function and what it is called with.
-
-    make_args              gives a fresh copy of the flags
-    aggregation, constant  of `algorithms.aggregation`
-    """
-
-    path: str
-    make_args: Callable[[], Namespace]
-    vocab_size: int
-    aggregation: str
-    constant: float | None = None
-
-    @classmethod
-    def of(cls, config: Config, make_args: Callable[[], Namespace], vocab_size: int) -> CustomLossOptions | None:
-        """Those of the configuration; None where the loss is a built-in one."""
-        path = config.algorithm.custom_loss_function_path
-        if config.run.mode != "rl" or config.algorithm.loss_type != "custom_loss":
-            return None
-        assert path is not None
-        return cls(path, make_args, vocab_size, aggregation_of(config), loss_length(config))
 
 
 class CustomLoss:
@@ -69,8 +44,12 @@ class CustomLoss:
         HookError: the function raised, or did not return a loss.
     """
 
-    def __init__(self, options: CustomLossOptions, shard: TrainShard, step: TrainStep) -> None:
-        self.options, self.step = options, step
+    def __init__(
+        self, config: Config, make_args: Callable[[], Namespace], vocab_size: int, shard: TrainShard, step: TrainStep
+    ) -> None:
+        """`make_args` gives a fresh copy of the flags."""
+        self.config, self.make_args, self.vocab_size, self.step = config, make_args, vocab_size, step
+        self.path = str(config.algorithm.custom_loss_function_path)
         self._data = as_rollout_data(shard)
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, LossSums]:
@@ -78,16 +57,18 @@ class CustomLoss:
         if not batch.samples:
             zero = output.new_zeros((), dtype=torch.float64)
             return output.sum() * 0.0, LossSums({}, {"tokens": zero}, sequence_sums={"sequences": zero})
-        logits = _whole_row(self._without_padding(output), batch)
+        logits, group = self._without_padding(output), parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            logits = whole_row(logits[0], batch.layout.lengths, group)[None]
         data = self._of(batch)
         counts = {"tokens": torch.cat(data["loss_masks"]).sum()}
         sizes = data.get("attempt_tokens") or [float(mask.sum()) for mask in data["loss_masks"]]
         shares = [mask.sum() / max(size, 1e-12) for mask, size in zip(data["loss_masks"], sizes, strict=True)]
         counts["sequences"] = torch.stack(shares).sum()
-        returned = call_hook(FIELD, self.options.path, self.options.make_args(), data, logits, self._reducer(data))
+        returned = call_hook(FIELD, self.path, self.make_args(), data, logits, self._reducer(data))
         loss, metrics = self._checked(returned)
         # Every context-parallel rank has computed all of it, and each one's gradient reaches all of them.
-        size = parallel_state.get_context_parallel_world_size()
+        size = group.size()
         loss = loss / size
         sums = {"loss": loss} | {name: torch.as_tensor(value, device=loss.device) for name, value in metrics.items()}
         reported = {name: value.detach().double() / (1 if name == "loss" else size) for name, value in sums.items()}
@@ -96,14 +77,14 @@ class CustomLoss:
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
-        num_valid = self.options.vocab_size - group.rank() * logits.size(-1)
+        num_valid = self.vocab_size - group.rank() * logits.size(-1)
         if num_valid >= logits.size(-1):
             return logits
         padding = torch.arange(logits.size(-1), device=logits.device) >= num_valid
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
 
     def _checked(self, returned: object) -> tuple[Tensor, dict[str, Tensor]]:
-        where = f"{flag_of(FIELD)} {self.options.path}"
+        where = f"{flag_of(FIELD)} {self.path}"
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
             raise HookError(f"{where}: it returned {type(returned).__name__}; expected (loss, dict of metrics)")
         loss, metrics = returned
@@ -128,8 +109,8 @@ class CustomLoss:
         return chosen
 
     def _reducer(self, data: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-        options, step = self.options, self.step
-        settings = (options.aggregation, step.num_tokens, step.num_samples, options.constant)
+        step = self.step
+        settings = (aggregation_of(self.config), step.num_tokens, step.num_samples, loss_length(self.config))
         masks = data["loss_masks"]
         sizes = data.get("attempt_tokens") or [None] * len(masks)
         parts = (token_weights(m.cpu().numpy(), *settings, size) for m, size in zip(masks, sizes, strict=True))
@@ -140,35 +121,6 @@ class CustomLoss:
             return (torch.where(weights > 0, values.reshape(-1), 0.0) * weights).sum()
 
         return sum_of_sample_mean
-
-
-def _whole_row(output: Tensor, batch: MicroBatch) -> Tensor:
-    """[1, T / cp, V / tp] of each context-parallel rank -> [1, T, V / tp] in the row's order, on each of them."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return output
-    lengths = list(batch.layout.lengths)
-    order = torch.cat([zigzag_positions(lengths, group.size(), rank) for rank in range(group.size())])
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel())
-    return _Gather.apply(output, group).index_select(1, places.to(output.device))
-
-
-class _Gather(torch.autograd.Function):
-    """[1, t, v] of each rank -> [1, t * ranks, v]; the gradient of each part is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.size = group, part.size(1)
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=1)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad.narrow(1, ctx.group.rank() * ctx.size, ctx.size), None
 
 
 def get_log_probs_and_entropy(
@@ -203,11 +155,22 @@ def get_log_probs_and_entropy(
     for tokens, total, length, first in zip(unconcat_tokens, total_lengths, response_lengths, starts, strict=True):
         rows.append(torch.arange(first + total - length - 1, first + total - 1, device=logits.device))
         targets.append(tokens[total - length :])
-    chosen = logits[0].index_select(0, torch.cat(rows)) / args.rollout_temperature
-    log_probs, entropy = _VocabularyParallel.apply(chosen.float(), torch.cat(targets), with_entropy)
-    outputs = {"log_probs": list(log_probs.split(list(response_lengths)))}
+    chosen = (logits[0].index_select(0, torch.cat(rows)) / args.rollout_temperature).float()  # [N, V / tp]
+    group = parallel_state.get_tensor_model_parallel_group()
+    peak = chosen.detach().amax(-1)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shifted = chosen - peak[:, None]
+    exp = shifted.exp()
+    columns = torch.cat(targets) - group.rank() * chosen.size(1)
+    is_here = (columns >= 0) & (columns < chosen.size(1))
+    of_targets = shifted.gather(-1, columns.clamp(0, chosen.size(1) - 1)[:, None])[:, 0] * is_here
+    # Each rank has its part of the vocabulary, and computes the same loss of the sums: gradients are not added up.
+    parts = [exp.sum(-1), of_targets, *([(exp * shifted).sum(-1)] if with_entropy else [])]
+    sums = reduce_from_tensor_model_parallel_region(torch.stack(parts), group)
+    lse, sizes = sums[0].log(), list(response_lengths)
+    outputs = {"log_probs": list((sums[1] - lse).split(sizes))}
     if with_entropy:
-        outputs["entropy"] = list(entropy.split(list(response_lengths)))
+        outputs["entropy"] = list((lse - sums[2] / sums[0]).split(sizes))
     return logits.new_zeros(0), outputs
 
 
@@ -223,40 +186,3 @@ def _packed_starts(total_lengths: Sequence[int], size: int) -> list[int]:
         f"get_log_probs_and_entropy: samples of {list(total_lengths)} tokens do not fill the packed row of {size}; "
         'for a choice of the samples give starts=, their entries of batch["starts"]'
     )
-
-
-class _VocabularyParallel(torch.autograd.Function):
-    """logits [N, V / tp], targets [N] -> (log-probs [N], entropies [N]); the formulas are those of `log_probs.py`."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        """Compute both, with the other ranks' parts of the vocabulary; without `entropy_grad` no gradient of the
-        entropy is made.
-        """
-        group = parallel_state.get_tensor_model_parallel_group()
-        width = logits.size(1)
-        local = targets - group.rank() * width
-        owned = (local >= 0) & (local < width)
-        local = local.clamp(0, width - 1)
-        peak = logits.amax(-1)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        exp = (logits - peak[:, None]).exp()
-        predicted = logits.gather(-1, local[:, None])[:, 0] * owned
-        sums = torch.stack([exp.sum(-1), torch.linalg.vecdot(exp, logits), predicted])
-        dist.all_reduce(sums, group=group)
-        lse = peak + sums[0].log()
-        entropy = lse - sums[1] / sums[0]
-        ctx.save_for_backward(logits, lse, entropy, local, owned)
-        ctx.entropy_grad = entropy_grad
-        return sums[2] - lse, entropy
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this rank's logits."""
-        logits, lse, entropy, local, owned = ctx.saved_tensors
-        scores = logits - lse[:, None]
-        grad = -scores.exp() * grad_log_probs[:, None]
-        if ctx.entropy_grad:
-            grad -= scores.exp() * (scores + entropy[:, None]) * grad_entropy[:, None]
-        grad.scatter_add_(-1, local[:, None], (grad_log_probs * owned)[:, None])
-        return grad, None, None

@@ -16,7 +16,7 @@ from fusionrl.algorithms.corrections import CorrectionOptions, importance_weight
 from fusionrl.algorithms.estimators import Role
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
 from fusionrl.algorithms.losses import LOSSES
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums, sample_differences
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossOptions, guarded
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
 from fusionrl.algorithms.sequences import Sequences
@@ -26,7 +26,7 @@ from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.config.run_parts import policy_loss_name
-from fusionrl.trainer.context_sum import sum_over_context_ranks
+from fusionrl.trainer.context_parallel import sum_over_context_ranks
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.packed_batch import MicroBatch
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
@@ -155,7 +155,6 @@ class LossSums:
     sums, token_sums, sequence_sums, maxima   as of a `StepReport`
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
-    differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
     scores      [2, N] log-probs and entropies; None if they are not kept
     """
 
@@ -165,7 +164,6 @@ class LossSums:
     batch: MicroBatch | None = None
     sequence_sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    differences: Tensor | None = None
     scores: Tensor | None = None
 
     def bad_samples(self) -> list[int]:
@@ -184,16 +182,13 @@ def micro_batch_loss(
     compare: bool,
     hooks: LossHooks | None = None,
 ) -> tuple[Tensor, LossSums]:
-    """Loss (a sum, see above) of the chosen tokens of one micro-batch.
+    """Loss (a sum, see above) of the N chosen tokens of one micro-batch.
 
     Args:
-        log_probs: [N] of the policy that is trained, with gradient; of a critic its values.
-        entropy: [N].
-        batch: the micro-batch.
-        options: see `LossOptions`.
+        log_probs, entropy: [N] of the policy that is trained, with gradient; of a critic its values.
+        batch, options, hooks: the micro-batch, the loss, and a user's functions within it.
         compare: report how far the engine's log-probs are off; only right while the weights are those that
             the rollout was made with.
-        hooks: a user's functions within the loss.
 
     Raises:
         ValueError: the engine's log-probs are to be the old policy's, and the shard has none.
@@ -227,19 +222,15 @@ def micro_batch_loss(
     maxima: dict[str, Tensor] = {}
     if options.mode == "rl":
         maxima["advantage_abs_max"] = _largest(batch.fields["advantages"])
-    differences = None
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
         reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
         # Of a token that older weights sampled, the difference would say how far the weights have moved since.
         compared = mask * batch.fields.get("current", 1.0)
         mismatch, peak = mismatch_sums(reference, engine, compared)
-        if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
-            differences = sample_differences(reference, engine, compared, batch.sequences, len(batch.samples))
         token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, mismatch, strict=True)}
         maxima[MISMATCH_PEAK] = peak[0]
     finite = losses.detach().isfinite()
-    detached = _kept(sums), _kept(token_sums), finite, batch, _kept(sequence_sums), _kept(maxima)
-    return loss, LossSums(*detached, differences)
+    return loss, LossSums(_kept(sums), _kept(token_sums), finite, batch, _kept(sequence_sums), _kept(maxima))
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:

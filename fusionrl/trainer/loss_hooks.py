@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, user_code
-from fusionrl.trainer.context_sum import sum_over_context_ranks
+from fusionrl.trainer.context_parallel import sum_over_context_ranks
 from fusionrl.trainer.packed_batch import MicroBatch
+from fusionrl.trainer.settings import aggregation_of
 
 TIS, REDUCER = "custom_tis_function_path", "custom_pg_loss_reducer_function_path"
 
@@ -24,16 +25,9 @@ class LossHooks:
     parallelism each rank calls them with the tokens of all ranks, and takes what came out for its own.
     """
 
-    def __init__(self, config: Config, args: Namespace, per_token: bool) -> None:
-        self.args = args
+    def __init__(self, config: Config, args: Namespace) -> None:
+        self.args, self.per_token = args, aggregation_of(config) == "token_mean"
         self.tis, self.reducer = getattr(config.algorithm, TIS), getattr(config.algorithm, REDUCER)
-        self.per_token = per_token
-
-    @classmethod
-    def of(cls, config: Config, args: Namespace, per_token: bool) -> LossHooks | None:
-        """Those of the configuration, if it has any; `per_token`: the loss is a mean over tokens, not over samples."""
-        hooks = cls(config, args, per_token)
-        return hooks if hooks.tis is not None or hooks.reducer is not None else None
 
     def policy_loss(
         self, losses: Tensor, train_log_probs: Tensor, batch: MicroBatch

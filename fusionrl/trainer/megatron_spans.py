@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,28 +25,15 @@ _NOTHING_NS = 50_000  # a step that this layout does not have, but for its calls
 LANE = "megatron"
 
 
-class Event(Protocol):
-    """An event of a GPU's stream, as torch.cuda has it."""
-
-    def record(self) -> None:
-        """Mark the present end of the stream."""
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has reached it."""
-
-    def elapsed_time(self, end: Event) -> float:
-        """Return milliseconds from this event to `end`."""
-
-
 class MegatronSpans:
     """Replaces Megatron's class `Timers`."""
 
-    def __init__(self, make_event: Callable[[], Event] | None = None) -> None:
+    def __init__(self, make_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         """`make_event`: on a GPU, an event that takes times."""
         self._make_event = make_event
-        self._begun: dict[str, int | Event] = {}
+        self._begun: dict[str, int | torch.cuda.Event] = {}
         self._numbers: dict[str, int] = {}
-        self._marked: list[tuple[str, int, Event, Event]] = []
+        self._marked: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
         """Return the timer of a name; all levels are recorded."""
@@ -84,7 +72,7 @@ class MegatronSpans:
         for name, number, begun, ended in marked:
             _note(name, number, now - int(1e6 * begun.elapsed_time(end)), now - int(1e6 * ended.elapsed_time(end)))
 
-    def _now(self) -> int | Event:
+    def _now(self) -> int | torch.cuda.Event:
         if self._make_event is None:
             return time.monotonic_ns()
         event = self._make_event()
@@ -114,14 +102,9 @@ def _note(name: str, number: int, start_ns: int, end_ns: int) -> None:
 
 def record_megatron(trained: Trained, device: torch.device) -> MegatronSpans:
     """Let Megatron's timers of a model and its optimizer be recorded."""
-
-    def make_event() -> Event:
-        return torch.cuda.Event(enable_timing=True)
-
-    spans = MegatronSpans(make_event if device.type == "cuda" else None)
-    trained.transformer.timers = spans
-    for inner in trained.optimizer.chained_optimizers:
-        inner.config.timers = spans
+    spans = MegatronSpans(partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None)
+    for config in (trained.transformer, *(inner.config for inner in trained.optimizer.chained_optimizers)):
+        config.timers = spans
     return spans
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,7 @@ from fusionrl.trainer.packed_row import pack_row
 from fusionrl.trainer.stages import Experts, PackedStep, Prepared
 
 if TYPE_CHECKING:
-    from fusionrl.trainer.step_statistics import LookAhead
+    from fusionrl.trainer.selection import LookAhead
 
 _COLUMNS: dict[str, torch.dtype] = {
     "positions": torch.int64,
@@ -32,26 +31,19 @@ _COLUMNS: dict[str, torch.dtype] = {
 _TOKEN_FIELDS = tuple(name for name, spec in FIELDS.items() if spec.extent == "response" and spec.dtype == np.float32)
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Packing of a rank: `look_ahead` serves losses that must know a whole step before any of its tokens."""
-
-    options: BatchOptions
-    layout: TrainerLayout
-    look_ahead: LookAhead | None = None
-
-
-def pack_steps(prepared: Prepared, packing: Packing) -> Iterator[PackedStep]:
+def pack_steps(
+    prepared: Prepared, options: BatchOptions, layout: TrainerLayout, look_ahead: LookAhead | None = None
+) -> Iterator[PackedStep]:
     """Yield each optimizer step's micro-batches, when the step before is taken: a look ahead needs its weights.
 
-    With a look ahead, columns of the shard are set.
+    A look ahead sets columns of the shard for losses that must know a whole step before any of its tokens.
     """
     shard = prepared.shard
     for index, step in enumerate(shard.steps):
-        look_ahead = packing.look_ahead.at(shard, index, prepared.experts) if packing.look_ahead is not None else {}
+        metrics = look_ahead.at(shard, index, prepared.experts) if look_ahead is not None else {}
         with span("pack"):
-            batches = build_micro_batches(shard, step, packing.options, packing.layout, prepared.experts)
-        yield PackedStep(index, step, shard, batches, look_ahead)
+            batches = build_micro_batches(shard, step, options, layout, prepared.experts)
+        yield PackedStep(index, step, shard, batches, metrics)
 
 
 def build_micro_batches(
@@ -91,11 +83,7 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Pack `samples` of `shard`; without samples, one padding token whose loss weighs nothing.
 
-    Args:
-        shard: this rank's shard.
-        samples: indices into it.
-        step: the optimizer step whose counts give the weights; None for weights of 0 (scoring).
-        options: as above.
+    `step`: the optimizer step whose counts give the weights; None for weights of 0 (scoring).
     """
     tokens = shard.split("tokens")
     present = {name: shard.split(name) for name in _TOKEN_FIELDS if name in shard.fields}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,7 +16,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.mappings import (
@@ -34,15 +32,13 @@ from torch import Tensor
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.layout import TrainerLayout, model_errors
+from fusionrl.plan.layout import model_errors
 from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.trainer import local_mlp, settings
-from fusionrl.trainer.latent_query import keep_query_plain
-from fusionrl.trainer.local_spec import add_output_norms, local_block_spec
+from fusionrl.trainer import settings
+from fusionrl.trainer.layers import block_spec, finish_layers
 from fusionrl.trainer.log_probs import chunked_log_probs
 from fusionrl.trainer.packed_batch import Selection
-from fusionrl.trainer.rope import scale_rope
 from fusionrl.trainer.routing import RoutingReplay
 
 
@@ -92,11 +88,7 @@ class ChosenOutputs(GPTModel):
         return torch.stack([log_probs, entropy])
 
 
-class PolicyModel(ChosenOutputs):
-    """The usual model of a policy."""
-
-
-class ValueModel(PolicyModel):
+class ValueModel(ChosenOutputs):
     """A critic: its last stage gives a value for each chosen position.
 
     Called with `labels=Selection`, it returns [1, N] fp32 on the last pipeline stage. The head stands whole on every
@@ -163,24 +155,26 @@ def build_model(
         transformer = (MLATransformerConfig if shape.mla else TransformerConfig)(**fields)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
-    stages: list[int | None] = list(range(layout.vpp)) if layout.vpp > 1 else [None]
     chunks = []
-    for stage in stages:
-        args = config.to_args(**plan.answers)
-        spec_path = config.model.custom_spec_path
-        spec = _own_spec(args, spec_path, transformer, stage)
-        default = partial(_usual_chunk, transformer, shape, layout, stage, spec, spec_path)
-        path = config.model.custom_model_provider_path
-        model = default() if path is None else _provided_chunk(args, path, transformer, stage, default)
+    for stage in range(layout.vpp) if layout.vpp > 1 else [None]:
+        place = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            "vp_stage": stage,
+        }
+        usual = partial(_usual_chunk, config, transformer, shape, plan, place)
+        is_users = config.model.custom_model_provider_path is not None
+        model = _users_chunk(config, transformer, plan, place, usual) if is_users else usual()
         chunks.append(_finished(model, transformer, shape, device))
     return chunks, transformer
 
 
-LayerSpec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
-
-
-def _provided_chunk(
-    args: Namespace, path: str, transformer: TransformerConfig, vp_stage: int | None, default: Callable[[], GPTModel]
+def _users_chunk(
+    config: Config,
+    transformer: TransformerConfig,
+    plan: TrainerPlan,
+    place: dict[str, Any],
+    usual: Callable[[], GPTModel],
 ) -> GPTModel:
     """The model of --custom-model-provider-path, `provider(pre_process, post_process, vp_stage)`.
 
@@ -190,91 +184,59 @@ def _provided_chunk(
     Raises:
         HookError: the function raised, or returned no GPTModel.
     """
-    field = "custom_model_provider_path"
-    keywords = {
-        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        "vp_stage": vp_stage,
-    }
+    field, path = "custom_model_provider_path", str(config.model.custom_model_provider_path)
     taken = inspect.signature(load_function(path)).parameters
-    extras = {"config": transformer, "args": args, "usual": default}
-    model = call_hook(field, path, **keywords, **{name: value for name, value in extras.items() if name in taken})
-    return _checked_model(f"{field} {path}", model)
+    extras = {"config": transformer, "args": config.to_args(**plan.answers), "usual": usual}
+    model = call_hook(field, path, **place, **{name: value for name, value in extras.items() if name in taken})
+    return _checked_model(field, path, model)
 
 
-def _own_spec(
-    args: Namespace, path: str | None, transformer: TransformerConfig, vp_stage: int | None
-) -> LayerSpec | Callable[..., GPTModel] | None:
-    """Return what --custom-spec-path returns: a spec of the layers, or a function that builds a pipeline stage.
+def _usual_chunk(
+    config: Config, transformer: TransformerConfig, shape: ModelShape, plan: TrainerPlan, place: dict[str, Any]
+) -> GPTModel:
+    """Our own GPTModel, of our layers or of those of --custom-spec-path.
+
+    That function returns a spec of the layers, or a function that builds the pipeline stage.
 
     Raises:
-        HookError: the function raised, or returned neither.
+        HookError: it raised, or returned neither.
     """
+    field, path = "custom_spec_path", config.model.custom_spec_path
     if path is None:
-        return None
-    returned = call_hook("custom_spec_path", path, args, transformer, vp_stage)
-    is_provider = callable(returned) and "pre_process" in inspect.signature(returned).parameters
-    if isinstance(returned, ModuleSpec | TransformerBlockSubmodules) or is_provider:
-        return returned
-    raise HookError(
-        f"--custom-spec-path {path}: it returned {type(returned).__name__}; expected Megatron's ModuleSpec, or a"
-        " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
+        spec = block_spec(transformer, shape, place["vp_stage"])
+    else:
+        spec = call_hook(field, path, config.to_args(**plan.answers), transformer, place["vp_stage"])
+        if callable(spec) and "pre_process" in inspect.signature(spec).parameters:
+            return _checked_model(field, path, spec(**place))
+        if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+            raise HookError(
+                f"--custom-spec-path {path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or a"
+                " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
+            )
+    return (ValueModel if shape.value_head else ChosenOutputs)(
+        transformer,
+        spec,
+        vocab_size=settings.padded_vocab_size(shape.vocab_size, plan.layout.tp),
+        max_sequence_length=shape.max_position_embeddings,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=shape.rotary_percent,
+        rotary_base=shape.rope_theta,
+        **place,
     )
 
 
-def _checked_model(where: str, model: object) -> GPTModel:
+def _checked_model(field: str, path: str, model: object) -> GPTModel:
     """Return a user's model with the outputs that the trainer asks for.
 
     Raises:
         HookError: it is not a GPTModel.
     """
     if not isinstance(model, GPTModel):
-        field, _, path = where.partition(" ")
         raise HookError(f"{flag_of(field)} {path}: it returned {type(model).__name__}; expected Megatron's GPTModel")
     if not isinstance(model, ChosenOutputs):
         model.__class__ = type(type(model).__name__, (ChosenOutputs, type(model)), {})
     return model
-
-
-def _usual_chunk(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    layout: TrainerLayout,
-    vp_stage: int | None,
-    own_spec: LayerSpec | Callable[..., GPTModel] | None = None,
-    spec_path: str | None = None,
-) -> GPTModel:
-    if own_spec is not None and not isinstance(own_spec, ModuleSpec | TransformerBlockSubmodules):
-        return _checked_model(
-            f"custom_spec_path {spec_path}",
-            own_spec(
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                vp_stage=vp_stage,
-            ),
-        )
-    if own_spec is not None:
-        spec = own_spec
-    elif transformer.transformer_impl == "transformer_engine":
-        spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
-        keep_query_plain(spec, transformer)
-    else:
-        spec = local_block_spec(transformer, vp_stage)
-    if shape.output_norms and own_spec is None:
-        add_output_norms(spec)
-    return (ValueModel if shape.value_head else PolicyModel)(
-        transformer,
-        spec,
-        vocab_size=settings.padded_vocab_size(shape.vocab_size, layout.tp),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_percent=shape.rotary_percent,
-        rotary_base=shape.rope_theta,
-        vp_stage=vp_stage,
-    )
 
 
 def _finished(
@@ -286,10 +248,7 @@ def _finished(
         # some expert-parallel sizes and one at others, and the state of one cannot be loaded at the other.
         if ".mlp.experts." in name:
             param.allreduce = False
-    if transformer.transformer_impl == "local":
-        local_mlp.adopt(model)
-    if shape.mla is None:
-        scale_rope(model, shape)
+    finish_layers(model, transformer, shape)
     if device.type == "cuda":
         model.cuda(device)
     if not transformer.bf16:
@@ -373,13 +332,6 @@ def _start_state(optimizer: ChainedOptimizer) -> None:
         inner.init_state_fn(inner.optimizer, inner.config)
         for group in inner.optimizer.param_groups:
             group.setdefault("step", 0)
-
-
-def gather_params(chunks: list[DistributedDataParallel]) -> None:
-    """Complete the parameters: with overlapped gathering they are a step old until a forward pass."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def take_apart(trained: Trained) -> None:

@@ -48,7 +48,7 @@ class Restored(TypedDict):
     """Facts of a checkpoint that a rank has loaded.
 
     rng_restored  False if the checkpoint has another layout
-    hashes        as `state_hashes` gives them, of the state as it was saved
+    hashes        with --verify-checkpoints, as `state_hashes` gives them, of the state as it was saved
     """
 
     rollout_id: int
@@ -63,12 +63,7 @@ class ModelRank:
 
     Its methods are collectives, if they do not say otherwise: the driver calls them on all ranks at once.
 
-    Args:
-        config: the run's configuration.
-        plan: what the ranks of its group follow.
-        rank: in its group, 0 … world size - 1.
-        run_dir: the run's folder.
-        device_id: GPU of this rank as its process numbers them, from the placement; without one, ranks go round them.
+    `device_id`: GPU of this rank as its process numbers them, from the placement; without one, ranks go round them.
     """
 
     role: ClassVar[Role | None] = None
@@ -134,11 +129,7 @@ class ModelRank:
     def setup_model(self, master_addr: str, master_port: int) -> tuple[list[torch.nn.Module], TransformerConfig]:
         """Join the other ranks and read this rank's part of the model: for conversion that is all.
 
-        Returns:
-            The model's pipeline chunks, and Megatron's TransformerConfig.
-
-        Raises:
-            ValueError: see `setup`.
+        Returns and raises as `build_model`, and raises as `setup`.
         """
         with without_collections():
             import torch
@@ -199,34 +190,26 @@ class ModelRank:
         Raises:
             ValueError: they are not of this model's shape; names `flag`.
         """
-        from fusionrl.trainer.weight_sets import WeightSet
-
-        if is_megatron_folder(folder):
-            self._read_megatron(name, folder, flag)
-            return
-
-        shape = read_model_shape(folder, flag)
-        if (shape.with_value_head() if self.shape.value_head else shape) != self.shape:
-            raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
-        self.reload()
-        self.weight_sets[name] = WeightSet(folder, self.trained.chunks, self.shape, flag)
-
-    def _read_megatron(self, name: str, folder: str, flag: str) -> None:
-        """As `read_weights`, of a torch_dist folder: it is read into the model, which then gets its weights back."""
+        from fusionrl.models.hf_io import read_local_weights
         from fusionrl.trainer import checkpoint
-        from fusionrl.trainer.model import gather_params
         from fusionrl.trainer.weight_sets import WeightSet
 
-        self.reload()
-        gather_params(self.trained.chunks)
-        current = WeightSet.of_model(self.trained.chunks, self.shape)
+        if not is_megatron_folder(folder):
+            shape = read_model_shape(folder, flag)
+            if (shape.with_value_head() if self.shape.value_head else shape) != self.shape:
+                raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
+            self.reload()
+            self.weight_sets[name] = WeightSet(read_local_weights(folder, self.trained.chunks, self.shape, flag))
+            return
+        # It is read into the model, which then gets its weights back.
+        self.keep_weights("current")
         checkpoint.load_weights(folder, self.trained.chunks, flag)
         self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
-        current.put_back()
+        self.weight_sets.pop("current").put_back()
 
     def keep_weights(self, name: str) -> None:
         """Keep the weights that the model has now in host memory as the set `name`, for `score`."""
-        from fusionrl.trainer.model import gather_params
+        from fusionrl.models.hf_io import gather_params
         from fusionrl.trainer.weight_sets import WeightSet
 
         self.reload()
@@ -288,17 +271,15 @@ class ModelRank:
 
         The schedule itself and the optimizer's options are those of the flags.
 
-        Returns:
-            Counters and facts; with --verify-checkpoints also hashes of what was read.
-
         Raises:
             ValueError: no complete checkpoint of this model is at `path`.
         """
         from fusionrl.trainer import checkpoint
-        from fusionrl.trainer.optimizer_flags import OptimizerFlags
 
         self.reload()
-        flags = OptimizerFlags.of(self.trained)
+        groups = self.trained.optimizer.param_groups
+        # All of a group but its parameters and steps follows from flags, which a resume may change: --lr, say.
+        options = [{name: value for name, value in g.items() if name not in ("params", "step")} for g in groups]
         loaded = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
         self.counters = {name: int(loaded[name]) for name in self.counters}
         restored = Restored(
@@ -309,7 +290,9 @@ class ModelRank:
         )
         if self.config.checkpoint.verify_checkpoints:
             restored["hashes"] = self.state_hashes()  # before the flags, which may give another rate than was saved
-        flags.restore(self.trained)
+        for group, of_flags in zip(self.trained.optimizer.param_groups, options, strict=True):
+            group.update(of_flags)
+        self.trained.scheduler.step(0)  # the rates of this position, by the schedule of the flags
         return restored
 
     @phase("save hf")
@@ -331,8 +314,8 @@ class ModelRank:
         dist.barrier()
 
     def state_hashes(self) -> dict[str, str]:
-        """SHA-256 of this rank's weights, optimizer state and RNG states (`state_hashes.py`)."""
-        from fusionrl.trainer.state_hashes import state_hashes
+        """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are."""
+        from fusionrl.trainer.checkpoint import state_hashes
 
         self.reload()
         return state_hashes(self.trained)

@@ -2,29 +2,73 @@
 
 Copied to the host: the buffer of weights, the optimizer's moments and its master weights. That of gradients is given
 away without a copy, as every step begins with zeros; and with the weights NCCL gives the buffers of its process groups
-away (`communicators.py`). On a GPU copies go to pinned host memory; on a CPU, where that is the same memory, to a file
-that has no name. Every view (parameters, shards, buckets) stays valid: on a GPU each storage is shrunk to nothing and
-later grown again; on a CPU, where torch does not resize what numpy has seen, the system takes the pages back and gives
-empty ones later.
+away, where torch (2.13) and NCCL (2.29.7) can. On a GPU copies go to pinned host memory; on a CPU, where that is the
+same memory, to a file that has no name. Every view (parameters, shards, buckets) stays valid: on a GPU each storage is
+shrunk to nothing and later grown again; on a CPU, where torch does not resize what numpy has seen, the system takes
+the pages back and gives empty ones later.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fusionrl.base.malloc import give_freed_back
-from fusionrl.trainer.communicators import Communicators, backends_of_groups
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """A backend of a process group, as far as it is needed here; torch's have these methods since 2.13."""
+
+    def name(self) -> str:
+        """ "nccl", "gloo", …"""
+
+    def suspend(self) -> None:
+        """Give its buffers away; a collective over its ranks."""
+
+    def resume(self) -> None:
+        """Take them back."""
+
+
+def suspend_nccl(backends: Iterable[Backend]) -> list[Backend]:
+    """Suspend the NCCL backends among these, in order, and return them; [] where the first cannot be.
+
+    Every rank must meet its groups in the order in which they were made. The groups that carry Python objects are
+    gloo's, which has no memory on a device and refuses to be suspended, or resumed.
+    """
+    suspended = []
+    for backend in backends:
+        if backend.name() != "nccl":
+            continue
+        try:
+            backend.suspend()
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            logger.info("process groups keep their buffers: they cannot be suspended (%s)", error)
+            break
+        suspended.append(backend)
+    return suspended
+
+
+def backends_of_groups(device: torch.device) -> Iterator[Backend]:
+    """The backends for `device` of all process groups of this process, in the order in which they were made."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a group without one for this device
+            yield group._get_backend(device)
 
 
 class _Copy(Protocol):
@@ -74,48 +118,38 @@ def _host_bytes(storage: torch.UntypedStorage) -> memoryview:
 
 
 class Offload:
-    """The memory of `trained`, either where it belongs or copied out.
+    """The memory of `trained` on `device`, either where it belongs or copied out.
 
-    Args:
-        trained: what is trained.
-        device: where its memory is.
-        folder: of the files, on a CPU; the system's if None.
+    On a CPU into files in `folder`; the system's if None.
     """
 
     def __init__(self, trained: Trained, device: torch.device, folder: str | None = None) -> None:
         self._trained, self._device, self._folder = trained, device, folder
-        self._communicators = Communicators()
+        self._suspended: list[Backend] = []
         # (storage, its size, its copy on the host), of weights and of the rest.
         self._weights: list[tuple[torch.UntypedStorage, int, _Copy]] = []
         self._rest: list[tuple[torch.UntypedStorage, int, _Copy]] = []
 
     def offload(self, *, keep_weights: bool = False) -> int:
-        """Copy out and give the memory back; what is away already stays so.
-
-        Args:
-            keep_weights: they are still needed, to be pushed.
+        """Copy out and give the memory back, with `keep_weights` not theirs; what is away already stays so.
 
         Returns:
             Bytes given away now, those of the gradients included.
         """
-        weights = self._storages(self._weight_buffers())
-        gradients = self._storages(self._gradient_buffers(), excluded=weights)
+        buffers = self._buffers()
+        weights = self._storages(buffer.param_data for buffer in buffers if buffer.param_data is not None)
+        gradients = self._storages((buffer.grad_data for buffer in buffers), excluded=weights)
         rest = self._storages(self._optimizer_states(), excluded=weights | gradients)
         num_bytes = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
         if not keep_weights and not self._weights:
             num_bytes += self._copy_out(weights.values(), (), self._weights)
             if self._device.type == "cuda":
-                self._communicators.suspend(backends_of_groups(self._device))
+                self._suspended = suspend_nccl(backends_of_groups(self._device))
         if num_bytes and self._device.type == "cuda":
             torch.cuda.empty_cache()
         elif num_bytes:
             give_freed_back()
         return num_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are held elsewhere now."""
-        return sum(size for _, size, copy in (*self._weights, *self._rest) if not isinstance(copy, _Zeros))
 
     def _copy_out(
         self,
@@ -144,7 +178,8 @@ class Offload:
     def reload(self, *, only_weights: bool = False) -> None:
         """Take the memory back (the weights' alone, if asked for); nothing where it is there."""
         away, self._weights = self._weights, []
-        self._communicators.resume()
+        while self._suspended:
+            self._suspended.pop(0).resume()  # not again after a failure, which ends the run
         if not only_weights:
             away, self._rest = away + self._rest, []
         for storage, size, copy in away:
@@ -161,14 +196,8 @@ class Offload:
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device.type)
         return {s.data_ptr(): s for s in storages if s.nbytes() and s.data_ptr() not in excluded}
 
-    def _weight_buffers(self) -> Iterator[torch.Tensor]:
-        return (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
-
-    def _buffers(self) -> Iterator[_ParamAndGradBuffer]:
-        return (b for chunk in self._trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
-
-    def _gradient_buffers(self) -> Iterator[torch.Tensor]:
-        return (buffer.grad_data for buffer in self._buffers())
+    def _buffers(self) -> list[_ParamAndGradBuffer]:
+        return [b for chunk in self._trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _optimizer_states(self) -> Iterator[torch.Tensor]:
         for inner in self._trained.optimizer.chained_optimizers:
@@ -177,11 +206,7 @@ class Offload:
             for group in inner.optimizer.param_groups:
                 for param in group["params"]:
                     yield param.data
-                    yield from _tensors_of(inner.optimizer.state[param])
-
-
-def _tensors_of(state: Mapping[str, object]) -> Iterator[torch.Tensor]:
-    return (value for value in state.values() if isinstance(value, torch.Tensor))
+                    yield from (x for x in inner.optimizer.state[param].values() if isinstance(x, torch.Tensor))
 
 
 def _drop_pages(storage: torch.UntypedStorage) -> None:

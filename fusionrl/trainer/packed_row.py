@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fusionrl.plan.memory.activations import LONGEST_ROW
 from fusionrl.trainer.attention_buckets import LONG_PROMPT, plan_buckets
-from fusionrl.trainer.local_spec import PackedLayout, zigzag_positions
+from fusionrl.trainer.context_parallel import zigzag_positions
+from fusionrl.trainer.local_attention import PackedLayout
 from fusionrl.trainer.packed_batch import BatchOptions
 from fusionrl.trainer.routing import FREE
 

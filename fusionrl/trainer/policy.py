@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fusionrl.config.run_parts import needs_reference
 from fusionrl.observe.spans import phase, span
 from fusionrl.trainer.model_rank import SetupFacts
 from fusionrl.trainer.push_source import PushSource
-from fusionrl.trainer.shared_columns import Handed, SampleColumns, columns_of
+from fusionrl.trainer.sample_columns import Handed, SampleColumns, columns_of
 
 if TYPE_CHECKING:
     from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
-    from fusionrl.trainer.stages import Prepared, Scored, TrainReport
+    from fusionrl.trainer.stages import Prepared, TrainReport
     from fusionrl.trainer.steps import Stepping
 
 
@@ -27,7 +28,7 @@ class PolicyTrainer(PushSource):
     _report     of the last rollout, and its number
     """
 
-    _scored: tuple[int, Scored] | None = None
+    _scored: tuple[int, Prepared] | None = None
     _prepared: tuple[int, Prepared] | None = None
     _report: tuple[int, TrainReport] | None = None
 
@@ -61,16 +62,16 @@ class PolicyTrainer(PushSource):
     @property
     def stepping(self) -> Stepping:
         """As of `TrainerBase`, with a user's functions in the loss, or in its place."""
-        from fusionrl.trainer.custom_loss import CustomLossOptions
-        from fusionrl.trainer.loss_hooks import LossHooks
-        from fusionrl.trainer.settings import aggregation_of
+        from fusionrl.trainer.custom_loss import CustomLoss
+        from fusionrl.trainer.loss_hooks import REDUCER, TIS, LossHooks
 
-        hooks, per_token = self.hooks, aggregation_of(self.config) == "token_mean"
+        config, args = self.config, self.hooks.args
+        has_hooks = bool(getattr(config.algorithm, TIS) or getattr(config.algorithm, REDUCER))
+        is_custom = config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss"
         return replace(
             super().stepping,
-            custom=CustomLossOptions.of(self.config, hooks.args, self.shape.vocab_size),
-            loss_hooks=LossHooks.of(self.config, hooks.args(), per_token),
-            keeps_scores=self.config.run.save_token_values and self.loss.mode == "rl",
+            custom=partial(CustomLoss, config, args, self.shape.vocab_size) if is_custom else None,
+            loss_hooks=LossHooks(config, args()) if has_hooks else None,
         )
 
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
@@ -88,15 +89,8 @@ class PolicyTrainer(PushSource):
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
-        from fusionrl.trainer.error_samples import naming_samples
-        from fusionrl.trainer.shard_pull import pull
-
-        with phase("train", step=rollout_id + 1):
-            self.reload()
-            pulled = pull(shard, columns)
-            with naming_samples(self.run_dir, pulled, rollout_id):
-                prepared = self._prepare(rollout_id, pulled)
-                report = self.learn(rollout_id, prepared)
+        with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
+            report = self.learn(rollout_id, self._prepare(rollout_id, pulled))
         self._report = rollout_id, report
         return report.metrics
 
@@ -104,50 +98,26 @@ class PolicyTrainer(PushSource):
         """Compute the log-probs that the `prepare` or `train` that follows needs, which do not need its columns.
 
         So the policy works while a critic, or a process reward model, makes them.
-
-        Args:
-            rollout_id: as of `train`.
-            shard: as of `train`.
         """
-        from fusionrl.trainer.shard_pull import pull
-
         self._scored = None
-        with phase("score ahead", step=rollout_id + 1):
-            self.reload()
-            self._score_pulled(rollout_id, pull(shard))
-
-    def _score_pulled(self, rollout_id: int, pulled: TrainShard) -> None:
-        from fusionrl.trainer.error_samples import naming_samples
-
-        with naming_samples(self.run_dir, pulled, rollout_id):
+        with phase("score ahead", step=rollout_id + 1), self._pulled(rollout_id, shard) as pulled:
             if self.loss.mode == "rl":
                 self._scored = rollout_id, self._score(rollout_id, pulled)
 
     def prepare(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource]) -> Handed:
         """With a critic: compute the advantages for the `train` that follows, and the critic's targets.
 
-        Args:
-            rollout_id: as of `train`.
-            shard: as of `train`.
-            columns: what the critic's `values` gave on each of its data-parallel ranks, or references to it.
-
         Returns:
             No metrics: `train` reports them; the columns values and returns.
         """
-        from fusionrl.trainer.error_samples import naming_samples
-        from fusionrl.trainer.shard_pull import pull
-
         self._prepared = None
-        with phase("prepare", step=rollout_id + 1):
-            self.reload()
-            pulled = pull(shard, columns)
-            with naming_samples(self.run_dir, pulled, rollout_id):
-                prepared = self._prepare(rollout_id, pulled)
+        with phase("prepare", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
+            prepared = self._prepare(rollout_id, pulled)
         self._prepared = rollout_id, prepared
         return {}, columns_of(prepared.shard, ("values", "returns"))
 
     def _prepare(self, rollout_id: int, shard: TrainShard) -> Prepared:
-        """The stages score and advantages: what `prepare` made of this rollout already, is given away.
+        """The stages score and advantages, or what `prepare` made of this rollout.
 
         Given answers (mode sft) need neither.
         """
@@ -163,24 +133,24 @@ class PolicyTrainer(PushSource):
         with span("advantages"):
             metrics = add_advantages(scored.shard, AdvantageOptions.from_config(self.config), self.device)
         self.hooks.after_advantages(rollout_id, scored.shard, self.device)
-        return Prepared(scored.shard, scored.experts, metrics)
+        return replace(scored, metrics=metrics)
 
-    def _score(self, rollout_id: int, shard: TrainShard) -> Scored:
-        """The stage score: what `score_ahead` made of this rollout already, is given away, with the shard's columns."""
+    def _score(self, rollout_id: int, shard: TrainShard) -> Prepared:
+        """The stage score, or what `score_ahead` made of this rollout, with the shard's columns."""
         from fusionrl.trainer.advantages import AdvantageOptions
         from fusionrl.trainer.routing import check_rollout_routing
-        from fusionrl.trainer.score import ScoreNeeds, score
-        from fusionrl.trainer.stages import Scored
+        from fusionrl.trainer.score import needed_log_probs, score
 
         earlier, self._scored = self._scored, None
         if earlier is not None and earlier[0] == rollout_id:
             shard.fields = earlier[1].shard.fields | shard.fields
-            return Scored(shard, earlier[1].experts)
-        config, loss = self.config, self.loss
+            return replace(earlier[1], shard=shard)
+        config = self.config
         if config.algorithm.use_rollout_routing_replay:
             check_rollout_routing(shard, self.shape)
-        needs = ScoreNeeds.of(config, loss, AdvantageOptions.from_config(config), len(shard.steps))
-        return score(shard, self.scorer, needs, self.hooks)
+        advantages = AdvantageOptions.from_config(config)
+        own, records = needed_log_probs(config, self.loss, advantages, len(shard.steps))
+        return score(shard, self.scorer, self.hooks, own=own, records=records)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
         """Return values of this rank's single samples from training on `rollout_id`, the last one. Not a collective.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fusionrl.algorithms.estimators import Role
 from fusionrl.observe.spans import phase
 from fusionrl.trainer.model_rank import SetupFacts
-from fusionrl.trainer.shared_columns import Handed, columns_of
+from fusionrl.trainer.sample_columns import Handed, columns_of
 from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
@@ -31,31 +31,20 @@ class ProcessRewardTrainer(TrainerBase):
 
         The outcome is 1 where the raw reward is above 0, else 0.
 
-        Args:
-            rollout_id: kept with the checkpoint.
-            shard: the shard, or `[ref]` with a Ray reference to it.
-
         Returns:
             `prm/…` metrics over all ranks, the same on every rank; and the column process_rewards.
-
-        Raises:
-            ValueError: a shard that no loss can be computed from.
         """
         import numpy as np
         import torch
 
         from fusionrl.algorithms.prime import implicit_rewards
-        from fusionrl.trainer.error_samples import naming_samples
         from fusionrl.trainer.score import score_samples
-        from fusionrl.trainer.shard_pull import pull
         from fusionrl.trainer.stages import Prepared
 
-        self.reload()
-        pulled = pull(shard)
-        fields, scorer = pulled.fields, self.scorer
-        fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
-        fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
-        with naming_samples(self.run_dir, pulled, rollout_id):
+        with self._pulled(rollout_id, shard) as pulled:
+            fields, scorer = pulled.fields, self.scorer
+            fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
+            fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
             report = self.learn(rollout_id, Prepared(pulled))
         log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
         tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))

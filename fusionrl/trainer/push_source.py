@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-    from torch import Tensor
 
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.export import Exporter
@@ -46,15 +45,12 @@ class PushSource(TrainerBase):
 
     @phase("write weights")
     def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
-        """Write this rank's part of a version's files, and call the user's function after it; see `DiskWriter.write`.
-
-        `engines` are for that function.
-        """
+        """As `DiskWriter.write`; then call the user's function, for which `engines` are."""
         return self._after_write(self._disk_writer().write(version), engines)
 
     @phase("write weights")
     def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
-        """The same of a full version in place of a delta; see `DiskWriter.write_full`."""
+        """The same of a full version in place of a delta."""
         return self._after_write(self._disk_writer().write_full(version), engines)
 
     def drop_weights(self, keep: int | None) -> None:
@@ -125,12 +121,9 @@ class PushSource(TrainerBase):
             max_bytes=min(weights.update_weight_buffer_size, -(-total // world_size)),
         )
         group = dist.new_group(backend="gloo")
-        self._disk = DiskWriter(options, rank=self.rank, world_size=world_size, export=self._export, group=group)
+        export = self._exporter().whole
+        self._disk = DiskWriter(options, rank=self.rank, world_size=world_size, export=export, group=group)
         return self._disk
-
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) of every weight as the engines load it; collective."""
-        return self._exporter().whole()
 
     def _after_write(self, written: WriteReport, engines: Sequence[ActorHandle]) -> WriteReport:
         if (path := self.config.weights.custom_update_weight_post_write_path) is not None:

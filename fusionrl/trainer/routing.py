@@ -15,6 +15,7 @@ pipeline chunks and recomputation need no order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,9 +66,7 @@ class RoutingReplay:
         """Room for what the routers choose for `num_tokens` tokens, of this rank's part of the sequence."""
         return torch.full((num_tokens, len(self.layers), self.topk), FREE, dtype=torch.int16, device=self.device)
 
-    def choose(
-        self, index: int, scores: Tensor, by_itself: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def choose(self, index: int, scores: Tensor, by_itself: Callable[[], Chosen]) -> Chosen:
         """(scores [tokens, topk] of the experts, the experts) for router `index`."""
         if self._experts is None:
             return by_itself()
@@ -89,17 +88,11 @@ class _Choice:
         self._replay, self._index = replay, index
 
     def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default: Callable[..., Chosen],
-    ) -> tuple[Tensor, Tensor]:
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Chosen]
+    ) -> Chosen:
         """As Megatron's: scores [tokens, experts], and what computes the usual choice from them."""
-        return self._replay.choose(
-            self._index, scores, lambda: default(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        )
+        usual = partial(default, scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self._replay.choose(self._index, scores, usual)
 
 
 def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:

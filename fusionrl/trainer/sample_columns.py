@@ -1,45 +1,60 @@
-"""Values of single samples that training found out: cheap sums over each sample's tokens, for people to look at."""
+"""Columns by samples: what one group of trainers hands to another, and what training found out about each sample."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.shared_columns import SampleColumns
+
+Columns = dict[int, dict[str, np.ndarray]]  # position of a sample in the rollout -> name -> [response_length]
+# The same with one value a sample, or with --save-token-values also one a response token, NaN where none is known.
+SampleColumns = dict[int, dict[str, float | int | np.ndarray]]
+Handed = tuple[dict[str, float], Columns]  # metrics for the driver; columns, which it passes on unseen
 
 
-def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleColumns:
+def columns_of(shard: TrainShard, names: Sequence[str]) -> Columns:
+    """Columns of a shard by the samples' positions, for trainers whose shards are cut otherwise."""
+    parts = {name: shard.split(name)[: shard.num_samples] for name in names}
+    positions = shard.fields["position"].tolist()
+    return {position: {name: parts[name][i] for name in names} for i, position in enumerate(positions)}
+
+
+def sample_columns(shard: TrainShard, scores: np.ndarray | None) -> SampleColumns:
     """Of each sample of the shard, by its position in the rollout:
 
     num_trained     tokens that are trained on
     trained_reward  the reward after post-processing and normalisation
     advantage       mean over the tokens that are trained on
     mismatch        mean |trainer - engine| log-prob of those of these that the current weights sampled, nats; of the
-                    trainers' log-probs before the first step where the shard has them, else `differences` [num_samples]
+                    trainers' log-probs before the first step: the shard's, or those that the first step's loss saw
 
-    Unknown values, and means over no token, are left out.
+    Unknown values, and means over no token, are left out. `scores` [2, response tokens]: as of `StepsTaken`.
     """
-    lengths, mask = shard.response_lengths, shard.fields["loss_mask"] > 0
+    fields, lengths, mask = shard.fields, shard.response_lengths, shard.fields["loss_mask"] > 0
     counts = _sums(mask, lengths)
-    columns: dict[str, np.ndarray] = {"trained_reward": shard.fields["rewards"].astype(np.float64)}
-    if "advantages" in shard.fields:
-        columns["advantage"] = _over(_sums(np.where(mask, shard.fields["advantages"], 0), lengths), counts)
-    if "log_probs" in shard.fields and "rollout_log_probs" in shard.fields:
+    columns: dict[str, np.ndarray] = {"trained_reward": fields["rewards"].astype(np.float64)}
+    if "advantages" in fields:
+        columns["advantage"] = _over(_sums(np.where(mask, fields["advantages"], 0), lengths), counts)
+    own, used = fields.get("log_probs"), mask
+    if own is None and scores is not None:
+        # After the first step the weights are no longer those that the rollout was made with.
+        first = [i for group in shard.steps[0].micro_batches for i in group]
+        own, used = scores[0], mask & np.repeat(np.isin(np.arange(shard.num_samples), first), lengths)
+    if own is not None and "rollout_log_probs" in fields:
         with np.errstate(invalid="ignore"):  # -inf on both sides
-            gaps = np.abs(shard.fields["log_probs"] - shard.fields["rollout_log_probs"])
-        used = mask & np.isfinite(gaps)
-        if "current" in shard.fields:
-            used &= shard.fields["current"] > 0
-        num_used = counts if used.sum() == mask.sum() else _sums(used, lengths)
-        columns["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
-    elif differences is not None:
-        columns["mismatch"] = differences
+            gaps = np.abs(own.astype(np.float64) - fields["rollout_log_probs"])
+        used = used & np.isfinite(gaps)
+        if "current" in fields:
+            used &= fields["current"] > 0
+        columns["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), _sums(used, lengths))
     rows: list[dict[str, float | int | np.ndarray]] = [{"num_trained": int(n)} for n in counts]
     for name, values in columns.items():
         for row, value in zip(rows, values.tolist(), strict=True):
             if value == value:  # not NaN
                 row[name] = value
-    positions = shard.fields.get("position", np.arange(shard.num_samples))
+    positions = fields.get("position", np.arange(shard.num_samples))
     return dict(zip(positions.tolist(), rows, strict=True))
 
 

@@ -21,7 +21,7 @@ from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.micro_batches import pack_groups, round_up
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.packed_batch import BatchOptions
-from fusionrl.trainer.stages import Experts, Scored
+from fusionrl.trainer.stages import Experts, Prepared
 from fusionrl.trainer.train_hooks import TrainHooks
 from fusionrl.trainer.weight_sets import WeightSet
 
@@ -53,45 +53,35 @@ class Scores:
         return np.concatenate(self.samples) if self.samples else np.zeros(0, np.float32)
 
 
-@dataclass(frozen=True)
-class ScoreNeeds:
-    """The log-probs that loss and advantages need of before the first step.
+def needed_log_probs(
+    config: Config, loss: LossOptions, advantages: AdvantageOptions, num_steps: int
+) -> tuple[bool, bool]:
+    """(whether the policy's log-probs of before the first step are needed, whether the experts of that pass are fixed).
 
-    Those of a reference and a teacher are needed where the scorer has their weights.
-
-    own      the policy's
-    records  the experts of that pass are fixed in the update
+    A single step runs with the weights that the pass would run with: there is nothing to hold fixed.
     """
-
-    own: bool
-    records: bool = False
-
-    @classmethod
-    def of(cls, config: Config, loss: LossOptions, advantages: AdvantageOptions, num_steps: int) -> ScoreNeeds:
-        """The needs of a rollout of `num_steps` optimizer steps.
-
-        A single step runs with the weights that the pass would run with: there is nothing to hold fixed.
-        """
-        algorithm = config.algorithm
-        records = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
-        is_off_policy = num_steps > 1 and (records or not loss.use_rollout_log_probs)
-        needs = is_off_policy or loss.needs_log_probs or advantages.needs_log_probs
-        return cls(own=needs, records=records)
+    algorithm = config.algorithm
+    records = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
+    is_off_policy = num_steps > 1 and (records or not loss.use_rollout_log_probs)
+    return is_off_policy or loss.needs_log_probs or advantages.needs_log_probs, records
 
 
-def score(shard: TrainShard, scorer: Scorer, needs: ScoreNeeds, hooks: TrainHooks) -> Scored:
-    """Add the columns ref_log_probs, teacher_log_probs and log_probs to the shard, as far as they are needed."""
+def score(shard: TrainShard, scorer: Scorer, hooks: TrainHooks, *, own: bool, records: bool) -> Prepared:
+    """Add the columns ref_log_probs and teacher_log_probs, where the scorer has their weights, and the `own` log_probs.
+
+    `records`: the experts of the policy's pass are fixed in the update.
+    """
     chunks = scorer.trained.chunks
-    for name, column, prefix in (("ref", "ref_log_probs", "ref_"), ("teacher", "teacher_log_probs", "teacher_")):
+    for name in ("ref", "teacher"):
         if name in scorer.weight_sets:
-            hooks.before_log_probs(chunks, prefix)
-            shard.fields[column] = score_samples(shard, scorer, weights=name).flat
-    if not needs.own:
-        return Scored(shard)
+            hooks.before_log_probs(chunks, f"{name}_")
+            shard.fields[f"{name}_log_probs"] = score_samples(shard, scorer, weights=name).flat
+    if not own:
+        return Prepared(shard)
     hooks.before_log_probs(chunks, "")
-    scores = score_samples(shard, scorer, routing="recorded" if needs.records else "fixed")
+    scores = score_samples(shard, scorer, routing="recorded" if records else "fixed")
     shard.fields["log_probs"] = scores.flat
-    return Scored(shard, scores.experts)
+    return Prepared(shard, scores.experts)
 
 
 def score_samples(
@@ -107,48 +97,32 @@ def score_samples(
     """Score the tokens that are trained on; the others are 0. A collective of all ranks.
 
     Args:
-        shard: this rank's.
-        scorer: see there.
-        weights: a set of its `weight_sets`; None is what is trained.
+        shard, scorer: of this rank.
+        weights: a set of the scorer's `weight_sets`; None is what is trained.
         all_responses: score every response token.
         planned_only: leave samples of no step of the shard 0.
-        routing: see `Routing`.
-        experts: for "fixed", those that an earlier pass recorded.
+        routing, experts: see `Routing`; for "fixed", the experts that an earlier pass recorded.
     """
     with span("log-probs", weights=weights or "own"):
-        return _score_samples(shard, scorer, weights, all_responses, planned_only, routing, experts)
-
-
-def _score_samples(
-    shard: TrainShard,
-    scorer: Scorer,
-    weights: str | None,
-    all_responses: bool,
-    planned_only: bool,
-    routing: Routing,
-    experts: Experts | None,
-) -> Scores:
-    groups = _micro_batches(shard, planned_only, scorer)
-    options = _options(scorer, all_responses, routing)
-    batches = pack_groups(shard, groups, None, options, (experts or {}) if routing == "fixed" else {})
-    if routing == "recorded":
-        assert scorer.trained.routing is not None
-        for batch in batches:
-            own_tokens = batch.tokens.numel() // options.slicing.sequence_parallel_size
-            batch.experts = scorer.trained.routing.new_record(own_tokens)
-    with scorer.weight_sets[weights].lent() if weights is not None else nullcontext():
-        outputs = forward_log_probs(scorer.trained, batches, routing == "recorded") if batches else []
-    recorded = {
-        tuple(micro_batch.samples): micro_batch.experts.cpu()
-        for micro_batch in batches
-        if micro_batch.samples and micro_batch.experts is not None
-    }
-    samples = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
-    for index, batch in enumerate(batches):
-        parts = whole_responses(batch, outputs[index] if outputs else None, options.device)
-        for sample, part in zip(batch.samples, parts, strict=True):
-            samples[sample] = part.numpy()
-    return Scores(samples, recorded if routing == "recorded" else {})
+        groups = _micro_batches(shard, planned_only, scorer)
+        options = _options(scorer, all_responses, routing)
+        batches = pack_groups(shard, groups, None, options, (experts or {}) if routing == "fixed" else {})
+        if routing == "recorded":
+            assert scorer.trained.routing is not None
+            for batch in batches:
+                own_tokens = batch.tokens.numel() // options.slicing.sequence_parallel_size
+                batch.experts = scorer.trained.routing.new_record(own_tokens)
+        with scorer.weight_sets[weights].lent() if weights is not None else nullcontext():
+            outputs = forward_log_probs(scorer.trained, batches, routing == "recorded") if batches else []
+        samples = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
+        recorded = {}
+        for index, batch in enumerate(batches):
+            parts = whole_responses(batch, outputs[index] if outputs else None, options.device)
+            for sample, part in zip(batch.samples, parts, strict=True):
+                samples[sample] = part.numpy()
+            if routing == "recorded" and batch.samples and batch.experts is not None:
+                recorded[tuple(batch.samples)] = batch.experts.cpu()
+        return Scores(samples, recorded)
 
 
 def _micro_batches(shard: TrainShard, planned_only: bool, scorer: Scorer) -> list[list[int]]:

@@ -6,26 +6,55 @@ its result is a column of the shard, so that no split over ranks and micro-batch
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fusionrl.algorithms.covariance import SELECTORS
 from fusionrl.algorithms.dpo import pair_slopes
+from fusionrl.algorithms.losses import LOSSES
+from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.trainer.advantages import gathered
 from fusionrl.trainer.loss import LossOptions
+from fusionrl.trainer.score import Scorer, score_samples
+from fusionrl.trainer.stages import Experts
 
-T = TypeVar("T")
 
+@dataclass(frozen=True)
+class LookAhead:
+    """Sets a column of the shard for the losses that choose tokens, or that compare the samples of a pair.
 
-def gathered(values: T) -> list[T]:
-    """`values` of each data-parallel rank, on each of them, in their order."""
-    group = parallel_state.get_data_parallel_group()
-    everywhere = [values] * group.size()
-    dist.all_gather_object(everywhere, values, group=group)
-    return everywhere
+    seed  of the choice in the rollout's first step; the next step's is one higher
+    """
+
+    loss: LossOptions
+    scorer: Scorer
+    seed: int
+    dpo_beta: float
+    dpo_label_smoothing: float
+
+    @classmethod
+    def of(cls, config: Config, loss: LossOptions, scorer: Scorer, num_steps_before: int) -> LookAhead | None:
+        """Return the look-ahead of the configuration; None if its loss needs none."""
+        if loss.mode != "rl" or not (LOSSES[loss.policy_loss].selects or loss.policy_loss == "dpo"):
+            return None
+        algorithm, seed = config.algorithm, config.run.seed + num_steps_before
+        return cls(loss, scorer, seed, algorithm.dpo_beta, algorithm.dpo_label_smoothing)
+
+    def at(self, shard: TrainShard, index: int, experts: Experts) -> dict[str, float]:
+        """Set the column for step `index`, by the weights before it; return metrics. A collective."""
+        step = shard.steps[index]
+        if index == 0 and "log_probs" in shard.fields:
+            log_probs = shard.fields["log_probs"]
+        else:
+            alone = replace(shard, steps=[step])
+            log_probs = score_samples(alone, self.scorer, planned_only=True, routing="fixed", experts=experts).flat
+        if self.loss.policy_loss == "dpo":
+            return pair_advantages(shard, step, log_probs, self.dpo_beta, self.dpo_label_smoothing)
+        select_tokens(shard, step, log_probs, self.loss, self.seed + index)
+        return {}
 
 
 def select_tokens(shard: TrainShard, step: TrainStep, log_probs: np.ndarray, options: LossOptions, seed: int) -> None:
@@ -82,14 +111,10 @@ def pair_advantages(
     slopes, metrics = pair_slopes(
         (entry for part in gathered(members_trained) for entry in part), beta, label_smoothing
     )
-    column = np.zeros(len(gaps), np.float32)
+    column = shard.fields["advantages"].copy()
     ends = np.cumsum(shard.response_lengths)
     for i in members:
         scale = step.num_samples / max(len(slopes), 1)
         column[ends[i] - shard.response_lengths[i] : ends[i]] = -scale * slopes.get(int(groups[i]), 0.0) * signs[i]
-    shard.fields["advantages"] = np.where(np.isin(_samples(shard), members), column, shard.fields["advantages"])
+    shard.fields["advantages"] = column
     return metrics
-
-
-def _samples(shard: TrainShard) -> np.ndarray:
-    return np.repeat(np.arange(shard.num_samples), shard.response_lengths)

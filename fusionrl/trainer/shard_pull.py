@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.spans import span
-from fusionrl.trainer.shared_columns import Columns
+from fusionrl.trainer.sample_columns import Columns
 from fusionrl.weights.in_process import get
-from fusionrl.weights.remote_calls import Reference
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     ShardSource: TypeAlias = "TrainShard | list[ObjectRef]"
     ColumnSource: TypeAlias = "Columns | ObjectRef"
-
-T = TypeVar("T")
 
 
 def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShard:
@@ -30,29 +28,10 @@ def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShar
         columns: what `columns_of` gave on each data-parallel rank of the trainers that computed it, or references.
 
     Raises:
-        ValueError: a shard that no loss can be computed from.
-    """
-    with span("pull"):
-        shard: TrainShard = source if isinstance(source, TrainShard) else _fetched(source[0])
-    check_shard(shard)
-    fields = shard.fields | _columns_for(shard, columns)
-    return TrainShard(
-        rollout_id=shard.rollout_id,
-        total_lengths=shard.total_lengths,
-        response_lengths=shard.response_lengths,
-        fields=fields,
-        steps=shard.steps,
-        metadata=shard.metadata,
-        extra=shard.extra,
-    )
-
-
-def check_shard(shard: TrainShard) -> None:
-    """Refuse a shard that no loss can be computed from.
-
-    Raises:
         ValueError: a sample without a prompt token, for nothing predicts the first token of a text.
     """
+    with span("pull"):
+        shard: TrainShard = source if isinstance(source, TrainShard) else get(source[0])
     bad = np.flatnonzero((shard.response_lengths > 0) & (shard.response_lengths >= shard.total_lengths))
     if bad.size:
         i = int(bad[0])
@@ -61,17 +40,14 @@ def check_shard(shard: TrainShard) -> None:
             "them response: the first token of a text is predicted by nothing; give the sample at least one "
             "prompt token"
         )
+    return replace(shard, fields=shard.fields | _columns_for(shard, columns))
 
 
 def _columns_for(shard: TrainShard, columns: Sequence[ColumnSource]) -> dict[str, np.ndarray]:
     """Name → flat array over the response tokens of the shard's samples."""
     merged: Columns = {}
     for part in columns:
-        merged |= part if isinstance(part, dict) else _fetched(part)
+        merged |= part if isinstance(part, dict) else get(part)
     names = next(iter(merged.values()), {})
     rows = [merged[position] for position in shard.fields["position"].tolist()] if columns else []
     return {name: np.concatenate([np.zeros(0, np.float32), *(row[name] for row in rows)]) for name in names}
-
-
-def _fetched(reference: Reference[T]) -> T:
-    return get(reference)

@@ -3,13 +3,13 @@
     pull → score → advantages → pack → steps → report
 
     pull        TrainShard, of which this rank may change the fields
-    score       Scored: log-probs of before the first step
+    score       Prepared: log-probs of before the first step, as far as loss and advantages need them
     advantages  Prepared: everything that the loss needs
     pack        PackedStep, one for each optimizer step
     steps       StepsTaken
     report      TrainReport
 
-A stage is a function in a module of its name. Hooks are called at the borders between the stages (`train_hooks.py`).
+Hooks are called at the borders between the stages (`train_hooks.py`).
 A critic and a process reward model have no advantages; their shards are prepared when they are pulled and scored.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.shared_columns import SampleColumns
+from fusionrl.trainer.sample_columns import SampleColumns
 from fusionrl.trainer.step_report import StepReport
 
 if TYPE_CHECKING:
@@ -33,16 +33,8 @@ Experts = dict[tuple[int, ...], Tensor]
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A shard with the log-probs of before the first step, as far as loss and advantages need them."""
-
-    shard: TrainShard
-    experts: Experts = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Prepared:
-    """A shard with everything that its loss needs, and the metrics of its making (without prefix)."""
+    """A shard with columns that were added, the experts that were recorded, and metrics of its making (no prefix)."""
 
     shard: TrainShard
     experts: Experts = field(default_factory=dict)
@@ -68,14 +60,11 @@ class PackedStep:
 class StepsTaken:
     """The reports of a rollout's optimizer steps.
 
-    mean_differences  [num_samples] mean |trainer - engine| log-prob that the losses saw, NaN where they saw none; None:
-                      the losses compared nothing, or the shard has what is compared
-    token_scores      [2, response tokens] log-probs and entropies that the losses saw, NaN where they saw none; None:
-                      they are not kept
+    token_scores  [2, response tokens] log-probs and entropies that the losses saw, NaN where they saw none; None: of a
+                  loss that does not see them
     """
 
     reports: list[StepReport]
-    mean_differences: np.ndarray | None = None
     token_scores: np.ndarray | None = None
 
     @property

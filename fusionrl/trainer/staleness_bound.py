@@ -50,17 +50,13 @@ class Bound:
             ages = newest - sampled // self.fetches_per_push
             bad = np.flatnonzero(counts & (ages > self.max_staleness))
             if bad.size:
-                raise self._error(shard, place, int(bad[np.argmax(ages[bad])]), rollout_id)
-
-    def _error(self, shard: TrainShard, place: int, token: int, rollout_id: int) -> HookError:
-        fields = shard.fields
-        version = int(shard.split("weight_versions")[place][token])
-        age = rollout_id // self.fetches_per_push - version // self.fetches_per_push
-        error = HookError(
-            f"--max-staleness {self.max_staleness}: sample {int(fields['sample_index'][place])} of prompt"
-            f" {int(fields['group_index'][place])} has token {token} of its response from version {version}, and"
-            f" rollout {rollout_id} would train it, {age} versions later; it is not trained. A function that runs after"
-            " the batch was taken must not bring older tokens, nor change weight_versions"
-        )
-        error.positions = [place]
-        return error
+                token = int(bad[np.argmax(ages[bad])])
+                sample, prompt = (int(shard.fields[name][place]) for name in ("sample_index", "group_index"))
+                error = HookError(
+                    f"--max-staleness {self.max_staleness}: sample {sample} of prompt {prompt} has token {token} of its"
+                    f" response from version {sampled[token]}, and rollout {rollout_id} would train it, {ages[token]}"
+                    " versions later; it is not trained. A function that runs after the batch was taken must not bring"
+                    " older tokens, nor change weight_versions"
+                )
+                error.positions = [place]
+                raise error

@@ -18,13 +18,15 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from fusionrl.config.hooks import HookError
 from fusionrl.observe.spans import span
+from fusionrl.trainer.custom_loss import CustomLoss
 from fusionrl.trainer.forward import forward_log_probs, run_forward
-from fusionrl.trainer.loss import LossSums
+from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
+from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.megatron_spans import settle
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.packed_batch import MicroBatch
-from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
 
 _LARGEST = "maxima"
@@ -72,6 +74,44 @@ def _stacked(part: LossSums, names: list[tuple[str, str]], like: Tensor) -> Tens
 
 
 @dataclass(frozen=True)
+class StepLoss:
+    """A loss function as Megatron calls it: (micro-batch, output of the model) → (loss, count, sums).
+
+    options  choose the built-in loss
+    compare  report how far the engine's log-probs are off: only while the weights are those of the rollout
+    custom   replaces the built-in losses; it is given logits instead of log-probs
+    hooks    a user's functions within them
+    """
+
+    options: LossOptions
+    compare: bool = False
+    custom: CustomLoss | None = None
+    hooks: LossHooks | None = None
+
+    @property
+    def names_may_differ(self) -> bool:
+        """Return whether ranks may report different metrics: a user's function decides by what it sees."""
+        has_own_loss = self.options.custom_policy_loss_path is not None
+        return self.custom is not None or self.hooks is not None or has_own_loss
+
+    def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+        """Return the micro-batch's loss; a HookError gets the samples of the micro-batch."""
+        try:
+            if self.custom is not None:
+                value, sums = self.custom(batch, output)
+            else:
+                # A critic gives values alone.
+                value, sums = micro_batch_loss(output[0], output[-1], batch, self.options, self.compare, self.hooks)
+                if self.options.mode == "rl":
+                    sums.scores = output.detach()
+        except HookError as error:
+            error.positions = list(batch.samples)
+            raise
+        # The loss is divided already (`step.py`), but without a count Megatron divides by the micro-batches.
+        return value, torch.zeros((), dtype=torch.int, device=output.device), sums
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """The report of an optimizer step over all ranks, and this rank's sums, [] but on the last pipeline stage."""
 
@@ -85,12 +125,7 @@ class StepOutcome:
         return sorted({sample for part in self.parts for sample in part.bad_samples()})
 
 
-def train_step(
-    trained: Trained,
-    batches: list[MicroBatch],
-    loss: StepLoss,
-    device: torch.device,
-) -> StepOutcome:
+def train_step(trained: Trained, batches: list[MicroBatch], loss: StepLoss, device: torch.device) -> StepOutcome:
     """One optimizer step over this rank's micro-batches; its report over all ranks.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
@@ -99,7 +134,7 @@ def train_step(
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
-    parts = run_forward(trained, batches, loss, forward_only=False, logits=loss.wants_logits)
+    parts = run_forward(trained, batches, loss, forward_only=False, logits=loss.custom is not None)
     with span("sums over ranks"):
         report = reduce_sums(parts, device, same_names=not loss.names_may_differ)
     lr = float(trained.optimizer.param_groups[0]["lr"])

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusionrl.config.hooks import HookError, user_code
+from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.observe.spans import phase
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.packed_batch import BatchOptions
+    from fusionrl.trainer.sample_columns import SampleColumns
     from fusionrl.trainer.score import Scorer
-    from fusionrl.trainer.shard_pull import ShardSource
-    from fusionrl.trainer.skipped_steps import SkipWatch
+    from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
     from fusionrl.trainer.stages import Prepared, TrainReport
-    from fusionrl.trainer.steps import Stepping
+    from fusionrl.trainer.steps import SkipWatch, Stepping
+
+
+MAX_NAMED = 16  # samples in a message
 
 
 class TrainerBase(ModelRank):
@@ -27,7 +36,7 @@ class TrainerBase(ModelRank):
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """As of `ModelRank`."""
         facts = super().setup(master_addr, master_port)
-        from fusionrl.trainer.skipped_steps import SkipWatch
+        from fusionrl.trainer.steps import SkipWatch
 
         self._skips = SkipWatch(self.config.train.max_skipped_steps, self.rank, self.layout.world_size)
         return facts
@@ -42,9 +51,9 @@ class TrainerBase(ModelRank):
     @property
     def batch_options(self) -> BatchOptions:
         """Options of packing micro-batches for training."""
-        from fusionrl.trainer.batch_options import batch_options
+        from fusionrl.trainer.packed_batch import BatchOptions
 
-        return batch_options(self.config, self.layout, self.shape, self.trained, self.device, self.role)
+        return BatchOptions.of(self.config, self.layout, self.shape, self.trained, self.device, self.role)
 
     @property
     def scorer(self) -> Scorer:
@@ -72,11 +81,7 @@ class TrainerBase(ModelRank):
             only_weights: gradients and optimizer stay offloaded, as another process uses the device.
 
         Returns:
-            For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the
-            shard.
-
-        Raises:
-            ValueError: a shard that no loss can be computed from.
+            For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the shard.
         """
         from fusionrl.trainer.score import score_samples
         from fusionrl.trainer.shard_pull import pull
@@ -84,22 +89,55 @@ class TrainerBase(ModelRank):
         self.reload(only_weights)
         return score_samples(pull(shard), self.scorer, weights=weights, all_responses=True).samples
 
+    @contextmanager
+    def _pulled(
+        self, rollout_id: int, source: ShardSource, columns: Sequence[ColumnSource] = ()
+    ) -> Iterator[TrainShard]:
+        """Pull this rank's shard, with everything in memory.
+
+        An error of a user's code within it, also of code that is not called as a hook, such as a model's forward pass,
+        names the samples that it was at, and the file of the run that has them.
+        """
+        from fusionrl.trainer.shard_pull import pull
+
+        self.reload()
+        shard = pull(source, columns)
+        try:
+            with user_code("a user's code in a trainer", None, only_theirs=True):
+                yield shard
+        except HookError as error:
+            if error.positions is not None:
+                indices = [str(int(shard.fields["sample_index"][position])) for position in error.positions]
+                listing = ", ".join(indices[:MAX_NAMED]) + (", …" if len(indices) > MAX_NAMED else "")
+                rollouts = list_rollouts(Path(self.run_dir), "train")
+                files = [f", in {rollout.path}" for rollout in rollouts if rollout.rollout_id == rollout_id]
+                error.add(f"the samples that it was at: {listing}{''.join(files[-1:])}")
+            raise
+
     def learn(self, rollout_id: int, prepared: Prepared) -> TrainReport:
         """Train on a prepared shard: the stages pack, steps and report."""
-        from fusionrl.trainer.micro_batches import Packing, pack_steps
-        from fusionrl.trainer.rollout_report import report
-        from fusionrl.trainer.step_statistics import LookAhead
+        from fusionrl.trainer.micro_batches import pack_steps
+        from fusionrl.trainer.sample_columns import add_token_values, sample_columns
+        from fusionrl.trainer.selection import LookAhead
+        from fusionrl.trainer.stages import TrainReport
+        from fusionrl.trainer.step_report import pooled_metrics
         from fusionrl.trainer.steps import take_steps
 
         loss, counters = self.loss, self.counters
         num_before = counters["optimizer_steps"] + counters["skipped"]
         look_ahead = LookAhead.of(self.config, loss, self.scorer, num_before)
-        packed = pack_steps(prepared, Packing(self.batch_options, self.layout, look_ahead))
+        packed = pack_steps(prepared, self.batch_options, self.layout, look_ahead)
         taken = take_steps(packed, self.stepping, rollout_id)
         counters["skipped"] += taken.num_skipped
         counters["optimizer_steps"] += len(taken.reports) - taken.num_skipped
         counters["rollout_id"] = rollout_id
         self.trained.is_amid = False
+        # With the engine's log-probs as the old ones, the first step's ratios are not 1.
+        metrics = pooled_metrics(taken.reports, first_is_old=not loss.use_rollout_log_probs) | prepared.metrics
+        samples: SampleColumns = {}
         at = self.layout.coordinates(self.rank)
-        speaks = (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1)
-        return report(prepared, taken, loss, prefix=self.role or "train", with_samples=speaks)
+        if loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
+            samples = sample_columns(prepared.shard, taken.token_scores)
+            if self.config.run.save_token_values and taken.token_scores is not None:
+                add_token_values(samples, prepared.shard, taken.token_scores)
+        return TrainReport({f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}, samples)

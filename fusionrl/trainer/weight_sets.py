@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from fusionrl.models.hf_io import local_tensors, read_local_weights
+from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
 from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 
@@ -16,25 +16,17 @@ from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 class WeightSet:
     """This rank's part of a set of weights, in host memory, in the model's precision.
 
-    Raises:
-        ValueError: the folder's weights do not fit the model; names `flag`.
+    `weights`: (parameter or buffer of the model, its value in this set).
     """
 
-    def __init__(self, folder: str, chunks: list[torch.nn.Module], shape: ModelShape, flag: str) -> None:
+    def __init__(self, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
         memory = PinnedMemory()
-        self._weights: list[tuple[Tensor, Tensor | Kept]] = [
-            (param, _on_host(tensor.to(param.dtype), param, memory))
-            for param, tensor in read_local_weights(folder, chunks, shape, flag)
-        ]
+        self._weights = [(param, _on_host(value.detach().to(param.dtype), param, memory)) for param, value in weights]
 
     @classmethod
     def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
         """The weights that the model has now."""
-        weights, memory = cls.__new__(cls), PinnedMemory()
-        weights._weights = [
-            (tensor, _on_host(tensor.detach(), tensor, memory)) for _, _, tensor in local_tensors(chunks, shape)
-        ]
-        return weights
+        return cls((tensor, tensor) for _, _, tensor in local_tensors(chunks, shape))
 
     def update(self) -> None:
         """Take the weights that the model has now, into the memory that the set has."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusionrl.models.families import model_rules
 from fusionrl.models.fp8 import quantized
-from fusionrl.models.hf_io import iter_hf_tensors, local_tensors
+from fusionrl.models.hf_io import gather_params, iter_hf_tensors, local_tensors
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
@@ -63,9 +63,7 @@ class Exporter:
     def settle(self) -> None:
         """Before the first gather of a push, on all ranks: the weights are in memory, and of the last step."""
         self.reload()
-        for chunk in self.chunks:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-                chunk.start_param_sync(force_sync=True)
+        gather_params(self.chunks)
 
     def gatherer(self, plan: PushPlan, mapped: Mapping[int, Sequence[Tensor]]) -> PartGatherer:
         """Of this rank's part of `plan`; `mapped` as of `PartGatherer`."""

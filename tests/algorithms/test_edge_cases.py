@@ -246,14 +246,3 @@ def test_whitening_does_not_blow_rounding_up() -> None:
     for value in (0.1, 1e4 + 0.1):
         values, mask = torch.full((1001,), value), torch.ones(1001)
         assert whiten(values, mask, moments(values, mask)).abs().max() < 1e-3
-
-
-def test_a_truncated_response_ends_with_its_last_value_or_with_nothing() -> None:
-    """One trained token, worth 0.5 to the critic, reward 0, discount 0.9; and no bootstrap where there is no token."""
-    responses = Responses(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1, 1, 1, 0]))
-    values, cut = torch.tensor([0.5, 0.5, math.nan]).double(), torch.tensor([True, False, True, True])
-    last = truncated_values(values, responses, cut)
-    assert last.tolist() == [0.5, 0.0, 0.0, 0.0]
-    advantages, returns = gae(torch.zeros(3).double(), values, responses, 0.9, 1.0, last)
-    assert advantages.tolist() == pytest.approx([0.9 * 0.5 - 0.5, -0.5, 0.0])
-    assert returns.tolist() == pytest.approx([0.9 * 0.5, 0.0, 0.0])

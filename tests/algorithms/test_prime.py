@@ -90,28 +90,6 @@ def test_loss_equals_the_cross_entropy_and_its_gradient() -> None:
     )
 
 
-def test_no_split_over_micro_batches_or_ranks_changes_the_gradient() -> None:
-    batch, labels = responses(8), torch.tensor(SCORES)
-    index = torch.arange(len(LENGTHS)).repeat_interleave(batch.lengths)
-    log_probs, reference = (draw(9) * 9).requires_grad_(), draw(10) * 9
-    total = implicit_reward_loss(sums(log_probs, reference, batch, index), labels).sum() / len(LENGTHS)
-    (whole,) = torch.autograd.grad(total, log_probs)
-
-    parts = torch.zeros_like(whole)
-    for chosen in torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(0)).split(3):
-        mine = torch.isin(index, chosen)
-        of = Responses(batch.mask & mine, batch.lengths)
-        losses = implicit_reward_loss(sums(log_probs, reference, of, index), labels)
-        parts += torch.autograd.grad(losses[chosen].sum() / len(LENGTHS), log_probs)[0]
-    assert float((parts - whole).norm() / whole.norm()) < 1e-9
-
-    # Two ranks hold every other token; each adds up its own, the sums are added, and the gradient goes to both.
-    first = torch.arange(sum(LENGTHS)) % 2 == 0
-    ranks = [sums(log_probs, reference, Responses(batch.mask & held, batch.lengths), index) for held in (first, ~first)]
-    (spread,) = torch.autograd.grad(implicit_reward_loss(ranks[0] + ranks[1], labels).sum() / len(LENGTHS), log_probs)
-    assert float((spread - whole).norm() / whole.norm()) < 1e-9
-
-
 def test_loss_of_extremes_is_finite_and_of_an_empty_sequence_is_log_two() -> None:
     rewards = torch.tensor([1e4, -1e4, 0.0], dtype=torch.float64, requires_grad=True)
     losses = implicit_reward_loss(rewards, torch.tensor([0.0, 0.0, 1.0]))

@@ -111,15 +111,6 @@ def test_discounted_returns_equal_a_double_loop(gamma: float) -> None:
     assert float((got - want).norm() / want.norm()) < 1e-12
 
 
-def test_float32_comes_back_as_float32_and_close() -> None:
-    responses = ragged(7)
-    rewards, values = trained_rewards(8, responses), draw(9, sum(LENGTHS))
-    exact, _ = gae(rewards, values, responses, 1.0, 0.95)
-    got, _ = gae(rewards.float(), values.float(), responses, 1.0, 0.95)
-    assert got.dtype == torch.float32
-    assert float((got - exact).norm() / exact.norm()) < 1e-6
-
-
 def test_score_stands_on_the_last_trained_token() -> None:
     responses = Responses(torch.tensor([1, 1, 0, 0, 0, 1.0]), torch.tensor([3, 0, 2, 1]))
     scores = torch.tensor([2.0, 3.0, 4.0, 5.0])

@@ -18,7 +18,7 @@ import torch
 from fusionrl.cpu import megatron_patches
 megatron_patches.install()
 import torch.nn.functional as F
-from fusionrl.trainer.local_spec import SDPACoreAttention
+from fusionrl.trainer.local_attention import SDPACoreAttention
 
 seen, usual = [], F.scaled_dot_product_attention
 def note(query, *rest, **values):

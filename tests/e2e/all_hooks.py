@@ -130,7 +130,7 @@ def model_provider(pre_process: bool, post_process: bool, vp_stage: Any = None, 
 
 
 def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
-    from fusionrl.trainer.local_spec import local_block_spec
+    from fusionrl.trainer.layers import local_block_spec
 
     say(args, "custom_spec_path")
     return local_block_spec(config, vp_stage)

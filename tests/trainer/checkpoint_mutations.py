@@ -28,11 +28,6 @@ class Runs:
         return os.system, (f'touch "${MARKER}"',)
 
 
-class Evaluates:
-    def __reduce__(self) -> Any:
-        return eval, (f"open(__import__('os').environ['{MARKER}'], 'w').close()",)
-
-
 @dataclass(frozen=True)
 class Mutation:
     """A change, and what becomes of the checkpoint: "refused" or "identical"."""
@@ -81,15 +76,6 @@ def _flip_bit(step: Path) -> None:
     data = bytearray(_largest(step).read_bytes())
     data[len(data) // 2] ^= 1
     _largest(step).write_bytes(data)
-
-
-def _link(name: str, target: str) -> Callable[[Path], None]:
-    def mutate(step: Path) -> None:
-        path = step / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        path.symlink_to(target)
-
-    return mutate
 
 
 def _moved_link(name: str) -> Callable[[Path], None]:
@@ -189,13 +175,6 @@ def _common(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return mutate
 
 
-def _swap(step: Path) -> None:
-    first, second = sorted((step / "trainer").glob("*.distcp"))[:2]
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-
-
 def _sparse(name: str) -> Callable[[Path], None]:
     def mutate(step: Path) -> None:
         with (step / name).open("r+b") as file:
@@ -242,7 +221,6 @@ FACT, UNKNOWN = [1, "sha256:00"], [9, "x:0"]
 MUTATIONS: dict[str, Mutation] = {
     # what the manifest says
     "manifest: cut off": Mutation(_write("manifest.json", b'{"rollout_id": 1, "fi')),
-    "manifest: empty": Mutation(_write("manifest.json", b"")),
     "manifest: no text": Mutation(_write("manifest.json", b"\xff\xfe\x00")),
     "manifest: a list": Mutation(_write("manifest.json", b"[]")),
     "manifest: nested 200,000 deep": Mutation(_write("manifest.json", NESTED)),
@@ -256,9 +234,7 @@ MUTATIONS: dict[str, Mutation] = {
     "manifest: no hashes of the trainers": Mutation(_json("manifest.json", _set("folders", "trainer", to={}))),
     "manifest: no hashes, and no format": Mutation(_without_hashes_in_manifest),
     "manifest: a hash of an unknown kind": Mutation(_json("manifest.json", _set("files", "buffer.json", to=UNKNOWN))),
-    "manifest: a size of text": Mutation(_json("manifest.json", _set("files", "buffer.json", to=["9", "sha256:0"]))),
     "manifest: a file above the folder": Mutation(_json("manifest.json", _set("files", "../../secret", to=FACT))),
-    "manifest: a file by its full path": Mutation(_json("manifest.json", _set("files", "/etc/passwd", to=FACT))),
     "manifest: a name with a NUL": Mutation(_json("manifest.json", _set("files", "a\0b", to=FACT))),
     "manifest: a folder above the folder": Mutation(
         _json("manifest.json", _set("folders", "../step_000009", to={"a": FACT}))
@@ -267,40 +243,29 @@ MUTATIONS: dict[str, Mutation] = {
     "buffer.json: missing": Mutation(lambda step: (step / "buffer.json").unlink()),
     "buffer.json: changed": Mutation(_json("buffer.json", _set("source", "num_samples", to=0))),
     "buffer.json: a link": Mutation(_moved_link("buffer.json")),
-    "buffer.json: a link to /dev/zero": Mutation(_link("buffer.json", "/dev/zero")),
     "buffer.json: a pipe": Mutation(_fifo("buffer.json")),
     "trainer: missing": Mutation(lambda step: shutil.rmtree(step / "trainer")),
     "trainer: a link": Mutation(_moved_link("trainer")),
     "trainer: a shard is missing": Mutation(lambda step: _largest(step).unlink()),
     "trainer: a bit of a shard is another": Mutation(_flip_bit),
     "trainer: a shard is cut off": Mutation(lambda step: os.truncate(_largest(step), 1000)),
-    "trainer: a shard is longer": Mutation(lambda step: _largest(step).open("ab").write(b"x") and None),
-    "trainer: two shards change places": Mutation(_swap),
     "trainer: another common.pt": Mutation(_common(_set("scheduler", "num_steps", to=99))),
     "trainer: .metadata runs a program": Mutation(_write("trainer/.metadata", pickle.dumps(Runs()))),
     # the same with hashes that fit
     "forged .metadata: runs a program": Mutation(_write("trainer/.metadata", pickle.dumps(Runs())), True),
-    "forged .metadata: evaluates": Mutation(_write("trainer/.metadata", pickle.dumps(Evaluates())), True),
-    "forged .metadata: runs a program, with protocol 0": Mutation(
-        _write("trainer/.metadata", pickle.dumps(Runs(), protocol=0)), True
-    ),
     "forged .metadata: a program among what is allowed": Mutation(
         _metadata(lambda metadata: setattr(metadata, "planner_data", Runs())), True
     ),
-    "forged .metadata: empty": Mutation(_write("trainer/.metadata", b""), True),
     "forged .metadata: cut off": Mutation(lambda step: os.truncate(step / "trainer" / ".metadata", 500), True),
     "forged .metadata: a bytes object of 8 exabytes": Mutation(
         _write("trainer/.metadata", b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f."), True
     ),
-    "forged .metadata: a dict": Mutation(_write("trainer/.metadata", pickle.dumps({"a": 1})), True),
     "forged .metadata: shards above the folder": Mutation(_places(relative_path="../../../elsewhere/x"), True),
-    "forged .metadata: shards by their full path": Mutation(_places(relative_path="/etc/passwd"), True),
     "forged .metadata: shards behind the end": Mutation(_places(offset=1 << 40), True),
     "forged .metadata: shards of a negative length": Mutation(_places(length=-5), True),
     "forged shards: objects that run a program": Mutation(_objects_run_code, True),
     "forged common.pt: runs a program": Mutation(_common(lambda data: Runs()), True),
     "forged common.pt: no archive": Mutation(_write("trainer/common.pt", b"no archive"), True),
-    "forged common.pt: a list": Mutation(_common(lambda data: [1, 2]), True),
     "forged common.pt: no schedule": Mutation(_common(_drop("scheduler")), True),
     "forged metadata.json: another backend": Mutation(
         _json("trainer/metadata.json", _set("sharded_backend", to="zarr")), True
@@ -320,9 +285,7 @@ MUTATIONS: dict[str, Mutation] = {
     "forged buffer.json: a cursor of text": Mutation(
         _json("buffer.json", _set("source", "sets", "0", "num_drawn", to="1")), True
     ),
-    "forged buffer.json: a negative cursor": Mutation(_json("buffer.json", _set("source", "num_groups", to=-1)), True),
     "forged buffer.json: no sets": Mutation(_json("buffer.json", _drop("source", "sets")), True),
-    "forged buffer.json: sets that are a number": Mutation(_json("buffer.json", _set("source", "sets", to=3)), True),
     "forged buffer.json: samples of numbers": Mutation(_json("buffer.json", _set("source", "buffer", to=[[1]])), True),
     "forged buffer.json: an array of objects": Mutation(
         _json("buffer.json", _set("source", "metadata", to={"a": OBJECT_ARRAY})), True
@@ -337,7 +300,6 @@ MUTATIONS: dict[str, Mutation] = {
     "format before hashes: objects that run a program": Mutation(_as_before_hashes_with(_objects_run_code)),
     "format before hashes: common.pt runs a program": Mutation(_as_before_hashes_with(_common(lambda data: Runs()))),
     "format before hashes: buffer.json is a pipe": Mutation(_as_before_hashes_with(_fifo("buffer.json"))),
-    "format before hashes: buffer.json is a link": Mutation(_as_before_hashes_with(_moved_link("buffer.json"))),
     "format before hashes: a shard is missing": Mutation(_as_before_hashes_with(lambda step: _largest(step).unlink())),
     # what changes nothing
     "forged .metadata: a shape that no shard has": Mutation(_metadata(_other_shapes), True, result="identical"),

@@ -64,45 +64,6 @@ def test_reinforce_plus_plus_by_the_formula(workers, hf):
     assert metrics["kl_excluded"] == 0.0
 
 
-def test_the_stage_alone(workers, hf):
-    """With log-probs that are given: the price of the KL from them, discounted, whitened over the ranks."""
-    folder, _ = hf("llama", True)
-    samples, layout = Samples(4, seed=53), TrainerLayout(2)
-    workers.start(config_of(folder), layout)
-    shards = samples.shards(2)
-    for shard in shards:
-        shard.fields["log_probs"] = shard.fields["rollout_log_probs"]
-        shard.fields["ref_log_probs"] = shard.fields["rollout_log_probs"] - 0.3 * shard.fields["loss_mask"]
-    found = workers.run_each([(added, shard, config_of(folder, **PLUS_PLUS)) for shard in shards])
-    returns, masks = [], []
-    for shard in shards:
-        for i, mask in enumerate(shard.split("loss_mask")):
-            back = 0.0
-            column = np.zeros(mask.size)
-            for count, t in enumerate(reversed(np.flatnonzero(mask))):
-                price = -0.2 * 0.5 * 0.3**2
-                back = price + (float(shard.fields["rewards"][i]) if count == 0 else 0.9 * back)
-                column[t] = back
-            returns.append(column)
-            masks.append(mask > 0)
-    trained = np.concatenate(returns)[np.concatenate(masks)]
-    wanted = (trained - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8)
-    got = np.concatenate([advantages for advantages, _ in found])
-    assert np.abs(got[np.concatenate(masks)] - wanted).max() < 1e-5 and not got[~np.concatenate(masks)].any()
-    for _, metrics in found:
-        assert metrics == {"kl": pytest.approx(0.5 * 0.3**2, rel=1e-5), "kl_excluded": 0.0}
-
-
-def added(actor, shard, config):
-    """The shard's advantages as the stage makes them, and its metrics."""
-    from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
-    from fusionrl.trainer.shard_pull import pull
-
-    own = pull(shard)
-    metrics = add_advantages(own, AdvantageOptions.from_config(config), actor.device)
-    return own.fields["advantages"], metrics
-
-
 def advantages_of(actor, shard):
     """The shard's advantages as the trainer prepares them, and the metrics of that."""
     from fusionrl.trainer.shard_pull import pull

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import shutil
 import signal
 import time
 from typing import Any
@@ -164,63 +162,12 @@ def test_saving_again_replaces_and_leaves_nothing_behind(workers, hf, tmp_path):
     assert workers.call("state_hashes") == hashes
 
 
-def _no_description(path):
-    (path / "fusionrl.json").unlink()
-
-
-def _other_model(path):
-    text = json.loads((path / "fusionrl.json").read_text())
-    text["shape"]["hidden_size"] = 4096
-    (path / "fusionrl.json").write_text(json.dumps(text))
-
-
-def _missing_file(path):
-    next(path.glob("*.distcp")).unlink()
-
-
-def _truncated_file(path):
-    file = max(path.glob("*.distcp"), key=lambda f: f.stat().st_size)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _no_metadata(path):
-    (path / ".metadata").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_no_description, "cannot be read"),
-        (_other_model, "hidden_size 4096"),
-        (_missing_file, "damaged or incomplete"),
-        (_truncated_file, "damaged or incomplete"),
-        (_no_metadata, "damaged or incomplete"),
-    ],
-)
-def test_a_damaged_checkpoint_is_an_error_that_says_so(workers, hf, tmp_path, damage, message):
-    folder, _ = hf("llama", True)
-    workers.start(config_of(folder))
-    path = tmp_path / "checkpoint"
-    workers.call("save", str(path), 1)
-    damage(path)
-    with pytest.raises(Failed, match=message) as failure:
-        workers.call("load", str(path))
-    assert failure.value.kind == "ValueError"
-    assert str(path) in failure.value.message
-    shutil.rmtree(path)
-    with pytest.raises(Failed, match="cannot be read"):
-        workers.call("load", str(path))
-
-
 # ------------------------------------------------------------------------------------------------ asynchronous
-def _limit_files(actor: Any, size: int, pid: int) -> None:
-    """No process may write files over `size` bytes: what a full disk does, but to one process alone."""
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 def _limit_rank(actor: Any, rank: int, size: int, writer: bool) -> None:
+    """No files over `size` bytes: what a full disk does, but to one process alone."""
     if actor.rank == rank:
-        _limit_files(actor, size, actor._writer.pid if writer else os.getpid())
+        pid = actor._writer._process.pid if writer else os.getpid()
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _wait_until_saved(actor: Any) -> bool:
@@ -232,7 +179,7 @@ def _wait_until_saved(actor: Any) -> bool:
 
 def _kill_writer(actor: Any) -> None:
     if actor.rank == 1:
-        os.kill(actor._writer.pid, signal.SIGKILL)
+        os.kill(actor._writer._process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,9 +1,7 @@
-"""Profiles and times of a GPU: what torch.cuda is asked for. torch.cuda is a fake."""
+"""Profiles of a GPU: what torch.cuda is asked for. torch.cuda is a fake."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,32 +49,3 @@ def test_torchs_trace_has_the_gpus_kernels(asked: list[tuple[object, ...]], monk
     monkeypatch.setattr(torch.profiler, "profile", lambda *, activities: wanted.append(activities) or profile)
     Profiled().start_profile("torch")
     assert wanted == [[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]]
-
-
-TIMES = """
-from types import SimpleNamespace
-import torch
-from fusionrl.cpu import megatron_patches
-megatron_patches.install()
-from fusionrl.trainer.megatron_spans import record_megatron
-
-made = []
-def event(**options):
-    made.append(options)
-    return SimpleNamespace(record=lambda: None)
-
-torch.cuda.Event = event
-for device in ("cpu", "cuda"):
-    inner = SimpleNamespace(config=SimpleNamespace(timers=None))
-    trained = SimpleNamespace(transformer=SimpleNamespace(timers=None), optimizer=SimpleNamespace())
-    trained.optimizer.chained_optimizers = [inner]
-    spans = record_megatron(trained, torch.device(device))
-    assert trained.transformer.timers is inner.config.timers is spans
-    spans._now()
-    print(device, made)
-"""
-
-
-def test_times_of_a_gpu_are_its_events() -> None:
-    done = subprocess.run([sys.executable, "-c", TIMES], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["cpu []", "cuda [{'enable_timing': True}]"], done.stderr

@@ -232,17 +232,6 @@ def _loads(stack: Stack) -> list[dict[str, Any]]:
     return call("GET", stack.engine.url + "/v1/loads", api_key="key")["loads"]
 
 
-def test_a_damaged_delta_is_made_good_by_a_full_version(stack: Stack) -> None:
-    stack.train()
-    stack.ranks.on_way = lambda folder: None if folder.name.endswith("_full") else _spoil(folder)
-    assert stack.push()["sync/full_hosts"] == 1
-    stack.assert_serves()
-    stack.ranks.on_way = lambda folder: None
-    stack.train()
-    assert stack.push()["sync/full_hosts"] == 0
-    stack.assert_serves()
-
-
 @pytest.mark.parametrize("where", ["trainer", "on the way", "engine"])
 def test_a_push_that_fails_leaves_the_weights_and_the_next_one_works(stack: Stack, where: str) -> None:
     stack.train()

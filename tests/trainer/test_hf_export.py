@@ -99,49 +99,26 @@ def test_bf16_is_saved_as_bf16(workers, hf, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def _edit(change):
-    def damage(folder):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def _truncate(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("change", "message"),
     [
-        (_edit(lambda t: t.pop(K_PROJ)), f"{K_PROJ} is in none of its files"),
-        (
-            _edit(lambda t: t.update({K_PROJ: t[K_PROJ][:8].clone()})),
-            rf"{K_PROJ} has shape \(8, 32\).*\(16, 32\)",
-        ),
-        (
-            _edit(lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)})),
-            "k_proj.bias is no part",
-        ),
-        (_truncate, "model.safetensors: not a complete safetensors file"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        ({"k_proj.weight": None}, "k_proj.weight is in none of its files"),
+        ({"k_proj.weight": torch.zeros(8, 32)}, r"k_proj.weight has shape \(8, 32\).*\(16, 32\)"),
+        ({"k_proj.bias": torch.zeros(16)}, "k_proj.bias is no part"),
     ],
-    ids=["missing", "shape", "extra", "truncated", "none"],
+    ids=["missing", "shape", "extra"],
 )
-def test_a_malformed_folder_is_an_error_that_names_it(workers, hf, tmp_path, damage, message):
+def test_a_malformed_folder_is_an_error_that_names_it(workers, hf, tmp_path, change, message):
     folder = tmp_path / "model"
     shutil.copytree(hf("llama", False)[0], folder)
-    damage(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.1.self_attn.{name}": tensor for name, tensor in change.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Failed, match=message) as failure:
         workers.start(config_of(folder))
     assert failure.value.kind == "ValueError"
-    assert "--hf-checkpoint" in failure.value.message
-    assert str(folder) in failure.value.message
+    assert f"--hf-checkpoint {folder}" in failure.value.message
 
 
 def test_a_reference_of_another_shape_is_refused(workers, hf):

@@ -117,13 +117,12 @@ def test_the_marker_marks(saved: Saved, tmp_path: Path) -> None:
     """The pickles of the mutations do run under a plain unpickler; else the test above shows nothing."""
     import pickle
 
-    from tests.trainer.checkpoint_mutations import Evaluates, Runs
+    from tests.trainer.checkpoint_mutations import Runs
 
     marker = Path(os.environ[MARKER])
-    for kind in (Runs, Evaluates):
-        pickle.loads(pickle.dumps(kind()))
-        assert marker.exists()
-        marker.unlink()
+    pickle.loads(pickle.dumps(Runs()))
+    assert marker.exists()
+    marker.unlink()
     saved.workers.run(_unpickle_there, pickle.dumps(Runs()))
     assert marker.exists()
     marker.unlink()

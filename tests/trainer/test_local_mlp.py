@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from fusionrl.trainer.swiglu import swiglu
 from tests.trainer.trainer_worker import config_of
 
 if TYPE_CHECKING:
@@ -20,10 +23,9 @@ CHANGES = (
 
 def values_and_gradients(rank: ModelRank, changes: dict[str, object]) -> None:
     """Compare an MLP of the rank's model with Megatron's own forward pass."""
-    import torch
     from megatron.core.transformer.mlp import MLP
 
-    from fusionrl.trainer.local_mlp import LocalMLP
+    from fusionrl.trainer.layers import LocalMLP
 
     (mlp, *_) = [m for chunk in rank.trained.chunks for m in chunk.modules() if isinstance(m, MLP)]
     assert type(mlp) is LocalMLP
@@ -44,3 +46,23 @@ def values_and_gradients(rank: ModelRank, changes: dict[str, object]) -> None:
 def test_an_mlp_computes_what_megatrons_does(workers, hf, changes: dict[str, object]) -> None:
     workers.start(config_of(hf("llama", True)[0]))
     workers.run(values_and_gradients, changes)
+
+
+def _plain(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_those_of_silu_and_product(dtype: torch.dtype) -> None:
+    both = torch.randn(5, 1, 12, dtype=dtype)
+    torch.testing.assert_close(swiglu(both), _plain(both))
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    both = torch.randn(5, 1, 12, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(swiglu, both)
+    weights = torch.randn(12, 5, dtype=torch.float64).t()[:, None, :6]  # a gradient that is no row after the other
+    (ours,) = torch.autograd.grad((swiglu(both) * weights).sum(), both)
+    (theirs,) = torch.autograd.grad((_plain(both) * weights).sum(), both)
+    torch.testing.assert_close(ours, theirs)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusionrl.trainer.log_probs import chunked_log_probs
 
 VOCAB, PADDED, HIDDEN, COUNT = 37, 40, 12, 50
+EACH = torch.linspace(0.3, 2.0, COUNT)  # a temperature of each token
 
 
 def inputs(scale=1.0):
@@ -46,43 +47,22 @@ def check(got, want, bound=2e-5):
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize(("temperature", "chunk_size"), [(1.0, None), (0.6, 1024), (0.6, 7), (1.7, 1)])
+@pytest.mark.parametrize(
+    ("temperature", "chunk_size"),
+    [(1.0, None), (0.6, 1024), (0.6, 7), (1.7, 1), (EACH, None), (EACH, 7)],
+)
 def test_values_and_gradients(temperature, chunk_size, entropy_grad):
+    """One temperature, or one of each token."""
     hidden, weight, targets, grads = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
-    log_probs, entropy = chunked_log_probs(
-        hidden,
-        weight,
-        targets,
-        vocab_size=VOCAB,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        entropy_grad=entropy_grad,
-    )
+    options = {"temperature": temperature, "chunk_size": chunk_size, "entropy_grad": entropy_grad}
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_size=VOCAB, **options)
     assert entropy.requires_grad == entropy_grad
     loss = (log_probs * grads[0]).sum() + ((entropy * grads[1]).sum() if entropy_grad else 0.0)
     loss.backward()
-    check((log_probs, entropy, hidden.grad, weight.grad), expected(temperature, entropy_grad))
+    divisor = temperature.double()[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    check((log_probs, entropy, hidden.grad, weight.grad), expected(divisor, entropy_grad))
     assert not weight.grad[VOCAB:].any(), "rows that pad the vocabulary get no gradient"
-
-
-@pytest.mark.parametrize("chunk_size", [None, 7])
-def test_each_token_has_a_temperature_of_its_own(chunk_size):
-    hidden, weight, targets, grads = inputs()
-    hidden.requires_grad_(), weight.requires_grad_()
-    temperatures = torch.linspace(0.3, 2.0, COUNT)
-    log_probs, entropy = chunked_log_probs(
-        hidden,
-        weight,
-        targets,
-        vocab_size=VOCAB,
-        temperature=temperatures,
-        chunk_size=chunk_size,
-        entropy_grad=True,
-    )
-    ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
-    want = expected(temperatures.double()[:, None], True)
-    check((log_probs, entropy, hidden.grad, weight.grad), want)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
@@ -166,16 +146,8 @@ def one_rank(actor, chunk_size, vocab):
     rank, half = dist.get_rank(), PADDED // 2
     hidden.requires_grad_()
     own = weight[rank * half : (rank + 1) * half].clone().requires_grad_()
-    log_probs, entropy = chunked_log_probs(
-        hidden,
-        own,
-        targets,
-        vocab_size=vocab,
-        temperature=0.6,
-        chunk_size=chunk_size,
-        entropy_grad=True,
-        group=dist.group.WORLD,
-    )
+    options = {"temperature": 0.6, "chunk_size": chunk_size, "entropy_grad": True, "group": dist.group.WORLD}
+    log_probs, entropy = chunked_log_probs(hidden, own, targets, vocab_size=vocab, **options)
     ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
     return [x.detach().numpy() for x in (log_probs, entropy, hidden.grad, own.grad)]
 

@@ -48,9 +48,9 @@ def gradients_of(actor, config, shard, thetas, olds, group_index):
     import torch
 
     from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
-    from fusionrl.trainer.batch_options import batch_options
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
     from fusionrl.trainer.micro_batches import build_micro_batches
+    from fusionrl.trainer.packed_batch import BatchOptions
     from fusionrl.trainer.selection import pair_advantages, select_tokens
 
     names = shard.fields["sample_index"].tolist()
@@ -68,7 +68,7 @@ def gradients_of(actor, config, shard, thetas, olds, group_index):
         # The pre-pass sees the policy as it is now.
         pair_advantages(shard, step, flat[0], 0.3, config.algorithm.dpo_label_smoothing)
     leaves = {i: torch.tensor(thetas[i], requires_grad=True) for i in names}
-    own = batch_options(config, actor.layout, actor.shape, actor.trained, actor.device, actor.role)
+    own = BatchOptions.of(config, actor.layout, actor.shape, actor.trained, actor.device, actor.role)
     for batch in build_micro_batches(shard, step, own, actor.layout):
         batch.fields = {name: value.double() for name, value in batch.fields.items()}
         batch.weights = batch.weights.double()
@@ -187,13 +187,7 @@ def at_the_edge() -> Samples:
 @pytest.mark.parametrize(
     "values",
     [
-        {
-            "use_tis": True,
-            "rejection_level": "geometric",
-            "rejection_low": 0.0,
-            "rejection_high": 1e9,
-            "tis_veto": 1e-9,
-        },
+        LOSSES["rejection"] | {"use_tis": True, "rejection_high": 1e9},
         {"use_opsm": True, "use_kl_loss": True, "kl_loss_coef": 0.2, "use_unbiased_kl": True, "entropy_coef": 0.01},
         {"policy_loss": "gspo", "use_rollout_logprobs": True, **SEQUENCE},
         {"policy_loss": "kl_cov", "kl_cov_fraction": 0.1, "normalize_advantages": True},
@@ -292,26 +286,6 @@ def test_a_correction_of_whole_responses_under_context_parallelism(workers, hf, 
     assert 0.1 < one[0][0]["train/kept"] < 0.9, "some responses are left out, some are not"
     assert one[0][0]["train/weight"] != pytest.approx(1.0, abs=0.05)
     assert_same(history(workers, folder, samples, TrainerLayout(2, cp=2), micro=3, steps=2, **values), one, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"custom_policy_loss_path": "raises"}, "--custom-policy-loss-path .*raises: KeyError: 'mine'"),
-        ({"custom_policy_loss_path": "a_mean"}, r"a_mean: its losses must be a tensor of the shape \(\d+,\)"),
-        ({"custom_policy_loss_path": "bare"}, r"bare: it returned Tensor; expected \(losses of tokens, dict of"),
-        ({"custom_tis_function_path": "raises_by_name"}, "--custom-tis-function-path .*: KeyError: 'mine'"),
-        ({"custom_tis_function_path": "wrong_shape"}, r"its pg_loss must be a tensor of the shape \(\d+,\)"),
-        ({"custom_pg_loss_reducer_function_path": "raises"}, "--custom-pg-loss-reducer-function-path .*'mine'"),
-        ({"custom_pg_loss_reducer_function_path": "doubled_number"}, "it returned no function"),
-    ],
-    ids=str,
-)
-def test_their_mistakes_are_named(workers, hf, values, message):
-    folder, _ = hf("llama", True)
-    workers.start(config_of(folder, **{name: f"{HOOKS}:{value}" for name, value in values.items()}), TrainerLayout(1))
-    with pytest.raises(Failed, match=message):
-        workers.train(Samples(3, seed=64).shards(), TrainerLayout(1), 0)
 
 
 def test_a_correction_of_log_probs_that_are_not_there(workers, hf):

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from fusionrl.cpu import megatron_patches
+from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.trainer_worker import Samples, config_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def megatron() -> None:
+    """Let Megatron be imported on a CPU."""
+    megatron_patches.install()
 
 
 @pytest.fixture
@@ -16,8 +25,6 @@ def rank(workers, hf):
 
 
 def options(**values):
-    import torch
-
     from fusionrl.trainer.packed_batch import BatchOptions, Slicing
 
     slicing = Slicing(**{name: values.pop(name) for name in ("cp_size", "cp_rank") if name in values})
@@ -25,12 +32,8 @@ def options(**values):
     return BatchOptions(slicing, torch.device(values.pop("device", "cpu")), 1.0, None, is_local, **values)
 
 
-def test_a_micro_batch_has_what_its_samples_have(rank) -> None:
+def test_a_micro_batch_has_what_its_samples_have() -> None:
     samples = Samples(6, seed=1, share=2)
-    rank(check_a_micro_batch, samples)
-
-
-def check_a_micro_batch(actor, samples: Samples) -> None:
     from fusionrl.trainer.micro_batches import build_micro_batch
 
     (shard,) = samples.shards(micro=2)
@@ -49,11 +52,7 @@ def check_a_micro_batch(actor, samples: Samples) -> None:
     assert every.weights.tolist() == [0.0] * int(sum(samples.response[i] for i in chosen))
 
 
-def test_our_own_attention_is_for_short_sequences_on_a_cpu(rank) -> None:
-    rank(check_who_attends)
-
-
-def check_who_attends(actor) -> None:
+def test_our_own_attention_is_for_short_sequences_on_a_cpu() -> None:
     from fusionrl.plan.memory.activations import LONGEST_ROW
     from fusionrl.trainer.packed_row import pack_row
 
@@ -74,10 +73,8 @@ def test_attention_is_the_same_whoever_computes_it(rank) -> None:
 
 def check_both_attentions(actor, samples: Samples) -> None:
     """One micro-batch with its gradients by our kernel, and by torch's attention; and who it is by with dropout."""
-    import torch
-
     from fusionrl.cpu import kernels, row_attention
-    from fusionrl.trainer.local_spec import SDPACoreAttention
+    from fusionrl.trainer.local_attention import SDPACoreAttention
     from fusionrl.trainer.micro_batches import build_micro_batch
 
     (shard,) = samples.shards(micro=9)
@@ -120,14 +117,10 @@ def check_both_attentions(actor, samples: Samples) -> None:
         assert (own - other).abs().max() < 1e-5 * other.abs().max() and other.any()
 
 
-def test_an_empty_micro_batch_weighs_nothing(rank) -> None:
-    rank(check_an_empty_one, Samples(3, seed=2))
-
-
-def check_an_empty_one(actor, samples: Samples) -> None:
+def test_an_empty_micro_batch_weighs_nothing() -> None:
     from fusionrl.trainer.micro_batches import build_micro_batch
 
-    (shard,) = samples.shards()
+    (shard,) = Samples(3, seed=2).shards()
     batch = build_micro_batch(shard, [], shard.steps[0], options())
     assert batch.tokens.shape == (1, 1) and batch.samples == [] and batch.weights.numel() == 0
 
@@ -165,11 +158,7 @@ def check_samples_without_tokens(actor, samples: Samples) -> None:
     assert not any(buffer.grad_data.any() for buffer in module.buffers)
 
 
-def test_only_a_cpu_attends_with_a_mask_to_leave_out_a_long_prompt(rank) -> None:
-    rank(check_masks)
-
-
-def check_masks(actor) -> None:
+def test_only_a_cpu_attends_with_a_mask_to_leave_out_a_long_prompt() -> None:
     from fusionrl.trainer.packed_row import pack_row
 
     sequences = [np.concatenate([np.arange(300), np.full(20, i)]) for i in range(3)]
@@ -179,13 +168,10 @@ def check_masks(actor) -> None:
         assert any(bucket.mask is not None for bucket in row.layout.buckets) is has_mask
 
 
-def test_the_ranks_of_a_row_have_all_of_it(rank) -> None:
-    rank(check_row, Samples(5, seed=5, share=2))
-
-
-def check_row(actor, samples: Samples) -> None:
+def test_the_ranks_of_a_row_have_all_of_it() -> None:
     from fusionrl.trainer.packed_row import pack_row
 
+    samples = Samples(5, seed=5, share=2)
     prompts = [int(total - response) for total, response in zip(samples.total, samples.response, strict=True)]
     whole = pack_row(samples.tokens, prompts, options(share_prompts=False))
     parts = [pack_row(samples.tokens, prompts, options(cp_size=2, cp_rank=rank)) for rank in range(2)]
@@ -206,14 +192,10 @@ def check_row(actor, samples: Samples) -> None:
     assert entire.tokens.numel() == sum(tokens.size for tokens in samples.tokens)
 
 
-def test_experts_of_the_engine_stand_at_their_tokens(rank) -> None:
-    rank(check_experts, Samples(4, seed=4, share=2))
-
-
-def check_experts(actor, samples: Samples) -> None:
+def test_experts_of_the_engine_stand_at_their_tokens() -> None:
     from fusionrl.trainer.packed_row import pack_row
 
-    random = np.random.default_rng(4)
+    samples, random = Samples(4, seed=4, share=2), np.random.default_rng(4)
     prompts = [int(total - response) for total, response in zip(samples.total, samples.response, strict=True)]
     recorded = [random.integers(0, 8, (int(total), 3, 2)).astype(np.int16) for total in samples.total]
     row = pack_row(samples.tokens, prompts, options(cp_size=2, cp_rank=0))
@@ -225,10 +207,6 @@ def check_experts(actor, samples: Samples) -> None:
         assert np.array_equal(found[here[here >= 0]], experts[: places.size, [2, 0]][here >= 0])
         padding[here[here >= 0]] = False
     assert padding.any() and (found[padding] == -1).all()
-
-
-def test_steps_are_packed_one_after_the_other(rank) -> None:
-    rank(check_steps, Samples(6, seed=5))
 
 
 class Watch:
@@ -243,16 +221,14 @@ class Watch:
         return {"num_pairs": 10.0 + index}
 
 
-def check_steps(actor, samples: Samples) -> None:
-    import torch
-
-    from fusionrl.trainer.micro_batches import Packing, pack_steps
+def test_steps_are_packed_one_after_the_other() -> None:
+    from fusionrl.trainer.micro_batches import pack_steps
     from fusionrl.trainer.stages import Prepared
 
-    (shard,) = samples.shards(steps=2, micro=2)
+    (shard,) = Samples(6, seed=5).shards(steps=2, micro=2)
     recorded = {tuple(group): torch.tensor([k]) for k, group in enumerate(shard.steps[1].micro_batches)}
     watch = Watch()
-    packed = pack_steps(Prepared(shard, recorded), Packing(options(), actor.layout, watch))
+    packed = pack_steps(Prepared(shard, recorded), options(), TrainerLayout(1), watch)
     assert watch.asked == [], "the step before is taken first"
     first = next(packed)
     assert watch.asked == [0] and first.look_ahead == {"num_pairs": 10.0}
@@ -266,42 +242,34 @@ def check_steps(actor, samples: Samples) -> None:
     assert [int(batch.experts) for batch in second.batches] == [0, 1]
 
 
-@pytest.mark.parametrize(("prompt", "response", "gain"), [(256, 1024, 10232 / 8440), (256, 512, 6136 / 4344)])
-def test_prompts_are_shared_where_it_saves_enough(prompt: int, response: int, gain: float):
+@pytest.mark.parametrize(
+    ("prompt", "response", "gain", "on_a_cpu", "on_a_gpu"),
+    [
+        (256, 1024, 10232 / 8440, False, False),
+        (256, 512, 6136 / 4344, True, True),
+        (9, 32, 320 / 257, True, False),  # short prompts need no mask on a CPU: they are shared for less
+        (3, 32, 272 / 251, False, False),
+    ],
+)
+def test_prompts_are_shared_where_it_saves_enough(prompt, response, gain, on_a_cpu, on_a_gpu):
     """Eight samples of one prompt; docs/results/performance.md has their times."""
-    from fusionrl.trainer.packed_row import LEAST_GAIN, pack_row, sharing_gain
+    from fusionrl.trainer.packed_row import pack_row, sharing_gain
 
     random = np.random.default_rng(prompt)
     head = random.integers(0, 100, prompt)
     sequences = [np.concatenate([head, random.integers(0, 100, response)]) for _ in range(8)]
     assert sharing_gain(sequences, [prompt] * 8) == pytest.approx(gain)
-    row = pack_row(sequences, [prompt] * 8, options())
-    assert row.local.numel() == (4344 if gain >= LEAST_GAIN else 10232)
-    assert (row.layout.positions is not None) == (gain >= LEAST_GAIN)
+    for device, shares in (("cpu", on_a_cpu), ("meta", on_a_gpu)):
+        row = pack_row(sequences, [prompt] * 8, options(device=device))
+        whole = 8 * (prompt + response - 1)
+        assert row.local.numel() == (whole - 7 * prompt if shares else whole)
+        assert (row.layout.positions is not None) == shares
     assert pack_row(sequences, [prompt] * 8, options(share_prompts=False)).layout.positions is None
-
-
-@pytest.mark.parametrize(("prompt", "gain"), [(9, 320 / 257), (3, 272 / 251)])
-def test_short_prompts_are_shared_for_less(prompt: int, gain: float):
-    """They need no mask on a CPU."""
-    from fusionrl.trainer.packed_row import pack_row, sharing_gain
-
-    random = np.random.default_rng(prompt)
-    head = random.integers(0, 100, prompt)
-    sequences = [np.concatenate([head, random.integers(0, 100, 32)]) for _ in range(8)]
-    assert sharing_gain(sequences, [prompt] * 8) == pytest.approx(gain)
-    assert (pack_row(sequences, [prompt] * 8, options()).layout.positions is not None) == (prompt == 9)
-    on_a_gpu = options(device="meta")
-    assert pack_row(sequences, [prompt] * 8, on_a_gpu).layout.positions is None
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant"])
-def test_the_weights_of_a_step_count_attempts(rank, kind: str, dp: int) -> None:
-    rank(check_attempts, kind, dp)
-
-
-def check_attempts(actor, kind: str, dp: int) -> None:
+def test_the_weights_of_a_step_count_attempts(kind: str, dp: int) -> None:
     """Whatever rank a sample of an attempt is on: sequence_mean gives every attempt the same sum of weights."""
     from fusionrl.plan.batch import BatchPlan
     from fusionrl.trainer.micro_batches import build_micro_batches

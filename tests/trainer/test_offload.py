@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from datetime import timedelta
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from fusionrl.cli.device import detect_device
+from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.trainer_worker import Samples, config_of
 
@@ -19,9 +25,13 @@ def resident(actor) -> int:
 
 def shares(actor) -> tuple[int, int]:
     """(bytes of gradients, bytes that are kept elsewhere), while all is away"""
-    chunks = actor.trained.chunks
+    from fusionrl.trainer.offload import _Zeros
+
+    chunks, offload = actor.trained.chunks, actor._offload
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return sum(buffer.grad_data.nbytes for buffer in buffers), actor._offload.kept_bytes
+    copies = (*offload._weights, *offload._rest)
+    kept = sum(size for _, size, copy in copies if not isinstance(copy, _Zeros))
+    return sum(buffer.grad_data.nbytes for buffer in buffers), kept
 
 
 def away(actor, keep_weights: bool = False) -> tuple[int, int]:
@@ -110,3 +120,60 @@ def test_what_a_step_frees_is_kept_until_the_memory_is_given_away(workers, hf):
     workers.start(config_of(hf("qwen3", False)[0]))
     ((kept, after),) = workers.run(kept_of_freed)
     assert kept > 0.9 and after < 0.5
+
+
+class Nccl:
+    """NCCL's backend, which no CPU has: as torch's, it may be suspended once, and resumed only when it is suspended."""
+
+    is_suspended = False
+
+    def __init__(self, is_able: bool = True) -> None:
+        self.is_able = is_able
+
+    def name(self) -> str:
+        return "nccl"
+
+    def suspend(self) -> None:
+        if not self.is_able:
+            raise RuntimeError("NCCL 2.28 has no ncclCommSuspend")
+        assert not self.is_suspended
+        self.is_suspended = True
+
+
+class OldNccl:
+    """That of a torch before 2.13."""
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def test_groups_of_two_kinds(caplog):
+    """A colocated run has NCCL's groups of Megatron and a gloo group for objects; it ended at its first reload."""
+    megatron_patches.install()
+    from fusionrl.trainer.offload import suspend_nccl
+
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    for verb in ("suspend", "resume"):
+        with pytest.raises(RuntimeError, match=f"does not support {verb}"):
+            getattr(gloo, verb)()
+    first, second = Nccl(), Nccl()
+    assert suspend_nccl([first, gloo, second]) == [first, second] and first.is_suspended and second.is_suspended
+    for unable in (OldNccl(), Nccl(is_able=False)):
+        with caplog.at_level(logging.INFO):
+            assert suspend_nccl([gloo, unable]) == []
+        assert "process groups keep their buffers" in caplog.text
+        caplog.clear()
+
+
+def kinds(actor) -> list[str]:
+    """The backends that a rank's groups have for a GPU."""
+    from fusionrl.trainer.offload import backends_of_groups
+
+    return [backend.name() for backend in backends_of_groups(torch.device("cuda"))]
+
+
+def test_groups_of_a_rank(workers, hf):
+    """On a CPU all of Megatron's groups are gloo's, which answers for a GPU, too."""
+    workers.start(config_of(hf("qwen3", False)[0]), TrainerLayout(2))
+    for found in workers.run(kinds):
+        assert set(found) == {"gloo"} and len(found) > 3

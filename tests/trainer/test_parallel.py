@@ -187,14 +187,3 @@ def test_bf16_trains(workers, hf):
     workers.start(config_of(folder, "sft", lr=3e-3))
     exact = workers.train(samples.shards())["train/loss"]
     assert losses[0] == pytest.approx(exact, rel=0.02)
-
-
-def test_a_response_without_a_prompt_is_refused(workers, hf):
-    folder, _ = hf("llama", True)
-    workers.start(config_of(folder))
-    samples = Samples(2)
-    samples.response[1] = samples.total[1]
-    samples.mask[1] = np.ones(samples.total[1], np.float32)
-    samples.log_probs[1] = np.zeros(samples.total[1], np.float32)
-    with pytest.raises(trainer_worker.Failed, match=r"sample 1 has .* give the sample at least one prompt token"):
-        workers.train(samples.shards())

@@ -137,8 +137,8 @@ def advantages_by_loops(process: dict[int, np.ndarray], samples: Samples) -> np.
 
 def advantages_of(actor, shard, columns):
     """Advantages as `train` makes them of the shard and the columns."""
+    from fusionrl.trainer.sample_columns import columns_of
     from fusionrl.trainer.shard_pull import pull
-    from fusionrl.trainer.shared_columns import columns_of
 
     return columns_of(actor._prepare(1, pull(shard, columns)).shard, ("advantages",))
 

@@ -23,20 +23,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
 
 
-def test_placed_ranks_and_others():
+def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank counted round would share a GPU, and NCCL would say so minutes later; so a place that is not seen ends."""
     assert rank_device(PLAN, 4, 1) == torch.device("cuda", 1)
     assert [rank_device(PLAN, rank).index for rank in range(3)] == [0, 1, 0]  # tools place nothing
-
-
-def test_a_place_that_the_process_does_not_see():
-    """Counted round, two ranks would share a GPU, and NCCL would say so minutes later."""
     with pytest.raises(ValueError, match=r"rank 1: placed on GPU 7 of its node, where torch sees 2 \(6,7\)"):
         rank_device(PLAN, 1, 7)
-
-
-def test_a_gpu_that_a_run_on_a_cpu_sees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron would put its buffers there."""
-    with pytest.raises(ValueError, match="--device cpu: a CUDA device is visible"):
+    with pytest.raises(ValueError, match="--device cpu: a CUDA device is visible"):  # Megatron would put buffers there
         rank_device(replace(PLAN, device="cpu"), 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA device"):

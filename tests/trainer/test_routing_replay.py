@@ -18,19 +18,21 @@ SIZES = {"qwen3_moe": (4, 2), "mixtral": (4, 2), "deepseek_v3": (8, 4)}  # exper
 MIXTURES = {"qwen3_moe": [0, 1], "mixtral": [0, 1], "deepseek_v3": [1]}
 
 
-def with_routing(shard, samples, family, num_layers=2, seed=5, share=1):
-    """The shard with random experts of every token; samples of one prompt have the same for it."""
-    random = np.random.default_rng(seed)
+def with_routing(shard, samples, family, num_layers=2, share=1):
+    """The shard with random experts of every token, on any rank the same; samples of a prompt have the same for it."""
     num_experts, topk = SIZES[family]
-    prompts = {}
+    dense = [layer for layer in range(num_layers) if num_layers == 2 and layer not in MIXTURES[family]]
+
+    def draw(num_tokens, *seed):
+        scores = np.random.default_rng([5, *seed]).random((num_tokens, num_layers, num_experts))
+        return scores.argsort(-1)[..., :topk].astype(np.int16)
+
     parts = []
     for i in shard.fields["sample_index"].tolist():
-        draw = random.random((samples.total[i], num_layers, num_experts))
-        experts = draw.argsort(-1)[..., :topk].astype(np.int16)
-        prompt = samples.total[i] - samples.response[i]
-        experts[:prompt] = prompts.setdefault(i // share, experts[:prompt])
+        length = samples.response[i]
+        experts = np.concatenate([draw(samples.total[i] - length, i // share), draw(length, 0, i)])
         experts[-1] = -1
-        experts[:, [layer for layer in range(num_layers) if num_layers == 2 and layer not in MIXTURES[family]]] = 0
+        experts[:, dense] = 0
         parts.append(experts)
     return replace(shard, fields=shard.fields | {"rollout_routed_experts": np.concatenate(parts)})
 
@@ -115,22 +117,7 @@ def test_layouts_agree(workers, hf, family, sizes, passthrough, by_engine):
         workers.start(config_of(folder, passthrough={"transformer": fields}, **{flag: True}, **DISTURB), layout)
         shards = samples.shards(layout.dp, steps=2, micro=2)
         if by_engine:
-            # Of all samples at once, so that a sample has the same on any rank.
-            (whole,) = samples.shards(1)
-            whole = with_routing(whole, samples, family, num_layers, share=3)
-            parts = dict(zip(whole.fields["sample_index"].tolist(), whole.split("rollout_routed_experts"), strict=True))
-            shards = [
-                replace(
-                    shard,
-                    fields=shard.fields
-                    | {
-                        "rollout_routed_experts": np.concatenate(
-                            [parts[i] for i in shard.fields["sample_index"].tolist()]
-                        )
-                    },
-                )
-                for shard in shards
-            ]
+            shards = [with_routing(shard, samples, family, num_layers, share=3) for shard in shards]
         metrics = workers.train(shards, layout)
         results.append((metrics, workers.run(trainer_worker.gradients)[0]))
     (want, reference), (got, gradients) = results

@@ -35,32 +35,42 @@ def columns_of_all(workers, rollout_id=0):
 
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["from-the-loss", "from-log-probs"])
-def test_advantage_and_mismatch_in_every_layout(workers, hf, steps):
+def test_values_of_samples_and_tokens_in_every_layout(workers, hf, steps):
+    """With --save-token-values also of each token that is trained on, as a separate pass scores it."""
     folder, _ = hf("qwen3", False)
     samples = Samples(7, seed=21, share=2)
     samples.mask[3][:] = 0.0
+    samples.mask[4][1] = 0.0
     workers.start(config_of(folder))
     scores = workers.call("score", samples.shards()[0])[0]
+    entropies = {}
     for name, layout in LAYOUTS.items():
-        workers.start(config_of(folder), layout)
+        workers.start(config_of(folder, save_token_values=True), layout)
         metrics = workers.train(shards_of(samples, layout, steps), layout)
         found = columns_of_all(workers)
         assert sorted(found) == list(range(7)), name
+        sums = np.zeros(3)  # of entropies and mismatches of trained tokens, and their number
         for i, columns in found.items():
-            count = int(samples.mask[i].sum())
-            assert columns["num_trained"] == count
+            mask = samples.mask[i] > 0
+            assert columns["num_trained"] == mask.sum()
             assert columns["trained_reward"] == pytest.approx(samples.rewards[i])
-            if not count:
-                assert set(columns) == {"num_trained", "trained_reward"}, "nothing is known of a masked sample"
+            for column in ("log_probs", "entropy", "advantages"):
+                assert columns[column].dtype == np.float32 and len(columns[column]) == len(mask)
+                np.testing.assert_array_equal(np.isfinite(columns[column]), mask, err_msg=f"{name} {i} {column}")
+            if not mask.any():
+                assert not {"advantage", "mismatch"} & set(columns), "nothing is known of a masked sample"
                 continue
             assert columns["advantage"] == pytest.approx(samples.rewards[i], rel=1e-6)
-            gaps = np.abs(scores[i].astype(np.float64) - samples.log_probs[i])[samples.mask[i] > 0]
+            gaps = np.abs(scores[i].astype(np.float64) - samples.log_probs[i])[mask]
             assert columns["mismatch"] == pytest.approx(gaps.mean(), rel=1e-4), (name, i)
-        known = [columns for columns in found.values() if columns["num_trained"]]
-        total = sum(columns["mismatch"] * columns["num_trained"] for columns in known)
-        tokens = sum(columns["num_trained"] for columns in known)
+            np.testing.assert_allclose(columns["log_probs"][mask], scores[i][mask], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(columns["advantages"][mask], samples.rewards[i], rtol=1e-6)
+            entropy = columns["entropy"]
+            sums += entropy[mask].sum(dtype=np.float64), columns["mismatch"] * mask.sum(), mask.sum()
+            np.testing.assert_allclose(entropy, entropies.setdefault(i, entropy), rtol=1e-3, atol=1e-4, err_msg=name)
+        assert metrics["train/entropy"] == pytest.approx(sums[0] / sums[2], rel=1e-5), name
         if steps == 1:
-            assert metrics["train/logprob_diff_mean"] == pytest.approx(total / tokens, rel=1e-6), name
+            assert metrics["train/logprob_diff_mean"] == pytest.approx(sums[1] / sums[2], rel=1e-6), name
 
 
 def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf):
@@ -138,32 +148,3 @@ def test_tokens_of_older_weights_are_no_mismatch(workers, hf, steps):
             assert columns["mismatch"] == pytest.approx(gaps[i][used[i]].mean(), rel=1e-4)
         else:
             assert "mismatch" not in columns
-
-
-@pytest.mark.parametrize("steps", [1, 2], ids=["from-the-loss", "from-log-probs"])
-def test_values_of_tokens_in_every_layout(workers, hf, steps):
-    """--save-token-values: of each token that is trained on, as a separate pass scores it."""
-    folder, _ = hf("qwen3", False)
-    samples = Samples(7, seed=26, share=2)
-    samples.mask[3][:] = 0.0
-    samples.mask[4][1] = 0.0
-    workers.start(config_of(folder))
-    scores = workers.call("score", samples.shards()[0])[0]
-    entropies = {}
-    for name, layout in LAYOUTS.items():
-        workers.start(config_of(folder, save_token_values=True), layout)
-        metrics = workers.train(shards_of(samples, layout, steps), layout)
-        found = columns_of_all(workers)
-        assert sorted(found) == list(range(7)), name
-        sums = np.zeros(2)
-        for i, columns in found.items():
-            mask = samples.mask[i] > 0
-            for column in ("log_probs", "entropy", "advantages"):
-                assert columns[column].dtype == np.float32 and len(columns[column]) == len(mask)
-                np.testing.assert_array_equal(np.isfinite(columns[column]), mask, err_msg=f"{name} {i} {column}")
-            np.testing.assert_allclose(columns["log_probs"][mask], scores[i][mask], rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(columns["advantages"][mask], samples.rewards[i], rtol=1e-6)
-            sums += columns["entropy"][mask].sum(dtype=np.float64), mask.sum()
-            entropies.setdefault(i, columns["entropy"])
-            np.testing.assert_allclose(columns["entropy"], entropies[i], rtol=1e-3, atol=1e-4, err_msg=name)
-        assert metrics["train/entropy"] == pytest.approx(sums[0] / sums[1], rel=1e-5), name

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.hf_models import response_log_probs
 from tests.trainer.trainer_worker import Samples, config_of
@@ -23,11 +24,11 @@ class Borders:
 
 def scored(actor, shard, own: bool):
     """(columns that the stage added, the prefixes that hooks were told) on one rank."""
-    from fusionrl.trainer.score import ScoreNeeds, score
+    from fusionrl.trainer.score import score
     from fusionrl.trainer.shard_pull import pull
 
     hooks = Borders()
-    found = score(pull(shard), actor.scorer, ScoreNeeds(own), hooks)
+    found = score(pull(shard), actor.scorer, hooks, own=own, records=False)
     assert found.experts == {}
     return {name: found.shard.fields[name] for name in found.shard.fields.keys() - shard.fields.keys()}, hooks.prefixes
 
@@ -69,15 +70,6 @@ def test_samples_of_no_step_are_left_out_where_only_planned_ones_count(workers, 
     assert not planned[ends[1] :].any() and every[ends[1] :].any()
 
 
-def needs(actor, config, num_steps: int):
-    from fusionrl.trainer.advantages import AdvantageOptions
-    from fusionrl.trainer.loss import LossOptions
-    from fusionrl.trainer.score import ScoreNeeds
-
-    found = ScoreNeeds.of(config, LossOptions.from_config(config), AdvantageOptions.from_config(config), num_steps)
-    return found.own, found.records
-
-
 @pytest.mark.parametrize(
     ("values", "num_steps", "wanted"),
     [
@@ -91,7 +83,12 @@ def needs(actor, config, num_steps: int):
     ],
     ids=str,
 )
-def test_the_policys_log_probs_are_scored_where_they_are_needed(workers, hf, values, num_steps, wanted):
-    folder, _ = hf("llama", True)
-    workers.start(config_of(folder))
-    assert workers.run(needs, config_of(folder, **values), num_steps) == [wanted]
+def test_the_policys_log_probs_are_scored_where_they_are_needed(values, num_steps, wanted):
+    megatron_patches.install()
+    from fusionrl.trainer.advantages import AdvantageOptions
+    from fusionrl.trainer.loss import LossOptions
+    from fusionrl.trainer.score import needed_log_probs
+
+    config = config_of("model", **values)
+    options = LossOptions.from_config(config), AdvantageOptions.from_config(config)
+    assert needed_log_probs(config, *options, num_steps) == wanted

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fusionrl.trainer.sample_columns import columns_of
 from fusionrl.trainer.shard_pull import pull
-from fusionrl.trainer.shared_columns import columns_of
 from tests.trainer.trainer_worker import Samples
 
 

@@ -113,6 +113,10 @@ def test_a_sample_that_a_users_function_masks_still_counts(workers, hf):
         ),
         ({"custom_loss_function_path": "no_gradient"}, "its loss must be a tensor of one element with a gradient"),
         ({"custom_loss_function_path": "ppo_of_some"}, r"do not fill the packed row of \d+; .* give starts="),
+        ({"custom_policy_loss_path": "a_mean"}, r"a_mean: its losses must be a tensor of the shape \(\d+,\)"),
+        ({"custom_policy_loss_path": "bare"}, r"bare: it returned Tensor; expected \(losses of tokens, dict of"),
+        ({"custom_tis_function_path": "wrong_shape"}, r"its pg_loss must be a tensor of the shape \(\d+,\)"),
+        ({"custom_pg_loss_reducer_function_path": "doubled_number"}, "it returned no function"),
         ({"custom_megatron_before_log_prob_hook_path": "raises", "use_kl_loss": True}, "before-log-prob.*'mine'"),
         ({"custom_megatron_before_train_step_hook_path": "raises"}, "before-train-step.*'mine'"),
     ],
@@ -220,29 +224,20 @@ def test_a_spec_of_a_users_own(workers, hf, name):
     workers.train([shard], layout, 0)
 
 
-def test_a_spec_that_is_none(workers, hf):
-    folder, _ = hf("llama", True)
-    with pytest.raises(Failed, match="no_spec: it returned int; expected Megatron's ModuleSpec"):
-        workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:no_spec"), TrainerLayout(1))
-    said = f"--custom-spec-path {HOOKS}:builds_none: it returned int; expected Megatron's GPTModel"
-    with pytest.raises(Failed, match=said):
-        workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:builds_none"), TrainerLayout(1))
-
-
 @pytest.mark.parametrize(
-    ("field", "name"),
-    [("custom_megatron_init_path", "raises"), ("custom_model_provider_path", "raises_by_name")],
+    ("field", "name", "message"),
+    [
+        ("custom_megatron_init_path", "raises", "KeyError: 'mine'"),
+        ("custom_model_provider_path", "raises_by_name", "KeyError: 'mine'"),
+        ("custom_model_provider_path", "no_model", "it returned Linear; expected Megatron's GPTModel"),
+        ("custom_spec_path", "no_spec", "it returned int; expected Megatron's ModuleSpec"),
+        ("custom_spec_path", "builds_none", "it returned int; expected Megatron's GPTModel"),
+    ],
 )
-def test_hooks_of_the_start_that_raise_are_named(workers, hf, field, name):
+def test_mistakes_of_the_start_name_flag_and_function(workers, hf, field, name, message):
     folder, _ = hf("llama", True)
-    with pytest.raises(Failed, match=f"--{field.replace('_', '-')} {HOOKS}:{name}: KeyError: 'mine'"):
+    with pytest.raises(Failed, match=f"--{field.replace('_', '-')} {HOOKS}:{name}: {message}"):
         workers.start(config_of(folder, **{field: f"{HOOKS}:{name}"}), TrainerLayout(1))
-
-
-def test_a_provider_that_returns_something_else(workers, hf):
-    folder, _ = hf("llama", True)
-    with pytest.raises(Failed, match="no_model: it returned Linear; expected Megatron's GPTModel"):
-        workers.start(config_of(folder, custom_model_provider_path=f"{HOOKS}:no_model"), TrainerLayout(1))
 
 
 def test_the_hook_before_the_model_comes_before_its_imports() -> None:

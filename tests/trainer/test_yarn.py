@@ -13,9 +13,9 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from fusionrl.cpu import megatron_patches
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.yarn import Yarn
-from fusionrl.trainer.rope import yarn_frequencies
 
 POSITIONS = 128
 CASES: dict[str, dict[str, Any]] = {
@@ -38,13 +38,20 @@ def _shape(scaling: dict[str, Any], **changes: Any) -> tuple[ModelShape, Qwen3Co
     return shape_from_hf_config(raw), config
 
 
+def yarn_frequencies(shape: ModelShape, yarn: Yarn) -> torch.Tensor:
+    megatron_patches.install()
+    from fusionrl.trainer import layers  # Megatron, after the shims
+
+    return layers.yarn_frequencies(yarn, shape.head_dim, shape.rope_theta)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_are_those_of_transformers(name: str) -> None:
     shape, config = _shape(CASES[name])
     assert shape.rope_scaling is not None
     yarn = Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    found = yarn_frequencies(yarn, shape.head_dim, shape.rope_theta)
+    found = yarn_frequencies(shape, yarn)
     assert torch.allclose(found, expected, rtol=1e-6, atol=0)
     assert yarn.attention_factor == pytest.approx(factor, rel=1e-7)
 
@@ -90,7 +97,7 @@ def test_engines_turn_positions_by_the_same_angles(name: str, tables: dict[str, 
     shape, _ = _shape(CASES[name])
     assert shape.rope_scaling is not None
     yarn = Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
-    angles = torch.arange(POSITIONS)[:, None] * yarn_frequencies(yarn, shape.head_dim, shape.rope_theta)
+    angles = torch.arange(POSITIONS)[:, None] * yarn_frequencies(shape, yarn)
     expected = torch.cat((angles.cos(), angles.sin()), -1) * yarn.attention_factor
     assert torch.allclose(tables[name], expected, atol=2e-5)
 

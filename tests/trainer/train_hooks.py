@@ -107,33 +107,20 @@ def other_rewards(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
 
 
 def truncated(
-    *,
-    args: Any,
-    pg_loss: torch.Tensor,
-    train_log_probs: list[torch.Tensor],
-    rollout_log_probs: list[torch.Tensor],
-    loss_masks: list[torch.Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
+    *, args: Any, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **lengths: list[int]
 ) -> Any:
     """Truncated importance sampling, as slime's users write it."""
+    response_lengths = lengths["response_lengths"]
     assert [part.numel() for part in loss_masks] == response_lengths
     ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
     return pg_loss * ratio.clamp(0.0, 1.5), loss_masks, {"mine": ratio}
 
 
 def sequence_weights(
-    args: Any,
-    *,
-    pg_loss: torch.Tensor,
-    train_log_probs: list[torch.Tensor],
-    rollout_log_probs: list[torch.Tensor],
-    loss_masks: list[torch.Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
-    **kwargs: Any,
+    args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **lengths: list[int]
 ) -> Any:
     """A weight and a rejection of whole responses, in slime's style: gathered, decided, cut for this rank again."""
+    total_lengths, response_lengths = lengths["total_lengths"], lengths["response_lengths"]
     from slime.backends.megatron_utils.cp_utils import (
         all_gather_with_cp,
         get_sum_of_sample_mean,
@@ -180,7 +167,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
     """A GPTModel as Megatron's users build it. Its first norm is not trained; a hook keeps a matrix as it is."""
     from megatron.core.models.gpt import GPTModel
 
-    from fusionrl.trainer.local_spec import local_block_spec
+    from fusionrl.trainer.layers import local_block_spec
 
     like = usual()
     model = GPTModel(
@@ -203,7 +190,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
 
 def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
     """Slime's --spec: the layers, from the flags and Megatron's configuration."""
-    from fusionrl.trainer.local_spec import local_block_spec
+    from fusionrl.trainer.layers import local_block_spec
 
     assert args.lr >= 0 and config.num_layers > 0
     return local_block_spec(config, vp_stage)

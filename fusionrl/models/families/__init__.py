@@ -1,7 +1,7 @@
-"""Model families: one file each, which reads config.json and has the table of Hugging Face and Megatron names. Pure.
+"""Model families: each reads config.json and has the table of Hugging Face and Megatron names. Pure, without torch.
 
-A new family is one file: `fusionrl/models/families/<model_type>.py`, or your own `plugins/models/<model_type>.py`,
-with a `FAMILY` in it (docs/guides/models.md shows how). No torch is needed to read a table.
+A new family is an entry of `FAMILIES` in `llama.py` or `mixtures.py`, or your own file
+`plugins/models/<model_type>.py` with a `FAMILY` in it (docs/guides/models.md shows how).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fusionrl.models.families import parts
+from fusionrl.models.families import llama, mixtures, parts
 from fusionrl.models.families.rules import IGNORED, Family, Rule, Sizes, canonical_name
 
 if TYPE_CHECKING:
@@ -20,18 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Rule", "canonical_name", "get_family", "hf_shapes", "ignored", "model_rules", "rule_of"]
 
-BUILT_IN = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "glm4",
-    "qwen2_moe",
-    "qwen3_moe",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-)
+BUILT_IN = {family.model_type: family for family in (*llama.FAMILIES, *mixtures.FAMILIES)}
 
 
 def get_family(model_type: str) -> Family:
@@ -41,7 +30,7 @@ def get_family(model_type: str) -> Family:
         ValueError: none of that name here or in plugins/models, or a plugin without a `FAMILY`.
     """
     if model_type in BUILT_IN:
-        return importlib.import_module(f"{__name__}.{model_type}").FAMILY
+        return BUILT_IN[model_type]
     module = f"plugins.models.{model_type}"
     if not isinstance(model_type, str) or not model_type.isidentifier() or not _is_there(module):
         raise ValueError(

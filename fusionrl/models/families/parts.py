@@ -1,8 +1,13 @@
-"""The parts that families' tables and readers are put together from. Pure, without torch."""
+"""The parts of families: config.json into the shape, and the rules of a layer by its traits. Pure, without torch.
+
+A new kind of layer enters as a trait of `ModelShape` (`models/shape.py`), with its tensors here in `layer`, with its
+fields of TransformerConfig in `trainer/settings.py`, and with its modules in `trainer/layers.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusionrl.models.families.hf_config import HfConfig
@@ -35,15 +40,6 @@ def common(raw: HfConfig) -> dict[str, object]:
     }
 
 
-def num_experts(raw: HfConfig) -> int:
-    """Routed experts of a layer; families and versions of transformers write it under different names."""
-    if "n_routed_experts" in raw and "num_experts" not in raw:
-        return raw["n_routed_experts"]
-    if "num_local_experts" in raw and "num_experts" not in raw:
-        return raw["num_local_experts"]
-    return raw["num_experts"]
-
-
 def partial_rotary(raw: HfConfig, default: float) -> float:
     """The share of a head's dimensions that rotary embeddings turn."""
     rope = raw.get("rope_parameters") or {}
@@ -68,6 +64,40 @@ def ends(shape: ModelShape) -> tuple[Rule, list[Rule]]:
         return embedding, [norm, Rule("value_head.weight", values, optional=True)]
     output = Rule("output_layer.weight", {"lm_head.weight": table}, split="rows")
     return embedding, [norm] if shape.tie_word_embeddings else [norm, output]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Hugging Face's names in a family's layers, where they are not Llama's.
+
+    experts  the module of a mixture
+    expert   gate, up and down projection of an expert
+    shared   the shared expert of a mixture
+    gate_up  gate and up of the dense MLP, where checkpoints have them in one tensor
+    """
+
+    experts: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_experts"
+    gate_up: str | None = None
+
+
+LLAMA = Names()
+
+
+def layer(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule]:
+    """The rules of decoder layer `number`, by the traits of the shape."""
+    to, of = f"decoder.layers.{number}", f"model.layers.{number}"
+    yield from norms(shape, number)
+    yield from (attention if shape.mla is None else latent_attention)(shape, number)
+    if shape.output_norms:
+        yield norm(f"{to}.self_attention.output_norm", f"{of}.post_self_attn_layernorm", shape.hidden_size)
+    if shape.moe is not None and number in shape.moe.layers:
+        yield from experts(shape, number, names)
+    else:
+        yield from mlp(shape, number, names)
+    if shape.output_norms:
+        yield norm(f"{to}.mlp.output_norm", f"{of}.post_mlp_layernorm", shape.hidden_size)
 
 
 def norm(megatron: str, hf: str, size: int) -> Rule:
@@ -124,12 +154,7 @@ def latent_attention(shape: ModelShape, layer: int) -> Iterator[Rule]:
 
 
 def gated_mlp(
-    to: str,
-    of: str,
-    hidden: int,
-    ffn: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    expert: int | None = None,
+    to: str, of: str, hidden: int, ffn: int, names: tuple[str, str, str] = LLAMA.expert, expert: int | None = None
 ) -> Iterator[Rule]:
     """A gated MLP under Megatron's prefix `to` and Hugging Face's `of`; `names` are gate, up, down."""
     gate, up, down = (f"{of}.{name}.weight" for name in names)
@@ -137,44 +162,30 @@ def gated_mlp(
     yield Rule(f"{to}.linear_fc2.weight", {down: (hidden, ffn)}, "copy", "columns", expert)
 
 
-def mlp(shape: ModelShape, layer: int) -> Iterator[Rule]:
+def mlp(shape: ModelShape, layer: int, names: Names = LLAMA) -> Iterator[Rule]:
     """The dense MLP of a layer."""
     to, of = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    yield from gated_mlp(to, of, shape.hidden_size, shape.ffn_hidden_size)
+    h, ffn = shape.hidden_size, shape.ffn_hidden_size
+    if names.gate_up is None:
+        yield from gated_mlp(to, of, h, ffn)
+        return
+    yield Rule(f"{to}.linear_fc1.weight", {f"{of}.{names.gate_up}.weight": (2 * ffn, h)}, split="paired_rows")
+    yield Rule(f"{to}.linear_fc2.weight", {f"{of}.down_proj.weight": (h, ffn)}, split="columns")
 
 
-def experts(
-    shape: ModelShape,
-    layer: int,
-    block: str = "mlp",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    shared: str = "shared_experts",
-) -> Iterator[Rule]:
-    """A mixture of experts with its router, and the shared expert where the shape has one.
-
-    Args:
-        shape: the model's.
-        layer: number of the layer.
-        block: Hugging Face's name of the module.
-        names: its names of an expert's gate, up and down projections.
-        shared: its name of the shared expert.
-    """
+def experts(shape: ModelShape, layer: int, names: Names = LLAMA) -> Iterator[Rule]:
+    """A mixture of experts with its router, and the shared expert where the shape has one."""
     moe = shape.moe
     assert moe is not None
-    to, of, h = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{block}", shape.hidden_size
+    to, of, h = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{names.experts}", shape.hidden_size
     yield Rule(f"{to}.router.weight", {f"{of}.gate.weight": (moe.num_experts, h)})
     if moe.expert_bias:
         bias = {f"{of}.gate.e_score_correction_bias": (moe.num_experts,)}
         yield Rule(f"{to}.router.expert_bias", bias, buffer=True)
     for number in range(moe.num_experts):
         local, remote = f"{to}.experts.local_experts.{number}", f"{of}.experts.{number}"
-        yield from gated_mlp(local, remote, h, moe.ffn_hidden_size, names, number)
+        yield from gated_mlp(local, remote, h, moe.ffn_hidden_size, names.expert, number)
     if moe.shared_ffn_hidden_size:
-        yield from gated_mlp(f"{to}.shared_experts", f"{of}.{shared}", h, moe.shared_ffn_hidden_size)
+        yield from gated_mlp(f"{to}.shared_experts", f"{of}.{names.shared}", h, moe.shared_ffn_hidden_size)
     if moe.shared_gate:
-        yield Rule(f"{to}.shared_experts.gate_weight", {f"{of}.{shared}_gate.weight": (1, h)})
-
-
-def is_expert_layer(shape: ModelShape, layer: int) -> bool:
-    """Return whether this layer has experts in place of the dense MLP."""
-    return shape.moe is not None and layer in shape.moe.layers
+        yield Rule(f"{to}.shared_experts.gate_weight", {f"{of}.{names.shared}_gate.weight": (1, h)})

@@ -91,10 +91,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 def canonical_name(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
     """The local spec's name of a Megatron tensor, whichever spec `name` is of, as the whole model numbers it.
 
-    Args:
-        name: as the module of one rank has it.
-        first_layer: number, in the whole model, of the rank's first layer.
-        first_expert: number, in its layer, of the rank's first expert.
+    `name` is as the module of a rank has it, whose first layer and first expert have these numbers in the whole model.
     """
     for pattern, plain in _TE_NAMES:
         name = re.sub(pattern, plain, name)

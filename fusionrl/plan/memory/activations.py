@@ -2,7 +2,7 @@
 
 Two implementations of a layer are known:
 
-  local               torch operations (`trainer/local_spec.py`). The inventory was read off
+  local               torch operations (`trainer/layers.py`). The inventory was read off
                       `torch.autograd.graph.saved_tensors_hooks` on a CPU; `tools/memory_check.py` measures it anew.
   transformer_engine  fused kernels in bf16. The inventory was compared with published peaks
                       (docs/results/checks.md) and not measured with the versions that are pinned here.
@@ -142,7 +142,7 @@ class _Layer:
 
 
 class _LocalLayer(_Layer):
-    """`trainer/local_spec.py`. Norms keep their input and each row's scale; torch's on a GPU, in fp32, and its
+    """`trainer/layers.py`. Norms keep their input and each row's scale; torch's on a GPU, in fp32, and its
     normalised copy."""
 
     def total(self, has_experts: bool) -> float:

@@ -1,0 +1,55 @@
+"""Context parallelism: each rank holds two pieces of every sequence, and some tokens of every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor
+
+
+def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the packed sequence that `cp_rank` holds, in its local order.
+
+    Each sequence is cut into 2 * cp pieces, of which rank r holds the r-th and the r-th from the end, so that
+    causal attention costs every rank the same. Every length must be a multiple of 2 * cp_size, for cp_size > 1.
+    """
+    start, pieces = 0, [torch.zeros(0, dtype=torch.long)]
+    for length in lengths:
+        if cp_size == 1:
+            pieces.append(torch.arange(start, start + length))
+        else:
+            assert length % (2 * cp_size) == 0, f"length {length} is not a multiple of {2 * cp_size}"
+            piece = length // (2 * cp_size)
+            for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
+        start += length
+    return torch.cat(pieces)
+
+
+def whole_row(part: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """[t, ...] of each rank's tokens -> [T, ...] in the packed row's order, on each of them.
+
+    The gradient of each part is summed over the ranks.
+    """
+    order = torch.cat([zigzag_positions(lengths, group.size(), rank) for rank in range(group.size())])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel())
+    return gather_from_sequence_parallel_region(part.contiguous(), True, group).index_select(0, places.to(part.device))
+
+
+def sum_over_context_ranks() -> Callable[[Tensor], Tensor] | None:
+    """Return the function that sums a tensor over these ranks, as its backward does; None where there is one rank."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return None
+    return lambda values: copy_to_tensor_model_parallel_region(
+        reduce_from_tensor_model_parallel_region(values.clone(), group), group
+    )
