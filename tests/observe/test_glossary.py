@@ -16,11 +16,7 @@ from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.value_loss import value_loss
-from fusionrl.buffer.eval_metrics import eval_metrics
-from fusionrl.buffer.reject_sampling import AcceptedSamples
-from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.cli import main
-from fusionrl.data.sample import Sample
 from fusionrl.observe.glossary import (
     _ON_THE_CONSOLE,
     GLOSSARY,
@@ -110,21 +106,6 @@ def test_what_the_losses_report_is_documented() -> None:
     assert len(set(names)) > 30
     assert not undocumented(names), f"no entry describes {undocumented(names)}; {HOW}"
     assert {name for name, entry in GLOSSARY.items() if entry.section == "Engine against trainer"} <= set(names)
-
-
-def test_what_rollouts_and_evaluations_report_is_documented(tmp_path: Path) -> None:
-    fields = {"tokens": [1, 2, 3], "response_length": 2, "prompt": "p", "reward": 1.0}
-    samples = [Sample(index=i, group_index=i // 2, response=str(i), **fields) for i in range(4)]
-    for sample in samples:
-        sample.metadata = {"data_source": "gsm8k", "rewards": {"math": 1.0}}
-        sample.teacher_log_probs = sample.rollout_log_probs = [-1.0, -1.0]
-    raw = [0.0, 1.0, 1.0, 1.0]
-    names = [*rollout_metrics(samples, raw), *set_metrics(samples, raw)]
-    names += eval_metrics({"held-out": {"rewards": raw, "truncated": [False] * 4, "samples": samples}})
-    counts = AcceptedSamples(tmp_path / "accepted.jsonl", 0.5, 1).add(0, samples, raw)
-    names += [f"rollout/{name}" for name in counts]
-    assert {"rollout/reward_math", "rollout/gsm8k/accuracy", "eval/held-out/pass@2", "rollout/accepted"} <= set(names)
-    assert not undocumented(names), f"no entry describes {undocumented(names)}; {HOW}"
 
 
 def test_a_name_that_nothing_describes_is_found() -> None:

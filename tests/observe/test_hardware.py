@@ -82,18 +82,13 @@ def test_what_a_card_says(answers: dict) -> None:
     assert answers["named"] == ["GPU-bbbb", "GPU-aaaa"]  # by number and by name; what is not there is left out
 
 
-def test_a_meter_takes_means_of_rates_and_the_largest_of_the_rest(answers: dict) -> None:
-    assert answers["meter"] == {
-        "utilisation": 0.75,  # of 50 % and 100 %
-        "power_w": 650.0,
-        "memory_used_bytes": float(12 << 30),
+def test_a_process_knows_its_cards_and_is_bound_to_the_cpus_near_them(answers: dict) -> None:
+    """A meter takes means of rates, and the largest of the rest."""
+    assert answers["meter"] == {"utilisation": 0.75, "power_w": 650.0, "memory_used_bytes": float(12 << 30)} | {
         "temperature_c": 62.0,
         "ecc_errors": 3.0,
         "slowed": 1.0,
     }
-
-
-def test_a_process_is_bound_to_the_cpus_near_its_card(answers: dict) -> None:
     assert answers["kept"] == answers["facts"]["bound_to_cpus"] == list(range(8, 16))
     assert [gpu["uuid"] for gpu in answers["facts"]["gpus"]] == ["GPU-aaaa"]
 
@@ -105,10 +100,8 @@ def test_it_is_not_bound_to_a_few_cpus_nor_where_nobody_knows(library: dict[str,
 
 
 def test_a_driver_that_fails_is_no_gpu(library: dict[str, str]) -> None:
+    """Without one there are no numbers."""
     assert _ask({**library, "FAKE_NVML_FAILS": "1"}) is None
-
-
-def test_without_a_gpu_there_are_no_numbers_and_no_thread() -> None:
     assert Meter([]).take() == {}
     assert summary([Reading(None, None, None, None)]) == {"slowed": 0.0}
 

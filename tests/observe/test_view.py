@@ -215,17 +215,29 @@ def test_a_run_of_metrics_alone(tmp_path: Path, capsys: Capsys) -> None:
     assert "0 of 0 samples" in view(capsys, tmp_path / "sft")
 
 
-def test_mistakes(tmp_path: Path, capsys: Capsys) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--steps 5-9", "has samples of steps 1"),
+        ("--steps 9-5", "--steps 9-5"),
+        ("--mb 0.1", "--mb 0.1"),
+        ("--html no/page.html", "cannot be written"),
+        ("--step 1 --sample 7", "no sample of step 1 has this index"),
+        ("--by mask", "--by cannot be used with a page"),
+        ("--step 1 --html x.html", "--html cannot be used with --step"),
+        ("--eval a --serve", "--serve cannot be used with --eval"),
+        ("--serve --html x.html --mb 3", "--html and --mb cannot be used with --serve"),
+        ("--tokenizer none", "--tokenizer none: none/tokenizer.json is missing"),
+        ("--tokenizer none --serve", "name a folder with a tokenizer.json"),
+    ],
+)
+def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run", [[sample(0)]])
-    (tmp_path / "empty").mkdir()
+    assert said in view(capsys, run, *flags.split(), code=2)
     assert "is no run folder" in view(capsys, tmp_path / "none", code=2)
+    (tmp_path / "empty").mkdir()
     assert "neither metrics nor samples" in view(capsys, tmp_path / "empty", code=2)
-    assert "has samples of steps 1" in view(capsys, run, "--steps", "5-9", code=2)
-    assert "--steps 9-5" in view(capsys, run, "--steps", "9-5", code=2)
-    assert "--mb 0.1" in view(capsys, run, "--mb", "0.1", code=2)
-    assert "cannot be written" in view(capsys, run, "--html", tmp_path / "no" / "page.html", code=2)
     assert "show one run" in view(capsys, run, run, "--step", 1, code=2)
-    assert "no sample of step 1 has this index" in view(capsys, run, "--step", 1, "--sample", 7, code=2)
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -291,22 +303,6 @@ def test_an_evaluation_in_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     RolloutWriter(run).write(1, 1, [sample(0, prompt="held out")], kind="eval-sums")
     assert "held out" in view(capsys, run, "--eval", "sums"), "it selects the terminal by itself"
     assert not (run / "view.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--by", "mask"], "--by cannot be used with a page"),
-        (["--step", "1", "--html", "x.html"], "--html cannot be used with --step"),
-        (["--eval", "a", "--serve"], "--serve cannot be used with --eval"),
-        (["--serve", "--html", "x.html", "--mb", "3"], "--html and --mb cannot be used with --serve"),
-        (["--tokenizer", "none"], "--tokenizer none: none/tokenizer.json is missing"),
-        (["--tokenizer", "none", "--serve"], "name a folder with a tokenizer.json"),
-    ],
-)
-def test_flags_that_have_no_effect_are_refused(args: list[str], said: str, tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", [[sample(0)]])
-    assert said in view(capsys, run, *args, code=2)
 
 
 def test_metrics_that_are_larger_than_the_limit(tmp_path: Path, capsys: Capsys) -> None:
