@@ -20,18 +20,13 @@ from typing import Any
 from fusionrl.base.log_suppression import quiet
 from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
+from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of
 from fusionrl.data.shards import SUFFIXES, choose_split, find_splits
 from fusionrl.models.weight_files import check_weight_files
 
-# Flags that name a Hugging Face folder, by their group.
-CHECKPOINTS: dict[str, tuple[str, ...]] = {
-    "model": ("hf_checkpoint", "ref_load"),
-    "reward": ("rm_model",),
-    "algorithm": ("opd_teacher_load",),
-    "critic": ("critic_load",),
-    "prm": ("prm_load",),
-}
+# Flags that name a Hugging Face folder.
+CHECKPOINTS = ("hf_checkpoint", "ref_load", "rm_model", "opd_teacher_load", "critic_load", "prm_load")
 ANSWER_TIMEOUT_S = 8.0  # for the Hub to say that it has a repository
 _OTHER_FORMATS = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".xz", ".zip", ".zst")
 TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}
@@ -61,11 +56,10 @@ def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config,
             errors.append(str(error))
 
     needs_weights = with_weights and not config.model.debug_random_weights
-    for group, fields in CHECKPOINTS.items():
-        for field in fields:
-            name = getattr(getattr(config, group), field)
-            if name is not None and is_model_name(name):
-                put(group, field, partial(find_model, name, flag_of(field), needs_weights))
+    for field in CHECKPOINTS:
+        name = getattr(getattr(config, GROUP_OF[field]), field)
+        if name is not None and is_model_name(name):
+            put(GROUP_OF[field], field, partial(find_model, name, flag_of(field), needs_weights))
     specs, pairs = config.data.prompt_data or [], config.eval.eval_prompt_data
     if any(map(is_data_name, specs)):
         put("data", "prompt_data", lambda: [find_data(spec, "--prompt-data") for spec in specs])

@@ -102,11 +102,8 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
 def _positions(config: Config, shape: ModelShape) -> int:
     """Tokens that the model takes: its own positions, or more if SGLang is configured to exceed them."""
     positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
-    return max(positions, config.passthrough.sglang.get("context_length") or 0) if _may_be_longer() else positions
-
-
-def _may_be_longer() -> bool:
-    return os.environ.get(_LONGER, "").lower() in ("1", "true")
+    may_be_longer = os.environ.get(_LONGER, "").lower() in ("1", "true")
+    return max(positions, config.passthrough.sglang.get("context_length") or 0) if may_be_longer else positions
 
 
 def _context_errors(config: Config, positions: int) -> list[str]:

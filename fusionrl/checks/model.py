@@ -6,9 +6,12 @@ import os
 from pathlib import Path
 
 from fusionrl.checks.collect_errors import attempt
+from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import FLAG, engine_groups
+from fusionrl.config.fields import GROUP_OF
+from fusionrl.config.hooks import flag_of
 from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
@@ -17,16 +20,9 @@ from fusionrl.plan.engine_places import check_engine_size
 
 def unreadable_errors(config: Config) -> list[str]:
     """List model folders, and files in them, that the user who starts the run may not read."""
-    flags = {
-        "--hf-checkpoint": config.model.hf_checkpoint,
-        "--ref-load": config.model.ref_load,
-        "--critic-load": config.critic.critic_load,
-        "--prm-load": config.prm.prm_load,
-        "--opd-teacher-load": config.algorithm.opd_teacher_load,
-        "--rm-model": config.reward.rm_model,
-    }
     errors = []
-    for flag, folder in flags.items():
+    for field in CHECKPOINTS:
+        flag, folder = flag_of(field), getattr(getattr(config, GROUP_OF[field]), field)
         if folder is None or not os.path.isdir(folder):
             continue
         may_enter = os.access(folder, os.R_OK | os.X_OK)
@@ -57,7 +53,7 @@ def checked_shape(config: Config) -> ModelShape:
     elif engines or config.model.megatron_checkpoint is None:
         check_weight_files(folder)
     names = {path.name for path in Path(folder).iterdir()}
-    if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
+    if not names & TOKENIZERS:
         raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
     if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
         reference = read_model_shape(config.model.ref_load, "--ref-load")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from fusionrl.checks.algorithm import algorithm_warnings
-from fusionrl.checks.chat import chat_warnings
 from fusionrl.checks.disk_space import disk_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import readable_sets
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import needs_correction
-from fusionrl.config.run_parts import has_policy_loss, is_streamed
+from fusionrl.config.run_parts import has_own_source, has_policy_loss, is_streamed, reads_prompts
 from fusionrl.config.slime_flags import slime_notes
+from fusionrl.data.rows import read_rows
+from fusionrl.data.tokenizer_files import read_tokenizer_files
+from fusionrl.models.scorers import has_chat_template
 from fusionrl.plan.open_files import open_file_warnings
 from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.plan import Plan
+
+# How chat templates mark turns: <|im_start|>, <|user|>, [INST], <start_of_turn>, <s>.
+_MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|\[/?INST\]|<(?:start|end)_of_turn>|</?s>")
 
 
 def run_warnings(config: Config, plan: Plan) -> list[str]:
@@ -81,3 +90,41 @@ def staleness_warnings(config: Config) -> list[str]:
         f"--pipeline {config.run.pipeline}: tokens may be {staleness} versions old, and the loss takes them for"
         " tokens of the newest weights; add --use-tis (decoupled PPO) or --use-rollout-logprobs"
     ]
+
+
+def chat_warnings(config: Config) -> list[str]:
+    """The warning, where the default functions would give text to a model whose tokenizer has a chat template.
+
+    Nothing is said of a text that has marks of turns: whoever wrote it has rendered it. A user's rollout, generate or
+    data source function may render prompts itself. (A list of messages without --apply-chat-template is an error.)
+    """
+    data, rollout, folder = config.data, config.rollout, config.model.hf_checkpoint
+    is_own = has_own_source(config) or reads_prompts(
+        rollout.rollout_function_path, rollout.custom_generate_function_path
+    )
+    is_silent = config.run.mode == "sft" or data.apply_chat_template or config.run.load_debug_rollout_data is not None
+    if is_own or is_silent or folder is None or not Path(folder).is_dir() or not has_chat_template(folder):
+        return []
+    flag, prompt = _first_prompt(config)
+    marks = [token for token in read_tokenizer_files(folder).special_tokens if len(token) > 1]
+    if not isinstance(prompt, str) or _MARK.search(prompt) or any(mark in prompt for mark in marks):
+        return []
+    return [
+        f"{flag}: its prompts are plain text, the tokenizer of --hf-checkpoint has a chat template, and"
+        " --apply-chat-template is not given: a chat model answers such text badly and may never stop; add the flag"
+        " (a base model may want the text as it is)"
+    ]
+
+
+def _first_prompt(config: Config) -> tuple[str, object]:
+    """(the flag, the prompt of its first row); None where there is none, or none that can be read."""
+    sets = [("--prompt-data", path, config.data.input_key) for path in config.data.prompt_data or []]
+    if config.run.mode == "eval":
+        sets = [(f"evaluation set {each.name}", each.path, each.input_key) for each in readable_sets(config)]
+    for flag, path, key in sets[:1]:
+        try:
+            for _, row in read_rows(path, flag):
+                return flag, row.get(key)
+        except ValueError:
+            break  # data that cannot be read is an error elsewhere
+    return "", None

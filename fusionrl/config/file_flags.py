@@ -172,11 +172,11 @@ def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
     if text is None:
         raise ValueError(parse_extra(flag, [], empty_passthrough()) or f"{flag}: it needs a value")
     is_switch = isinstance(typed, bool)
-    for prefix, parser in (("--sglang-", upstream.sglang_parser), ("--router-", upstream.router_parser)):
-        if flag.startswith(prefix) and is_switch and upstream.is_switch(parser(), "--" + flag[len(prefix) :]):
-            if not typed:
-                return  # as without the flag: these have no spelling for off
-            text = []
+    part, option = upstream.split_flag(flag)
+    if part and is_switch and upstream.is_switch(upstream.PARTS[part][0](), option):
+        if not typed:
+            return  # as without the flag: these have no spelling for off
+        text = []
     if is_switch and isinstance(text, str):
         text = str(typed).lower()
     if isinstance(text, dict):
@@ -217,7 +217,7 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
 
 
 def _part_flag(kind: str, name: str) -> str:
-    prefix = f"{kind}_" if kind in ("sglang", "router") else ""
+    prefix = f"{kind}_" if kind in upstream.PARTS else ""
     return flag_of(prefix + name)
 
 

@@ -50,16 +50,10 @@ def parse_extra(flag: str, values: list[str], parsed: dict[str, dict[str, object
             return f"{flag}: unexpected argument (flags begin with --)"
         if field in COMING:
             return f"{text}: not available yet ({COMING[field]} is still to come); leave it out"
-        if flag.startswith("--sglang-"):
-            option = "--" + flag[len("--sglang-") :]
-            parsed["sglang"].update(
-                upstream.parse_with(upstream.sglang_parser(), option, values, upstream.SGLANG_OWNED)
-            )
-        elif flag.startswith("--router-"):
-            option = "--" + flag[len("--router-") :]
-            parsed["router"].update(
-                upstream.parse_with(upstream.router_parser(), option, values, upstream.ROUTER_OWNED)
-            )
+        part, option = upstream.split_flag(flag)
+        if part:
+            parser, owned = upstream.PARTS[part]
+            parsed[part].update(upstream.parse_with(parser(), option, values, owned))
         else:
             for kind, value in upstream.parse_megatron(field, values).items():
                 parsed[kind][field.removeprefix("no_") if value is False else field] = value
@@ -94,13 +88,11 @@ def _cure(flag: str) -> str | None:
 
 
 def _did_you_mean(flag: str) -> str:
-    names = [flag_of(field) for field in FIELDS]
-    if flag.startswith("--sglang-"):
-        names = upstream.option_names(upstream.sglang_parser(), "sglang")
-    elif flag.startswith("--router-"):
-        names = upstream.option_names(upstream.router_parser(), "router")
+    if part := upstream.split_flag(flag)[0]:
+        names = upstream.option_names(upstream.PARTS[part][0](), part)
     else:
-        names += [flag_of(field) for fields in upstream.megatron_fields().values() for field in fields]
+        fields = [*FIELDS, *(field for fields in upstream.megatron_fields().values() for field in fields)]
+        names = [flag_of(field) for field in fields]
     # Whoever writes --trainer does not mean --no-trainer.
     names = [name for name in names if name.startswith("--no-") == flag.startswith("--no-")]
     # Without the dashes, which would make all short names alike.

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
 from fusionrl.base import cpu_wing
@@ -140,6 +141,19 @@ def router_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Parts whose flags begin with their name: their parser, and the fields that fusionrl sets.
+PARTS: dict[str, tuple[Callable[[], argparse.ArgumentParser], dict[str, str]]] = {
+    "sglang": (sglang_parser, SGLANG_OWNED),
+    "router": (router_parser, ROUTER_OWNED),
+}
+
+
+def split_flag(flag: str) -> tuple[str, str]:
+    """Split `--router-policy` into ("router", "--policy"); the part is "" for a flag of none of PARTS."""
+    kind, _, option = flag.removeprefix("--").partition("-")
+    return (kind, f"--{option}") if kind in PARTS and option else ("", flag)
+
+
 def parse_with(
     parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]
 ) -> dict[str, object]:
@@ -191,8 +205,8 @@ def check_field(kind: str, name: str) -> None:
     Raises:
         UpstreamError: the installed version has no such field, or fusionrl sets it.
     """
-    if kind in ("sglang", "router"):
-        parser, owned = (sglang_parser(), SGLANG_OWNED) if kind == "sglang" else (router_parser(), ROUTER_OWNED)
+    if kind in PARTS:
+        parser, owned = PARTS[kind][0](), PARTS[kind][1]
         known = {action.dest for action in parser._actions}
         if name not in known:
             known = {action.dest for action in own_parser(parser)._actions}

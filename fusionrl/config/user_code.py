@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import site
 import sys
 import sysconfig
 import traceback
@@ -13,11 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
-_FRAMEWORK = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NOT_THE_USERS = tuple(
-    os.path.realpath(folder) + os.sep for folder in (_FRAMEWORK, *_LIBRARIES, *site.getsitepackages())
-)
+_FRAMEWORK, _PYTHON = str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]
+_NOT_THE_USERS = tuple(os.path.realpath(folder) + os.sep for folder in (_FRAMEWORK, _PYTHON))
 # They may be installed from a checkout of their own, outside of site-packages.
 _PACKAGES = ("megatron", "sglang", "sglang_router", "torch", "ray", "transformers", "transformer_engine")
 

@@ -349,24 +349,20 @@ def _virtual_size(config: Config, shape: ModelShape | None) -> int:
         )
     if layers is None or shape is None:
         return size or 1
-    if model.pipeline_model_parallel_size == 1:
+    stages = model.pipeline_model_parallel_size
+    if stages == 1:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {layers} needs --pipeline-model-parallel-size of at least 2: one"
             " stage has nothing to interleave"
         )
-    chunk = layers * model.pipeline_model_parallel_size
+    chunk = layers * stages
     if shape.num_layers % chunk:
         raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
-            f"{model.pipeline_model_parallel_size} = {chunk} does not divide the model's {shape.num_layers} layers"
-            + _chunks_that_do(shape.num_layers, model.pipeline_model_parallel_size, layers)
+            f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size {stages} = {chunk} does"
+            f" not divide the model's {shape.num_layers} layers"
+            + ("" if shape.num_layers % stages else f"; {dividing(shape.num_layers // stages, layers)}")
         )
     return shape.num_layers // chunk
-
-
-def _chunks_that_do(num_layers: int, stages: int, num_chunks: int) -> str:
-    """`; sizes that divide 4: …`, the layers of a stage; nothing where the stages do not divide the layers."""
-    return "" if num_layers % stages else f"; {dividing(num_layers // stages, num_chunks)}"
 
 
 def _engine_sizes(config: Config) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.chat import chat_warnings
+from fusionrl.checks.warnings import chat_warnings
 from fusionrl.config.config import Config
 
 

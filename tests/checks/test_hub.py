@@ -22,6 +22,7 @@ from fusionrl import cli
 from fusionrl.checks import hub
 from fusionrl.checks.hub import CHECKPOINTS, resolve_names
 from fusionrl.config.config import Config
+from fusionrl.config.fields import GROUP_OF
 from fusionrl.data.rows import parse_set, read_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -75,14 +76,12 @@ def refused(**values: Any) -> str:
     return error
 
 
-@pytest.mark.parametrize(
-    ("group", "field"), [(group, field) for group, fields in CHECKPOINTS.items() for field in fields]
-)
-def test_every_flag_of_a_checkpoint_takes_a_cached_name(home: Path, tiny_model: Path, group: str, field: str) -> None:
+@pytest.mark.parametrize("field", CHECKPOINTS)
+def test_every_flag_of_a_checkpoint_takes_a_cached_name(home: Path, tiny_model: Path, field: str) -> None:
     snapshot = put_in_cache(home, "model", "Qwen/Qwen3-Tiny", files_of(tiny_model))
     config = resolved(**{field: "Qwen/Qwen3-Tiny", "seed": 3})
-    assert getattr(getattr(config, group), field) == str(snapshot)
-    assert config.given() == ([field, "seed"] if group == "run" else ["seed", field])
+    assert getattr(getattr(config, GROUP_OF[field]), field) == str(snapshot)
+    assert config.given() == ["seed", field]
 
 
 def test_paths_stay_as_they_are(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,29 +272,11 @@ def a_hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
 def test_a_plan_by_names(a_hub: tuple[str, list[str]], tmp_path: Path) -> None:
     """From a Hub, then from its cache without one; a name that the Hub does not have is said so."""
     url, asked = a_hub
-    flags = [
-        *(
-            "--hf-checkpoint",
-            "o/tiny",
-            "--prompt-data",
-            "o/sums:train@[:4]",
-            "--label-key",
-            "label",
-            "--rm-type",
-            "exact",
-        ),
-        *("--eval-prompt-data", "held-out", "o/sums:train@[4:]", "--rollout-batch-size", "2", "--num-epoch", "1"),
-        *(
-            "--n-samples-per-prompt",
-            "2",
-            "--rollout-max-response-len",
-            "4",
-            "--device",
-            "cpu",
-            "--run-dir",
-            str(tmp_path / "run"),
-        ),
-    ]
+    flags = (
+        "--hf-checkpoint o/tiny --prompt-data o/sums:train@[:4] --label-key label --rm-type exact --device cpu"
+        " --eval-prompt-data held-out o/sums:train@[4:] --rollout-batch-size 2 --num-epoch 1 --n-samples-per-prompt 2"
+        f" --rollout-max-response-len 4 --run-dir {tmp_path / 'run'}"
+    ).split()
 
     def plan(*more: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

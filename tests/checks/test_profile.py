@@ -45,24 +45,20 @@ def test_by_default_the_first_of_each_and_with_all_every_one() -> None:
 @pytest.mark.parametrize(
     ("flags", "device", "said"),
     [
-        (["--profile-steps", "0"], "cpu", "--profile-steps 0: expected steps from 1 on"),
-        (["--profile-steps", "7-5"], "cpu", "--profile-steps 7-5"),
-        (
-            ["--profile-steps", "3", "--profile-ranks", "first"],
-            "cpu",
-            "--profile-ranks first: expected a trainer's rank",
-        ),
-        (["--profile-steps", "3", "--profile-ranks", "2"], "cpu", "--profile-ranks 2: trainers have the ranks 0 to 1"),
-        (["--profile-steps", "3", "--profile-tool", "memory"], "cpu", "sees what a GPU does, and this run is on a CPU"),
-        (["--profile-steps", "3", "--profile-tool", "nsys"], "cuda", "there is no `nsys` on the PATH of this machine"),
-        (["--profile-steps", "3", "--mode", "eval"], "cpu", "--mode eval has no steps"),
+        ("--profile-steps 0", "cpu", "--profile-steps 0: expected steps from 1 on"),
+        ("--profile-steps 7-5", "cpu", "--profile-steps 7-5"),
+        ("--profile-steps 3 --profile-ranks first", "cpu", "--profile-ranks first: expected a trainer's rank"),
+        ("--profile-steps 3 --profile-ranks 2", "cpu", "--profile-ranks 2: trainers have the ranks 0 to 1"),
+        ("--profile-steps 3 --profile-tool memory", "cpu", "sees what a GPU does, and this run is on a CPU"),
+        ("--profile-steps 3 --profile-tool nsys", "cuda", "there is no `nsys` on the PATH of this machine"),
+        ("--profile-steps 3 --mode eval", "cpu", "--mode eval has no steps"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_cure(
-    flags: list[str], device: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    flags: str, device: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (error,) = profile_errors(_config(*flags), device)
+    (error,) = profile_errors(_config(*flags.split()), device)
     assert said in error
 
 
@@ -83,14 +79,14 @@ def test_nsys_records_between_start_and_stop_alone() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["900"], ["--profile-steps 900: the run ends with step 300"]),
-        (["299-400", "--profile-ranks", "0", "engine-1"], []),
-        (["3", "--profile-ranks", "engine-9"], ["--profile-ranks engine-9: the last of the engines is engine-1"]),
-        (["3", "--profile-ranks", "all"], []),
+        ("900", ["--profile-steps 900: the run ends with step 300"]),
+        ("299-400 --profile-ranks 0 engine-1", []),
+        ("3 --profile-ranks engine-9", ["--profile-ranks engine-9: the last of the engines is engine-1"]),
+        ("3 --profile-ranks all", []),
     ],
 )
-def test_steps_and_engines_that_the_plan_does_not_have_are_refused(flags: list[str], said: list[str]) -> None:
+def test_steps_and_engines_that_the_plan_does_not_have_are_refused(flags: str, said: list[str]) -> None:
     plan: Any = SimpleNamespace(num_engines=2, num_rollout=300)
-    assert profile_plan_errors(_config("--profile-steps", *flags), plan) == said
+    assert profile_plan_errors(_config("--profile-steps", *flags.split()), plan) == said
     without: Any = SimpleNamespace(num_engines=0, num_rollout=300)
     assert profile_plan_errors(_config("--profile-steps", "3"), without) == []

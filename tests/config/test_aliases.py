@@ -62,32 +62,29 @@ def test_a_value_by_another_name(field: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "messages"),
     [
-        (["--learning-rate", "1e-5"], ["--learning-rate 1e-5: TRL's name; use --lr"]),
-        (["--num_train_epochs=3"], ["--num_train_epochs 3: TRL's name; use --num-epoch"]),
-        (["--rollout_batch_size", "8"], ["8: flags are written with dashes: --rollout-batch-size"]),
-        (["--no_colocate"], ["--no_colocate: flags are written with dashes: --no-colocate"]),
+        ("--learning-rate 1e-5", ["--learning-rate 1e-5: TRL's name; use --lr"]),
+        ("--num_train_epochs=3", ["--num_train_epochs 3: TRL's name; use --num-epoch"]),
+        ("--rollout_batch_size 8", ["8: flags are written with dashes: --rollout-batch-size"]),
+        ("--no_colocate", ["--no_colocate: flags are written with dashes: --no-colocate"]),
         (
-            ["data.train_batch_size=8", "+actor_rollout_ref.actor.optim.lr=1e-6", "trainer.balance_batch=True"],
+            "data.train_batch_size=8 +actor_rollout_ref.actor.optim.lr=1e-6 trainer.balance_batch=True",
             [
                 "data.train_batch_size=8: verl's name; use --rollout-batch-size",
                 "+actor_rollout_ref.actor.optim.lr=1e-6: verl's name; use --lr",
                 "trainer.balance_batch=True: verl's settings are not known here; `fusionrl flags` lists the flags",
             ],
         ),
-        (
-            ["data.max_prompt_length=9", "critic.optim.weight_decay=0"],
-            ["use --rollout-max-prompt-len", "not known here"],
-        ),
-        (["--trainer", "x"], ["--trainer x: verl's settings are not known here"]),
-        (["--colocat"], ["did you mean --colocate?"]),
-        (["--precision", "float16"], ["did you mean --precision bf16?"]),
-        (["--mode", "rejectsampling"], ["did you mean --mode reject-sampling?"]),
-        (["--advantage-estimator", "GRPO"], ["did you mean --advantage-estimator grpo?"]),
-        (["--log-level", "verbose"], ["'debug', 'info', 'warning' or 'error'"]),
+        ("data.max_prompt_length=9 critic.optim.weight_decay=0", ["use --rollout-max-prompt-len", "not known here"]),
+        ("--trainer x", ["--trainer x: verl's settings are not known here"]),
+        ("--colocat", ["did you mean --colocate?"]),
+        ("--precision float16", ["did you mean --precision bf16?"]),
+        ("--mode rejectsampling", ["did you mean --mode reject-sampling?"]),
+        ("--advantage-estimator GRPO", ["did you mean --advantage-estimator grpo?"]),
+        ("--log-level verbose", ["'debug', 'info', 'warning' or 'error'"]),
     ],
 )
-def test_messages(argv: list[str], messages: list[str]) -> None:
-    _, errors = read_args(argv)
+def test_messages(argv: str, messages: list[str]) -> None:
+    _, errors = read_args(argv.split())
     assert len(errors) == len(messages), errors
     for error, message in zip(errors, messages, strict=True):
         assert message in error

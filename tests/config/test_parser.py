@@ -41,21 +41,12 @@ def test_values_take_the_types_of_their_fields() -> None:
 
 
 def test_every_mistake_is_listed_at_once() -> None:
-    found = errors_of(
-        *("--mode", "grpo", "--rollout-batch-size", "0", "--lr", "-1e-3", "--num-epoch", "--colocate=3"),
-        *("--rollout-temperature", "nan", "--apply-chat-template-kwargs", "{x", "--n-samples-per-prompt", "2.5"),
-        *(
-            "--sglang-config",
-            "x.yaml",
-            "--multimodal-keys",
-            "x",
-            "--rollout-stop-token-ids",
-            "1",
-            "two",
-            "--name",
-            "a/b",
-        ),
+    line = (
+        "--mode grpo --rollout-batch-size 0 --lr -1e-3 --num-epoch --colocate=3 --rollout-temperature nan"
+        " --apply-chat-template-kwargs {x --n-samples-per-prompt 2.5 --sglang-config x.yaml --multimodal-keys x"
+        " --rollout-stop-token-ids 1 two --name a/b"
     )
+    found = errors_of(*line.split())
     wanted = {
         "--mode grpo": "'rl', 'sft', 'reject-sampling' or 'eval'",
         "--rollout-batch-size 0": "greater than or equal to 1",

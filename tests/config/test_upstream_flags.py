@@ -53,30 +53,30 @@ def ask() -> Iterator[Ask]:
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [
-        (["--sglang-mem-fraction-static", "0.8"], {"sglang": {"mem_fraction_static": 0.8}}),
-        (["--sglang-attention-backend=triton"], {"sglang": {"attention_backend": "triton"}}),
-        (["--sglang-chunked-prefill-size", "-1"], {"sglang": {"chunked_prefill_size": -1}}),
-        (["--sglang-disable-cuda-graph"], {"sglang": {"disable_cuda_graph": True}}),
-        (["--router-policy", "random"], {"router": {"policy": "random"}}),
-        (["--router-cache-threshold=0.25"], {"router": {"cache_threshold": 0.25}}),
-        (["--recompute-granularity", "full"], {"transformer": {"recompute_granularity": "full"}}),
-        (["--moe-aux-loss-coeff", "-1e-3"], {"transformer": {"moe_aux_loss_coeff": -1e-3}}),
-        (["--no-masked-softmax-fusion"], {"transformer": {"masked_softmax_fusion": False}}),
-        (["--masked-softmax-fusion=false"], {"transformer": {"masked_softmax_fusion": False}}),
-        (["--window-size", "1", "2"], {"transformer": {"window_size": [1, 2]}}),
-        (["--recompute-modules", "core_attn", "mlp"], {"transformer": {"recompute_modules": ["core_attn", "mlp"]}}),
+        ("--sglang-mem-fraction-static 0.8", {"sglang": {"mem_fraction_static": 0.8}}),
+        ("--sglang-attention-backend=triton", {"sglang": {"attention_backend": "triton"}}),
+        ("--sglang-chunked-prefill-size -1", {"sglang": {"chunked_prefill_size": -1}}),
+        ("--sglang-disable-cuda-graph", {"sglang": {"disable_cuda_graph": True}}),
+        ("--router-policy random", {"router": {"policy": "random"}}),
+        ("--router-cache-threshold=0.25", {"router": {"cache_threshold": 0.25}}),
+        ("--recompute-granularity full", {"transformer": {"recompute_granularity": "full"}}),
+        ("--moe-aux-loss-coeff -1e-3", {"transformer": {"moe_aux_loss_coeff": -1e-3}}),
+        ("--no-masked-softmax-fusion", {"transformer": {"masked_softmax_fusion": False}}),
+        ("--masked-softmax-fusion=false", {"transformer": {"masked_softmax_fusion": False}}),
+        ("--window-size 1 2", {"transformer": {"window_size": [1, 2]}}),
+        ("--recompute-modules core_attn mlp", {"transformer": {"recompute_modules": ["core_attn", "mlp"]}}),
         # A field whose own name begins with "no_" is no negation.
-        (["--no-rope-freq", "4"], {"transformer": {"no_rope_freq": 4}}),
-        (["--grad-reduce-in-fp32"], {"ddp": {"grad_reduce_in_fp32": True}}),
+        ("--no-rope-freq 4", {"transformer": {"no_rope_freq": 4}}),
+        ("--grad-reduce-in-fp32", {"ddp": {"grad_reduce_in_fp32": True}}),
         # Two of Megatron's classes have this field: one flag sets both.
         (
-            ["--overlap-param-gather"],
+            "--overlap-param-gather",
             {"optimizer": {"overlap_param_gather": True}, "ddp": {"overlap_param_gather": True}},
         ),
     ],
 )
-def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) -> None:
-    found, errors = ask(*argv)
+def test_typed_by_upstream(ask: Ask, argv: str, wanted: dict[str, Any]) -> None:
+    found, errors = ask(*argv.split())
     assert errors == []
     assert found == wanted
 
@@ -84,53 +84,41 @@ def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--sglang-mem-fraction-statc", "0.8"], ["did you mean --sglang-mem-fraction-static?"]),
-        (["--sglang-mem-fraction-static", "abc"], ["--sglang-mem-fraction-static abc", "float"]),
-        (["--sglang-mem-fraction-static"], ["expected one argument"]),
-        (["--sglang-disable-cuda-graph", "yes"], ["yes"]),
-        (["--sglang-tp-size", "2"], ["--sglang-tp-size 2", "use --rollout-num-gpus-per-engine"]),
-        (["--sglang-dp-size", "2"], ["--sglang-dp-size 2", "use --rollout-num-gpus: more devices are more engines"]),
-        (["--sglang-data-parallel-size", "2"], ["use --rollout-num-gpus: "]),
-        (["--sglang-pp-size", "2"], ["per-engine: an engine is divided by tensor parallelism alone"]),
-        (["--sglang-pipeline-parallel-size", "2"], ["use --rollout-num-gpus-per-engine: "]),
-        (["--sglang-nccl-port", "2"], ["set by fusionrl (a free port)"]),
-        (["--sglang-model-path", "x"], ["set by fusionrl", "use --hf-checkpoint"]),
-        (["--router-host", "h"], ["set by fusionrl (the node's own address)"]),
-        (["--router-policy", "zzz"], ["--router-policy zzz", "round_robin"]),
-        (["--router-polcy", "random"], ["did you mean --router-policy?"]),
-        (["--no-bf16"], ["use --precision"]),
-        (["--moe-router-fusion", "x"], ["does not fit its type"]),
-        (["--recompute-num-layers", "x"], ["'x' does not fit its type"]),
-        (["--recompute-granularity"], ["it needs a value"]),
-        (["--no-masked-softmax-fusion", "1"], ["takes no value"]),
-        (["--overlap-grad-reduc"], ["unknown flag; did you mean --overlap-grad-reduce?"]),
-        (["--rollout-batch", "8"], ["unknown flag; did you mean --rollout-batch-size?"]),  # no abbreviations
-        (["--rollot-batch-size", "8"], ["unknown flag; did you mean --rollout-batch-size?"]),
+        ("--sglang-mem-fraction-statc 0.8", ["did you mean --sglang-mem-fraction-static?"]),
+        ("--sglang-mem-fraction-static abc", ["--sglang-mem-fraction-static abc", "float"]),
+        ("--sglang-mem-fraction-static", ["expected one argument"]),
+        ("--sglang-disable-cuda-graph yes", ["yes"]),
+        ("--sglang-tp-size 2", ["--sglang-tp-size 2", "use --rollout-num-gpus-per-engine"]),
+        ("--sglang-dp-size 2", ["--sglang-dp-size 2", "use --rollout-num-gpus: more devices are more engines"]),
+        ("--sglang-data-parallel-size 2", ["use --rollout-num-gpus: "]),
+        ("--sglang-pp-size 2", ["per-engine: an engine is divided by tensor parallelism alone"]),
+        ("--sglang-pipeline-parallel-size 2", ["use --rollout-num-gpus-per-engine: "]),
+        ("--sglang-nccl-port 2", ["set by fusionrl (a free port)"]),
+        ("--sglang-model-path x", ["set by fusionrl", "use --hf-checkpoint"]),
+        ("--router-host h", ["set by fusionrl (the node's own address)"]),
+        ("--router-policy zzz", ["--router-policy zzz", "round_robin"]),
+        ("--router-polcy random", ["did you mean --router-policy?"]),
+        ("--no-bf16", ["use --precision"]),
+        ("--moe-router-fusion x", ["does not fit its type"]),
+        ("--recompute-num-layers x", ["'x' does not fit its type"]),
+        ("--recompute-granularity", ["it needs a value"]),
+        ("--no-masked-softmax-fusion 1", ["takes no value"]),
+        ("--overlap-grad-reduc", ["unknown flag; did you mean --overlap-grad-reduce?"]),
+        ("--rollout-batch 8", ["unknown flag; did you mean --rollout-batch-size?"]),  # no abbreviations
+        ("--rollot-batch-size 8", ["unknown flag; did you mean --rollout-batch-size?"]),
     ],
 )
-def test_refused_with_flag_value_and_cure(ask: Ask, argv: list[str], parts: list[str]) -> None:
-    found, errors = ask(*argv)
+def test_refused_with_flag_value_and_cure(ask: Ask, argv: str, parts: list[str]) -> None:
+    found, errors = ask(*argv.split())
     assert found == {}
     assert len(errors) == 1
-    assert errors[0].startswith(argv[0])
+    assert errors[0].startswith(argv.partition(" ")[0].partition("=")[0])
     assert all(part in errors[0] for part in parts), errors
 
 
 def test_mistakes_in_all_of_them_come_together(ask: Ask) -> None:
-    found, errors = ask(
-        *(
-            "--sglang-foo",
-            "1",
-            "--sglang-mem-fraction-static",
-            "0.5",
-            "--lr",
-            "x",
-            "--router-foo",
-            "--num-moe-experts",
-            "z",
-        ),
-        *("--qwertyuiop", "--rollout-batch-size", "0"),
-    )
+    line = "--sglang-foo 1 --sglang-mem-fraction-static 0.5 --lr x --router-foo --num-moe-experts z --qwertyuiop"
+    found, errors = ask(*line.split(), "--rollout-batch-size", "0")
     assert found == {"sglang": {"mem_fraction_static": 0.5}}
     starts = [error.split(":")[0] for error in errors]
     assert starts == [

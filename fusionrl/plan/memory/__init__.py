@@ -4,8 +4,7 @@ states       parameters, gradients, optimizer of a rank, exactly as Megatron lay
 activations  what autograd keeps of a layer
 head         the logits' share
 trainer      the three together, by pipeline stage
-engine       SGLang's weights and KV cache
-scorers      the same of a reward model's and a teacher's engines
+engine       SGLang's weights and KV cache, also of a reward model's and a teacher's engines
 bars         sums by device and node
 report       all of it, and the verdict
 advice       the least change that fits

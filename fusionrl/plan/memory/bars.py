@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.devices import GIB
-from fusionrl.plan.memory.engine import EngineMemory
+from fusionrl.plan.memory.engine import EngineMemory, ScorerMemory, node_bytes
 from fusionrl.plan.memory.pinned import pinned_bytes
-from fusionrl.plan.memory.scorers import ScorerMemory, node_bytes
 from fusionrl.plan.memory.trainer import StageMemory
 
 if TYPE_CHECKING:

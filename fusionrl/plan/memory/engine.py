@@ -1,14 +1,20 @@
-"""Memory of an SGLang engine: its weights, and the tokens that its KV cache holds."""
+"""Memory of an SGLang engine: its weights, and the tokens that its KV cache holds.
+
+A reward model's and a teacher's engines only read, and have devices of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.devices import Machine
+from fusionrl.plan.push import push_tensors, torch_name
+from fusionrl.plan.scorers import ScorerPlan, ScorerRole
 from fusionrl.plan.upstream_fields import passed
 
-GIB = 2**30
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
 _TORCH_WIDTHS = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
@@ -93,3 +99,55 @@ def engine_memory(
     fraction = passed(server_args, "mem_fraction_static", float) or static_fraction(device_memory, tp)
     room = int((fraction * device_memory - resident - weights) // token)
     return EngineMemory(weights, min(room, limit) if limit else room, token, fraction)
+
+
+@dataclass(frozen=True)
+class ScorerMemory:
+    """One device of an engine that only reads.
+
+    role     whose it is
+    bundles  devices of all engines of the role
+    engine   None: not estimated
+    unknown  the reason why not; empty where the devices' memory is not known
+    """
+
+    role: ScorerRole
+    bundles: tuple[int, ...]
+    engine: EngineMemory | None
+    unknown: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.role.replace("-", " ")
+
+
+def scorer_memory(
+    scorer: ScorerPlan, dtype: Literal["fp32", "bf16"], machine: Machine | None, *, on_cpu: bool
+) -> ScorerMemory:
+    """The estimate for the engines of a reward model or a teacher. `dtype` is that of all engines."""
+    bundles = tuple(bundle for engine in scorer.bundles for bundle in engine)
+    if scorer.shape is None:
+        return ScorerMemory(scorer.role, bundles, None, scorer.unknown)
+    tensors = push_tensors(scorer.shape, lambda _: 0, torch_name(dtype), scorer.quantization)
+    engine = engine_memory(
+        scorer.shape,
+        float(sum(tensor.sent_bytes for tensor in tensors)),
+        scorer.size,
+        dtype,
+        scorer.server_args,
+        device_memory=machine.device_memory if machine is not None else None,
+        on_cpu=on_cpu,
+    )
+    return ScorerMemory(scorer.role, bundles, engine)
+
+
+def node_bytes(scorers: Sequence[ScorerMemory], node: int, per_node: int) -> tuple[float, float, int]:
+    """(bytes of weights, bytes of KV caches, devices) on one node of `per_node` devices."""
+    weights = caches = 0.0
+    count = 0
+    for scorer in scorers:
+        here = sum(bundle // per_node == node for bundle in scorer.bundles)
+        count += here
+        if scorer.engine is not None:
+            weights, caches = weights + here * scorer.engine.weights, caches + here * scorer.engine.pool
+    return weights, caches, count

@@ -20,8 +20,7 @@ from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute
 from fusionrl.plan.memory.bars import Bar, Group, bounds_samples, cpu_bars, gib, gpu_bars, gpu_host_bars, longest_sample
-from fusionrl.plan.memory.engine import EngineMemory, engine_memory
-from fusionrl.plan.memory.scorers import ScorerMemory, scorer_memory
+from fusionrl.plan.memory.engine import EngineMemory, ScorerMemory, engine_memory, scorer_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.push import BUFFERS, planned_push
