@@ -239,25 +239,17 @@ def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: 
 def _without_defaults(values: dict[str, object], passed: Collection[str]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
-    --resume is dropped: otherwise the file could resume a run in another folder. Values that a preset chose are
-    dropped as well, so that another --algorithm on the command line brings its own; so is --use-tis where it was
-    the default of --pipeline. Flags in `passed` stay.
+    --resume is dropped: otherwise the file could resume a run in another folder. A value that follows from a preset, or
+    from --pipeline (--use-tis), is dropped as well, so that another --algorithm on the command line brings its own.
+    Flags in `passed` stay.
     """
-    chosen = {name: values[name] for name in values if name in _PRESET_READS}
-    preset = with_preset(chosen)
-    preset["use_tis"] = Config.from_flat({name: values[name] for name in READS if name in values}).algorithm.use_tis
-    chosen_values = {}
+    reads = {name: values[name] for name in dict.fromkeys((*_PRESET_READS, *READS)) if name in values}
+    default, chosen = Config.from_flat(with_preset(reads)), {}
     for name, value in values.items():
-        if name in _OF_ONE_START:
-            continue
-        if name in passed:
-            chosen_values[name] = value
-            continue
-        plain = FIELDS[name].get_default(call_default_factory=True)
-        default = preset.get(name, plain) if name not in chosen else plain
-        if name == "use_kl_loss":
-            default = with_preset({key: chosen[key] for key in chosen if key != name}).get(name, plain)
-        group = GROUPS[GROUP_OF[name]]
-        if getattr(group(**{name: value}), name) != getattr(group(**{name: default}), name):
-            chosen_values[name] = value
-    return chosen_values
+        config, group = default, GROUP_OF[name]
+        if name in reads:
+            config = Config.from_flat(with_preset({key: reads[key] for key in reads if key != name}))
+        is_default = getattr(GROUPS[group](**{name: value}), name) == getattr(getattr(config, group), name)
+        if name not in _OF_ONE_START and (name in passed or not is_default):
+            chosen[name] = value
+    return chosen

@@ -38,12 +38,8 @@ def write(tmp_path: Path) -> Write:
     [
         "from calc_tool import add",
         "import calc_tool; add = calc_tool.add",
-        "from .calc_tool import add",
         "from . import calc_tool; add = calc_tool.add",
-        "from tools.calc import add",
-        "import tools.calc; add = tools.calc.add",
         "import tools.calc as calc; add = calc.add",
-        "from tools import calc; add = calc.add",
         "from tools import *; add = calc.add",
         "def add(a, b):\n    from calc_tool import add\n    return add(a, b)",
     ],

@@ -1,4 +1,4 @@
-"""--eval-num-gpus: what does not go together with it."""
+"""Engines that only evaluate (--eval-num-gpus), and engines that others have started."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.engines import eval_engine_errors
+from fusionrl.checks.engines import eval_engine_errors, guest_errors
 from fusionrl.config.config import Config
+from fusionrl.config.parser import read_args
 
 FITS: dict[str, Any] = {"eval_num_gpus": 1, "eval_prompt_data": ["a", "a.jsonl"], "eval_interval": 2}
 
@@ -42,3 +43,22 @@ def test_every_pipeline_takes_it(pipeline: str, transport: str) -> None:
 
 def test_none_are_asked_for() -> None:
     assert eval_engine_errors(Config.from_flat({"mode": "sft", "colocate": True})) == []
+
+
+@pytest.mark.parametrize("text", ["role=prefill", "role= prefill"])
+def test_pairs_take_no_guests_however_the_group_is_written(text: str) -> None:
+    groups = [f"a:num_gpus=1,{text}", "b:num_gpus=1,role=decode"]
+    values = {"rollout_external_engine_addrs": ["h:1"], "engine_group": groups}
+    (error,) = guest_errors(Config.from_flat(values))
+    assert "not with --engine-group of role prefill" in error
+    groups[:] = ["a:num_gpus=1,served-model-name=role=prefill"]
+    assert guest_errors(Config.from_flat(values)) == []
+
+
+def test_a_run_has_an_engine_of_its_own() -> None:
+    config, errors = read_args(["--rollout-num-gpus", "0", "--rollout-external-engine-addrs", "h:1"])
+    (error,) = errors
+    assert error.startswith("--rollout-num-gpus 0: ") and "--rollout-external-engine-addrs" in error
+    assert "give 1 or more" in error and "--mode sft" in error
+    assert config.cluster.rollout_num_gpus is None
+    assert read_args(["--rollout-num-gpus", "2"])[0].cluster.rollout_num_gpus == 2
