@@ -1,7 +1,7 @@
 """Whether the launch files of checkouts parse: `python tools/from_slime_scripts.py SLIME [MILES …]`.
 
 Launch files are scripts that name train.py or train_async.py, and Python files that call `execute_train` or name
-train.py in a command; of files with the same text one counts. Each is read, never run. The model's folder is replaced
+train.py in a command; of files with the same text one counts. Each runs in the sandbox. The model's folder is replaced
 by a config.json of the shape that the launch's own flags describe, and other files by nothing; the checks that need
 neither weights nor data are those of `fusionrl plan --cluster`. A file parses if all its launches do; else it is
 refused, and each reason is printed. Values that only the machine of the run knows are not looked at.
@@ -31,8 +31,8 @@ from fusionrl.compat.slime.flags.custom_flags import set_apart
 from fusionrl.compat.slime.flags.table import TABLE
 from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.compat.slime.scripts.launch import Launch
+from fusionrl.compat.slime.scripts.markers import left_parts, plain
 from fusionrl.compat.slime.scripts.script import read_script
-from fusionrl.compat.slime.scripts.shell import left_parts, plain
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args

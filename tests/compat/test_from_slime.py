@@ -55,46 +55,61 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_printed_command(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["from-slime", str(script), "--set", "MODEL=/my model"]) == 0
-    out = capsys.readouterr().out
-    comments = " ".join(line.lstrip("# ") for line in out.splitlines() if line.startswith("#"))
-    command = "\n".join(line for line in out.splitlines() if not line.startswith("#"))
+class Printed:
+    """What `from-slime` printed: all of it, the comments as one text, and the command as one line."""
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+        lines = out.replace("\\\n", " ").splitlines()
+        self.comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+        (self.command,) = [line for line in lines if line.startswith("fusionrl train")]
+        self.words = shlex.split(self.command)
+
+
+@pytest.fixture
+def translate(script: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
+    """translate(flags in place of --optimizer adam, flag of from-slime, …, program=…)."""
+
+    def run(more: str = "--optimizer adam", *flags: str, program: str = "train") -> Printed:
+        script.write_text(SCRIPT.replace("--optimizer adam", more).replace("train.py", f"{program}.py"))
+        assert main(["from-slime", str(script), *flags]) == 0
+        return Printed(capsys.readouterr().out)
+
+    return run
+
+
+def test_the_printed_command(translate: Callable[..., Printed]) -> None:
+    printed = translate("--optimizer adam", "--set", "MODEL=/my model")
     for text in (
         *("--save /runs/tiny/: it is --run-dir /runs/tiny/", "it is --resume", "2 flags of the model's shape"),
         *("--attention-backend flash", "--optimizer adam", "fusionrl track RUN --to wandb", "--wandb-key: left out"),
         *("the job sets JUDGE", "slime's defaults, which are others here: --no-calculate-per-token-loss"),
         "${DATA} is left as the script has it",
     ):
-        assert text in comments, (text, comments)
-    assert "WANDB_KEY" not in out and '"${DATA}/train.jsonl"' in command
-    words = shlex.split(command.replace("\\\n", " "))
-    assert words[:2] == ["fusionrl", "train"] and "/my model" in words
-    config, errors = read_args(words[2:])
+        assert text in printed.comment, (text, printed.comment)
+    assert "WANDB_KEY" not in printed.out and '"${DATA}/train.jsonl"' in printed.command
+    assert printed.words[:2] == ["fusionrl", "train"] and "/my model" in printed.words
+    config, errors = read_args(printed.words[2:])
     assert errors == [] and config.passthrough.slime == {}
     assert (config.run.run_dir, config.run.resume, config.train.weight_decay) == ("/runs/tiny/", True, 0.1)
     assert (config.data.tool_key, config.algorithm.calculate_per_token_loss) == ("tools", False)
     assert config.cluster.actor_num_gpus_per_node == 2
 
 
-def test_a_flag_that_is_not_here_is_in_the_comments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script.write_text(SCRIPT.replace("--optimizer adam", "--optimizer sgd"))
-    assert main(["from-slime", str(script)]) == 0
-    out = capsys.readouterr().out
-    assert "TO CHANGE" not in out
-    assert "# NOT HERE --optimizer sgd: the optimizer is Adam" in out and "    --optimizer" not in out
+def test_a_flag_that_is_not_here_is_in_the_comments(translate: Callable[..., Printed]) -> None:
+    printed = translate("--optimizer sgd --rollout-batch-sizes 4")
+    assert "TO CHANGE" not in printed.out and "--optimizer" not in printed.command
+    assert "NOT HERE --optimizer sgd: the optimizer is Adam" in printed.comment
+    assert "--rollout-batch-sizes (--rollout-batch-size?):" in printed.comment, "a mistake, or a flag of a fork"
 
 
-def test_a_function_beside_the_script_is_named_by_its_file(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_beside_the_script_is_named_by_its_file(translate: Callable[..., Printed], script: Path) -> None:
     """slime's scripts have their own folder on PYTHONPATH."""
     (script.parent / "search.py").write_text("async def generate(args, sample, params): ...\n")
-    paths = "--custom-generate-function-path search.generate --custom-rm-path elsewhere.rm"
-    script.write_text(SCRIPT.replace("--rm-type math", paths))
-    assert main(["from-slime", str(script)]) == 0
-    out = capsys.readouterr().out
-    assert f"--custom-generate-function-path {script.parent}/search.py:generate \\" in out
-    assert "--custom-rm-path elsewhere.rm \\" in out
-    assert "# search.generate is next to the script" in out
+    printed = translate("--custom-generate-function-path search.generate --custom-rm-path elsewhere.rm")
+    assert f"--custom-generate-function-path {script.parent}/search.py:generate " in printed.command
+    assert "--custom-rm-path elsewhere.rm " in printed.command
+    assert "search.generate is next to the script" in printed.comment
 
 
 @pytest.mark.parametrize(
@@ -109,22 +124,19 @@ def test_a_function_beside_the_script_is_named_by_its_file(script: Path, capsys:
     ],
 )
 def test_flags_of_a_fork_are_in_the_file_of_custom_config_path(
-    script: Path, capsys: pytest.CaptureFixture[str], more: str, wanted: dict[str, object] | None
+    translate: Callable[..., Printed], script: Path, more: str, wanted: dict[str, object] | None
 ) -> None:
     """The printed script writes that file, and functions find the flags in their `args`, as in slime."""
-    script.write_text(SCRIPT.replace("--optimizer adam", more))
     (script.parent / "mine.yaml").write_text("judge_n: 2\nmine: 1")
-    assert main(["from-slime", str(script)]) == 0
-    printed = capsys.readouterr().out
-    comment = " ".join(line.removeprefix("#").strip() for line in printed.splitlines() if line.startswith("#"))
-    assert "They are in run.args.yaml" in comment
-    assert "TO CHANGE" not in comment and "NOT HERE" not in comment
+    printed = translate(more)
+    assert "They are in run.args.yaml" in printed.comment
+    assert "TO CHANGE" not in printed.comment and "NOT HERE" not in printed.comment
     fake = script.parent / "fusionrl"
     fake.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\" > argv\n")
     fake.chmod(0o755)
     folder = str(script.parent)
     variables = {"PATH": f"{folder}:/usr/bin:/bin", "HOST": "h", "N": "4", "D": folder}
-    subprocess.run(["bash", "-eu", "-c", "DATA=/d NUM_GPUS=1;" + printed], cwd=folder, env=variables, check=True)
+    subprocess.run(["bash", "-eu", "-c", "DATA=/d NUM_GPUS=1;" + printed.out], cwd=folder, env=variables, check=True)
     argv = (script.parent / "argv").read_text().splitlines()
     words = [argv[0], "--custom-config-path", folder + "/" + argv[argv.index("--custom-config-path") + 1]]
     assert argv.count("--custom-config-path") == 1
@@ -133,21 +145,10 @@ def test_flags_of_a_fork_are_in_the_file_of_custom_config_path(
     assert config.passthrough.custom == (wanted or {"judge_url": "http://h:1", "judge_n": 4, "judge_key": 'a$b\\c"'})
 
 
-def test_a_flag_of_a_fork_that_may_be_a_mistake_is_named_with_its_neighbour(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script.write_text(SCRIPT.replace("--optimizer adam", "--rollout-batch-sizes 4"))
-    assert main(["from-slime", str(script)]) == 0
-    assert "# --rollout-batch-sizes (--rollout-batch-size?):" in capsys.readouterr().out
-
-
-def test_variables_of_the_trainers_are_exported(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_of_the_trainers_are_exported(translate: Callable[..., Printed]) -> None:
     """slime sets them in the trainers' processes; here trainers get the environment of the command."""
-    script.write_text(SCRIPT.replace("--optimizer adam", """--train-env-vars '{"A":"x","N":1}'"""))
-    assert main(["from-slime", str(script)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    place = lines.index("fusionrl train \\")
-    assert lines[place - 2 : place] == ["export A=x", "export N=1"] and "--train-env-vars" not in "".join(lines)
+    printed = translate("""--train-env-vars '{"A":"x","N":1}'""")
+    assert "\nexport A=x\nexport N=1\nfusionrl train" in printed.out and "--train-env-vars" not in printed.out
 
 
 @pytest.mark.parametrize("is_python", [False, True])
@@ -168,120 +169,95 @@ def test_files_that_a_launch_writes_are_written_by_the_printed_script(
     assert main(["from-slime", str(script)]) == 0
     printed = capsys.readouterr().out
     assert "cannot be read" not in printed
-    subprocess.run(
-        ["bash", "-eu", "-c", f"fusionrl() {{ :; }}; {printed}"], cwd=script.parent, env={"PWD": "."}, check=True
-    )
+    subprocess.run(["bash", "-eu", "-c", f"fusionrl() {{ :; }}; {printed}"], cwd=script.parent, check=True)
     name = "run.1.yaml" if is_python else "mine.yaml"
     assert (script.parent / name).read_text() == text + "  n: 4\n"
 
 
 @pytest.mark.parametrize(
-    ("before", "more", "last"),
+    ("more", "last"),
     [
-        ("", "--colocate $EXTRA", "${EXTRA}"),
-        ("", '--lr 1e-6 "$@"', '"$@"'),
-        ("read -ra A < flags", '"${A[@]}" --colocate', '"${A[@]}"'),
-        ("", "--eval-prompt-data aime $EVAL --seed 1 ${MORE} $LAST", "${MORE} ${LAST}"),
-        ("", "--sglang-enable-metrics $(flags)", "$(flags)"),
+        ("--colocate $EXTRA", "${EXTRA}"),
+        ('--lr 1e-6 "$@"', '"$@"'),
+        ("--eval-prompt-data aime $EVAL --seed 1 ${MORE} $LAST", "${MORE} ${LAST}"),
+        ("--sglang-enable-metrics $(flags)", "$(flags)"),
     ],
 )
-def test_words_that_may_be_flags_stand_last(
-    script: Path, capsys: pytest.CaptureFixture[str], before: str, more: str, last: str
-) -> None:
+def test_words_that_may_be_flags_stand_last(translate: Callable[..., Printed], more: str, last: str) -> None:
     """They are no values of the flag before them, and one that is empty is no argument."""
-    script.write_text(before + "\n" + SCRIPT.replace("--optimizer adam", more))
-    assert main(["from-slime", str(script)]) == 0
-    lines = _joined(capsys.readouterr().out)
-    assert " ".join(lines[-1].split()).endswith(f" 1 {last}") and not any("TO CHANGE" in line for line in lines)
-    assert all(f"# {part.strip(chr(34))} is left as the script has it" in "\n".join(lines) for part in last.split())
+    printed = translate(more)
+    assert " ".join(printed.command.split()).endswith(f" 1 {last}") and "TO CHANGE" not in printed.out
+    assert all(f"{part.strip(chr(34))} is left as the script has it" in printed.comment for part in last.split())
 
 
-def test_what_keeps_it_from_running_as_it_stands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = "--rollout-num-gpus-per-engine 16 --max-tokens-per-gpu 8 --seed ${SEED} --lr fast"
-    script.write_text(SCRIPT.replace("--optimizer adam", f"--optimizer adam {more}"))
-    assert main(["from-slime", str(script)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# TO CHANGE")]
-    assert [line.split()[3] for line in lines] == ["--lr", "--max-tokens-per-gpu"]
+def test_what_keeps_it_from_running_as_it_stands(translate: Callable[..., Printed]) -> None:
+    printed = translate("--rollout-num-gpus-per-engine 16 --max-tokens-per-gpu 8 --seed ${SEED} --lr fast")
+    changes = [line.split()[3] for line in printed.out.splitlines() if line.startswith("# TO CHANGE")]
+    assert changes == ["--lr", "--max-tokens-per-gpu"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "part"),
     [
         (["no.sh"], "no.sh: it cannot be read"),
-        (["--set", "X"], "--set X: NAME=VALUE is wanted"),
-        (["a.sh", "b.sh"], "b.sh: one script at a time"),
-        (["--flag"], "--flag: unknown"),
-        (["--shim"], "--shim: it needs a value"),
+        (["--set", "X"], "--set: X: NAME=VALUE"),
+        (["a.sh", "b.sh"], "b.sh"),
+        (["--flag"], "--flag"),
+        (["--shim"], "--shim"),
+        ([], "SCRIPT"),
     ],
 )
-def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["from-slime", *argv]) == 2
-    assert message in capsys.readouterr().err
+    assert part in "".join(capsys.readouterr())
 
 
-def test_a_small_command_has_nothing_of_the_cluster(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_command_has_nothing_of_the_cluster(translate: Callable[..., Printed]) -> None:
     """Two steps on a machine without a GPU: no parallel ranks, no CUDA kernels, no evaluation; the rest as it was."""
-    text = script.read_text().replace(
-        "--optimizer adam",
+    printed = translate(
         "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --moe-grouped-gemm"
         " --optimizer-cpu-offload --use-precision-aware-optimizer --eval-interval 5 --eval-prompt-data aime a.jsonl"
         " --sglang-cuda-graph-bs 1 2 4 --eval-top-p 1 --num-epoch 3 --entropy-coef 0.01",
+        "--small",
     )
-    script.write_text(text)
-    assert main(["from-slime", str(script), "--small"]) == 0
-    printed = capsys.readouterr().out
-    assert "it is --resume" not in printed, "it has none"
-    told = " ".join(printed.replace("#", "").split())
-    assert "Give --hf-checkpoint, --prompt-data, --run-dir a small model of the same family" in told
-    (command,) = [line for line in _joined(printed) if line.startswith("fusionrl train")]
-    words = shlex.split(command)
+    assert "it is --resume" not in printed.out, "it has none"
+    assert "Give --hf-checkpoint, --prompt-data, --run-dir a small model of the same family" in printed.comment
     gone = ("parallel-size", "moe", "offload", "precision", "eval", "cuda-graph", "--num-epoch", "--resume", "2 4")
-    assert not [part for part in gone if part in command]
+    assert not [part for part in gone if part in printed.command]
     for flag, value in {"--num-rollout": "2", "--global-batch-size": "4", "--entropy-coef": "0.01"}.items():
-        assert [after for word, after in pairwise(words) if word == flag] == [value]
-    assert words.count("--actor-num-gpus-per-node") == 1 and "TO CHANGE" not in command
+        assert [after for word, after in pairwise(printed.words) if word == flag] == [value]
+    assert printed.words.count("--actor-num-gpus-per-node") == 1 and "TO CHANGE" not in printed.command
 
 
 @pytest.mark.parametrize(
-    ("more", "is_ahead", "said"),
+    ("program", "more", "is_ahead", "comment"),
     [
-        ("", True, ""),
+        ("train_async", "", True, "slime's defaults, which are others here: "),
+        ("train_async", "--use-tis", True, ""),
+        ("train", "", False, ""),
         (
+            "train_async",
             "--partial-rollout --over-sampling-batch-size 8",
             False,
             "one rollout ahead (--pipeline one-step-off); this one generates and trains in turn: ",
         ),
-        ("--loss-type sft_loss", False, ""),
-        ("--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async", False, ""),
+        ("train_async", "--loss-type sft_loss", False, ""),
+        (
+            "train_async",
+            "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+            False,
+            "",
+        ),
     ],
 )
-def test_train_async_generates_one_rollout_ahead(
-    script: Path, capsys: pytest.CaptureFixture[str], more: str, is_ahead: bool, said: str
-) -> None:
-    script.write_text(script.read_text().replace("train.py", "train_async.py").replace("--optimizer adam", more))
-    assert main(["from-slime", str(script)]) == 0
-    out = capsys.readouterr().out
-    assert ("--pipeline one-step-off" in out.partition("\nfusionrl train")[2]) is is_ahead
-    assert said in " ".join(line.removeprefix("#").strip() for line in out.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("program", "more", "is_written"),
-    [("train_async", "", True), ("train_async", "--use-tis", False), ("train", "", False)],
-)
-def test_a_launch_of_train_async_corrects_no_more_than_slime_does(
-    script: Path, capsys: pytest.CaptureFixture[str], program: str, more: str, is_written: bool
+def test_train_async_generates_one_rollout_ahead_and_corrects_no_more_than_slime_does(
+    translate: Callable[..., Printed], program: str, more: str, is_ahead: bool, comment: str
 ) -> None:
     """--pipeline one-step-off has --use-tis on by default; slime trains without it unless a script gives it."""
-    script.write_text(script.read_text().replace("train.py", f"{program}.py").replace("--optimizer adam", more))
-    assert main(["from-slime", str(script)]) == 0
-    lines = _joined(capsys.readouterr().out)
-    (command,) = [line for line in lines if line.startswith("fusionrl train")]
-    assert ("--no-use-tis" in shlex.split(command)) is is_written
-    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
-    assert ("slime's defaults, which are others here" in comment and "--no-use-tis" in comment) is is_written
-    config, _ = read_args(shlex.split(command)[2:])
-    assert config.algorithm.use_tis is bool(more)
+    printed = translate(more, program=program)
+    assert ("--pipeline one-step-off" in printed.command) is is_ahead and comment in printed.comment
+    assert ("--no-use-tis" in printed.words) is (is_ahead and not more)
+    assert read_args(printed.words[2:])[0].algorithm.use_tis is (more == "--use-tis")
 
 
 def test_a_run_by_the_shim_corrects_no_more_than_slime_does(
@@ -293,10 +269,6 @@ def test_a_run_by_the_shim_corrects_no_more_than_slime_does(
         assert run_launch(["--lr", "1e-6", *more], program) == 0
     assert ["--no-use-tis" in argv for argv in commands] == [True, False, False]
     assert ["one-step-off" in argv for argv in commands] == [True, True, False]
-
-
-def _joined(text: str) -> list[str]:
-    return text.replace("\\\n", " ").splitlines()
 
 
 def test_the_shim_takes_slimes_arguments(tmp_path: Path) -> None:

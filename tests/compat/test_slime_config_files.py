@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.compat.slime.flags.config_files import with_flags
 from fusionrl.compat.slime.flags.custom_flags import set_apart
 from fusionrl.compat.slime.flags.translate import translate
-from fusionrl.compat.slime.scripts.script import Script, read_script
+from fusionrl.compat.slime.scripts.markers import left
+from fusionrl.compat.slime.scripts.script import read_script
 from fusionrl.config.engine_groups import read_groups
 from fusionrl.config.parser import read_args
 
@@ -35,10 +37,11 @@ megatron:
 """
 
 
-def read(folder: Path, flag: str, text: str, before: str = "") -> Script:
-    (folder / "conf.yaml").write_text(text)
-    (folder / "run.sh").write_text(f"python train.py --hf-checkpoint /m {before} {flag} conf.yaml --seed 1\n")
-    return read_script(folder / "run.sh")
+def flags_of(flag: str, text: str, before: str = "") -> tuple[list[str], list[str]]:
+    """The arguments of a launch with a file of that text, and the notes."""
+    notes: list[str] = []
+    argv = ["--hf-checkpoint", "/m", *before.split(), flag, "conf.yaml", "--seed", "1"]
+    return with_flags(argv, {"conf.yaml": text}.get, notes.append)[0], notes
 
 
 @pytest.mark.parametrize(
@@ -56,16 +59,16 @@ def read(folder: Path, flag: str, text: str, before: str = "") -> Script:
         ("--megatron-config-path", CRITIC, "--lr 1e-6", "--critic-lr 1e-5 --critic-lr-warmup-iters 3 --lr 1e-7"),
     ],
 )
-def test_a_file_becomes_flags(tmp_path: Path, flag: str, text: str, before: str, wanted: str) -> None:
-    script = read(tmp_path, flag, text, before)
-    assert script.launches[0].argv == ("--hf-checkpoint", "/m", "--seed", "1", *wanted.split())
-    assert script.notes == [f"{flag} conf.yaml: it is {wanted}"]
+def test_a_file_becomes_flags(flag: str, text: str, before: str, wanted: str) -> None:
+    argv, notes = flags_of(flag, text, before)
+    assert argv == ["--hf-checkpoint", "/m", "--seed", "1", *wanted.split()]
+    assert notes == [f"{flag} conf.yaml: it is {wanted}"]
 
 
-def test_the_flags_are_read_as_they_are_meant(tmp_path: Path) -> None:
-    _, *_, first, second = read(tmp_path, "--sglang-config", SIZES).launches[0].argv
+def test_the_flags_are_read_as_they_are_meant() -> None:
+    *_, first, second = flags_of("--sglang-config", SIZES)[0]
     assert [(one.num_engines, one.per_engine) for one in read_groups((first, second), 1)] == [(2, 2), (2, 1)]
-    config, errors = read_args(list(read(tmp_path, "--megatron-config-path", CRITIC).launches[0].argv))
+    config, errors = read_args(flags_of("--megatron-config-path", CRITIC)[0])
     assert not errors and (config.train.lr, config.critic.critic_lr) == (1e-7, 1e-5)
 
 
@@ -83,15 +86,14 @@ def test_the_flags_are_read_as_they_are_meant(tmp_path: Path) -> None:
         ("--megatron-config-path", "megatron: [{role: critic, overrides: {optimizer: sgd}}]", "no --critic-optimizer"),
     ],
 )
-def test_what_no_flag_says_is_refused_with_the_reason(tmp_path: Path, flag: str, text: str, reason: str) -> None:
-    script = read(tmp_path, flag, text)
-    argv = list(script.launches[0].argv)
-    assert reason in script.notes[0] and argv[2:4] == [flag, "conf.yaml"]
+def test_what_no_flag_says_is_refused_with_the_reason(flag: str, text: str, reason: str) -> None:
+    argv, notes = flags_of(flag, text)
+    assert reason in notes[0] and argv[2:4] == [flag, "conf.yaml"]
     assert any(flag in error for error in translate(argv).errors)
 
 
 def test_files_that_a_script_or_a_launcher_writes(tmp_path: Path) -> None:
-    shell = f'F=$(mktemp /tmp/x_XX.yaml)\ncat > "$F" <<CFG\n{CRITIC}CFG\npython train.py --megatron-config-path "$F"\n'
+    shell = f'F=$(mktemp /tmp/x_XXX.yaml)\ncat > "$F" <<CFG\n{CRITIC}CFG\npython train.py --megatron-config-path "$F"\n'
     temporary = "f = tempfile.NamedTemporaryFile('w', suffix='.yaml', delete=False)\n"
     start = f"import slime.utils.external_utils.command_utils as U\nimport tempfile, yaml\ntext = '''{CRITIC}'''\n"
     end = "U.execute_train(f'--megatron-config-path {f.name}', 8, None)\n"
@@ -108,21 +110,6 @@ def test_files_that_a_script_or_a_launcher_writes(tmp_path: Path) -> None:
         assert not script.files, "no flag reads the file any more"
 
 
-def test_a_part_of_an_array_that_is_lost_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "run.sh"
-    file.write_text(
-        'A=(--colocate)\nif [ "$1" = big ]; then A+=(--seed 2); else A+=(--lr 1e-6); fi\n'
-        'python train.py --num-rollout 2 ${A[@]} ${EXTRA} "$@"\n'
-    )
-    apart = set_apart(read_script(file).launches[0].argv)
-    assert apart.argv == ["--num-rollout", "2", "--colocate"], "a switch before the part belongs to both branches"
-    (error,) = apart.errors
-    assert error.startswith("${A[@]:1}: a condition that cannot be known") and "--set NAME=VALUE" in error
-    assert not set_apart(read_script(file, {"1": "big"}).launches[0].argv).errors
-
-
-def test_a_launch_of_which_no_flag_is_known_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "run.sh"
-    for words, count in (("$ALL", 1), ('"$@"', 0), ("$ALL --seed 1", 0), ("", 0)):
-        file.write_text(f"python train.py {words}\n")
-        assert len(set_apart(read_script(file).launches[0].argv).errors) == count, words
+def test_a_launch_of_which_no_flag_is_known_is_an_error() -> None:
+    for words, count in (([left("${ALL}")], 1), ([left("$@")], 0), ([left("${ALL}"), "--seed", "1"], 0), ([], 0)):
+        assert len(set_apart(words).errors) == count, words

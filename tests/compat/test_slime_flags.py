@@ -14,41 +14,12 @@ from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.parser import read_args
 
-HF = ["--hf-checkpoint", "hf"]
-
 
 def translated(*argv: str, **forms: Form) -> list[str]:
     """Flags of ours, in order of their names; no error. `forms`: what is in the folders that are there."""
     found = translate(argv, lambda path: forms.get(path.rstrip("/").replace("-", "_")))
     assert found.errors == []
     return found.argv
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ("--train-backend fsdp --attn-implementation flash_attention_2 --fsdp-cpu-offload --lr 1", "--lr 1"),
-        (
-            "--train-backend fsdp --gradient-checkpointing",
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        ),
-        ("--train-backend megatron --lr 1", "--lr 1"),
-        ("--sglang-tp-size 8 --sglang-dp-size 1 --rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 8"),
-        ("--sglang-dtype bfloat16 --lr 1", "--rollout-dtype bf16 --lr 1"),
-        ("--disable-rollout-global-dataset --data-source-path my.Source", "--data-source-path my.Source"),
-        (
-            "--disable-rollout-global-dataset --prompt-data x.jsonl",
-            "--data-source-path fusionrl.buffer.data_source.RolloutDataSourceWithBuffer",
-        ),
-        ("--eval-max-context-len 9 --rollout-max-context-len 9", "--rollout-max-context-len 9"),
-        ("--save-retain-interval 20 --save-interval 10", "--save-interval 10"),
-        ("--sglang-router-policy round_robin", "--router-policy round_robin"),
-        ("--rollout-function-path miles.rollout.sft_rollout.generate_rollout --debug-train-only", "--mode sft"),
-        ("--lora-rank 0 --opd-log-prob-top-k 0", ""),
-    ],
-)
-def test_flags_of_forks_and_of_older_slime(given: str, wanted: str) -> None:
-    assert sorted(translated(*given.split())) == sorted(wanted.split())
 
 
 @pytest.mark.parametrize(
@@ -147,10 +118,30 @@ def test_a_value_that_asks_for_what_is_so_anyway(name: str) -> None:
             "--rollout-num-gpus-per-engine 8 --sglang-enable-ep-moe",
             "--rollout-num-gpus-per-engine 8 --sglang-ep-size 8",
         ),
+        ("--sglang-router-port 30000", "--router-port 30000"),
+        # of forks, and of older slime
+        ("--train-backend fsdp --attn-implementation flash_attention_2 --fsdp-cpu-offload --lr 1", "--lr 1"),
+        (
+            "--train-backend fsdp --gradient-checkpointing",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        ("--train-backend megatron --lr 1", "--lr 1"),
+        ("--sglang-tp-size 8 --sglang-dp-size 1 --rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 8"),
+        ("--sglang-dtype bfloat16 --lr 1", "--rollout-dtype bf16 --lr 1"),
+        ("--disable-rollout-global-dataset --data-source-path my.Source", "--data-source-path my.Source"),
+        (
+            "--disable-rollout-global-dataset --prompt-data x.jsonl",
+            "--data-source-path fusionrl.buffer.data_source.RolloutDataSourceWithBuffer",
+        ),
+        ("--eval-max-context-len 9 --rollout-max-context-len 9", "--rollout-max-context-len 9"),
+        ("--save-retain-interval 20 --save-interval 10", "--save-interval 10"),
+        ("--sglang-router-policy round_robin", "--router-policy round_robin"),
+        ("--rollout-function-path miles.rollout.sft_rollout.generate_rollout --debug-train-only", "--mode sft"),
+        ("--lora-rank 0 --opd-log-prob-top-k 0", ""),
     ],
 )
 def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
-    assert translated(*argv.split()) == wanted.split()
+    assert sorted(translated(*argv.split())) == sorted(wanted.split())
 
 
 @pytest.mark.parametrize(
@@ -167,7 +158,7 @@ def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
             {},
             "--run-dir old_fusionrl --megatron-checkpoint old/iter_0000001 --resume",
         ),
-        ("--load other", {"other": "hf"}, "--hf-checkpoint other"),
+        ("--load other --hf-checkpoint hf", {"other": "hf"}, "--hf-checkpoint other"),
         (
             "--save old --load old",
             {"old": "torch_dist"},
@@ -194,10 +185,6 @@ def test_folders_of_weights(argv: str, forms: dict[str, Form], wanted: str) -> N
     assert sorted(translated(*argv.split(), **forms)) == sorted(wanted.split())
 
 
-def test_load_of_a_hugging_face_folder_goes_over_hf_checkpoint() -> None:
-    assert translated(*HF, "--load", "other", other="hf") == ["--hf-checkpoint", "other"]
-
-
 def test_a_key_of_wandb_is_neither_kept_nor_shown() -> None:
     config, errors = read_args(["--use-wandb", "--wandb-key", "secret", "--wandb-project", "p"])
     assert errors == [] and "secret" not in config.model_dump_json()
@@ -211,16 +198,13 @@ def test_args_of_hooks_have_them() -> None:
     assert (args.wandb_project, args.rollout_buffer_url, args.num_layers) == ("p", "http://x", 4)
 
 
-def test_a_former_runs_file_keeps_them(tmp_path: Path) -> None:
+def test_files_of_flags_have_them_too(tmp_path: Path) -> None:
+    """A former run's config.json, and a file of a user."""
     config, _ = read_args(["--num-layers", "4", "--swiglu", "--lr", "1e-4"])
-    file = tmp_path / "config.json"
-    file.write_text(config.model_dump_json())
-    again, errors = read_args(["--config", str(file)])
+    former, file = tmp_path / "config.json", tmp_path / "run.yaml"
+    former.write_text(config.model_dump_json())
+    again, errors = read_args(["--config", str(former)])
     assert errors == [] and again.passthrough.slime == {"num_layers": "4", "swiglu": True}
-
-
-def test_a_config_file_has_them_too(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
     file.write_text("swiglu: true\nnum-layers: 4\nsave: x\noptimizer: sgd\n")
     config, errors = read_args(["--config", str(file)])
     assert config.passthrough.slime == {"swiglu": True, "num_layers": "4"}
@@ -247,8 +231,3 @@ def test_slimes_defaults_are_written_where_they_are_not_given() -> None:
     assert not {"--weight-decay", "--no-calculate-per-token-loss"} & {*slime_defaults(given, ())}
     for default in DEFAULTS.values():
         assert read_args(default.written)[1] == []
-
-
-def test_the_router_s_port_is_the_port_of_the_run_s_router() -> None:
-    assert translated("--sglang-router-port", "30000") == ["--router-port", "30000"]
-    assert read_args(["--sglang-router-port", "30000"])[0].passthrough.router == {"port": 30000}

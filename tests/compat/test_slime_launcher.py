@@ -1,23 +1,18 @@
-"""Launchers in Python are read without being run: f-strings, dataclasses, helpers of the checkout, `execute_train`."""
+"""Launchers in Python run in the sandbox: parameters, helpers of the checkout, `execute_train`, what is not known."""
 
 from __future__ import annotations
 
-import contextlib
-import shlex
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from fusionrl.compat.slime.scripts.launch import Launch
+from fusionrl.compat.slime.scripts.markers import plain
 from fusionrl.compat.slime.scripts.script import Script, read_script
-from fusionrl.compat.slime.scripts.shell import plain
 
 SLIME = "import slime.utils.external_utils.command_utils as U\n"
 DATACLASS = """\
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 import typer
 import miles.utils.external_utils.command_utils as U
@@ -28,39 +23,24 @@ class Args(U.ExecuteTrainConfig):
     nodes: int = 1
     quick: bool = False
     extra: str = ""
-    world: int = field(init=False)
     stops: list[int] = field(default_factory=lambda: [1, 2])
 
-    def __post_init__(self):
-        self.world = self.nodes * 8
-
-    @property
-    def model(self):
-        return f"Qwen3-{self.size}"
-
 def parallel(args):
-    match (args.size, args.nodes):
-        case ("4B", 1 | 2):
-            return f"--tensor-model-parallel-size {args.world // 4} "
-        case ("8B", _) if args.nodes > 1:
-            return "--tensor-model-parallel-size 8 "
-        case _:
-            raise NotImplementedError(f"no layout for {args.nodes} nodes")
+    if args.nodes > 2:
+        raise NotImplementedError(f"no layout for {args.nodes} nodes")
+    return f"--tensor-model-parallel-size {args.nodes * 2} "
 
 def execute(args: Args):
-    text = f"--hf-checkpoint /m/{args.model} --num-rollout {2 if args.quick else 3000} " + parallel(args)
-    if not args.quick:
-        text += "--save-interval 20 "
+    text = f"--hf-checkpoint /m/{args.size} --num-rollout {2 if args.quick else 3000} " + parallel(args)
     text += " ".join(f"--stop{n}" for n in args.stops if n > 1)
     U.execute_train(train_args=text + f" {args.extra}", config=args, num_gpus_per_node=8, megatron_model_type=None)
 
 @U.dataclass_cli
 def main(args: Args):
-    prepare(args)
-    execute(args)
-
-def prepare(args):
     U.hf_download_dataset("x/y")
+    open("/none")
+    assert args.nodes == 7, "passed over, as the call before"
+    execute(args)
 
 if __name__ == "__main__":
     typer.run(main)
@@ -79,56 +59,22 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
     return [plain(word) for word in launch.argv]
 
 
-def executed(body: str, train_args: str = "args") -> str:
-    return f"{SLIME}{body}\nU.execute_train(train_args={train_args}, num_gpus_per_node=8, megatron_model_type=None)\n"
-
-
-@pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        ("args = '--a 1 ' '--b '\nargs += f'--c {2 * 3}'", "--a 1 --b --c 6"),
-        (
-            "n = 4\nargs = f'--lr {1e-6} --x {n:03d} --y {n!r} ' + ('--z' if n > 3 else '')",
-            "--lr 1e-06 --x 004 --y 4 --z",
-        ),
-        ("d = {'a': 1}\nd |= {'b': [1, 2]}\nimport json\nargs = f\"--env '{json.dumps(d)}'\"", None),
-        ("def f(n, *, m=2, **k):\n    return f'--n {n} --m {m} --k {k[\"z\"]}'\nargs = f(1, z=3)", "--n 1 --m 2 --k 3"),
-        (
-            "args = ''\nfor i, x in enumerate(['a', 'b']):\n    if x == 'b':\n        break\n    args += f'--{x} {i}'",
-            "--a 0",
-        ),
-        ("import os\nargs = f\"--k {os.environ.get('K', '7')} --p {os.path.join('/a', 'b')}\"", "--k 7 --p /a/b"),
-        ('from pathlib import Path\nargs = f\'--p {Path("/a/b.c").parent / "d"}\'', "--p /a/d"),
-        ("try:\n    n = {}['x']\nexcept KeyError:\n    n = 5\nargs = f'--n {n}'", "--n 5"),
-        ("class M:\n    def __init__(self, n):\n        self.n = n\nm = M(3)\nm.n += 1\nargs = f'--n {m.n}'", "--n 4"),
-        ("x, (y, *_) = 1, (2, 3)\nargs = '--x {} --y {z}'.format(x, z=y)", "--x 1 --y 2"),
-        ("args = ' '.join(sorted({'--b', '--a'}))", "--a --b"),
-        ("args = f'--n {[1, 2, 3][-1]} --m {\"abc\"[:2].upper()} --k {2**20}'", "--n 3 --m AB --k 1048576"),
-    ],
-)
-def test_text_is_built_as_python_builds_it(tmp_path: Path, body: str, wanted: str | None) -> None:
-    found = argv(tmp_path, executed(body))
-    assert found == (wanted.split() if wanted else ["--env", '{"a": 1, "b": [1, 2]}'])
-    done = subprocess.run([sys.executable, "-c", f"{body}\nprint(args)"], capture_output=True, text=True, check=True)
-    assert found == shlex.split(done.stdout)
+def executed(body: str) -> str:
+    return f"{SLIME}{body}\nU.execute_train(train_args=args, num_gpus_per_node=8, megatron_model_type=None)\n"
 
 
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
-        (
-            {},
-            "--hf-checkpoint /m/Qwen3-4B --num-rollout 3000 --tensor-model-parallel-size 2 --save-interval 20 --stop2",
-        ),
-        ({"quick": "true"}, "--hf-checkpoint /m/Qwen3-4B --num-rollout 2 --tensor-model-parallel-size 2 --stop2"),
+        ({}, "--hf-checkpoint /m/4B --num-rollout 3000 --tensor-model-parallel-size 2 --stop2"),
+        ({"quick": "true"}, "--hf-checkpoint /m/4B --num-rollout 2 --tensor-model-parallel-size 2 --stop2"),
         (
             {"size": "8B", "nodes": "2", "extra": "--seed 1"},
-            "--hf-checkpoint /m/Qwen3-8B --num-rollout 3000 --tensor-model-parallel-size 8 --save-interval 20 --stop2"
-            " --seed 1",
+            "--hf-checkpoint /m/8B --num-rollout 3000 --tensor-model-parallel-size 4 --stop2 --seed 1",
         ),
     ],
 )
-def test_a_dataclass_of_parameters_has_its_defaults_and_those_of_set(
+def test_parameters_have_their_defaults_and_the_values_of_set(
     tmp_path: Path, values: dict[str, str], wanted: str
 ) -> None:
     assert argv(tmp_path, DATACLASS, **values) == wanted.split()
@@ -167,51 +113,47 @@ def test_without_a_call_each_function_that_starts_a_run_is_read(tmp_path: Path, 
 
 
 def test_what_only_the_machine_knows_is_a_variable_of_the_command(tmp_path: Path) -> None:
-    text = executed("import os, time\nrun = time.strftime('%F')\nargs = f\"--save /r/{run} --k {os.environ['K']}\"")
-    assert argv(tmp_path, text) == ["--save", "/r/${time_strftime_F}", "--k", "${K}"]
-    assert argv(tmp_path, text, K="3", time_strftime_F="x") == ["--save", "/r/x", "--k", "3"]
-    script = read(tmp_path, executed("import torch\nargs = '--a'\nif torch.cuda.is_available():\n    args += ' --b'"))
-    assert script.launches[0].argv == ("--a",)
-    assert script.notes == ["`torch.cuda.is_available()` (line 4) is taken as false: it is not known"]
+    text = executed(
+        "import os, torch\nfrom wandb.util import make_id\nargs = f\"--save /r/{make_id('F')} --k {os.environ['K']}\"\n"
+        "args += ' --b' if torch.cuda.is_available() or torch.__version__ > '2' else os.environ.get('B', ' --c')"
+    )
+    script = read(tmp_path, text)
+    words = [plain(word) for word in script.launches[0].argv]
+    assert words == ["--save", "/r/${wandb_util_make_id_F}", "--k", "${K}", "--c"]
+    assert "`torch_cuda_is_available` (line 5) is taken as false: it is not known" in script.notes
+    assert argv(tmp_path, text, K="3", B=" --d")[3:] == ["3", "--d"]
 
 
 def test_the_flags_of_the_model_and_the_helpers_of_the_checkout(tmp_path: Path) -> None:
     """A shell's file as slime has it, a function of Python as miles has it, and modules beside the launcher."""
-    models = tmp_path / "scripts" / "models"
-    models.mkdir(parents=True)
-    (models / "small.sh").write_text("MODEL_ARGS=(--num-layers $((1 + 1)))\n")
-    (models / "base.py").write_text(
-        "import os\ndef model_args(base=None):\n    base = base or os.environ.get('BASE') or '10'\n"
-        "    return ('--swiglu '\n            f'--rotary-base {base} ')\n"
-    )
-    (models / "large.py").write_text(
-        "from model_args_utils import load_sibling_model_args, moe_layer_freq\ndef model_args():\n    return"
-        " load_sibling_model_args(__file__, 'base', base=20) + ' --moe '"
-        " + moe_layer_freq(nlayers=3, first_k_dense_replace=1)\n"
-    )
-    (tmp_path / "common").mkdir()
-    (tmp_path / "common" / "parts.py").write_text(
-        "import torch\nWIDTH = 8\ndef more(n): return run(n)\ndef run(n): return f'--n {n} --w {WIDTH} '\n"
-    )
+    utils = "def load_sibling_model_args(file, name, **given): return importlib.import_module(name).model_args(**given)"
+    files = {
+        "scripts/models/small.sh": "MODEL_ARGS=(--num-layers $((1 + 1)))\n",
+        "scripts/models/large.py": "from model_args_utils import load_sibling_model_args\ndef model_args():\n"
+        "    return load_sibling_model_args(__file__, 'common.base', base=20) + ' --moe '\n",
+        "common/base.py": "def model_args(base): return f'--swiglu  --rotary-base {base}'\n",
+        "common/parts.py": "import torch, none\n1 / 0\nWIDTH = 8\ndef more(n): return f'--n {n} --w {WIDTH} '\n",
+        "miles/utils/external_utils/model_args_utils.py": f"import importlib, sys\n{utils}\n"
+        "if __name__ == '__main__': print(load_sibling_model_args('', sys.argv[1], base=30))\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     folder = tmp_path / "examples"
     folder.mkdir()
     body = f"{SLIME}from common.parts import more\nimport common.parts as p\n"
-    call = "U.execute_train(more(1) + f'--v {p.WIDTH}', 8, {kind!r}, extra_env_vars={{'JUDGE': 'x'}})\n"
-    shape = {"small": ["--num-layers", "2"], "base": ["--swiglu", "--rotary-base", "10"]}
-    shape["large"] = ["--swiglu", "--rotary-base", "20", "--moe", "[0,1,1]"]
+    body += "U.execute_train(more(1) + f'--v {p.WIDTH}', 8, 'KIND', extra_env_vars={'JUDGE': 'x'})\n"
+    shape = {"small": ("--num-layers", "2"), "large": ("--swiglu", "--rotary-base", "20", "--moe"), "none": ()}
     for kind, words in shape.items():
-        (launch,) = read(
-            folder, body + call.replace("{kind!r}", repr(kind)).replace("{{", "{").replace("}}", "}")
-        ).launches
-        assert list(launch.argv) == [*words, "--n", "1", "--w", "8", "--v", "8"]
-        assert launch.env == '{"env_vars": {"JUDGE": "x"}}'
+        script = read(folder, body.replace("KIND", kind))
+        assert script.launches[0].argv == (*words, "--n", "1", "--w", "8", "--v", "8")
+        assert script.launches[0].env == '{"env_vars": {"JUDGE": "x"}}'
+    assert "scripts/models has no none" in script.notes[0]
     (folder / "run.sh").write_text(
-        'LINE="$(BASE=30 python3 "$PWD/miles/model_args_utils.py" "base")" || exit 1\nread -ra A <<< "$LINE"\n'
-        'python3 train.py "${A[@]}"\n'
+        'LINE="$(python3 "$PWD/../miles/utils/external_utils/model_args_utils.py" common.base)" || exit 1\n'
+        'read -ra A <<< "$LINE"\npython3 train.py "${A[@]}"\n'
     )
     assert read_script(folder / "run.sh").launches[0].argv == ("--swiglu", "--rotary-base", "30")
-    script = read(folder, body + call.replace("{kind!r}", "'none'").replace("{{", "{").replace("}}", "}"))
-    assert "scripts/models has no none" in script.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -237,20 +179,10 @@ def test_a_file_that_a_launcher_writes_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "import os\nos.system('touch made')\nopen('made', 'w').write('x')",
-        "import pathlib\npathlib.Path('made').write_text('x')\npathlib.Path('made').touch()",
-        "__import__('os').mkdir('made')\nexec(\"open('made', 'w')\")\neval(\"open('made', 'w')\")",
-        "().__class__.__base__.__subclasses__()\n'{0.__class__}'.format(1)\ngetattr('', '__class__')",
-        "x = 'a' * 10**9\ny = [0] * 10**9\nz = f'{1:999999999}'\nw = '%999999999d' % 1\nv = 9**9**9",
-        "while True:\n    pass",
-        "def f(): return f()\nf()",
-        "l = [1]\nwhile len(l) < 10**9:\n    l = l + l",
+        "import os, pathlib\nos.system('touch made')\npathlib.Path(PATH, 'made').write_text('x')",
+        "import time\nwhile True: time.sleep(9)",
     ],
 )
-def test_nothing_is_run_and_no_memory_is_filled(tmp_path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    launches: list[Launch] = []
-    with contextlib.suppress(ValueError):  # it does not end, or is too large
-        launches = read(tmp_path, executed(f"args = '--a'\n{body}")).launches
-    assert all(launch.argv == ("--a",) for launch in launches)
-    assert [path.name for path in tmp_path.iterdir()] == ["launch.py"]
+def test_a_launcher_touches_nothing_and_waits_for_nothing(tmp_path: Path, body: str) -> None:
+    script = read(tmp_path, executed("args = '--a'\n" + body.replace("PATH", repr(str(tmp_path)))))
+    assert script.launches[0].argv == ("--a",) and [path.name for path in tmp_path.iterdir()] == ["launch.py"]

@@ -20,14 +20,9 @@ from fusionrl.cli.resolve import resolve
 run_warnings(*resolve(sys.argv[1:]))
 print(*(name for name in sys.modules if name.startswith("fusionrl.compat.")))
 """
-PLAIN = ["--rollout-batch-size", "4", "--lr", "1e-5", "--num-rollout", "2", "--no-save", "--colocate"]
-PLAIN += [
-    "--rollout-max-response-len",
-    "8",
-    "--offload-train",
-    "auto",
-    "--update-weight-transport",
-    "auto",
+PLAIN = [
+    *("--rollout-batch-size", "4", "--lr", "1e-5", "--num-rollout", "2", "--no-save", "--colocate"),
+    *("--rollout-max-response-len", "8", "--offload-train", "auto", "--update-weight-transport", "auto"),
     "--sglang-mem-fraction-static=0.5",
 ]
 

@@ -1,15 +1,16 @@
 """`fusionrl from-slime SCRIPT`: the command that does what a launch script for slime does, in bash or in Python.
 
-The script is read, never run. What it takes from commands (`$(nvidia-smi …)`) or from the environment stays in the
-printed command as the script has it, and is named.
+The script runs in the sandbox, where the programs that it calls are recorded instead of started. What it takes from
+other programs (`$(date)`) or from the environment stays in the printed command as the script has it, and is named.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,21 +23,12 @@ from fusionrl.compat.slime.flags.laptop_size import smaller
 from fusionrl.compat.slime.flags.page import render_page
 from fusionrl.compat.slime.flags.table import SECRETS, TABLE, Kind
 from fusionrl.compat.slime.flags.translate import accepted_notes, translate
+from fusionrl.compat.slime.scripts.markers import left_parts, plain, quoted
 from fusionrl.compat.slime.scripts.script import Launch, Script, read_script
-from fusionrl.compat.slime.scripts.shell import left_parts, plain, quoted
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
 from fusionrl.plan.pipeline_knobs import FULLY_ASYNC
-
-USAGE = """usage: fusionrl from-slime SCRIPT [--set NAME=VALUE]… [--small] [--shim FOLDER]
-
-Print the command that does what the launch script does, with a comment for each flag that differs.
-
-  --set NAME=VALUE  a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a
-                    launcher in Python
-  --small           the command of a first try: two steps of a few samples, for a machine without a GPU
-  --flags           print the table of slime flags as Markdown (docs/reference/from-slime-flags.md), and nothing else
-  --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
+from fusionrl.sandbox import allow_weak
 
 SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
 
@@ -55,50 +47,67 @@ _HOOK_FLAGS = [[flag_of(field)] for field in SIGNATURES]
 
 def run(argv: Sequence[str]) -> int:
     """Print the command; returns the exit code."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0 if argv else EXIT_USER
-    if list(argv) == ["--flags"]:
+    try:
+        options = _parser().parse_args(argv or ["--help"])
+    except SystemExit as stop:
+        return int(stop.code or 0) if argv else EXIT_USER
+    if options.flags:
         print(render_page(), end="")
         return 0
     try:
-        is_small = "--small" in argv
-        path, values, shim = _arguments([token for token in argv if token != "--small"])
-        if shim is not None:
-            for file in make_shim(shim):
-                print(f"# made {file}")
-        if path is not None:
-            script = read_script(path, values)
-            print("\n".join(render(script, path, is_small)))
+        if options.shim is None and options.script is None:
+            raise ValueError("give a launch script")
+        for file in make_shim(options.shim) if options.shim is not None else ():
+            print(f"# made {file}")
+        if options.script is not None:
+            allow_weak(options.allow_weak_sandbox)
+            print("\n".join(render(read_script(options.script, dict(options.set)), options.script, options.small)))
     except ValueError as error:
         return refuse([str(error)])
     return 0
 
 
-def _arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str], str | None]:
-    path: str | None = None
-    shim: str | None = None
-    values: dict[str, str] = {}
-    tokens = iter(argv)
-    for token in tokens:
-        if token == "--set":
-            name, equals, value = next(tokens, "").partition("=")
-            if not equals or not (name.isidentifier() or name.isdecimal()):
-                raise ValueError(f"--set {name}: NAME=VALUE is wanted")
-            values[name] = value
-        elif token == "--shim":
-            shim = next(tokens, "")
-            if not shim:
-                raise ValueError("--shim: it needs a value, the folder to make")
-        elif token.startswith("-"):
-            raise ValueError(f"{token}: unknown; `fusionrl from-slime --help` lists the flags")
-        elif path is not None:
-            raise ValueError(f"{token}: one script at a time")
-        else:
-            path = token
-    if path is None and shim is None:
-        raise ValueError("give a launch script")
-    return path, values, shim
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "fusionrl from-slime",
+        description="Print the command that does what the launch script does, with a comment for each flag that"
+        " differs. The script runs in the sandbox, and starts nothing there.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="launch script, in bash or Python")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="NAME=VALUE",
+        help="a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a"
+        " launcher in Python",
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="the command of a first try: two steps of a few samples, for a machine without a GPU",
+    )
+    parser.add_argument(
+        "--flags", action="store_true", help="print the table of slime flags as Markdown, and nothing else"
+    )
+    parser.add_argument(
+        "--shim", metavar="FOLDER", help="make FOLDER with train.py and train_async.py, which take slime's arguments"
+    )
+    parser.add_argument(
+        "--allow-weak-sandbox",
+        action="store_true",
+        help="run the script in the weak mode of the sandbox (docs/guides/sandbox.md), also without Landlock",
+    )
+    return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not (name.isidentifier() or name.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text}: NAME=VALUE is wanted")
+    return name, value
 
 
 def run_launch(argv: Sequence[str], program: str = "train") -> int:
@@ -141,9 +150,7 @@ def render(script: Script, path: str, is_small: bool = False) -> list[str]:
 
     is_small  as small as a first try is
     """
-    lines = [f"# {path}, for fusionrl"]
-    for note in script.notes:
-        lines += _comment(plain(note))
+    lines = [f"# {path}, for fusionrl", *_comments(script.notes)]
     for file, text in script.files.items():
         lines += written_file(quoted(file), text)
     for number, launch in enumerate(script.launches, 1):
@@ -184,23 +191,19 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
                 "train_async.py generates one rollout ahead (--pipeline one-step-off); this one generates and trains in"
                 f" turn: {'; '.join(reasons)}"
             )
-    for note in translated.notes:
-        lines += _comment(plain(note))
-    for error in [*apart.errors, *translated.errors]:
-        lines += _comment(f"NOT HERE {plain(error)}")
     added = _added(launch.argv, is_ahead=bool(ahead))
-    for error in _to_change([*translated.argv, *added], written):
-        lines += _comment(f"TO CHANGE {error}")
+    lines += _comments(translated.notes)
+    lines += _comments(f"NOT HERE {error}" for error in [*apart.errors, *translated.errors])
+    lines += _comments(f"TO CHANGE {error}" for error in _to_change([*translated.argv, *added], written))
     compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
     if compared:
         lines += _comment(
             f"{len(compared)} flags of the model's shape are left out: config.json of --hf-checkpoint says the same"
             " (`fusionrl train` compares them where they are given)"
         )
-    for note in accepted_notes(translated.accepted):
-        lines += _comment(plain(note))
-    for flag in _secrets(launch.argv):
-        lines += _comment(f"{flag}: left out, with its value")
+    lines += _comments(accepted_notes(translated.accepted))
+    flags = dict.fromkeys(word.partition("=")[0] for word in launch.argv if word.startswith("--"))
+    lines += _comments(f"{flag}: left out, with its value" for flag in flags if flag[2:].replace("-", "_") in SECRETS)
     if apart.custom:
         names = [flag_of(name) + (f" ({apart.hints[name]}?)" if name in apart.hints else "") for name in apart.custom]
         lines += _comment(
@@ -209,8 +212,9 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
         )
     words = [*translated.argv, *apart.loose, *map(str, apart.custom.values())]
     unknown = dict.fromkeys(part for word in words for part in left_parts(word))
-    for part in unknown:
-        lines += _comment(f"{part} is left as the script has it: it is known only where the script runs")
+    lines += _comments(
+        f"{part} is left as the script has it: it is known only where the script runs" for part in unknown
+    )
     lines += _environment(launch.env)
     if added:
         lines += _comment(f"slime's defaults, which are others here: {' '.join(added)}")
@@ -272,11 +276,6 @@ def _one_ahead(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return ([], reasons) if reasons else (flags, [])
 
 
-def _secrets(argv: Sequence[str]) -> list[str]:
-    names = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    return [name for name in dict.fromkeys(names) if name[2:].replace("-", "_") in SECRETS]
-
-
 def _environment(env: str | None) -> list[str]:
     """Return comments on the variables that the Ray job sets."""
     if env is None:
@@ -285,11 +284,8 @@ def _environment(env: str | None) -> list[str]:
         variables = json.loads(plain(env)).get("env_vars", {})
     except (ValueError, AttributeError):
         return _comment("the job's environment (--runtime-env-json) is not known; export what your functions need")
-    if not isinstance(variables, Mapping):
-        return []
-    job_variables = [
-        name for name in variables if name not in ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
-    ]
+    own = ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
+    job_variables = [name for name in variables if name not in own] if isinstance(variables, Mapping) else []
     if not job_variables:
         return []
     return _comment(
@@ -300,10 +296,14 @@ def _environment(env: str | None) -> list[str]:
 
 def _comment(text: str) -> list[str]:
     return textwrap.wrap(
-        " ".join(text.split()),
+        " ".join(plain(text).split()),
         _WIDTH,
         initial_indent="# ",
         subsequent_indent="#   ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _comments(texts: Iterable[str]) -> list[str]:
+    return [line for text in texts for line in _comment(text)]

@@ -34,11 +34,6 @@ def set_device(index: int) -> None:
         torch.cuda.set_device(index)
 
 
-def device_count() -> int:
-    """Return the number of GPUs."""
-    return torch.cuda.device_count()
-
-
 def synchronize() -> None:
     """Wait for the current GPU."""
     if torch.cuda.is_available():
@@ -50,22 +45,6 @@ def current_stream() -> Any:
     return torch.cuda.current_stream() if torch.cuda.is_available() else None
 
 
-def empty_cache() -> None:
-    """Give unused GPU memory back to the driver."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def memory_allocated() -> int:
-    """Return the bytes of tensors on the current GPU."""
-    return torch.cuda.memory_allocated()
-
-
-def memory_reserved() -> int:
-    """Return the bytes that torch holds on the current GPU."""
-    return torch.cuda.memory_reserved()
-
-
 def mem_get_info() -> tuple[int, int]:
     """Return free and total bytes of the current GPU; zeros without one."""
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
@@ -74,16 +53,6 @@ def mem_get_info() -> tuple[int, int]:
 def autocast(**options: Any) -> torch.autocast:
     """Return a block of mixed precision."""
     return torch.autocast(device_type(), **options)
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the current GPU's generator."""
-    torch.cuda.manual_seed(seed)
-
-
-def manual_seed_all(seed: int) -> None:
-    """Seed the generators of all GPUs."""
-    torch.cuda.manual_seed_all(seed)
 
 
 def is_musa_available() -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionrl.compat.slime.flags.table import TABLE
-from fusionrl.compat.slime.scripts.shell import expandable, left_parts, plain
+from fusionrl.compat.slime.scripts.markers import expandable, left_parts, plain
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.fields import FIELDS, inner_type, switches
 from fusionrl.config.hooks import flag_of
@@ -21,8 +21,6 @@ from fusionrl.config.switches import switch_spellings
 
 _MANY = 1000
 _SPELLINGS = frozenset(spelling for name in switches() for spelling in switch_spellings(name))
-_PART_OF_ARRAY = re.compile(r"\$\{\w+\[[@*]\][^}]*\}")
-_ARRAY = re.compile(r"\$\{?(?:\w+\[[@*]\]|[@*]).*")
 
 
 @dataclass
@@ -30,11 +28,11 @@ class Apart:
     """A launch's arguments, divided.
 
     argv    flags of slime, of fusionrl and of the parts, with their values
-    loose   words where a flag is expected, known only on the machine of the run: `"${EXTRA_ARGS[@]}"`, `"$@"`
+    loose   words where a flag is expected, known only on the machine of the run: `${EXTRA_ARGS}`, `"$@"`
     custom  flags that none of them has, by their names in `args`
     hints   of these, a flag that has nearly the same name
     env     variables of --train-env-vars, which the printed script exports
-    errors  a line for each part of the launch that is lost: no shell of another script has it
+    errors  why the launch cannot be translated
     """
 
     argv: list[str] = field(default_factory=list)
@@ -63,15 +61,10 @@ def set_apart(argv: Sequence[str]) -> Apart:
         apart.custom[name] = _value([value, *values] if equals else values)
         if "did you mean" in error:
             apart.hints[name] = error.rpartition(" ")[2].rstrip("?")
-    words = list(map(plain, apart.loose))
-    apart.errors += [
-        f"{word}: a condition that cannot be known decides what the script adds to it; give --set NAME=VALUE for the"
-        " variables or arguments of that condition"
-        for word in words
-        if _PART_OF_ARRAY.fullmatch(word)
-    ]
-    if words and not any(word.startswith("--") or "@" in word for word in map(plain, argv)):
-        apart.errors.append(f"{' '.join(words)}: no flag of the launch is known")
+    if apart.loose and not any(word.startswith("--") or plain(word) == "$@" for word in argv):
+        apart.errors.append(
+            f"{' '.join(map(plain, apart.loose))}: no flag of the launch is known; give --set NAME=VALUE"
+        )
     return apart
 
 
@@ -94,7 +87,7 @@ def _takes_more(flag: str, values: Sequence[str], word: str) -> bool:
     if "=" in flag:
         return False
     num_values = _num_values(flag)
-    return len(values) < num_values and (num_values > 1 or not _ARRAY.fullmatch(plain(word)))
+    return len(values) < num_values and (num_values > 1 or plain(word) != "$@")
 
 
 def _num_values(flag: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fusionrl.compat.slime.flags.defaults import DEFAULTS, TRAIN_ASYNC
-from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SAME, SHAPES, Entry
+from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SHAPES, Entry
 from fusionrl.config.hooks import flag_of
 
 _HEAD = """# slime's flags
@@ -19,19 +19,23 @@ fusionrl from-slime --shim shim                # make shim/train.py and shim/tra
 python shim/train.py ${MODEL_ARGS[@]} …        # slime's arguments, and slime's defaults
 ```
 
-The script is read, never run. The reader understands variables, arrays, sourced model files, conditions, loops,
-functions, `read`, here-documents, `bash -c "…"`, scripts that it runs, and `ray job submit`. Values known only on the
-machine of the run (`$(nvidia-smi …)`, an environment variable) stay in the command unchanged, and a comment names them;
-words that may expand to several flags come last. `--set NAME=VALUE` sets such a variable. The script is read as if run
-without arguments (`--set 1=VALUE` sets the first).
+The script runs in [the sandbox](../guides/sandbox.md), without a network, with a copy of the checkout around it.
+Python, Ray, `nvidia-smi`, `docker`, `ssh` and programs that are not installed are stand-ins there: they note their
+arguments, and commands that would start `train.py` are the launches. `nvidia-smi` stands for 8 GPUs with NVLink. Errors
+do not end the script: what it does after a failed check counts as well. It does not wait for files or servers.
 
-A launcher in Python (`execute_train(train_args=…)`, `os.system("… train.py …")`) is read in the same way: f-strings,
-functions, dataclasses, conditions, and modules of the checkout around it. `--set FIELD=VALUE` sets a parameter of its
-`main`. The printed script also writes the files that the script or launcher writes from its own text.
+- A variable of the environment that the script needs (`$DATA`), and what another program would print (`$(date)`), stay
+  in the command unchanged, and a comment names them. `--set NAME=VALUE` sets such a variable, `--set 1=VALUE` the first
+  argument. Words that may expand to several flags come last.
+- Conditions are decided as in the sandbox. A comment names each that asks for a file that is not here, or for a
+  variable that is not set: `--set` leads to the other branch. A number that is not known counts as 0: the first node.
+- A launcher in Python (`execute_train(train_args=…)`, `os.system("… train.py …")`) runs in the same way, with the
+  modules of the checkout around it. `--set FIELD=VALUE` sets a parameter of its `main`. Values of other packages are
+  not known: a condition on one is false, and a comment says so. A call that raises is passed over, and named.
+- The printed script also writes the files that the script writes and that the command names.
 
 Files of `--sglang-config` and `--megatron-config-path` become equivalent flags if the script writes them or they lie in
-its folder. An array whose content depends on an unknown condition is marked `NOT HERE`: set the variables of that
-condition with `--set`.
+its folder.
 
 A flag that neither slime nor fusionrl has (from a fork or your own parser) goes into a YAML file that the printed
 script writes and `--custom-config-path` reads: your functions find it in `args`. A comment lists these flags.
@@ -65,8 +69,7 @@ def render_page() -> str:
     )
     parts.append(" with the same value is accepted silently; a different value is an error that shows both.\n")
     parts += _rows("config.json", SHAPES)
-    parts.append("\n## The same\n\n")
-    parts.append(_names(sorted(SAME - DIFFERS.keys() - DEFAULTS.keys())) + "\n")
+    parts.append("\nEvery other flag of slime has the same name and meaning here.\n")
     return "".join(parts)
 
 

@@ -56,16 +56,14 @@ _SGLANG_ROLLOUT: Names = {
     "EVAL_PROMPT_DATASET": Absent("evaluation sets are kept by the Buffer", "read them from args.eval_datasets"),
     "eval_rollout_single_dataset": Absent("all sets are evaluated in one call", "use eval_rollout"),
     # Names that slime's module imports, and users import from there.
-    "Sample": Here("fusionrl.data.sample:Sample"),
-    "RolloutFnTrainOutput": Here("fusionrl.rollout.types:RolloutFnTrainOutput"),
-    "RolloutFnEvalOutput": Here("fusionrl.rollout.types:RolloutFnEvalOutput"),
-    "load_function": Here(f"{_API}.misc:load_function"),
-    "load_tokenizer": Here(f"{_API}.processing:load_tokenizer"),
-    "run": Here("fusionrl.rollout.event_loop:run"),
-    "post": Here("fusionrl.rollout.engine_post:post"),
-    "get": Here(f"{_API}.http:get"),
-    "async_rm": Here(f"{_REWARDS}.dispatch:async_rm"),
-    "batched_async_rm": Here(f"{_REWARDS}.dispatch:batched_async_rm"),
+    **all_from("fusionrl.data.sample", "Sample"),
+    **all_from("fusionrl.rollout.types", "RolloutFnTrainOutput", "RolloutFnEvalOutput"),
+    **all_from(f"{_API}.misc", "load_function"),
+    **all_from(f"{_API}.processing", "load_tokenizer"),
+    **all_from("fusionrl.rollout.event_loop", "run"),
+    **all_from("fusionrl.rollout.engine_post", "post"),
+    **all_from(f"{_API}.http", "get"),
+    **all_from(f"{_REWARDS}.dispatch", "async_rm", "batched_async_rm"),
 }
 _RM_HUB: Names = {
     "async_rm": Here(
@@ -173,10 +171,14 @@ _LOSS: Names = {
 }
 _ACCELERATOR = all_from(
     f"{_API}.accelerator",
-    *("device_type", "device_name", "device", "current_device", "set_device", "device_count", "synchronize"),
-    *("current_stream", "empty_cache", "memory_allocated", "memory_reserved", "mem_get_info", "autocast"),
-    *("manual_seed", "manual_seed_all", "is_musa_available", "is_musa_environment"),
-) | none_of(
+    *("device_type", "device_name", "device", "current_device", "set_device", "synchronize", "current_stream"),
+    *("mem_get_info", "autocast", "is_musa_available", "is_musa_environment"),
+)
+_ACCELERATOR |= all_from(
+    "torch.cuda",
+    *("device_count", "empty_cache", "memory_allocated", "memory_reserved", "manual_seed", "manual_seed_all"),
+)
+_ACCELERATOR |= none_of(
     "devices are CUDA's or the CPU",
     "use torch.cuda",
     *("register_accelerator", "get_accelerator", "initialize_accelerator", "set_accelerator", "reset_accelerator"),

@@ -1,1 +1,7 @@
-"""Read launch scripts written for slime, in bash or Python, without running them. Pure."""
+"""Launch scripts written for slime, in bash or Python: run in the sandbox, to see which runs they start.
+
+script   what a script starts, writes and takes for granted
+inside   what runs in the sandbox: stand-ins for the programs that a script calls
+launch   which of its commands start runs
+markers  text with parts that only the machine of the run knows
+"""

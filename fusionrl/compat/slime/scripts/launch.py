@@ -1,4 +1,4 @@
-"""Find the commands of a script that start a slime run, and scripts inside a command's words. Pure."""
+"""Find the commands that start a slime run among those of a launch script. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusionrl.compat.slime.scripts.shell import plain
+from fusionrl.compat.slime.scripts.markers import plain
 
 _PROGRAM = re.compile(r"(?:.*/)?(train|train_async)\.py")
-_MENTION = re.compile(r"(?:^|[\s/\"'])train(?:_async)?\.py(?:$|[\s\"'])")
-_RUNNER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|uv|pdm|poetry|ray|exec)")
-# Their words name a program without starting it.
-_NAMING = ("echo", "printf", "pkill", "pgrep", "kill", "killall", "grep", "cat", "ls", "ps", "cp", "mv", "rm", "sed")
+_RUNNER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|uv|pdm|poetry|ray)")
 _TRAINING = re.compile(r"(?:.*/)?\w*(?:train|sft|finetune)\w*\.py")
 
 
@@ -21,7 +18,7 @@ class Launch:
     """A command that starts a run.
 
     program  `train` or `train_async`
-    argv     its arguments; parts that cannot be known are marked (see `shell`)
+    argv     its arguments; parts that cannot be known are marked (see `markers`)
     env      the variables that a Ray job's --runtime-env-json sets, as text
     """
 
@@ -32,8 +29,6 @@ class Launch:
 
 def launch_of(words: Sequence[str]) -> Launch | None:
     """Return the launch that a command is: `python train.py …`, or a Ray job of it; None: something else."""
-    if not words or words[0] in _NAMING:
-        return None
     for position, word in enumerate(words):
         match = _PROGRAM.fullmatch(plain(word))
         if match is None:
@@ -49,20 +44,7 @@ def launch_of(words: Sequence[str]) -> Launch | None:
     return None
 
 
-def scripts_within(words: Sequence[str]) -> list[str]:
-    """Return the texts that a command has run by a shell: of `bash -c "…"`, `ssh host "…"`, `eval …`."""
-    if not words or words[0] in _NAMING:
-        return []
-    if words[0] == "eval":
-        texts = [" ".join(words[1:])]
-    else:
-        texts = [word for word in words[1:] if re.search(r"\s", word)]
-    return [plain(text) for text in texts if _MENTION.search(plain(text))]
-
-
 def programs_of(words: Sequence[str]) -> list[str]:
     """Return the Python programs that a command starts and that train, by their names."""
-    if not words or words[0] in _NAMING:
-        return []
     is_run = any(_RUNNER.fullmatch(plain(word)) for word in words)
     return [name for word in words if is_run and _TRAINING.fullmatch(name := plain(word))]

@@ -1,0 +1,183 @@
+"""Run a launch script in the sandbox, and answer with the commands that it starts. Standard library only.
+
+The request is JSON on standard input, the checkout a tar on descriptor 4, the answer JSON on descriptor 3. The checkout
+is unpacked below a folder, the box, that stands for the root of the author's machine: paths in the scripts get it in
+front, and the caller takes it away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+
+# Programs that may be installed here, and must not act; others are recorded as commands that are not found.
+_NAMES = (
+    *("python", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "conda", "pip", "pip3", "sh", "sudo"),
+    *("srun", "sbatch", "scontrol", "mpirun", "docker", "podman", "ssh", "scp", "rsync", "tmux", "screen", "curl"),
+    *("wget", "git", "hf", "huggingface-cli", "wandb", "pkill", "pgrep", "killall", "ps", "nvidia-smi", "rocm-smi"),
+    *("date", "hostname", "whoami", "ip", "apt", "apt-get", "systemctl", "sleep"),
+)
+_BACKGROUND_S = 3.0  # for what the script left in the background
+_PROGRAM = re.compile(r"[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|accelerate|uv)\b")
+_SYSTEM = r"/(?!(?:usr|bin|sbin|lib|lib64|dev|proc|sys|etc|nix|gnu)\b)(?=[A-Za-z_])"
+_PATH_IN_BASH = re.compile(r"""(?<![\w./~})\]$*])(?<![\w})\]]["'])""" + _SYSTEM)
+_IN_BRACKETS = r"\(((?:[^()]|\([^()]*\))*)\)"
+_REPLACED = [
+    (re.compile(pattern, re.MULTILINE), replacement)
+    for pattern, replacement in {
+        # no command ends the script
+        r"\bset(?:\s+[-+][A-Za-z]+(?:\s+(?:pipefail|errexit|nounset|xtrace))?)+": ":",
+        # the function `source` of the prelude
+        r"(^|[;&|]|\bthen|\bdo)(\s*)\.\s+(?=\S)": r"\1\2source ",
+        # there is no /dev/fd
+        r"[&\d]?>>?\s*>" + _IN_BRACKETS: "",
+        r"<\s+<" + _IN_BRACKETS: r'<<< "$(\1)"',
+        r">\s*/dev/stderr\b": ">&2",
+    }.items()
+]
+_PATH_IN_PYTHON = re.compile(r"(?<![\w./~})\]$*])" + _SYSTEM)
+
+
+def main() -> None:
+    """Unpack, run, answer."""
+    request = json.load(sys.stdin)
+    home = os.getcwd()
+    box, log, programs = (os.path.join(home, name) for name in ("box", "log", "bin"))
+    for folder in (box, log, programs, box + "/tmp"):
+        os.makedirs(folder)
+    with os.fdopen(4, "rb") as pack, tarfile.open(fileobj=pack) as tar:
+        tar.extractall(box)
+    script = box + request["script"]
+    os.makedirs(os.path.dirname(script), exist_ok=True)
+    for name, text in request["texts"].items():
+        with open(os.path.join(home, name), "w", encoding="utf-8") as file:
+            file.write(text)
+    bash = shutil.which("bash") or "/bin/bash"
+    with open(os.path.join(programs, _NAMES[0]), "w", encoding="utf-8") as file:
+        file.write(f'#!{bash}\n_stand_in "${{0##*/}}" "$@"\n')
+    os.chmod(file.name, 0o755)
+    for name in _NAMES[1:]:
+        os.symlink(_NAMES[0], os.path.join(programs, name))
+
+    for path in _paths(box):
+        if path == script or path.endswith(".sh"):
+            _change(path, box)
+    before = {path: os.stat(path).st_mtime_ns for path in _paths(box)}
+    environment = {
+        **os.environ,
+        **{"PATH": f"{programs}:{os.environ['PATH']}", "BASH_ENV": f"{home}/prelude.sh", "TMPDIR": f"{box}/tmp"},
+        **{"BOX": box, "BOX_HOME": home, "BOX_LOG": log, "BOX_ROOT": box + request["root"]},
+        **{"BOX_FOLDER": os.path.dirname(script), "BOX_SCRIPT": script, "BOX_PYTHON": sys.executable},
+        **{"BOX_VALUES": json.dumps(request["values"]), "BOX_MAX_RECORDS": "200"},
+        **request["environment"],
+    }
+    program = [sys.executable, "-S", "-E", f"{home}/launcher.py"] if script.endswith(".py") else [bash]
+    errors, notes = _run([*program, script, *request["arguments"]], environment, request["wall_s"])
+    parameters = [*request["environment"].items(), *enumerate(request["arguments"], 1)]
+    unknown = [str(name) for name, value in parameters if value.startswith("\ue000")]
+    answer = {
+        "records": list(_records(log, environment)),
+        "notes": [
+            *_parts(os.path.join(log, "notes")),
+            *_conditions(_read(os.path.join(log, "trace")), unknown),
+            *notes,
+        ],
+        "errors": errors,
+        "files": {path: _read(path) for path in _paths(box) if before.get(path) != os.stat(path).st_mtime_ns},
+    }
+    text = json.dumps(answer, ensure_ascii=False).replace(box, "")
+    with os.fdopen(3, "wb") as pipe:
+        pipe.write(text.encode("utf-8", "replace"))
+
+
+def _change(path: str, box: str) -> None:
+    """Put the box in front of the paths in a script; bash reads no `set -e` and no `. file`."""
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        text = file.read()
+    text = _PROGRAM.sub(r"\1", text)
+    if path.endswith(".py"):
+        text = _PATH_IN_PYTHON.sub(box + "/", text)
+    else:
+        text = _PATH_IN_BASH.sub(box + "/", text)
+        for pattern, replacement in _REPLACED:
+            text = pattern.sub(replacement, text)
+    with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        file.write(text)
+
+
+def _run(argv: list[str], environment: dict[str, str], wall_s: float) -> tuple[str, list[str]]:
+    """Run the script, with all that it starts, for at most `wall_s` seconds; return its errors and notes."""
+    running, passed = os.pipe()  # closed when the last of the script's processes has ended
+    notes = []
+    with open(os.path.join(environment["BOX_LOG"], "errors"), "wb") as errors:
+        process = subprocess.Popen(
+            argv,
+            cwd=environment["BOX_FOLDER"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[passed],
+            start_new_session=True,
+        )
+    os.close(passed)
+    try:
+        process.wait(wall_s)
+        select.select([running], [], [], _BACKGROUND_S)
+    except subprocess.TimeoutExpired:
+        notes.append(f"the script did not end within {wall_s:g} s: what it starts later is not known")
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return _read(errors.name), notes
+
+
+def _records(log: str, known: Mapping[str, str]) -> Iterator[dict[str, object]]:
+    """Yield the commands in the order in which they were called, with the variables that the script set for each."""
+    for name in sorted(name for name in os.listdir(log) if name.endswith(".argv")):
+        variables = dict(line.partition("=")[::2] for line in _parts(os.path.join(log, name[:-4] + "env")))
+        changed = [name for name, value in variables.items() if known.get(name) != value]
+        yield {"argv": _parts(os.path.join(log, name)), "environment": changed}
+
+
+def _conditions(trace: str, unknown: Iterable[str]) -> Iterator[str]:
+    """Yield a note for each condition of bash that asks for a file that is not here, or for what is not known."""
+    named = re.compile(rf"case .*\$\{{?(?:{'|'.join(unknown)})\b(?!:?-)")  # bash does not expand the word of a `case`
+    conditions = re.findall(r"^\++(?!\+|prelude)[^:]*:(\d+):('\[' .*|\[\[ .*|test .*|case .*)$", trace, re.MULTILINE)
+    for line, condition in conditions:
+        condition = condition.replace("'['", "[").replace("']'", "]")
+        for option, path in re.findall(r" -([defrsx]) (\S+)", condition):
+            if not os.path.exists(path):
+                yield f"line {line}: `-{option} {path}` is false: it is not here"
+        if named.match(condition) or ("\ue000" in condition and not re.search(r" -[nz] ", condition)):
+            yield f"line {line}: `{condition}` is taken as it stands: --set gives a value to what is not known in it"
+
+
+def _paths(box: str) -> list[str]:
+    """Return the paths of all files below the box."""
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(box) for name in names]
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def _parts(path: str) -> list[str]:
+    return _read(path).split("\0")[:-1]
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 22)
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    main()
