@@ -16,7 +16,7 @@ from tests.warm_start import WARM_VARIABLE
 
 def test_whoever_finds_it_dead_starts_a_new_one(tmp_path: Path) -> None:
     def order_of(home: Path, key: str) -> Order:
-        return Order(key, [], [Branch(str(home / name), ["json"], "json:dumps") for name in ("one", "two")])
+        return Order(key, [Branch(str(home / name), ["json"], "json:dumps") for name in ("one", "two")])
 
     workers = [SharedNursery(tmp_path, os.environ, order_of) for _ in range(2)]
     try:
@@ -41,7 +41,7 @@ def test_what_a_test_has_set_is_not_left_out(tmp_path: Path, monkeypatch: pytest
     def order_of(home: Path, key: str) -> Order:
         branch = engine_branch(model_in(home), home)
         told.append(branch.environment)
-        return Order(key, [], [replace(branch, modules=["json"], function="json:dumps")])
+        return Order(key, [replace(branch, modules=["json"], function="json:dumps")])
 
     nursery = SharedNursery(tmp_path, before, order_of)
     try:

@@ -53,7 +53,7 @@ def shared() -> Iterator[dict[str, str]]:
         with extended_environment({"PYTHONPATH": str(home), ROOM_VARIABLE: " " * ROOM}):
             kind, other = _branch(home), replace(_branch(home), path=str(home / "other"), modules=["threaded"])
             free = ["PYTEST_CURRENT_TEST", "FREE"]
-            order = Order("the key", [], [warm_branch(other, free), warm_branch(kind, free)])
+            order = Order("the key", [warm_branch(other, free), warm_branch(kind, free)])
             nursery = start_nursery(home, order.to_line())
             try:
                 _wait_for(home / "kind")
@@ -78,7 +78,7 @@ def _wait_for(path: Path) -> None:
 @contextmanager
 def _branches(shared: dict[str, str], folder: Path, **more: str) -> Iterator[WarmBranches]:
     with extended_environment({**shared, **more}):
-        branches = WarmBranches(Order("own key", [], [_branch(folder)]), folder / "log")
+        branches = WarmBranches(Order("own key", [_branch(folder)]), folder / "log")
     try:
         yield branches
     finally:
@@ -132,7 +132,7 @@ def test_it_carries_the_run_s_mark(shared: dict[str, str], folder: Path) -> None
 
 def test_all_branches_or_none(shared: dict[str, str], folder: Path) -> None:
     """The first is given and the second refused: the run's own nursery may listen in their places."""
-    order = Order("own key", [], [_branch(folder), replace(_branch(folder), path=str(folder / "other"))])
+    order = Order("own key", [_branch(folder), replace(_branch(folder), path=str(folder / "other"))])
     with extended_environment({**shared, TOKEN_VARIABLE: "d" * 32}), pytest.raises(ConnectionError):
         WarmBranches(order, folder / "log")
     assert not carriers("d" * 32) and [path.name for path in folder.iterdir()] == ["log"]

@@ -24,7 +24,7 @@ from fusionrl.base.nursery import Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process_title import ROOM
 from fusionrl.config.config import Config
-from fusionrl.runtime.early_start import start_nursery
+from fusionrl.runtime.early_start import EARLY_LINE, start_nursery
 from fusionrl.runtime.nursery_order import engine_branch
 from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_order
 
@@ -88,7 +88,7 @@ class SharedNursery:
         (home / "key").write_text(key)
         with only({**self.environment, ROOM_VARIABLE: " " * ROOM}):  # branches are told only what it lacks
             order = self._order_of(home, key)
-            nursery = start_nursery(home, order.to_line())
+            nursery = start_nursery(home, EARLY_LINE + order.to_line())
         self._own.append((nursery, home))
         while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:
             time.sleep(0.01)
@@ -105,7 +105,7 @@ class EngineBranch:
         self._home = Path(tempfile.mkdtemp(prefix="engines-"))
         key = key or secrets.token_hex(32)
         with only({**nursery.environment, **nursery.variables()}):
-            order = Order(key, [], [engine_branch(model_in(self._home), self._home)])
+            order = Order(key, [engine_branch(model_in(self._home), self._home)])
             self._branches = WarmBranches(order, self._home / "nursery.log")
         self.variables = {FOLDER_VARIABLE: str(self._home), "RAY_AUTH_TOKEN": key}
 

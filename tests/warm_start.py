@@ -142,7 +142,7 @@ def _get(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(branch.path)
         listener.listen(64)
-        arguments = [Order(own_key, [], [branch]).to_line().decode(), *sorted(environment)]
+        arguments = [Order(own_key, [branch]).to_line().decode(), *sorted(environment)]
         descriptors = (files[0], files[1], files[1], listener.fileno())
         return ask(str(folder / Path(branch.path).name), warm_key, arguments, environment, descriptors, sys.executable)
 

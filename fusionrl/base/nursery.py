@@ -1,7 +1,7 @@
 """A process that has imported large libraries, and forks others from itself: `python -m fusionrl.base.nursery ROOM`.
 
-It reads an `Order` from its standard input, a line of JSON, and imports what is common. Lists of modules may come
-first, a line each, which are imported meanwhile. It forks a branch for each kind of process; a branch imports the rest
+It reads an `Order` from its standard input, a line of JSON. Lists of modules may come first, a line each, which are
+imported meanwhile, for all branches. It forks a branch for each kind of process; a branch imports the rest
 and listens at a socket of its own. A process that knows the key (`nursery_client.ask`) gets a fork of a branch, which
 calls the branch's function. So a library is imported once a run, and while the command is still checked.
 
@@ -68,10 +68,9 @@ class Branch:
 
 @dataclass(frozen=True)
 class Order:
-    """The input of a nursery; `common`: modules that all branches share."""
+    """The input of a nursery."""
 
     key: str
-    common: list[str]
     branches: list[Branch]
 
     def to_line(self) -> bytes:
@@ -82,7 +81,7 @@ class Order:
     def from_line(cls, line: bytes) -> Order:
         """Read what `to_line` wrote."""
         fields = json.loads(line)
-        return cls(fields["key"], fields["common"], [Branch(**branch) for branch in fields["branches"]])
+        return cls(fields["key"], [Branch(**branch) for branch in fields["branches"]])
 
 
 def main() -> None:
@@ -90,19 +89,17 @@ def main() -> None:
     _end_with_parent()
     raise_open_files()  # as those do from which its forks would otherwise be started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    common: list[str] = []
+    modules: list[str] = []
     while (line := sys.stdin.buffer.readline()).startswith(b"["):
-        common += json.loads(line)
-        _import(common)
+        modules += json.loads(line)
+        _import(modules)
     if not line:
         return  # the starter has ended, or needs nothing more
     order = Order.from_line(line)
     listeners = [_listen(branch.path) for branch in order.branches]
     with contextlib.suppress(OSError):  # started by hand
         os.unlink(os.path.join(os.path.dirname(order.branches[0].path), PID_FILE))  # who asks waits no longer
-    common += order.common
-    _import(common)
-    _end_with_threads(common)
+    _end_with_threads(modules)
     *earlier, last = zip(order.branches, listeners, strict=True)
     for branch, listener in earlier:
         parent = os.getpid()

@@ -7,7 +7,6 @@ module imports little, and what reads flags or checks them is imported later.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -33,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 CLUSTER_TOKEN = secrets.token_hex(32)
 """Of the local cluster that this process starts, and of its nursery. Ray reads it once a process."""
-_EARLY = ["torch"]
-"""Modules that every nursery imports, in its branches or before."""
+EARLY_LINE = b'["torch"]\n'
+"""The first input of a nursery: modules that each of its branches needs."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _NO_NURSERY = ("-h", "--help", "--dry-run", "--in-process", "--ray-address")
 """Flags of commands that have none."""
@@ -97,7 +96,7 @@ class EarlyStart:
     def _start_nursery(self) -> None:
         assert self.folder is not None
         try:
-            self._nursery = start_nursery(self.folder, json.dumps(_EARLY).encode() + b"\n")
+            self._nursery = start_nursery(self.folder, EARLY_LINE)
         except OSError as error:  # without a nursery each process starts by itself
             logger.debug("the nursery does not start: %s", error)
 

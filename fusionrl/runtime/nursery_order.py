@@ -18,18 +18,18 @@ _OF_ACTORS = ("fusionrl.runtime.ray_imports", "fusionrl.runtime.tokenizer_import
 
 def make_order(config: Config, folder: Path, key: str) -> Order:
     """Order what the nursery of a run is to import and to fork. `key`: of those who may ask for a fork."""
-    branches, torch = [], ["torch"] if uses_trainers(config) else []
+    branches = []
     if uses_engines(config) and config.model.hf_checkpoint is not None:
         branches.append(engine_branch(config.model.hf_checkpoint, folder))
-    megatron = ["fusionrl.cpu.early_imports"] if torch else []
+    megatron = ["fusionrl.cpu.early_imports"] if uses_trainers(config) else []
     client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
     worker = Branch(
         str(folder / worker_starter.SOCKET),
-        [*torch, "fusionrl.runtime.engine_worker", "fusionrl.runtime.worker_actors", *megatron, *client, *_OF_ACTORS],
+        ["fusionrl.runtime.engine_worker", "fusionrl.runtime.worker_actors", *megatron, *client, *_OF_ACTORS],
         "fusionrl.runtime.worker_fork:main",  # with it Ray, which keeps its variables
         late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
     )
-    return Order(key, torch if branches else [], [*branches, worker])
+    return Order(key, [*branches, worker])
 
 
 def engine_branch(model_path: str, folder: Path) -> Branch:

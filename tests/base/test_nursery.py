@@ -91,7 +91,6 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     environment = _finding(folder) | {"HF_HUB_OFFLINE": "1"}
     order = Order(
         KEY,
-        ["json"],
         [
             Branch(str(folder / "threaded"), ["with_thread"], "imported_once:tell"),
             Branch(
@@ -251,22 +250,9 @@ def test_whoever_has_given_up_gets_nothing(nursery: Nursery, tmp_path: Path, has
     assert (tmp_path / "out").read_text() == ""
 
 
-def test_what_is_common_must_start_no_threads(tmp_path: Path) -> None:
-    """A fork has one thread, so the branch itself would see none."""
-    (tmp_path / "with_thread.py").write_text(THREADED)
-    line = Order(KEY, ["with_thread"], [Branch(str(tmp_path / name), [], "json:dumps") for name in "ab"]).to_line()
-    process = subprocess.run(
-        [sys.executable, "-m", "fusionrl.base.nursery", " "],
-        input=line,
-        env=_finding(tmp_path),
-        stderr=subprocess.PIPE,
-        timeout=60,
-    )
-    assert process.returncode == 1 and b"with_thread starts threads: nothing is forked" in process.stderr
-
-
 @pytest.mark.parametrize("has_order", [True, False])
 def test_modules_are_imported_before_the_order_comes(tmp_path: Path, has_order: bool) -> None:
+    """They must start no threads: a fork has one, so a branch would see none of them."""
     (tmp_path / "early.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n" + THREADED * has_order)
     command, pipe = [sys.executable, "-m", "fusionrl.base.nursery", " "], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=_finding(tmp_path)) as process:
@@ -275,7 +261,7 @@ def test_modules_are_imported_before_the_order_comes(tmp_path: Path, has_order: 
         process.stdin.flush()
         assert _wait((tmp_path / "imported").exists) and process.poll() is None
         if has_order:
-            process.stdin.write(Order(KEY, [], [Branch(str(tmp_path / "one"), [], "json:dumps")]).to_line())
+            process.stdin.write(Order(KEY, [Branch(str(tmp_path / "one"), [], "json:dumps")]).to_line())
         process.stdin.close()
         said = process.stderr.read()
     assert process.returncode == int(has_order) and (b"early starts threads: nothing is forked" in said) == has_order
@@ -288,7 +274,7 @@ def test_who_asks_waits_while_it_imports_and_not_for_one_that_died(tmp_path: Pat
     (tmp_path / "early.py").write_text("import time\ntime.sleep(1.0)\n")
     environment = _finding(tmp_path)
     command, out = [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM], tmp_path / "out"
-    order = Order(KEY, [], [Branch(str(tmp_path / "one"), [], "told:tell")]).to_line()
+    order = Order(KEY, [Branch(str(tmp_path / "one"), [], "told:tell")]).to_line()
     asked = [str(tmp_path / "one"), KEY, ["it"], environment]
     with out.open("wb") as target, subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
         assert process.stdin is not None
@@ -320,7 +306,7 @@ def test_what_is_no_request_is_left(nursery: Nursery) -> None:
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_it_ends_with_whoever_started_it(tmp_path: Path, is_killed: bool) -> None:
     """All branches, when its standard input is closed and when its parent is killed."""
-    line = Order(KEY, [], [Branch(str(tmp_path / name), [], "json:dumps") for name in ("one", "two")]).to_line()
+    line = Order(KEY, [Branch(str(tmp_path / name), [], "json:dumps") for name in ("one", "two")]).to_line()
     starter = (
         "import subprocess, sys, time\n"
         f"process = subprocess.Popen([sys.executable, '-m', 'fusionrl.base.nursery', ' '], stdin=subprocess.PIPE)\n"

@@ -82,7 +82,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     ) as process:
         assert process.stdin is not None
-        process.stdin.write(Order(TOKEN, [], [branch]).to_line())
+        process.stdin.write(Order(TOKEN, [branch]).to_line())
         process.stdin.flush()
         assert _wait((folder / SOCKET).exists)
         yield folder

@@ -29,7 +29,7 @@ def shared_cluster() -> Iterator[None]:
         "tests.runtime.worker_birth:main",
         late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
     )
-    nursery = start_nursery(folder, Order(CLUSTER_TOKEN, [], [branch]).to_line())
+    nursery = start_nursery(folder, Order(CLUSTER_TOKEN, [branch]).to_line())
     assert nursery.stdin is not None
     try:
         with extended_environment({FOLDER_VARIABLE: str(folder)}):

@@ -24,24 +24,22 @@ from fusionrl.runtime.nursery_order import make_order
 
 
 @pytest.mark.parametrize(
-    ("values", "common", "branches"),
+    ("values", "branches"),
     [
-        ({"mode": "rl"}, ["torch"], ["engine", "worker"]),
-        ({"mode": "eval"}, [], ["engine", "worker"]),
-        ({"mode": "sft"}, [], ["worker"]),
-        ({"mode": "rl", "debug_train_only": True}, [], ["worker"]),
-        ({"mode": "rl", "debug_rollout_only": True}, [], ["engine", "worker"]),
+        ({"mode": "rl"}, ["engine", "worker"]),
+        ({"mode": "eval"}, ["engine", "worker"]),
+        ({"mode": "sft"}, ["worker"]),
+        ({"mode": "rl", "debug_train_only": True}, ["worker"]),
+        ({"mode": "rl", "debug_rollout_only": True}, ["engine", "worker"]),
     ],
 )
-def test_what_a_mode_needs(
-    tiny_model: Path, tmp_path: Path, values: dict[str, object], common: list[str], branches: list[str]
-) -> None:
+def test_what_a_mode_needs(tiny_model: Path, tmp_path: Path, values: dict[str, object], branches: list[str]) -> None:
     order = make_order(Config.from_flat({"hf_checkpoint": str(tiny_model), **values}), tmp_path, "key")
-    assert order.common == common and order.key == "key"
+    assert order.key == "key"
     assert [Path(branch.path).name for branch in order.branches] == branches
     modules = order.branches[-1].modules
     has_trainers = values["mode"] != "eval" and not values.get("debug_rollout_only")
-    assert ("torch" in modules) == ("fusionrl.cpu.early_imports" in modules) == has_trainers
+    assert ("fusionrl.cpu.early_imports" in modules) == has_trainers
     if "engine" in branches:
         environment = order.branches[0].environment
         assert environment["FUSIONRL_DEVICE"] == "cpu" and environment["HF_HUB_OFFLINE"] == "1"

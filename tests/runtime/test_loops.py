@@ -31,6 +31,11 @@ def test_the_loop_of_a_mode(flags: dict[str, Any], loop: loops.Loop) -> None:
 @pytest.mark.parametrize(
     ("loop", "flags", "log"),
     [
+        (
+            loops.on_policy,
+            {},
+            ["push 0", "record 0", "generate 0", "train 0", "push 1", "evaluate 1", "record 1", "save 0"],
+        ),
         (loops.sft, {"mode": "sft"}, ["generate 0", "train 0", "record 1", "save 0", "generate 1", "train 1"]),
         (loops.reject_sampling, {"mode": "reject-sampling"}, ["push 0", "generate 0", "record 1", "save 0"]),
         (loops.rollout_only, {"debug_rollout_only": True}, ["generate 0", "record 1", "generate 1", "record 2"]),
@@ -42,6 +47,8 @@ def test_the_order_of_things(loop: loops.Loop, flags: dict[str, Any], log: list[
     run, diary = run_of(Cluster(), StopSignal(), **flags)
     loop(run)
     assert diary.log[: len(log)] == log
+    if loop is loops.on_policy:
+        assert {"perf/step_time_s", "perf/tokens_per_s", "perf/time_train_s", "eval/x/reward"} <= set(diary.rows[1])
     if loop is loops.sft:
         assert {"perf/step_time_s", "perf/tokens_per_s", "eval/x/loss"} <= set(diary.rows[1])
     if loop is loops.reject_sampling:  # weights are pushed once, and the first row says so

@@ -23,13 +23,6 @@ def stop() -> Iterator[StopSignal]:
         yield signal_
 
 
-def test_a_run_to_its_end(stop: StopSignal) -> None:
-    run, diary = run_of(Cluster(), stop, 1)
-    on_policy(run)
-    assert diary.log == ["push 0", "record 0", "generate 0", "train 0", "push 1", "evaluate 1", "record 1", "save 0"]
-    assert {"perf/step_time_s", "perf/tokens_per_s", "perf/time_train_s", "eval/x/reward"} <= set(diary.rows[1])
-
-
 @pytest.mark.parametrize(
     ("stops", "rest"),
     [
