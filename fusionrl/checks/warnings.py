@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from fusionrl.checks.algorithm import algorithm_warnings
-from fusionrl.checks.disk_space import disk_warnings
+from fusionrl.checks.doctor.host import disk_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import readable_sets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 # name → (values, default, what it does)
@@ -23,21 +24,12 @@ PLAN_FLAGS: dict[str, tuple[str, str, str]] = {
 
 def take_plan_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """(values of PLAN_FLAGS, the rest of a command line, errors)."""
-    values: dict[str, str] = {}
-    rest: list[str] = []
-    errors: list[str] = []
-    tokens = iter(argv)
-    for token in tokens:
-        flag, separator, value = token.partition("=")
-        if flag not in PLAN_FLAGS:
-            rest.append(token)
-            continue
-        text = value if separator else next(tokens, "")
-        if not text or text.startswith("--"):
-            errors.append(f"{flag}: it needs a value, {PLAN_FLAGS[flag][0]}")
-            rest += [text] if text else []
-        else:
-            values[flag] = text
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in PLAN_FLAGS:
+        parser.add_argument(flag, dest=flag, nargs="?", default=argparse.SUPPRESS)
+    parsed, rest = parser.parse_known_args(argv)
+    values = {flag: text for flag, text in vars(parsed).items() if text}
+    errors = [f"{flag}: it needs a value, {PLAN_FLAGS[flag][0]}" for flag in vars(parsed) if flag not in values]
     return values, rest, errors
 
 

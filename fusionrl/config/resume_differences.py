@@ -14,18 +14,8 @@ from fusionrl.observe.json_values import to_jsonable
 # These say how one attempt starts and what it shows; the run is the same.
 _OF_AN_ATTEMPT = frozenset(
     {
-        "resume",
-        "run_dir",
-        "run_dir_mode",
-        "name",
-        "dry_run",
-        "in_process",
-        "pdb",
-        "dashboard",
-        "log_level",
-        "log_samples",
-        "save_token_values",
-        "use_tensorboard",
+        *("resume", "run_dir", "run_dir_mode", "name", "dry_run", "in_process", "pdb", "dashboard", "log_level"),
+        *("log_samples", "save_token_values", "use_tensorboard"),
     }
 )
 _ORDER = "the prompts come in another order from here on: some come twice, others not in this epoch"

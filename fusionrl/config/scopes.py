@@ -123,6 +123,11 @@ def _may_be_agent(config: Config) -> bool:
     return bool(is_custom) or run_parts.has_own_rollout(config) or run_parts.has_own_source(config)
 
 
+def _warms_up(config: Config) -> bool:
+    others = (config.critic.critic_lr_warmup_iters, config.prm.prm_lr_warmup_iters)
+    return any((config.train.lr_warmup_iters, config.train.lr_warmup_fraction, *others))
+
+
 def _corrects_itself(config: Config) -> bool:
     return config.algorithm.custom_tis_function_path is not None
 
@@ -166,17 +171,7 @@ IS_DUE = _if(
 SAVING = _if("with --no-save", lambda c: not c.checkpoint.no_save)
 CHECKS_SAVES = _if("with --no-save", lambda c: not c.checkpoint.no_save or c.run.resume)
 DECAY = _if("with --lr-decay-style constant", lambda c: c.train.lr_decay_style != "constant")
-WARM_UP = _if(
-    "without --lr-warmup-iters",
-    lambda c: any(
-        (
-            c.train.lr_warmup_iters,
-            c.train.lr_warmup_fraction,
-            c.critic.critic_lr_warmup_iters,
-            c.prm.prm_lr_warmup_iters,
-        )
-    ),
-)
+WARM_UP = _if("without --lr-warmup-iters", _warms_up)
 EPOCHS = _if("with --num-rollout", lambda c: c.run.num_rollout is None)
 COLOCATED = _if("without --colocate", lambda c: c.cluster.colocate)
 OFFLOADS = _if("with --offload-train never", lambda c: c.cluster.offload_train != "never")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
-
 from fusionrl.pipeline import events
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import Group, State, update_group
+
+GroupEvent = events.SampleDone | events.GroupReady | events.GroupFailed | events.Parked
 
 
 def apply(state: State, knobs: Knobs, event: events.Event | events.Started) -> State:
@@ -15,17 +15,39 @@ def apply(state: State, knobs: Knobs, event: events.Event | events.Started) -> S
     An event that cannot happen in this state is a defect of the caller: AssertionError, and the state is unchanged.
     A late event of a dropped group is ignored.
     """
-    _apply(event, state, knobs)
+    match event:
+        case events.Admitted():
+            _admit(state, event)
+        case events.SampleDone() | events.GroupReady() | events.GroupFailed() | events.Parked():
+            assert event.ordinal in state.groups or event.ordinal in state.ended, event
+            if event.ordinal in state.groups:  # else the group was dropped, and the event comes late
+                _advance(state, knobs, state.groups[event.ordinal], event)
+        case events.Drop():
+            assert state.groups[event.ordinal].phase != "leased", event
+            _end(state, event.ordinal, dropped=True)
+        case events.Fetch():
+            _lease(state, knobs, event)
+        case events.TrainDone():
+            assert state.lease, "nothing is being trained"
+            for ordinal in state.lease:
+                _end(state, ordinal, dropped=False)
+            state.lease = ()
+            state.num_trained += 1
+        case events.Push():
+            assert not state.pushing and not state.lease and event.version == state.version + 1, event
+            state.pushing = True
+        case events.Pushed():
+            assert state.pushing
+            state.pushing = False
+            state.version += 1
+        case events.StreamEnd():
+            state.stream_ended = True
+        case _:
+            raise AssertionError(event)
     return state
 
 
-@singledispatch
-def _apply(event: object, state: State, knobs: Knobs) -> None:
-    raise AssertionError(event)
-
-
-@_apply.register
-def _(event: events.Admitted, state: State, knobs: Knobs) -> None:
+def _admit(state: State, event: events.Admitted) -> None:
     born = state.version if event.oldest is None else min(state.version, event.oldest)
     known = state.groups.get(event.ordinal)
     if known is None:
@@ -39,64 +61,34 @@ def _(event: events.Admitted, state: State, knobs: Knobs) -> None:
     update_group(state, event.ordinal, phase="running", born=born, num_running=event.num_samples, has_tokens=False)
 
 
-@_apply.register
-def _(event: events.SampleDone, state: State, knobs: Knobs) -> None:
-    group = _living(state, event.ordinal)
-    if group is None:
-        return
-    assert group.phase == "running" and group.num_running > 0, (event, group)
-    left = group.num_running - 1
-    update_group(state, event.ordinal, num_running=left, phase="running" if left else "scoring")
-
-
-@_apply.register
-def _(event: events.GroupReady, state: State, knobs: Knobs) -> None:
-    group = _living(state, event.ordinal)
-    if group is None:
-        return
-    assert group.phase == "scoring", (event, group)
-    born = group.born if event.oldest is None else min(group.born, event.oldest)
-    update_group(state, event.ordinal, phase="ready", born=born)
-    state.failures = 0
-
-
-@_apply.register
-def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
-    group = _living(state, event.ordinal)
-    if group is None:
-        return
+def _advance(state: State, knobs: Knobs, group: Group, event: GroupEvent) -> None:
+    """Take a group that is being sampled or scored to its next phase."""
     assert group.phase in ("running", "scoring"), (event, group)
-    if group.num_tries < knobs.max_tries:
-        # It is sampled again from its prompt, so its age starts again too.
-        update_group(
-            state, event.ordinal, phase="pending", born=state.version, num_running=0, num_tries=group.num_tries + 1
-        )
-        return
-    _end(state, event.ordinal, dropped=True)
-    state.failures += 1
-    if state.failures == knobs.max_failures_in_row:  # later failures change nothing
-        state.failure = f"{state.failures} groups failed one after the other; the last one: {event.reason}"
+    if isinstance(event, events.SampleDone):
+        assert group.phase == "running" and group.num_running > 0, (event, group)
+        left = group.num_running - 1
+        update_group(state, event.ordinal, num_running=left, phase="running" if left else "scoring")
+    elif isinstance(event, events.GroupReady):
+        assert group.phase == "scoring", (event, group)
+        born = group.born if event.oldest is None else min(group.born, event.oldest)
+        update_group(state, event.ordinal, phase="ready", born=born)
+        state.failures = 0
+    elif isinstance(event, events.Parked):
+        # Without tokens it is sampled again from its prompt, so its age starts again too.
+        has_tokens = event.oldest is not None
+        born = state.version if event.oldest is None else min(group.born, event.oldest)
+        update_group(state, event.ordinal, phase="pending", born=born, num_running=0, has_tokens=has_tokens)
+    elif group.num_tries < knobs.max_tries:  # it is sampled again from its prompt
+        tries = group.num_tries + 1
+        update_group(state, event.ordinal, phase="pending", born=state.version, num_running=0, num_tries=tries)
+    else:
+        _end(state, event.ordinal, dropped=True)
+        state.failures += 1
+        if state.failures == knobs.max_failures_in_row:  # later failures change nothing
+            state.failure = f"{state.failures} groups failed one after the other; the last one: {event.reason}"
 
 
-@_apply.register
-def _(event: events.Parked, state: State, knobs: Knobs) -> None:
-    group = _living(state, event.ordinal)
-    if group is None:
-        return
-    assert group.phase in ("running", "scoring"), (event, group)
-    # Without tokens it is sampled again from its prompt, so its age starts again too.
-    born = state.version if event.oldest is None else min(group.born, event.oldest)
-    update_group(state, event.ordinal, phase="pending", born=born, num_running=0, has_tokens=event.oldest is not None)
-
-
-@_apply.register
-def _(event: events.Drop, state: State, knobs: Knobs) -> None:
-    assert state.groups[event.ordinal].phase != "leased", event
-    _end(state, event.ordinal, dropped=True)
-
-
-@_apply.register
-def _(event: events.Fetch, state: State, knobs: Knobs) -> None:
+def _lease(state: State, knobs: Knobs, event: events.Fetch) -> None:
     assert not state.lease and event.fetch == state.num_fetched, event
     for ordinal in event.ordinals:
         group = state.groups[ordinal]
@@ -108,39 +100,6 @@ def _(event: events.Fetch, state: State, knobs: Knobs) -> None:
         update_group(state, ordinal, phase="leased")
     state.lease = event.ordinals
     state.num_fetched += 1
-
-
-@_apply.register
-def _(event: events.TrainDone, state: State, knobs: Knobs) -> None:
-    assert state.lease, "nothing is being trained"
-    for ordinal in state.lease:
-        _end(state, ordinal, dropped=False)
-    state.lease = ()
-    state.num_trained += 1
-
-
-@_apply.register
-def _(event: events.Push, state: State, knobs: Knobs) -> None:
-    assert not state.pushing and not state.lease and event.version == state.version + 1, event
-    state.pushing = True
-
-
-@_apply.register
-def _(event: events.Pushed, state: State, knobs: Knobs) -> None:
-    assert state.pushing
-    state.pushing = False
-    state.version += 1
-
-
-@_apply.register
-def _(event: events.StreamEnd, state: State, knobs: Knobs) -> None:
-    state.stream_ended = True
-
-
-def _living(state: State, ordinal: int) -> Group | None:
-    """Return the group; None: it has ended, and the event comes late."""
-    assert ordinal in state.groups or ordinal in state.ended, ordinal
-    return state.groups.get(ordinal)
 
 
 def _end(state: State, ordinal: int, *, dropped: bool) -> None:

@@ -10,21 +10,26 @@ from typing import TYPE_CHECKING
 
 from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.data import prompt_columns
-from fusionrl.checks.disk_space import disk_findings_of_run
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
 from fusionrl.checks.doctor.gpus import gpu_findings
-from fusionrl.checks.doctor.host import core_findings, limit_findings, memory_findings, shared_memory_findings
-from fusionrl.checks.doctor.network import address_findings, network_findings
-from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
-from fusionrl.checks.doctor.reward import reward_findings, written_answers
-from fusionrl.checks.doctor.tokens import (
+from fusionrl.checks.doctor.host import (
+    core_findings,
+    disk_findings_of_run,
+    limit_findings,
+    memory_findings,
+    shared_memory_findings,
+)
+from fusionrl.checks.doctor.model import (
     end_findings,
     label_findings,
     prompt_findings,
     template_findings,
     tokenizer_findings,
+    weight_findings,
 )
-from fusionrl.checks.doctor.weights import weight_findings
+from fusionrl.checks.doctor.network import address_findings, network_findings
+from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
+from fusionrl.checks.doctor.reward import reward_findings, written_answers
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.run_parts import generates, uses_engines

@@ -16,6 +16,8 @@ from fusionrl.base.memory_groups import kernel_number, limited_groups
 from fusionrl.base.open_files import most_open_files
 from fusionrl.base.spelling import existing_parent
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
+from fusionrl.config.config import Config
+from fusionrl.config.run_parts import changes_weights, saves
 from fusionrl.plan.devices import GIB, host_memory
 from fusionrl.plan.plan import Plan
 
@@ -23,6 +25,8 @@ ROOT = Path("/")
 FEWEST_FILES, FEWEST_PROCESSES = 4096, 1024
 SMALL_SHM, NO_SHM = 1 * GIB, 256 * 2**20
 _FEWEST_FREE = 2 * GIB  # of a disk that a run writes to, whatever its size
+_STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weights, fp32 weights and two moments
+_STATE_BYTES_FP32 = 12
 
 
 def shared_memory_findings(folder: Path = ROOT / "dev/shm") -> list[Finding]:
@@ -142,6 +146,37 @@ def disk_findings(folders: dict[str, Path], needed: Mapping[str, tuple[str, floa
     if warned:
         findings.append(fact("disk", "; ".join(warned)))
     return findings
+
+
+def disk_findings_of_run(config: Config | None, plan: Plan | None) -> list[Finding]:
+    """Compare the room for `runs/`, or the run's folders, with the checkpoints and weights that the run keeps there."""
+    folder = Path(config.run.run_dir) if config is not None and config.run.run_dir else Path("runs")
+    folders, needed = {"--run-dir": folder, "TMPDIR": temporary_folder()}, {}
+    if config is not None and config.checkpoint.save_hf:
+        folders["--save-hf"] = Path(config.checkpoint.save_hf).parent
+    if config is not None and plan is not None:
+        weights = float(plan.shape.num_parameters * (4 if plan.precision == "fp32" else 2))
+        needed = {"--run-dir": ("checkpoints", checkpoint_bytes(config, plan)), "--save-hf": ("weights", weights)}
+    return disk_findings(folders, needed)
+
+
+def disk_warnings(config: Config, plan: Plan) -> list[str]:
+    """Return a text, with its cure, for each disk that has too little room."""
+    return [
+        f"{finding.fact}; {finding.cure}" for finding in disk_findings_of_run(config, plan) if finding.status != "fact"
+    ]
+
+
+def checkpoint_bytes(config: Config, plan: Plan) -> float:
+    """Return the bytes of all checkpoints that the run keeps at once."""
+    options = config.checkpoint
+    if options.no_save or not saves(config) or not changes_weights(config):
+        return 0.0
+    num_saved = -(-plan.num_rollout // options.save_interval) if options.save_interval else 1
+    if options.keep_checkpoints is not None:
+        num_saved = min(num_saved, options.keep_checkpoints + 1)  # the newest is written before the oldest goes
+    parameter = _STATE_BYTES_FP32 if plan.precision == "fp32" else _STATE_BYTES
+    return float(max(num_saved, 1) * plan.shape.num_parameters * parameter)
 
 
 def temporary_folder() -> Path:

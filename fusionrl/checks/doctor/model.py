@@ -1,4 +1,4 @@
-"""Checks of a tokenizer, its chat template and the tokens that end an answer."""
+"""Checks of a model's folder: its tokenizer, chat template, the tokens that end an answer, and its weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import read_end_tokens
+from fusionrl.models.weight_files import stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHECK, _TEMPLATE = "tokens", "template"
+_CHECK, _TEMPLATE, _WEIGHTS = "tokens", "template", "weights"
+_FLOATS = ("F16", "BF16", "F32", "F64")
 # A lossy tokenizer loses these first: spaces, new lines, digits, marks, letters of other scripts.
 _TEXT = "A  b\n\n\tc 12,345.67 \\boxed{x^2} <b>ü</b> 中文"
 _QUESTION, _ANSWER = "How much is 17 and 25?", "It is 42, of course."
@@ -150,3 +152,27 @@ def label_findings(tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], lo
             text = f"the label {label!r:.60} has {len(ids)} tokens, answers have at most {longest}"
             return [fault("label", text, f"raise --rollout-max-response-len {longest} well over {len(ids)}")]
     return []
+
+
+def weight_findings(folder: Path) -> list[Finding]:
+    """Read every tensor of a Hugging Face folder, one at a time, and look for what is not finite."""
+    import torch
+    from safetensors import safe_open
+
+    try:
+        stored = stored_tensors(folder)
+    except ValueError as error:
+        return [fault(_WEIGHTS, str(error), "copy the model again")]
+    bad, num_read = [], 0
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, framework="pt") as reader:
+            for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
+                if stored[name].dtype in _FLOATS:
+                    num_read += 1
+                    bad += [] if torch.isfinite(reader.get_tensor(name)).all() else [name]
+    if bad:
+        text = f"{len(bad)} of {num_read} tensors have values that are not finite, the first: {bad[0]}"
+        return [
+            fault(_WEIGHTS, text, "copy the model again, or take an earlier checkpoint: the first loss would be NaN")
+        ]
+    return [fact(_WEIGHTS, f"all values of {num_read} tensors are finite")]
