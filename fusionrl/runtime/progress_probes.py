@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import ray
@@ -22,7 +21,6 @@ from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import is_running
-from fusionrl.runtime.watchdog import ProgressProbes
 
 _ANSWER_S = 3.0
 _BETWEEN_S = 1.0  # two looks at an engine
@@ -30,38 +28,51 @@ _NODE_S = 20.0  # a Ray worker may have to start there
 _MOST_ENGINES = 8  # that one line names
 
 
-def make_progress_probes(launcher: Launcher, engines: EnginePool, buffer: BufferHandle) -> ProgressProbes:
-    """Return the probes of a run."""
-    return ProgressProbes(
-        name_of=partial(_name_of, launcher),
-        sizes=partial(_sizes, launcher),
-        engines=partial(_engines, engines, launcher.api_key),
-        progress=partial(_progress, buffer),
-        elsewhere=partial(_elsewhere, launcher),
-    )
+class ProgressProbes:
+    """Functions that report how far a run is; each answers within seconds or not at all."""
 
+    def __init__(self, launcher: Launcher, engines: EnginePool, buffer: BufferHandle) -> None:
+        self._launcher, self._pool, self._buffer = launcher, engines, buffer
 
-def _name_of(launcher: Launcher, reference: object) -> str:
-    """Return the name of the actor that a reference waits for; "" if it is done or belongs to no actor."""
-    if not isinstance(reference, ray.ObjectRef) or ray.wait([reference], timeout=0, fetch_local=False)[0]:
-        return ""
-    actor = reference.task_id().actor_id().hex()
-    return next((member.name for member in launcher.registry if member.id == actor), "")
+    def name_of(self, reference: object) -> str:
+        """Return the name of the actor that a reference waits for; "" if it is done or belongs to no actor."""
+        if not isinstance(reference, ray.ObjectRef) or ray.wait([reference], timeout=0, fetch_local=False)[0]:
+            return ""
+        actor = reference.task_id().actor_id().hex()
+        return next((member.name for member in self._launcher.registry if member.id == actor), "")
 
+    def sizes(self) -> Counter[str]:
+        """Return the sizes of the groups of actors: "trainer rank" → 8."""
+        return Counter(member.name.rpartition(" ")[0] for member in self._launcher.registry)
 
-def _sizes(launcher: Launcher) -> Counter[str]:
-    return Counter(member.name.rpartition(" ")[0] for member in launcher.registry)
+    def engines(self) -> Sequence[EngineLoad]:
+        """Ask engines how busy they are: first faults, then engines without progress, the busiest first."""
+        urls = dict(enumerate([*self._pool.urls, *self._pool.evaluation.urls]))
+        if not urls:
+            return []
+        api_key = self._launcher.api_key
+        with ThreadPoolExecutor(min(16, len(urls))) as threads:
+            loads = list(threads.map(lambda item: _load(f"engine {item[0]}", item[1], api_key), urls.items()))
+        loads.sort(key=lambda load: (not load.fault, load.tokens_per_s > 0, -load.running))
+        return loads[:_MOST_ENGINES]
 
+    def progress(self) -> Sequence[str]:
+        """Ask the Buffer about rollouts and rewards, in words."""
+        if not self._buffer.is_started:
+            return []
+        answer = self._buffer.actor.progress.remote()
+        if not ray.wait([answer], timeout=_ANSWER_S)[0]:
+            return [f"the Buffer has not started yet, or does not answer within {_ANSWER_S:g} s"]
+        text = ray.get(answer)
+        return [text] if text else []
 
-def _engines(pool: EnginePool, api_key: str) -> Sequence[EngineLoad]:
-    urls = dict(enumerate([*pool.urls, *pool.evaluation.urls]))
-    if not urls:
-        return []
-    with ThreadPoolExecutor(min(16, len(urls))) as threads:
-        loads = list(threads.map(lambda item: _load(f"engine {item[0]}", item[1], api_key), urls.items()))
-    # First faults, then engines without progress, the busiest first.
-    loads.sort(key=lambda load: (not load.fault, load.tokens_per_s > 0, -load.running))
-    return loads[:_MOST_ENGINES]
+    def elsewhere(self) -> Sequence[ProcessState]:
+        """Look at the run's processes on its other nodes. A node that does not answer is left out."""
+        if not is_running():
+            return []
+        own_node = ray.get_runtime_context().get_node_id()
+        nodes = sorted({bundle.node_id for bundle in self._launcher.bundles} - {own_node})
+        return look_on(nodes, self._launcher.run_dir / "logs") if nodes else []
 
 
 def _load(name: str, url: str, api_key: str) -> EngineLoad:
@@ -91,25 +102,6 @@ def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
         return float(sum(load.get(name) or 0.0 for load in loads))
 
     return total("num_running_reqs"), total("num_waiting_reqs"), total("gen_throughput"), total("num_used_tokens")
-
-
-def _progress(buffer: BufferHandle) -> Sequence[str]:
-    if not buffer.is_started:
-        return []
-    answer = buffer.actor.progress.remote()
-    if not ray.wait([answer], timeout=_ANSWER_S)[0]:
-        return [f"the Buffer has not started yet, or does not answer within {_ANSWER_S:g} s"]
-    text = ray.get(answer)
-    return [text] if text else []
-
-
-def _elsewhere(launcher: Launcher) -> Sequence[ProcessState]:
-    """Processes on the other nodes of the run. A node that does not answer is left out."""
-    if not is_running():
-        return []
-    own_node = ray.get_runtime_context().get_node_id()
-    nodes = sorted({bundle.node_id for bundle in launcher.bundles} - {own_node})
-    return look_on(nodes, launcher.run_dir / "logs") if nodes else []
 
 
 def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:

@@ -24,7 +24,7 @@ from fusionrl.runtime.hardware import HardwareMetrics
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.local_launcher import LocalLauncher
 from fusionrl.runtime.profiling import Profiling
-from fusionrl.runtime.progress_probes import make_progress_probes
+from fusionrl.runtime.progress_probes import ProgressProbes
 from fusionrl.runtime.ray_cluster import FAILURES, gather, is_running, root_cause
 from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
 from fusionrl.runtime.trainers import TrainerGroups
@@ -91,7 +91,7 @@ class Actors:
         self._watchdog = Watchdog(
             self._launcher.run_dir / "logs",
             attempt,
-            make_progress_probes(self._launcher, self.engines, self.buffer),
+            ProgressProbes(self._launcher, self.engines, self.buffer),
             floor_s=config.run.stall_warn_s,
             timeout_s=config.run.stall_timeout_s,
         )

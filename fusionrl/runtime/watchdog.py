@@ -13,18 +13,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self, TypeVar
 
 from fusionrl.base.pending_calls import waited_for
 from fusionrl.observe import spans
-from fusionrl.observe.stalls.message import EngineLoad, seconds, stall_line
-from fusionrl.observe.stalls.processes import ProcessState, look
+from fusionrl.observe.stalls.message import seconds, stall_line
+from fusionrl.observe.stalls.processes import look
 from fusionrl.observe.stalls.stacks import Frame
 from fusionrl.observe.stalls.thresholds import FLOOR_S, EndedPhase, LatePhase, Phase, StallClock
+from fusionrl.runtime.progress_probes import ProgressProbes
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -37,24 +38,6 @@ class Stalled(RuntimeError):
     """A phase took longer than --stall-timeout-s; the message is the watchdog's last line."""
 
 
-@dataclass(frozen=True)
-class ProgressProbes:
-    """Functions that report how far a run is; each answers within seconds or not at all.
-
-    name_of    a Ray reference → the actor that it waits for; "" where that is not known
-    sizes      of the groups of actors: "trainer rank" → 8
-    engines    how busy they are
-    progress   of rollouts and rewards, in words
-    elsewhere  processes of the run on other nodes
-    """
-
-    name_of: Callable[[object], str] = lambda reference: ""
-    sizes: Callable[[], Mapping[str, int]] = dict
-    engines: Callable[[], Sequence[EngineLoad]] = list
-    progress: Callable[[], Sequence[str]] = list
-    elsewhere: Callable[[], Sequence[ProcessState]] = list
-
-
 @dataclass
 class Watchdog:
     """A context manager: the thread lives within it. The main thread enters it.
@@ -65,7 +48,7 @@ class Watchdog:
 
     logs: Path
     attempt: int
-    probes: ProgressProbes = field(default_factory=ProgressProbes)
+    probes: ProgressProbes
     floor_s: float = FLOOR_S
     timeout_s: float | None = None
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +24,11 @@ from fusionrl.observe import spans
 from fusionrl.runtime.actor_registry import ActorDied, ActorRegistry
 from fusionrl.runtime.early_start import CLUSTER_TOKEN, EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.progress_probes import _name_of, _sizes, look_on
+from fusionrl.runtime.progress_probes import ProgressProbes, look_on
 from fusionrl.runtime.ray_cluster import place_devices, start_ray
 from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
 from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
-from fusionrl.runtime.watchdog import ProgressProbes, Watchdog
+from fusionrl.runtime.watchdog import Watchdog
 from fusionrl.weights.in_process import get
 
 WORK_S = 3.0
@@ -320,7 +319,8 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(tmp_path: Pat
     for number, rank in enumerate(ranks):
         registry.add(f"trainer rank {number}", rank, tmp_path / "log")
     launcher: Any = SimpleNamespace(registry=registry)
-    probes = ProgressProbes(name_of=partial(_name_of, launcher), sizes=partial(_sizes, launcher))
+    nothing: Any = None  # engines and Buffer cannot be asked
+    probes = ProgressProbes(launcher, nothing, nothing)
     supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
     spans.record_to(tmp_path, "driver", 1)
     try:

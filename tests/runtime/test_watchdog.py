@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fusionrl.observe import spans
 from fusionrl.observe.stalls.message import EngineLoad
 from fusionrl.observe.stalls.thresholds import LatePhase
 from fusionrl.runtime.actor_registry import ActorRegistry
-from fusionrl.runtime.watchdog import ProgressProbes, Stalled, Watchdog
+from fusionrl.runtime.watchdog import Stalled, Watchdog
 
 
 @pytest.fixture
@@ -28,6 +29,12 @@ def logs(tmp_path: Path) -> Iterator[Path]:
     spans.record_to(tmp_path, "driver", 1)
     yield tmp_path / "logs"
     spans.stop_recording()
+
+
+def probes(**functions: Callable[[], Any]) -> Any:
+    """Of a run without actors, but for some functions."""
+    without = {"name_of": lambda reference: "", "sizes": dict, "engines": list, "progress": list, "elsewhere": list}
+    return SimpleNamespace(**without | functions)
 
 
 def stuck_in_a_push(is_over: Callable[[], bool] = lambda: False) -> None:
@@ -42,8 +49,8 @@ def test_a_wait_is_told_and_ended(logs: Path, caplog: pytest.LogCaptureFixture) 
     def broken() -> list[str]:
         raise OSError("the Buffer is gone")
 
-    probes = ProgressProbes(progress=broken, engines=lambda: [EngineLoad("engine 0", 12, 0, 0.0)])
-    with Watchdog(logs, 2, probes, floor_s=0.1, timeout_s=4.0) as watchdog:
+    run = probes(progress=broken, engines=lambda: [EngineLoad("engine 0", 12, 0, 0.0)])
+    with Watchdog(logs, 2, run, floor_s=0.1, timeout_s=4.0) as watchdog:
         with pytest.raises(KeyboardInterrupt) as raised:
             stuck_in_a_push()
         error = watchdog.ended_by(raised.value)
@@ -64,7 +71,7 @@ def test_a_wait_is_told_and_ended(logs: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_a_phase_that_was_spoken_of_ends(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    with Watchdog(logs, 1, floor_s=0.05) as watchdog:
+    with Watchdog(logs, 1, probes(), floor_s=0.05) as watchdog:
         stuck_in_a_push(lambda: '"push" has taken' in caplog.text)
         with spans.phase("step"):
             with spans.phase("train"):
@@ -81,14 +88,14 @@ def test_a_phase_that_was_spoken_of_ends(logs: Path, caplog: pytest.LogCaptureFi
 
 
 def test_an_interrupt_of_the_user_is_his_own(logs: Path) -> None:
-    with Watchdog(logs, 1) as watchdog:
+    with Watchdog(logs, 1, probes()) as watchdog:
         assert watchdog.ended_by(KeyboardInterrupt()) is None
 
 
 def test_the_line_comes_where_no_file_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     spans.record_to(tmp_path, "driver", 1)
     try:
-        with Watchdog(tmp_path / "gone", 1, floor_s=0.02):
+        with Watchdog(tmp_path / "gone", 1, probes(), floor_s=0.02):
             stuck_in_a_push(lambda: "no file" in caplog.text)
     finally:
         spans.stop_recording()
@@ -107,7 +114,7 @@ def test_the_inner_wait_is_the_one_that_counts() -> None:
 def test_the_signal_that_wakes_the_driver_ends_no_other_run(logs: Path) -> None:
     from fusionrl.runtime.watchdog import _WAKE_SIGNAL
 
-    with Watchdog(logs, 1):
+    with Watchdog(logs, 1, probes()):
         os.kill(os.getpid(), _WAKE_SIGNAL)
         time.sleep(0.05)
 
@@ -120,7 +127,7 @@ def test_a_phase_that_ends_while_its_line_is_made_ends_no_run(logs: Path, caplog
         assert has_ended.wait(60.0)
         return ["so far"]
 
-    with Watchdog(logs, 1, ProgressProbes(progress=progress), floor_s=0.5, timeout_s=0.2) as watchdog:
+    with Watchdog(logs, 1, probes(progress=progress), floor_s=0.5, timeout_s=0.2) as watchdog:
         with spans.phase("save"):
             assert is_asked.wait(60.0)
         has_ended.set()
@@ -135,7 +142,7 @@ def test_a_line_that_cannot_be_made_ends_the_run_all_the_same(logs: Path) -> Non
     def sizes() -> dict[str, int]:
         raise RuntimeError("dictionary changed size during iteration")
 
-    with Watchdog(logs, 1, ProgressProbes(sizes=sizes), floor_s=0.1, timeout_s=0.5) as watchdog:
+    with Watchdog(logs, 1, probes(sizes=sizes), floor_s=0.1, timeout_s=0.5) as watchdog:
         with pytest.raises(KeyboardInterrupt) as raised:
             stuck_in_a_push()
         error = watchdog.ended_by(raised.value)
@@ -154,7 +161,7 @@ def test_the_line_of_a_path_with_a_comma_and_every_thread_s_stack(logs: Path) ->
     beside = threading.Thread(target=sleeping_beside, name="beside")
     beside.start()
     lines: list[str] = []
-    watchdog = Watchdog(logs, 1)
+    watchdog = Watchdog(logs, 1, probes())
 
     def ask() -> None:
         asker = threading.Thread(target=lambda: lines.append(watchdog.report(LatePhase("train", 9.0, None, 1))))
