@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from fusionrl.compat.slime.flags.defaults import DEFAULTS, slime_defaults
+from fusionrl.compat.slime.flags.page import render_page
 from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SECRETS, SHAPES, TABLE, Kind
 from fusionrl.compat.slime.flags.translate import Form, accepted_notes, translate
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.parser import read_args
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "from-slime-flags.md"
 
 
 def translated(*argv: str, **forms: Form) -> list[str]:
@@ -231,3 +234,8 @@ def test_slimes_defaults_are_written_where_they_are_not_given() -> None:
     assert not {"--weight-decay", "--no-calculate-per-token-loss"} & {*slime_defaults(given, ())}
     for default in DEFAULTS.values():
         assert read_args(default.written)[1] == []
+
+
+def test_the_page_is_that_of_the_tables() -> None:
+    command = "python -m fusionrl.cli from-slime --flags > docs/reference/from-slime-flags.md"
+    assert PAGE.read_text(encoding="utf-8") == render_page(), f"run: {command}"

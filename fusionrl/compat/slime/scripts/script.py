@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -33,7 +32,8 @@ _LIMITS = Limits(
 )
 _MAX_ANSWER = 16 << 20  # bytes
 _MAX_LAUNCHES = 50
-_MAX_FILES, _MAX_FILE = 5_000, 400_000  # files of a checkout that a script may read, and bytes of each
+# Of the checkout that a script may read: files that are looked at, and bytes of one and of all.
+_MAX_SEEN, _MAX_FILE, _MAX_CHECKOUT = 50_000, 400_000, 64 << 20
 _TEXTS = (".sh", ".py", ".yaml", ".yml", ".json", ".txt", ".cfg", ".toml", ".env", ".jinja")
 
 # Variables that bash sets, or that would keep the stand-ins from running.
@@ -209,18 +209,19 @@ def _root(folder: Path) -> Path:
     return next((parent for parent in (folder, *folder.parents) if any((parent / n).exists() for n in names)), folder)
 
 
-@functools.lru_cache(1)
 def _checkout(root: Path) -> bytes:
-    """Return a tar of the small texts below a folder."""
+    """Return a tar of the small texts below a folder, up to a limit."""
     pack = io.BytesIO()
-    num_files = 0
+    num_seen = 0
     with tarfile.open(fileobj=pack, mode="w", dereference=True) as tar:
         for folder, folders, names in os.walk(root):
             folders[:] = sorted(name for name in folders if not name.startswith((".", "node_modules")))
             for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(_TEXTS)):
-                if os.path.isfile(path) and os.stat(path).st_size <= _MAX_FILE and num_files < _MAX_FILES:
+                if os.path.isfile(path) and os.stat(path).st_size <= _MAX_FILE:
                     tar.add(path, path.lstrip("/"))
-                    num_files += 1
+            num_seen += len(names)
+            if num_seen > _MAX_SEEN or pack.tell() > _MAX_CHECKOUT:
+                break
     return pack.getvalue()
 
 
