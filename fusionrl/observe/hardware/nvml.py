@@ -85,6 +85,10 @@ class Device:
             ecc_errors=None if errors is None else int(errors),
         )
 
+    def process_ids(self) -> list[int]:
+        """Return the processes that compute on it, as far as this one sees them."""
+        return [process.pid for process in self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses) or ()]
+
     def cpus(self) -> tuple[int, ...]:
         """The numbers of the CPUs of its NUMA node; none where they are unknown."""
         num_words = max(1, -(-(os.cpu_count() or 1) // _BITS))

@@ -213,6 +213,10 @@ class _NvmlError(Exception):
     pass
 
 
+def _unknown(*_: object) -> None:
+    raise _NvmlError("Not Supported")
+
+
 def _nvml(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
     """Stand in for NVIDIA's library, which no CPU machine has."""
     values: dict[str, object] = {
@@ -224,16 +228,13 @@ def _nvml(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=0, total=80 * GIB),
         "nvmlDeviceGetComputeRunningProcesses": [],
         "nvmlDeviceGetTotalEccErrors": 0,
-        "nvmlDeviceGetCurrentClocksEventReasons": 0,
         "nvmlInit": None,
-        "nvmlShutdown": None,
     }
     module = ModuleType("pynvml")
     for name, value in (values | answers).items():
         setattr(module, name, value if callable(value) else lambda *_, value=value: value)
     module.NVMLError = _NvmlError  # type: ignore[attr-defined]
-    module.NVML_MEMORY_ERROR_TYPE_UNCORRECTED = module.NVML_VOLATILE_ECC = 1  # type: ignore[attr-defined]
-    module.nvmlClocksEventReasonHwThermalSlowdown = 0x40  # type: ignore[attr-defined]
+    module.__getattr__ = lambda name: _unknown  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -244,7 +245,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.fact == "1 x NVIDIA H100; driver 580.10 for CUDA 13.0" and found.status == "fact"
     _nvml(monkeypatch, nvmlDeviceGetTotalEccErrors=3)
     assert "3 uncorrected memory errors" in one(gpu_findings()).fact
-    _nvml(monkeypatch, nvmlDeviceGetCurrentClocksEventReasons=0x40)
+    _nvml(monkeypatch, nvmlDeviceGetCurrentClocksThrottleReasons=0x40)
     assert "hardware thermal slowdown" in one(gpu_findings(), "warning").fact
     running = [SimpleNamespace(pid=4242)]
     used = SimpleNamespace(used=70 * GIB, total=80 * GIB)
@@ -253,15 +254,12 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_question_that_a_card_does_not_know_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> None:
-        raise _NvmlError("Not Supported")
-
     questions = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetTotalEccErrors")
-    _nvml(monkeypatch, **dict.fromkeys((*questions, "nvmlDeviceGetCurrentClocksEventReasons"), unknown))
+    _nvml(monkeypatch, **dict.fromkeys(questions, _unknown))
     (found,) = gpu_findings()
     assert found.fact.startswith("1 x NVIDIA H100")
-    _nvml(monkeypatch, nvmlDeviceGetHandleByIndex=unknown)
-    assert "GPU 0: NVML does not find it (Not Supported)" in one(gpu_findings()).fact
+    _nvml(monkeypatch, nvmlDeviceGetHandleByIndex=_unknown)
+    assert "GPU 0: NVML does not find it" in one(gpu_findings()).fact
 
 
 def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
