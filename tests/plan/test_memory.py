@@ -365,3 +365,21 @@ def test_experts_may_be_divided_by_their_own_tensor_parallelism() -> None:
     flags = [flags for flags, _ in changes(config, QWEN3_30B)]
     assert "--expert-tensor-parallel-size 2" in flags
     assert not any("--expert-tensor-parallel-size" in flags for flags, _ in changes(config, QWEN3_8B))
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({"optimizer_cpu_offload": True}, 1.0),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, 0.5),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0}, 0.0),
+        ({"optimizer_cpu_offload": False}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_offloading_means_the_whole_optimizer_unless_a_fraction_is_given(
+    given: dict[str, object], share: float
+) -> None:
+    passed = PassThrough(optimizer=given)
+    assert StateOptions.of("bf16", passed.optimizer, {}).host_share == share
+    assert PassThrough.model_validate(passed.model_dump()) == passed

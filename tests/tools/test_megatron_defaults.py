@@ -1,16 +1,8 @@
-"""Defaults that differ between Megatron's parser and its classes: the page lists them, and offloading means all."""
+"""Defaults that differ between Megatron's parser and its classes are found."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from fusionrl.config.config import PassThrough
-from fusionrl.plan.memory.states import StateOptions
 from tools.megatron_defaults import differences, parser_defaults
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_differences_are_found() -> None:
@@ -25,21 +17,3 @@ def test_differences_are_found() -> None:
         ("apply_rope_fusion", False, True),
         ("optimizer_offload_fraction", 0.0, 1.0),
     ]
-
-
-@pytest.mark.parametrize(
-    ("given", "share"),
-    [
-        ({"optimizer_cpu_offload": True}, 1.0),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, 0.5),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0}, 0.0),
-        ({"optimizer_cpu_offload": False}, 0.0),
-        ({}, 0.0),
-    ],
-)
-def test_offloading_means_the_whole_optimizer_unless_a_fraction_is_given(
-    given: dict[str, object], share: float
-) -> None:
-    passed = PassThrough(optimizer=given)
-    assert StateOptions.of("bf16", passed.optimizer, {}).host_share == share
-    assert PassThrough.model_validate(passed.model_dump()) == passed
