@@ -14,7 +14,7 @@ import ctypes
 import logging
 import mmap
 import tempfile
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -71,42 +71,34 @@ def backends_of_groups(device: torch.device) -> Iterator[Backend]:
             yield group._get_backend(device)
 
 
-class _Copy(Protocol):
-    def restore(self, storage: torch.UntypedStorage) -> None:
-        """Fill `storage`, which has its size again, with what was copied."""
+# Fills a storage, which has its size again, with what was copied.
+_Restore = Callable[[torch.UntypedStorage], object]
+_Away = tuple[torch.UntypedStorage, int, _Restore]  # with its size
 
 
-class _PinnedCopy:
-    def __init__(self, storage: torch.UntypedStorage, memory: PinnedMemory) -> None:
-        self._kept = memory.keep(_as_bytes(storage))
-
-    def restore(self, storage: torch.UntypedStorage) -> None:
-        self._kept.read(_as_bytes(storage))
+def _copied_to_pinned(storage: torch.UntypedStorage, memory: PinnedMemory) -> _Restore:
+    copy = memory.keep(_as_bytes(storage))
+    return lambda grown: copy.read(_as_bytes(grown))
 
 
-class _Zeros:
-    """No copy: every step begins with gradients of zero."""
+def _copied_to_file(storage: torch.UntypedStorage, folder: str | None) -> _Restore:
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `restore`, or with it)
+    file.write(_host_bytes(storage))
+    file.flush()
 
-    def restore(self, storage: torch.UntypedStorage) -> None:
-        _as_bytes(storage).zero_()
-
-
-class _FileCopy:
-    def __init__(self, storage: torch.UntypedStorage, folder: str | None) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `restore`, or with this object)
-        self._file.write(_host_bytes(storage))
-        self._file.flush()
-
-    def restore(self, storage: torch.UntypedStorage) -> None:
-        self._file.seek(0)
+    def restore(storage: torch.UntypedStorage) -> None:
+        file.seek(0)
         view = _host_bytes(storage)
-        done = 0
-        while done < len(view):
-            count = self._file.readinto(view[done:])
-            if not count:
-                raise OSError("the file of offloaded memory is shorter than what was written")
-            done += count
-        self._file.close()
+        if file.readinto(view) != len(view):
+            raise OSError("the file of offloaded memory is shorter than what was written")
+        file.close()
+
+    return restore
+
+
+def _zero(storage: torch.UntypedStorage) -> None:
+    """Without a copy: every step begins with gradients of zero."""
+    _as_bytes(storage).zero_()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -126,9 +118,8 @@ class Offload:
     def __init__(self, trained: Trained, device: torch.device, folder: str | None = None) -> None:
         self._trained, self._device, self._folder = trained, device, folder
         self._suspended: list[Backend] = []
-        # (storage, its size, its copy on the host), of weights and of the rest.
-        self._weights: list[tuple[torch.UntypedStorage, int, _Copy]] = []
-        self._rest: list[tuple[torch.UntypedStorage, int, _Copy]] = []
+        self._weights: list[_Away] = []
+        self._rest: list[_Away] = []
 
     def offload(self, *, keep_weights: bool = False) -> int:
         """Copy out and give the memory back, with `keep_weights` not theirs; what is away already stays so.
@@ -155,15 +146,15 @@ class Offload:
         self,
         storages: Iterable[torch.UntypedStorage],
         blank: Iterable[torch.UntypedStorage],
-        away: list[tuple[torch.UntypedStorage, int, _Copy]],
+        away: list[_Away],
     ) -> int:
         """Give `storages` away with a copy, and `blank` ones without."""
         on_gpu, memory = self._device.type == "cuda", PinnedMemory()
-        copies: list[tuple[torch.UntypedStorage, int, _Copy]] = []
+        copies: list[_Away] = []
         for storage in storages:
-            copy: _Copy = _PinnedCopy(storage, memory) if on_gpu else _FileCopy(storage, self._folder)
-            copies.append((storage, storage.nbytes(), copy))
-        copies += [(storage, storage.nbytes(), _Zeros()) for storage in blank]
+            restore = _copied_to_pinned(storage, memory) if on_gpu else _copied_to_file(storage, self._folder)
+            copies.append((storage, storage.nbytes(), restore))
+        copies += [(storage, storage.nbytes(), _zero) for storage in blank]
         if on_gpu:
             torch.cuda.synchronize()
         # Only now, so that a full disk or host leaves everything where it was.
@@ -182,10 +173,10 @@ class Offload:
             self._suspended.pop(0).resume()  # not again after a failure, which ends the run
         if not only_weights:
             away, self._rest = away + self._rest, []
-        for storage, size, copy in away:
+        for storage, size, restore in away:
             if storage.nbytes() != size:
                 storage.resize_(size)
-            copy.restore(storage)
+            restore(storage)
         if away and self._device.type == "cuda":
             torch.cuda.synchronize()
 

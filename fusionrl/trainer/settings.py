@@ -171,7 +171,7 @@ def _latent_fields(shape: ModelShape) -> dict[str, object]:
         "rotary_base": shape.rope_theta,
     }
     scaling = shape.rope_scaling
-    if scaling and scaling.get("rope_type", scaling.get("type", "default")) == "yarn":
+    if scaling is not None and is_yarn(scaling):
         fields |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": scaling["factor"],

@@ -181,14 +181,14 @@ def test_what_the_engines_are_sent(tiny_model: Path, folder: Path) -> None:
     spec, stored = read_quantization(folder), load_file(folder / "model.safetensors")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
     sent = dict(quantized(tensors.items(), spec))
-    kinds = {
-        name: (t.shape, t.dtype if t.dtype == torch.float8_e4m3fn or SCALE in name else None)
-        for name, t in sent.items()
-    }
-    assert kinds == {
-        name: (t.shape, t.dtype if t.dtype == torch.float8_e4m3fn or SCALE in name else None)
-        for name, t in stored.items()
-    }
+    ours, theirs = (
+        {
+            name: (t.shape, t.dtype if t.dtype == torch.float8_e4m3fn or SCALE in name else None)
+            for name, t in of.items()
+        }
+        for of in (sent, stored)
+    )
+    assert ours == theirs
     config = Config.from_flat({"hf_checkpoint": str(folder), "rollout_num_gpus": 1, "num_rollout": 1})
     plan = make_plan(config, read_model_shape(folder), device="cuda", num_prompts=1, quantization=spec)
     assert plan.push_bytes == sum(tensor.nbytes for tensor in sent.values())

@@ -25,7 +25,7 @@ from fusionrl.weights.checksums import engine_checksums
 from fusionrl.weights.disk import DiskOptions
 from fusionrl.weights.disk_push import drop_files, push_by_disk
 from tests.tiny_model import make_tiny_qwen3
-from tests.trainer.test_weight_files import drop, limit_files, make_writer, write
+from tests.trainer.test_weight_files import drop, limit_files, make_writer, spoil, write
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of, weights
 from tools.threaded import Threaded
 
@@ -166,10 +166,7 @@ def stack(running: Stack) -> Stack:
 
 
 def _spoil(folder: Path) -> None:
-    path = sorted(folder.glob("*.safetensors"))[0]
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    spoil(sorted(folder.glob("*.safetensors"))[0])
 
 
 def test_full_and_delta(stack: Stack) -> None:

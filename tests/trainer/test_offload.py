@@ -25,12 +25,12 @@ def resident(actor) -> int:
 
 def shares(actor) -> tuple[int, int]:
     """(bytes of gradients, bytes that are kept elsewhere), while all is away"""
-    from fusionrl.trainer.offload import _Zeros
+    from fusionrl.trainer.offload import _zero
 
     chunks, offload = actor.trained.chunks, actor._offload
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     copies = (*offload._weights, *offload._rest)
-    kept = sum(size for _, size, copy in copies if not isinstance(copy, _Zeros))
+    kept = sum(size for _, size, restore in copies if restore is not _zero)
     return sum(buffer.grad_data.nbytes for buffer in buffers), kept
 
 

@@ -24,6 +24,26 @@ def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], bound:
         assert difference <= bound, f"{name}: relative difference {difference:.2e}"
 
 
+def assert_step_equals(workers, metrics, model, samples, mode, loss_bound, **options) -> None:
+    """Loss, within the `loss_bound` of pytest.approx, and the gradient of every tensor."""
+    trained = hf_models.clone(model)
+    loss = hf_models.loss(trained, samples, list(range(len(samples))), mode, **options)
+    loss.backward()
+    assert metrics["train/loss"] == pytest.approx(loss.item(), **loss_bound)
+    assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+
+
+def assert_scores(workers, shard, model, samples, **options) -> None:
+    scores = workers.call("score", shard)[0]
+    with torch.no_grad():
+        for i in range(len(samples)):
+            want, _ = hf_models.response_log_probs(model, samples, i, **options)
+            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+
+
+SFT_BOUND, RL_BOUND = {"rel": 1e-5}, {"rel": 1e-4, "abs": 1e-6}
+
+
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, family, tied):
     folder, model = hf(family, tied)
@@ -31,16 +51,8 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
     samples = Samples(7, seed=3)
     everyone = list(range(len(samples)))
     common = {"rollout_temperature": 0.7, "log_probs_chunk_size": 16}  # several chunks a micro-batch
-    workers.start(
-        config_of(
-            folder,
-            use_kl_loss=True,
-            kl_loss_coef=0.3,
-            ref_load=str(reference_folder),
-            entropy_coef=0.05,
-            **common,
-        )
-    )
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.3, "ref_load": str(reference_folder), "entropy_coef": 0.05}
+    workers.start(config_of(folder, **flags, **common))
     (shard,) = samples.shards(micro=4)
 
     packed = workers.run(trainer_worker.logits, shard, everyone)[0]
@@ -48,22 +60,13 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
         plain = [model(torch.tensor(t[:-1], dtype=torch.long)[None]).logits[0].numpy() for t in samples.tokens]
     assert np.abs(packed - np.concatenate(plain)).max() <= 1e-5
 
-    scores = workers.call("score", shard)[0]
-    with torch.no_grad():
-        for i in everyone:
-            want, _ = hf_models.response_log_probs(model, samples, i, temperature=0.7)
-            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+    assert_scores(workers, shard, model, samples, temperature=0.7)
 
     metrics = workers.train([shard])
-    trained = hf_models.clone(model)
-    loss = hf_models.loss(
-        trained, samples, everyone, "rl", temperature=0.7, reference=reference, kl_coef=0.3, entropy_coef=0.05
-    )
-    loss.backward()
-    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    options = {"temperature": 0.7, "reference": reference, "kl_coef": 0.3, "entropy_coef": 0.05}
+    assert_step_equals(workers, metrics, model, samples, "rl", RL_BOUND, **options)
     assert metrics["train/kl_loss"] > 0.01
     assert metrics["train/clip_fraction"] == 0.0
-    assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +117,7 @@ def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
     config = config_of(folder, "sft", rollout_temperature=0.5, calculate_per_token_loss=per_token)
     workers.start(config)
     metrics = workers.train(samples.shards(micro=4))
-    trained = hf_models.clone(model)
-    loss = hf_models.loss(trained, samples, list(range(6)), "sft", per_token=per_token)
-    loss.backward()
-    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+    assert_step_equals(workers, metrics, model, samples, "sft", SFT_BOUND, per_token=per_token)
 
 
 def test_llama3_rope_scaling(workers, hf):
@@ -133,11 +132,7 @@ def test_llama3_rope_scaling(workers, hf):
     folder, model = hf("llama", False, rope_parameters=scaling)
     samples = Samples(3, seed=8, low=60, high=100)
     workers.start(config_of(folder))
-    scores = workers.call("score", samples.shards()[0])[0]
-    with torch.no_grad():
-        for i in range(3):
-            want, _ = hf_models.response_log_probs(model, samples, i)
-            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+    assert_scores(workers, samples.shards()[0], model, samples)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
@@ -153,18 +148,10 @@ def test_yarn(workers, hf, family):
     samples = Samples(3, seed=8, low=60, high=100)
     workers.start(config_of(folder, "sft"))
     (shard,) = samples.shards(micro=3)
-    scores = workers.call("score", shard)[0]
-    with torch.no_grad():
-        for i in range(3):
-            want, _ = hf_models.response_log_probs(model, samples, i)
-            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+    assert_scores(workers, shard, model, samples)
     if family == "qwen3":
         metrics = workers.train([shard])
-        trained = hf_models.clone(model)
-        loss = hf_models.loss(trained, samples, list(range(3)), "sft")
-        loss.backward()
-        assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+        assert_step_equals(workers, metrics, model, samples, "sft", SFT_BOUND)
 
 
 def test_sequences_of_very_different_lengths(workers, hf):
@@ -180,11 +167,7 @@ def test_sequences_of_very_different_lengths(workers, hf):
     workers.start(config_of(folder, "sft"))
     (shard,) = samples.shards(micro=6)
     metrics = workers.train([shard])
-    trained = hf_models.clone(model)
-    loss = hf_models.loss(trained, samples, list(range(6)), "sft")
-    loss.backward()
-    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+    assert_step_equals(workers, metrics, model, samples, "sft", SFT_BOUND)
 
 
 @pytest.mark.parametrize("high", [40, 200, 1000])
@@ -201,17 +184,9 @@ def test_a_prompt_that_samples_share_is_computed_once(workers, hf, high):
     assert workers.run(trainer_worker.num_packed_tokens, shard)[0] == [
         sum(prompts) + sum(int(n) - 1 for n in samples.response)
     ]
-    scores = workers.call("score", shard)[0]
-    with torch.no_grad():
-        for i in range(10):
-            want, _ = hf_models.response_log_probs(model, samples, i)
-            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+    assert_scores(workers, shard, model, samples)
     metrics = workers.train([shard])
-    trained = hf_models.clone(model)
-    loss = hf_models.loss(trained, samples, list(range(10)), "rl", entropy_coef=0.05)
-    loss.backward()
-    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-    assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+    assert_step_equals(workers, metrics, model, samples, "rl", RL_BOUND, entropy_coef=0.05)
 
 
 def test_a_shared_prompt_changes_no_gradient(workers, hf):

@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_made(trained: Callable[..., Trained]) -> None:
         run.write(0)
 
 
-def _spoil(path: Path) -> None:
+def spoil(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -252,7 +252,7 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-@pytest.mark.parametrize("damage", [_spoil, _cut, Path.unlink])
+@pytest.mark.parametrize("damage", [spoil, _cut, Path.unlink])
 def test_damage_on_the_way(trained: Callable[..., Trained], tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     """A full version is refused by name, with or without a copy; in place of a delta a full version is asked for."""
     run, local = trained(), str(tmp_path / "local")
@@ -285,7 +285,7 @@ def test_a_copy_that_somebody_has_changed(trained: Callable[..., Trained], tmp_p
     copy = pull_version(run.write(0)["folder"], local)
     assert copy is not None
     for path in Path(copy).glob("*.safetensors"):
-        _spoil(path)
+        spoil(path)
     for version in (1, 2):
         run.train()
         assert pull_version(run.write(version)["folder"], local) is None
