@@ -361,7 +361,7 @@ class RewardPool:
             else:
                 _separate(innocent)
         elif guilty is None:
-            return  # nobody knows yet who it is
+            return  # the job that blocks it is not known; the limit decides
         process.jobs = {} if guilty is None else {guilty.number: guilty}
         _score_again(innocent)
 

@@ -100,7 +100,7 @@ def _weight(rm_type: str, weight: str) -> float:
 
 
 def _names(rm_type: str | None) -> set[str]:
-    """The rewards that `rm_type` names; none where it is no --rm-type: whoever grades by it says what is wrong."""
+    """The rewards that `rm_type` names; none where it is not a valid --rm-type, which other checks report."""
     if rm_type is None or rm_type == REMOTE:
         return set()
     try:

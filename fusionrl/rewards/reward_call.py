@@ -1,4 +1,4 @@
-"""The reward function of a sample, its call, and why there is no reward."""
+"""The reward function of a sample, its call, and the reasons for a missing reward."""
 
 from __future__ import annotations
 

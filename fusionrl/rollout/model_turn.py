@@ -96,7 +96,7 @@ async def take_turn(
 def _append(
     settings: TurnSettings, sample: Sample, answer: Generation, text: str, turn_start: int, params: SamplingParams
 ) -> None:
-    """Append an answer, or a piece of one, to the response; a turn's first token stands at `turn_start`."""
+    """Append an answer, or a piece of one, to the response; `turn_start` is the place of the turn's first token."""
     sample.append_response_tokens(
         tokens=answer.tokens,
         log_probs=answer.log_probs,
