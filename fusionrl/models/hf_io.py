@@ -57,9 +57,9 @@ class HFReader:
         if stored is None:
             raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
         if stored.sizes != tuple(shape):
-            wanted = tuple(shape)
             raise ValueError(
-                f"{self.flag} {stored.file}: tensor {name} has shape {stored.sizes}; by config.json it is {wanted}"
+                f"{self.flag} {stored.file}: tensor {name} has shape {stored.sizes};"
+                f" by config.json it is {tuple(shape)}"
             )
         try:
             if stored.file not in self._open:

@@ -162,9 +162,9 @@ def build_model(
             "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             "vp_stage": stage,
         }
-        usual = partial(_usual_chunk, config, transformer, shape, plan, place)
+        build = partial(_usual_chunk, config, transformer, shape, plan, place)
         is_users = config.model.custom_model_provider_path is not None
-        model = _users_chunk(config, transformer, plan, place, usual) if is_users else usual()
+        model = _users_chunk(config, transformer, plan, place, build) if is_users else build()
         chunks.append(_finished(model, transformer, shape, device))
     return chunks, transformer
 
@@ -174,7 +174,7 @@ def _users_chunk(
     transformer: TransformerConfig,
     plan: TrainerPlan,
     place: dict[str, Any],
-    usual: Callable[[], GPTModel],
+    build: Callable[[], GPTModel],
 ) -> GPTModel:
     """The model of --custom-model-provider-path, `provider(pre_process, post_process, vp_stage)`.
 
@@ -186,7 +186,7 @@ def _users_chunk(
     """
     field, path = "custom_model_provider_path", str(config.model.custom_model_provider_path)
     taken = inspect.signature(load_function(path)).parameters
-    extras = {"config": transformer, "args": config.to_args(**plan.answers), "usual": usual}
+    extras = {"config": transformer, "args": config.to_args(**plan.answers), "usual": build}
     model = call_hook(field, path, **place, **{name: value for name, value in extras.items() if name in taken})
     return _checked_model(field, path, model)
 

@@ -149,8 +149,8 @@ class PolicyTrainer(PushSource):
         if config.algorithm.use_rollout_routing_replay:
             check_rollout_routing(shard, self.shape)
         advantages = AdvantageOptions.from_config(config)
-        own, records = needed_log_probs(config, self.loss, advantages, len(shard.steps))
-        return score(shard, self.scorer, self.hooks, own=own, records=records)
+        policy, records = needed_log_probs(config, self.loss, advantages, len(shard.steps))
+        return score(shard, self.scorer, self.hooks, policy=policy, records=records)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
         """Return values of this rank's single samples from training on `rollout_id`, the last one. Not a collective.

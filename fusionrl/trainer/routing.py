@@ -91,8 +91,8 @@ class _Choice:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Chosen]
     ) -> Chosen:
         """As Megatron's: scores [tokens, experts], and what computes the usual choice from them."""
-        usual = partial(default, scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self._replay.choose(self._index, scores, usual)
+        by_scores = partial(default, scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self._replay.choose(self._index, scores, by_scores)
 
 
 def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:

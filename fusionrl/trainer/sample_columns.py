@@ -37,14 +37,14 @@ def sample_columns(shard: TrainShard, scores: np.ndarray | None) -> SampleColumn
     columns: dict[str, np.ndarray] = {"trained_reward": fields["rewards"].astype(np.float64)}
     if "advantages" in fields:
         columns["advantage"] = _over(_sums(np.where(mask, fields["advantages"], 0), lengths), counts)
-    own, used = fields.get("log_probs"), mask
-    if own is None and scores is not None:
+    log_probs, used = fields.get("log_probs"), mask
+    if log_probs is None and scores is not None:
         # After the first step the weights are no longer those that the rollout was made with.
         first = [i for group in shard.steps[0].micro_batches for i in group]
-        own, used = scores[0], mask & np.repeat(np.isin(np.arange(shard.num_samples), first), lengths)
-    if own is not None and "rollout_log_probs" in fields:
+        log_probs, used = scores[0], mask & np.repeat(np.isin(np.arange(shard.num_samples), first), lengths)
+    if log_probs is not None and "rollout_log_probs" in fields:
         with np.errstate(invalid="ignore"):  # -inf on both sides
-            gaps = np.abs(own.astype(np.float64) - fields["rollout_log_probs"])
+            gaps = np.abs(log_probs.astype(np.float64) - fields["rollout_log_probs"])
         used = used & np.isfinite(gaps)
         if "current" in fields:
             used &= fields["current"] > 0

@@ -66,8 +66,8 @@ def needed_log_probs(
     return is_off_policy or loss.needs_log_probs or advantages.needs_log_probs, records
 
 
-def score(shard: TrainShard, scorer: Scorer, hooks: TrainHooks, *, own: bool, records: bool) -> Prepared:
-    """Add the columns ref_log_probs and teacher_log_probs, where the scorer has their weights, and the `own` log_probs.
+def score(shard: TrainShard, scorer: Scorer, hooks: TrainHooks, *, policy: bool, records: bool) -> Prepared:
+    """Add the columns ref_log_probs and teacher_log_probs where the scorer has their weights; with `policy`, log_probs.
 
     `records`: the experts of the policy's pass are fixed in the update.
     """
@@ -76,7 +76,7 @@ def score(shard: TrainShard, scorer: Scorer, hooks: TrainHooks, *, own: bool, re
         if name in scorer.weight_sets:
             hooks.before_log_probs(chunks, f"{name}_")
             shard.fields[f"{name}_log_probs"] = score_samples(shard, scorer, weights=name).flat
-    if not own:
+    if not policy:
         return Prepared(shard)
     hooks.before_log_probs(chunks, "")
     scores = score_samples(shard, scorer, routing="recorded" if records else "fixed")

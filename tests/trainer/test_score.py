@@ -28,7 +28,7 @@ def scored(actor, shard, own: bool):
     from fusionrl.trainer.shard_pull import pull
 
     hooks = Borders()
-    found = score(pull(shard), actor.scorer, hooks, own=own, records=False)
+    found = score(pull(shard), actor.scorer, hooks, policy=own, records=False)
     assert found.experts == {}
     return {name: found.shard.fields[name] for name in found.shard.fields.keys() - shard.fields.keys()}, hooks.prefixes
 
