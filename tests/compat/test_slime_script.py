@@ -38,6 +38,7 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
         ('mkdir -p /root/x\ncd /root/x\nD=$(cd "$DIR" && pwd)', '$PWD "$D/a"', ["/root/x", "${DIR}/a"]),
         ("for h in $(cat /hosts); do A+=(--h $h); done", "${A[@]}", ["--h", "$(cat /hosts)"]),
         ('[ -z "$X" ] && X=1\nif [ -z "$DIR" ]; then\n  exit 1\nfi', "$X $DIR", ["1", "${DIR}"]),
+        ("V=$(pip list | grep x | awk '{print $2}')", '"$V/a"', ["$(pip list | grep x | awk '{print $2}')/a"]),
         ("N=$(nvidia-smi -L | wc -l)\nM=$(my_tool --get)\ndeclare -A B=([k]=v)", "$N $M ${B[k]}", None),
     ],
 )

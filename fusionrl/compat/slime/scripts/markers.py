@@ -10,8 +10,10 @@ import re
 import shlex
 
 OPEN, CLOSE = "\ue000", "\ue001"
-# Characters within a part while the script runs, so that a shell that reads it a second time leaves it alone.
-_PLAIN, _RUNNING = " $()", "\ue002\ue003\ue004\ue005"
+# While the script runs, punctuation within a part is moved here, so that a shell that reads it again leaves it alone.
+_AWAY = 0xE100
+_RUNNING = {code: code + _AWAY for code in range(128) if not chr(code).isalnum() and chr(code) != "_"}
+_STOPPED = {running: code for code, running in _RUNNING.items()}
 
 _LEFT = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
@@ -22,14 +24,14 @@ def left(source: str) -> str:
     return OPEN + source + CLOSE
 
 
-def running(text: str) -> str:
-    """Return a part as it is while the script runs."""
-    return text.translate(str.maketrans(_PLAIN, _RUNNING))
+def running(source: str) -> str:
+    """Return a part that is left as it is, as the script has it while it runs."""
+    return OPEN + source.translate(_RUNNING) + CLOSE
 
 
 def stopped(text: str) -> str:
     """Return text of a script that has run, with its parts as `left` makes them."""
-    return text.translate(str.maketrans(_RUNNING, _PLAIN))
+    return text.translate(_STOPPED)
 
 
 def plain(text: str) -> str:

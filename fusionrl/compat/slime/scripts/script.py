@@ -15,7 +15,7 @@ from typing import Any
 
 from fusionrl.compat.slime.flags.config_files import with_flags
 from fusionrl.compat.slime.scripts.launch import Launch, launch_of, programs_of
-from fusionrl.compat.slime.scripts.markers import CLOSE, left, plain, running, stopped
+from fusionrl.compat.slime.scripts.markers import CLOSE, plain, running, stopped
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python_sync
 from fusionrl.sandbox.launcher import landlock
 
@@ -145,7 +145,7 @@ def _run(file: Path, text: str, values: Mapping[str, str]) -> dict[str, Any]:
     """
     is_bash = file.suffix != ".py"
     needed = _environment(text)[0] if is_bash else set()
-    environment = {name: running(left("${" + name + "}")) for name in {"HOME", "HOSTNAME", *needed}}
+    environment = {name: running("${" + name + "}") for name in {"HOME", "HOSTNAME", *needed}}
     environment |= {name: value for name, value in values.items() if not name.isdecimal()}
     root = _root(file.parent)
     request = {
@@ -178,8 +178,17 @@ def _run(file: Path, text: str, values: Mapping[str, str]) -> dict[str, Any]:
         result = run(replace(_LIMITS, namespaces=False))  # Landlock keeps a script from the user's files, too
     if not result.answer or result.answer_cut:
         raise SandboxError(f"it gave no answer ({result.killed_by or result.exit_code}): {result.stderr[-1000:]}")
-    answer: dict[str, Any] = json.loads(stopped(result.answer.decode()))
+    answer: dict[str, Any] = _stopped(json.loads(result.answer))
     return answer
+
+
+def _stopped(value: Any) -> Any:
+    """Return an answer with all its texts as they are when the script has run."""
+    if isinstance(value, dict):
+        return {stopped(key): _stopped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_stopped, value))
+    return stopped(value) if isinstance(value, str) else value
 
 
 def _environment(text: str) -> tuple[set[str], set[str]]:
@@ -199,8 +208,8 @@ def _arguments(text: str, values: Mapping[str, str]) -> list[str]:
     if not numbers and "shift" not in outside:
         numbers = [int(number) for number in re.findall(r"\$\{?([1-9])\b(?![:-])", outside)]
         if not numbers and re.search(r"\$\{?[@*]", outside) and "$#" not in text:
-            return [running(left("$@"))]
-    return [values.get(str(place), running(left(f"${place}"))) for place in range(1, max([0, *numbers]) + 1)]
+            return [running("$@")]
+    return [values.get(str(place), running(f"${place}")) for place in range(1, max([0, *numbers]) + 1)]
 
 
 def _root(folder: Path) -> Path:

@@ -49,7 +49,7 @@ class Unknown(str):
 
     def __new__(cls, name: str) -> Unknown:
         name = re.sub(r"\W+", "_", name).strip("_")[:60] or "VALUE"
-        value = super().__new__(cls, f"\ue000\ue003{{{name}}}\ue001")  # U+E003: the $, for bash
+        value = super().__new__(cls, f"\ue000\ue124{{{name}}}\ue001")  # U+E124: the $, for bash
         value._name = name
         return value
 

@@ -44,6 +44,11 @@ _REPLACED = [
         r">\s*/dev/stderr\b": ">&2",
     }.items()
 ]
+# `$(pip list | grep …)`: the part as a whole is left as it is (see markers.py).
+_PIPE = re.compile(
+    r"\$\((?:pip3?|date|hostname|ip|git|scontrol|curl|wget|docker|conda|kubectl|squeue)\b[^()]*\|[^()]*\)"
+)
+_RUNNING = {code: code + 0xE100 for code in range(128) if not chr(code).isalnum() and chr(code) != "_"}
 _PATH_IN_PYTHON = re.compile(r"(?<![\w./~})\]$*])" + _SYSTEM)
 
 
@@ -107,6 +112,7 @@ def _change(path: str, box: str) -> None:
     if path.endswith(".py"):
         text = _PATH_IN_PYTHON.sub(box + "/", text)
     else:
+        text = _PIPE.sub(lambda match: f"\ue000{match[0].translate(_RUNNING)}\ue001", text)
         text = _PATH_IN_BASH.sub(box + "/", text)
         for pattern, replacement in _REPLACED:
             text = pattern.sub(replacement, text)

@@ -1,6 +1,6 @@
 # Every bash of a launch script reads this first (BASH_ENV): programs are recorded, nothing waits, and what only the
-# machine of the run knows is a part between U+E000 and U+E001. In it U+E002 to U+E005 stand for a space, `$`, `(` and `)`,
-# which mean nothing to a shell that reads the part again.
+# machine of the run knows is a part between U+E000 and U+E001. Its spaces, `$` and brackets are moved by U+E100, so that a
+# shell that reads the part again leaves it alone.
 BASH_COMPAT=4.3 # `break` in a function ends the loop of its caller
 shopt -s expand_aliases
 alias declare='declare -g' typeset='typeset -g' # a sourced file is read within the function `source`
@@ -9,8 +9,8 @@ _mark_call() {
     local _text
     printf -v _text ' %q' "$@"
     _text=${_text# }
-    _text=${_text// /$'\ue002'} _text=${_text//\$/$'\ue003'} _text=${_text//\(/$'\ue004'} _text=${_text//\)/$'\ue005'}
-    printf '\ue000\ue003\ue004%s\ue005\ue001' "$_text"
+    _text=${_text// /$'\ue120'} _text=${_text//\$/$'\ue124'} _text=${_text//\(/$'\ue128'} _text=${_text//\)/$'\ue129'}
+    printf '\ue000\ue124\ue128%s\ue129\ue001' "$_text"
 }
 _note() { printf '%s\0' "$*" >> "$BOX_LOG/notes"; }
 
