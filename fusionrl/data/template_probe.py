@@ -1,7 +1,7 @@
 """Find the rows that a chat template refuses, without loading the tokenizer and without rendering every row.
 
 A template branches on roles, on keys and on which kinds of values there are, rarely on the words of a text. So rows
-are told apart by their shape, and one row of each shape is rendered. A template that refuses it is asked again
+are grouped by their shape, and one row of each shape is rendered. A template that refuses it is asked again
 through the tokenizer itself, which has the last word; this is slow, and happens only where something is wrong.
 """
 

@@ -135,7 +135,7 @@ class EngineControl:
     def init_weights_update_group(self, **group: object) -> None:
         """Join the group of `fusionrl.weights.process_group.init_external_group` as ranks `rank_offset...`.
 
-        `group` has the fields of SGLang's request: master_address, master_port, rank_offset, world_size, group_name and
+        `group` has the request's fields in SGLang: master_address, master_port, rank_offset, world_size, group_name and
         backend. Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
         """
         self._post("/init_weights_update_group", group, timeout_s=_WEIGHTS_TIMEOUT_S)
@@ -144,7 +144,7 @@ class EngineControl:
     def update_weights_from_distributed(self, *, version: str | None, flush_cache: bool, **bucket: object) -> None:
         """Receive tensors that rank 0 of a group broadcasts meanwhile, and load them.
 
-        `bucket` has the fields of SGLang's request: names, dtypes (torch's names, such as "float32"), shapes,
+        `bucket` has the request's fields in SGLang: names, dtypes (torch's names, such as "float32"), shapes,
         group_name and load_format. One broadcast a tensor, in this order, or for the load format "flattened_bucket" a
         single uint8 one with all bytes one after another, without padding.
         """
