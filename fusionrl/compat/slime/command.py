@@ -284,8 +284,8 @@ def _environment(env: str | None) -> list[str]:
         variables = json.loads(plain(env)).get("env_vars", {})
     except (ValueError, AttributeError):
         return _comment("the job's environment (--runtime-env-json) is not known; export what your functions need")
-    own = ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
-    job_variables = [name for name in variables if name not in own] if isinstance(variables, Mapping) else []
+    of_cluster = ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
+    job_variables = [name for name in variables if name not in of_cluster] if isinstance(variables, Mapping) else []
     if not job_variables:
         return []
     return _comment(

@@ -21,7 +21,7 @@ python shim/train.py ${MODEL_ARGS[@]} …        # slime's arguments, and slime'
 
 The script runs in [the sandbox](../guides/sandbox.md), without a network, with a copy of the checkout around it.
 Python, Ray, `nvidia-smi`, `docker`, `ssh` and programs that are not installed are stand-ins there: they note their
-arguments, and commands that would start `train.py` are the launches. `nvidia-smi` stands for 8 GPUs with NVLink. Errors
+arguments, and commands that would start `train.py` are the launches. `nvidia-smi` lists 8 GPUs with NVLink. Errors
 do not end the script: what it does after a failed check counts as well. It does not wait for files or servers.
 
 - A variable of the environment that the script needs (`$DATA`), and what another program would print (`$(date)`), stay

@@ -69,11 +69,11 @@ class Unknown(str):
             note(f"`{self._name}` (line {frame.f_lineno}) is taken as false: it is not known")
         return False
 
-    def __add__(self, other: object) -> str:
-        return super().__add__(other) if isinstance(other, str) else self._with(other)
+    def __add__(self, operand: object) -> str:
+        return super().__add__(operand) if isinstance(operand, str) else self._with(operand)
 
-    def _with(self, other: object) -> Unknown:
-        return Unknown(f"{self._name} {other}")
+    def _with(self, operand: object) -> Unknown:
+        return Unknown(f"{self._name} {operand}")
 
     def __format__(self, form: str) -> str:
         return str(self)

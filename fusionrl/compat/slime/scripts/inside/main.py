@@ -1,7 +1,7 @@
 """Run a launch script in the sandbox, and answer with the commands that it starts. Standard library only.
 
 The request is JSON on standard input, the checkout a tar on descriptor 4, the answer JSON on descriptor 3. The checkout
-is unpacked below a folder, the box, that stands for the root of the author's machine: paths in the scripts get it in
+is unpacked below a folder, the box, that is the root of the author's machine: paths in the scripts get it in
 front, and the caller takes it away again.
 """
 
