@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import ModuleType
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.observe.hardware.nvml import Device, Nvml, ask
@@ -20,24 +21,31 @@ def gpu_findings() -> list[Finding]:
     except ImportError:
         return [warning(_CHECK, "nvidia-ml-py is not installed, so GPUs are not looked at", "pip install nvidia-ml-py")]
     try:
+        pynvml.nvmlInit()
+        try:
+            return _all_findings(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return [fault(_CHECK, f"NVML: {error}", "look at nvidia-smi: the driver does not answer")]
+
+
+def _all_findings(pynvml: ModuleType) -> list[Finding]:
+    try:
         visible = visible_names(os.environ.get(VARIABLE))
     except ValueError as error:
         text, _, cure = str(error).rpartition("; ")
         return [fault(_CHECK, text, cure)]
-    try:
-        pynvml.nvmlInit()
-        names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible
-    except pynvml.NVMLError as error:
-        return [fault(_CHECK, f"NVML: {error}", "look at nvidia-smi: the driver does not answer")]
     nvml, findings, kinds = Nvml(pynvml), [], []
-    for name in names:
-        found = nvml.devices([name])
-        if not found:
+    for name in [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible:
+        try:
+            device = nvml.device(name)
+        except pynvml.NVMLError as error:
             cure = f"look at nvidia-smi, and at {VARIABLE}, where it is set"
-            findings.append(fault(_CHECK, f"GPU {name}: NVML does not find it", cure))
+            findings.append(fault(_CHECK, f"GPU {name}: NVML does not find it ({error})", cure))
             continue
-        kinds.append(str(found[0].inventory()["name"] or "a GPU without a name"))
-        findings += _device_findings(found[0], f"GPU {name} ({kinds[-1]})")
+        kinds.append(str(device.inventory()["name"] or "a GPU without a name"))
+        findings += _device_findings(device, f"GPU {name} ({kinds[-1]})")
     counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     cuda = ask(pynvml, pynvml.nvmlSystemGetCudaDriverVersion)
     version = "" if cuda is None else f" for CUDA {cuda // 1000}.{cuda % 1000 // 10}"

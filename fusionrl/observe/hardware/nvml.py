@@ -114,13 +114,13 @@ class Nvml:
         nvml = self._nvml
         if names is None:
             names = [str(index) for index in range(ask(nvml, nvml.nvmlDeviceGetCount) or 0)]
-        handles = [
-            ask(nvml, functools.partial(nvml.nvmlDeviceGetHandleByIndex, int(name)))
-            if name.isdigit()
-            else ask(nvml, functools.partial(nvml.nvmlDeviceGetHandleByUUID, name))
-            for name in names
-        ]
-        return [Device(nvml, handle, self.driver) for handle in handles if handle is not None]
+        devices = [ask(nvml, functools.partial(self.device, name)) for name in names]
+        return [device for device in devices if device is not None]
+
+    def device(self, name: str) -> Device:
+        """Return one GPU by its name; raises the library's NVMLError where it is not there."""
+        find = self._nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else self._nvml.nvmlDeviceGetHandleByUUID
+        return Device(self._nvml, find(int(name) if name.isdigit() else name), self.driver)
 
 
 @functools.cache

@@ -5,13 +5,14 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from fusionrl.checks.doctor import examine, host
-from fusionrl.checks.doctor.findings import Finding, fact, has_fault
+from fusionrl.checks.doctor.findings import Finding, fact, fault, has_fault, summary, warning
 from fusionrl.checks.doctor.gpus import gpu_findings
 from fusionrl.checks.doctor.host import (
     core_findings,
@@ -229,6 +230,7 @@ def _nvml(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
         "nvmlDeviceGetComputeRunningProcesses": [],
         "nvmlDeviceGetTotalEccErrors": 0,
         "nvmlInit": None,
+        "nvmlShutdown": None,
     }
     module = ModuleType("pynvml")
     for name, value in (values | answers).items():
@@ -259,7 +261,16 @@ def test_a_question_that_a_card_does_not_know_is_no_fault(monkeypatch: pytest.Mo
     (found,) = gpu_findings()
     assert found.fact.startswith("1 x NVIDIA H100")
     _nvml(monkeypatch, nvmlDeviceGetHandleByIndex=_unknown)
-    assert "GPU 0: NVML does not find it" in one(gpu_findings()).fact
+    assert "GPU 0: NVML does not find it (Not Supported)" in one(gpu_findings()).fact
+
+
+def test_nvml_is_shut_down_as_often_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for answers in ({}, {"nvmlDeviceGetCount": _unknown}):
+        opened = {name: partial(calls.append, name) for name in ("nvmlInit", "nvmlShutdown")}
+        _nvml(monkeypatch, **opened, **answers)
+        gpu_findings()
+    assert calls == ["nvmlInit", "nvmlShutdown"] * 2
 
 
 def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +294,13 @@ def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.fact.startswith(f"{kinds} NVIDIA H100")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,1")
     assert "named twice" in one(gpu_findings()).fact
+
+
+def test_the_report_counts_and_says_cures() -> None:
+    findings = [fact("a", "x"), fault("b", "y", "z"), warning("c", "y", "z")]
+    assert summary(findings) == "3 checks, 1 fault, 1 warning"
+    assert summary(findings[:1] * 2) == "2 checks, no faults, no warnings"
+    assert findings[1].line().splitlines() == ["FAULT  b          y", "                  cure: z"]
 
 
 def test_gpus_are_looked_at_where_the_run_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
