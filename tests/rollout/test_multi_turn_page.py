@@ -83,6 +83,12 @@ def test_an_answer_without_the_tool(play: Any) -> None:
     assert check_sample(sample, engine.exchanges) == [[]] and sample.reward == 1.0
 
 
+def test_requests_of_its_own(play: Any) -> None:
+    sample, engine = play("by_hand.py", [ANSWERS])
+    assert check_sample(sample, engine.exchanges) == [[]]
+    assert (sample.response, sample.status, sample.reward) == (ANSWERS.text, Sample.Status.COMPLETED, 1.0)
+
+
 def test_a_first_turn_that_is_cut_off(play: Any) -> None:
     sample, engine = play("my_generate.py", [ASKS], rollout_max_response_len=10)
     assert check_sample(sample, engine.exchanges) == [[]]
