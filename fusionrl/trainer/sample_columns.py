@@ -58,19 +58,19 @@ def sample_columns(shard: TrainShard, scores: np.ndarray | None) -> SampleColumn
     return dict(zip(positions.tolist(), rows, strict=True))
 
 
-def add_token_values(columns: SampleColumns, shard: TrainShard, scores: np.ndarray) -> None:
+def add_token_values(columns: SampleColumns, shard: TrainShard, scores: np.ndarray | None) -> None:
     """Add arrays over the response tokens of each sample, NaN at tokens that are not trained on:
 
     log_probs   the trainers', before the first step where the shard has them, else as the loss saw them
     entropy     nats, as the loss saw it
     advantages  as the loss saw them
 
-    scores  [2, response tokens] log-probs and entropies as the losses saw them, NaN where they saw none
+    scores  [2, response tokens] log-probs and entropies as the losses saw them, NaN where they saw none; None of a
+            custom loss
     """
     mask = shard.fields["loss_mask"] > 0
-    flat = {"log_probs": shard.fields.get("log_probs", scores[0]), "entropy": scores[1]}
-    if "advantages" in shard.fields:
-        flat["advantages"] = shard.fields["advantages"]
+    flat = {} if scores is None else {"log_probs": scores[0], "entropy": scores[1]}
+    flat |= {name: shard.fields[name] for name in ("log_probs", "advantages") if name in shard.fields}
     ends = np.cumsum(shard.response_lengths)
     positions = shard.fields.get("position", np.arange(shard.num_samples)).tolist()
     for name, values in flat.items():

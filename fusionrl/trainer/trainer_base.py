@@ -138,6 +138,6 @@ class TrainerBase(ModelRank):
         at = self.layout.coordinates(self.rank)
         if loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
             samples = sample_columns(prepared.shard, taken.token_scores)
-            if self.config.run.save_token_values and taken.token_scores is not None:
+            if self.config.run.save_token_values:
                 add_token_values(samples, prepared.shard, taken.token_scores)
         return TrainReport({f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}, samples)

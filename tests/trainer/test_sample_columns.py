@@ -73,6 +73,21 @@ def test_values_of_samples_and_tokens_in_every_layout(workers, hf, steps):
             assert metrics["train/logprob_diff_mean"] == pytest.approx(sums[1] / sums[2], rel=1e-6), name
 
 
+def test_a_custom_loss_has_the_token_values_that_the_shard_has(workers, hf):
+    """No built-in loss sees log-probs and entropies there."""
+    folder, _ = hf("qwen3", False)
+    samples = Samples(4, seed=26)
+    samples.mask[1][0] = 0.0
+    path = "tests/trainer/train_hooks.py:of_logits"
+    workers.start(config_of(folder, save_token_values=True, loss_type="custom_loss", custom_loss_function_path=path))
+    workers.train(shards_of(samples, TrainerLayout(1), 1))
+    for i, columns in columns_of_all(workers).items():
+        assert columns.keys() & {"advantages", "log_probs", "entropy"} == {"advantages", "log_probs"}
+        np.testing.assert_array_equal(np.isfinite(columns["log_probs"]), samples.mask[i] > 0)
+        wanted = np.where(samples.mask[i] > 0, samples.rewards[i], np.nan)
+        np.testing.assert_allclose(columns["advantages"], wanted, rtol=1e-6)
+
+
 def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf):
     """After an optimizer step the weights are no longer those that the samples were made with."""
     folder, _ = hf("qwen3", False)

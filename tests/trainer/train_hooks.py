@@ -50,6 +50,11 @@ def knows_its_data(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_o
     return logits.sum() * 0.0, {"seen": float(len(batch["tokens"]))}
 
 
+def of_logits(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """A loss that all weights have a gradient of."""
+    return logits.float().square().mean(), {}
+
+
 def no_tuple(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
     return logits.sum()
 

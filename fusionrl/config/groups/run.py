@@ -66,7 +66,7 @@ class RunGroup(Group):
     save_token_values: bool = of_rl_training(
         False,
         "Save the trainers' log-prob, entropy and advantage of every trained token with the samples, about"
-        " 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, only the advantage.",
+        " 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, not the entropy.",
     )
     profile_steps: list[str] = of_steps(
         [], "Steps to profile, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none."
