@@ -131,6 +131,23 @@ def test_model_parallel_layouts(workers, hf, sizes, family, tied):
         assert np.array_equal(scores[0][i], scores[1][i])
 
 
+def gradient_of_context_sum(actor):
+    """Of a reducer that only adds up: autograd hands the sum a gradient that is one number, expanded."""
+    import torch
+
+    from fusionrl.trainer.context_parallel import sum_over_context_ranks
+
+    values = torch.full((3,), actor.rank + 1.0, requires_grad=True)
+    (sum_over_context_ranks()(values).sum() * (actor.rank + 1)).backward()
+    return values.grad.tolist()
+
+
+def test_an_expanded_gradient_is_summed_over_context_ranks(workers, hf):
+    folder, _ = hf("qwen3", True)
+    workers.start(config_of(folder), TrainerLayout(2, cp=2))
+    assert workers.run(gradient_of_context_sum) == [[3.0] * 3] * 2
+
+
 def test_scores_and_validation_loss_do_not_depend_on_the_layout(workers, hf):
     folder, _ = hf("qwen3", True)
     samples = Samples(6, seed=14)
