@@ -132,8 +132,8 @@ class EnginePool(RoutedEngines):
         urls = iter(gather(self._starts, self._check_stop))
         policy_urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
+        self.add(policy_urls)  # first: with the policy's addresses `find_dead` asks all servers
         self.evaluation.add(urls)
-        self.add(policy_urls)
         if self._config.rollout.use_fault_tolerance:
             self.replace_dead(self._config.rollout, self._say)
             self.evaluation.replace_dead(self._config.rollout, self._say, may_lose_all=True)

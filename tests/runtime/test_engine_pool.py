@@ -90,6 +90,33 @@ def test_without_fault_tolerance_it_ends_the_run_by_its_name(world: Any) -> None
     assert found is not None and "engine 2 was killed" in str(found)
 
 
+def test_one_that_dies_as_the_router_gets_it_is_found_with_its_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[EnginePool] = []
+    make_router, make_pool = World.make_router, EnginePool.__init__
+
+    def router_that_refuses(it: World, name: str = "router") -> Router:
+        router = make_router(it, name)
+        if name == "eval-router":
+
+            def add_worker(url: str, api_key: str) -> None:
+                it.set(2, "dead")
+                raise RuntimeError("the router does not take it")
+
+            router.add_worker = add_worker  # type: ignore[method-assign]
+        return router
+
+    def keep(pool: EnginePool, *args: Any, **kwargs: Any) -> None:
+        pools.append(pool)
+        make_pool(pool, *args, **kwargs)
+
+    monkeypatch.setattr(World, "make_router", router_that_refuses)
+    monkeypatch.setattr(EnginePool, "__init__", keep)
+    with pytest.raises(RuntimeError, match="does not take it"):
+        world()
+    found = pools[0].find_dead()
+    assert found is not None and "engine 2 was killed" in str(found)
+
+
 def test_with_fault_tolerance_it_gets_the_weights_of_the_next_evaluation(world: Any) -> None:
     it = world(use_fault_tolerance=True)
     pool, router = it.pool, it.routers["eval-router"]
