@@ -56,11 +56,20 @@ def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[s
 
 
 def _record_facts() -> Iterator[str]:
-    """Yield facts of all installed packages, in the order in which they are found: of the folders of their records."""
+    """Yield facts of all installed packages, in the order in which they are found: of the folders of their records.
+
+    Raises:
+        FileExistsError: an entry of sys.path is an archive, whose packages no folder tells.
+    """
     for folder in sys.path:
-        with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:  # an archive, or not there
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.endswith((".dist-info", ".egg-info", ".egg")):
+        if os.path.isfile(folder):
+            raise FileExistsError(folder)
+        entries: list[os.DirEntry[str]] = []
+        with contextlib.suppress(OSError), os.scandir(folder or ".") as found:  # it is not there, or cannot be read
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.name.endswith((".dist-info", ".egg-info", ".egg")):
+                with contextlib.suppress(OSError):  # a link that leads nowhere; the entries after it count
                     yield file_fact(os.path.abspath(entry.path), entry.stat())
 
 
@@ -140,7 +149,7 @@ def _cached(
     """Return an answer that is valid for these facts: from its file, or found out and kept."""
     try:
         path = cache_path(name, [_FORM, *facts])
-    except (RuntimeError, OSError):  # a user without a home; a file that goes at this moment
+    except (RuntimeError, OSError):  # a user without a home; a file that goes at this moment; an archive
         return find_out()
     with contextlib.suppress(TypeError, ValueError, AttributeError):  # there is none, or of another form
         return from_json(read_cache(path))

@@ -146,9 +146,15 @@ def test_the_packages_of_a_folder(tmp_path: Path, found_out: list[str], monkeypa
     _install(folder, "one", "another_module")
     importlib.invalidate_caches()
     assert _distributions(usual) == {"another_module": ["one"]} and len(found_out) == 2
+    (folder / "a_lost_link.egg-info").symlink_to(tmp_path / "none")
     _install(folder, "two")
     importlib.invalidate_caches()
     assert set(_distributions(usual)) == {"another_module", "two"} and len(found_out) == 3
+    archive = tmp_path / "packages.zip"
+    archive.touch()
+    monkeypatch.setattr(sys, "path", [str(folder), str(archive)])
+    importlib.invalidate_caches()
+    assert _distributions(usual) == _distributions(usual) and len(found_out) == 5, "no answer of an archive is kept"
 
 
 def test_without_a_home_it_is_found_out(tmp_path: Path, found_out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
