@@ -134,7 +134,7 @@ class Offload:
         num_bytes = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
         if not keep_weights and not self._weights:
             num_bytes += self._copy_out(weights.values(), (), self._weights)
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and not self._suspended:
                 self._suspended = suspend_nccl(backends_of_groups(self._device))
         if num_bytes and self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,10 @@ class Nccl:
         assert not self.is_suspended
         self.is_suspended = True
 
+    def resume(self) -> None:
+        assert self.is_suspended
+        self.is_suspended = False
+
 
 class OldNccl:
     """That of a torch before 2.13."""
@@ -163,6 +168,32 @@ def test_groups_of_two_kinds(caplog):
             assert suspend_nccl([gloo, unable]) == []
         assert "process groups keep their buffers" in caplog.text
         caplog.clear()
+
+
+def test_what_was_suspended_is_resumed_once_and_in_order(monkeypatch):
+    """Also by a rank that holds no weights, which are what else says that all is away."""
+    megatron_patches.install()
+    from fusionrl.trainer import offload
+
+    calls = []
+
+    class Recorded(Nccl):
+        def suspend(self):
+            super().suspend()
+            calls.append(("suspend", self))
+
+        def resume(self):
+            super().resume()
+            calls.append(("resume", self))
+
+    backends = [Recorded(), Recorded()]
+    monkeypatch.setattr(offload, "backends_of_groups", lambda device: iter(backends))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    trained = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
+    memory = offload.Offload(trained, torch.device("cuda"))
+    for method in (memory.offload, memory.offload, memory.reload, memory.reload):
+        method()
+    assert calls == [(verb, backend) for verb in ("suspend", "resume") for backend in backends]
 
 
 def kinds(actor) -> list[str]:
