@@ -39,9 +39,10 @@ def block_spec(transformer: TransformerConfig, shape: ModelShape, vp_stage: int 
         spec = local_block_spec(transformer, vp_stage)
     else:
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
+    has_plain_query = shape.mla is not None and shape.mla.q_lora_rank is None and not is_local
     for layer in spec.layer_specs or []:
         attention = layer.submodules.self_attention
-        if shape.mla is not None and shape.mla.q_lora_rank is None and not is_local:
+        if has_plain_query and attention.module is MLASelfAttention:
             attention.module = PlainQuery
         if shape.output_norms:
             attention.module = NormedSelfAttention
