@@ -14,6 +14,7 @@ from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.stream_saved import SavedStream, blanks
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, load_function, user_code
+from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample import Sample
 from fusionrl.observe.json_values import write_atomically
 
@@ -36,13 +37,13 @@ class PromptSource:
     def open(self, border: HookBorder) -> None:
         """Make the data source, which reads the prompts; not in runs that need none."""
         data, run = self._config.data, self._config.run
-        is_default = data.data_source_path == type(data)().data_source_path
-        if (data.prompt_data is None and is_default) or run.mode == "eval" or run.load_debug_rollout_data:
+        is_own = has_own_source(self._config)
+        if (data.prompt_data is None and not is_own) or run.mode == "eval" or run.load_debug_rollout_data:
             return
-        if is_default:
-            self.hooked = load_function(data.data_source_path)(border.args())
-        else:
+        if is_own:
             self.hooked = call_hook("data_source_path", data.data_source_path, border.args())
+        else:
+            self.hooked = load_function(data.data_source_path)(border.args())
         self.keep(-1)
 
     def guarded(self) -> AbstractContextManager[None]:

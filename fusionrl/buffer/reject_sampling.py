@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.config.config import Config
-from fusionrl.config.groups.rollout import RolloutGroup
+from fusionrl.config.run_parts import has_own_rollout
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.token_rows import token_columns
 from fusionrl.observe.json_values import json_line, write_atomically
@@ -45,8 +45,8 @@ class AcceptedSamples:
         """
         flags, rollout = config.reject_sampling, config.rollout
         path = Path(flags.reject_sampling_output or run_dir / "accepted.jsonl")
-        is_default = rollout.rollout_function_path == RolloutGroup().rollout_function_path
-        is_by_user = bool(rollout.custom_generate_function_path or rollout.rollout_sample_hook_path) or not is_default
+        makes_samples = rollout.custom_generate_function_path or rollout.rollout_sample_hook_path
+        is_by_user = bool(makes_samples) or has_own_rollout(config)
         accepted = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt, is_by_user)
         accepted._is_clean = attempt == 1
         return accepted

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, user_code
+from fusionrl.config.run_parts import DEFAULT_ROLLOUT, has_own_rollout
 from fusionrl.rollout.miles_inputs import rollout_function
 from fusionrl.rollout.types import RolloutAborted
 
@@ -19,9 +20,8 @@ class RolloutFunctions:
 
     def __init__(self, config: Config, source: PromptSource) -> None:
         rollout = config.rollout
-        default = type(rollout)().rollout_function_path
-        self._source, self._default = source, default
-        is_sft = config.run.mode == "sft" and rollout.rollout_function_path == default
+        self._source = source
+        is_sft = config.run.mode == "sft" and not has_own_rollout(config)
         self._path = rollout.rollout_function_path
         self._function = rollout_function(SFT_ROLLOUT if is_sft else self._path)
         self._eval_field = "eval_function_path" if rollout.eval_function_path else "rollout_function_path"
@@ -31,7 +31,7 @@ class RolloutFunctions:
     @property
     def where(self) -> str | None:
         """Flag and path of a user's own rollout function; None for the default one."""
-        return None if self._path == self._default else f"--rollout-function-path {self._path}"
+        return None if self._path == DEFAULT_ROLLOUT else f"--rollout-function-path {self._path}"
 
     @property
     def keeps_groups(self) -> bool:
@@ -51,6 +51,6 @@ class RolloutFunctions:
 
     def _named(self, field: str, path: str) -> AbstractContextManager[None]:
         """Return a block in which an error of the user's names its flag and function."""
-        if path == self._default:  # of the user's functions in it, only the data source does not name itself
+        if path == DEFAULT_ROLLOUT:  # of the user's functions in it, only the data source does not name itself
             return self._source.guarded()
         return user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fusionrl.base.log_suppression import quiet
 from fusionrl.config.config import Config
+from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample_json import SourceState
 from fusionrl.models.shape import shape_difference
 from fusionrl.plan.plan import Plan
@@ -76,8 +77,9 @@ def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
 def _data_errors(path: Path, config: Config) -> list[str]:
     """Compare the prompts with those of the checkpoint, as the Buffer does when it loads."""
     data, run = config.data, config.run
-    is_own = data.data_source_path != type(data)().data_source_path  # a user's code runs in the Buffer alone
-    if is_own or data.prompt_data is None or run.mode == "eval" or run.load_debug_rollout_data:
+    if has_own_source(config):  # a user's code runs in the Buffer alone
+        return []
+    if data.prompt_data is None or run.mode == "eval" or run.load_debug_rollout_data:
         return []
     try:
         state = json.loads((path / "buffer.json").read_text(encoding="utf-8"))["source"]
