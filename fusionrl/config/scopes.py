@@ -1,4 +1,4 @@
-"""The runs in which a flag acts. A field names its scopes where it is declared (`groups.base.flag`); all must hold.
+"""The runs in which a flag acts. A field names its scopes where it is declared (`groups.base.acting`); all must hold.
 
 A user's own function may read any flag, so a scope holds where one replaces the code that reads the flag.
 """

@@ -11,7 +11,7 @@ from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n# (--[\w-]+) \w+\.py:(\w+)\n(.*?)```", PAGE, re.DOTALL)
-# README.md, docs/guides/rewards.md, docs/guides/agents.md, docs/guides/agents.md
+# README.md, docs/guides/rewards.md, and docs/guides/agents.md for both of the last
 ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path", "agent_path"}
 
 
