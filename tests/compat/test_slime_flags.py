@@ -51,6 +51,13 @@ def test_each_flag_has_one_place() -> None:
     assert DIFFERS.keys() <= known and TABLE.keys() >= SECRETS
 
 
+def test_every_other_flag_of_slime_is_one_of_ours() -> None:
+    """As the page says; the file lists the flags of slime that have the same name and meaning here."""
+    same = set((Path(__file__).parent / "slime_same_flags.txt").read_text(encoding="utf-8").split())
+    assert FIELDS.keys() >= same and not same & TABLE.keys()
+    assert len(same | TABLE.keys()) > 227, "all of slime's flags have a place"
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_each_flag_is_taken_or_refused_by_its_name(name: str) -> None:
     """A reason names flags that there are, and no flag gets a hint to one of another meaning."""

@@ -187,6 +187,11 @@ MUTANTS = {
 }
 
 
+def test_every_invariant_has_a_mutant() -> None:
+    assert {label for label, *_ in MUTANTS.values()} == {f"I{number}" for number in range(1, 9)}
+    assert all(name.startswith(label) for name, (label, *_) in MUTANTS.items())
+
+
 def what_breaks(seed: int, label: str, fixed: dict) -> str:
     try:
         whole_run(seed, watched=(label,), **fixed)

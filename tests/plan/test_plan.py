@@ -27,6 +27,17 @@ def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, **valu
     return made
 
 
+def test_one_of_a_kind_has_no_plural() -> None:
+    """No text of the smallest run says "1 ranks"."""
+    values = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "num_rollout": 1, "debug_train_only": True}
+    text = render_plan(plan(**values), Config.from_flat(values))
+    assert "1 rollout step\n" in text and "1 device, apart\n" in text and "1 rank = TP 1" in text
+    assert "1 prompt x 1 sample = 1 sample a rollout = 1 optimizer step x 1 sample, over 1 rank\n" in text
+    assert not re.findall(r"\b1 \w+s\b", text)
+    text = render_plan(plan(**values | {"rollout_batch_size": 2}), Config.from_flat(values))
+    assert "2 prompts x 1 sample = 2 samples a rollout" in text
+
+
 def test_apart() -> None:
     made = plan(actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
     assert made.trainer_bundles == (0, 1)

@@ -1,8 +1,25 @@
-"""Defaults that differ between Megatron's parser and its classes are found."""
+"""Defaults that differ between Megatron's parser and its classes are found, and the page has those of the classes."""
 
 from __future__ import annotations
 
-from tools.megatron_defaults import differences, parser_defaults
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tools.megatron_defaults import class_defaults, differences, parser_defaults
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-slime.md"
+
+
+def test_the_page_has_the_defaults_of_the_installed_classes() -> None:
+    if not version("megatron-core").startswith("0.16."):
+        pytest.skip("the page is of megatron-core 0.16")
+    table = PAGE.read_text(encoding="utf-8").partition("## Defaults of Megatron's parser")[2].partition("\n## ")[0]
+    listed = dict(re.findall(r"\| `(\w+)` \| (.+?) \|", table))
+    installed = {name: repr(default) for (_, name), default in class_defaults().items()}
+    assert listed and listed == {name: installed.get(name) for name in listed}
 
 
 def test_differences_are_found() -> None:
