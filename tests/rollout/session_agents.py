@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import Future
 from typing import Any
 
 TOOL = {
@@ -238,6 +239,13 @@ async def slow(args: Any, sample: Any, base_url: str, api_key: str) -> float:
 
 async def silent(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     return 1.0
+
+
+def cancelled(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """A plain function whose own pool was shut down."""
+    future: Future[float] = Future()
+    future.cancel()
+    return future.result()
 
 
 async def broken(args: Any, sample: Any, base_url: str, api_key: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,13 @@ def test_other_fields(name: str) -> None:
     for field in ("continue_final_message", "lora_path", "no_such_field"):
         with pytest.raises(Refused, match=f"{field}: no such field is known"):
             ask(name, **{field: True})
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_docs_list_every_field(name: str) -> None:
+    """As the refusal of an unknown field says."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
+    assert [field for field in sorted(fields(name).known) if f"`{field}`" not in page] == []
 
 
 def test_smaller_wishes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.sessions import anthropic_api, generate, open_session, responses_api, server
+from fusionrl.rollout.sessions import anthropic_api, generate, open_session, openai_api, responses_api, server
 from fusionrl.rollout.sessions.messages import Call, TurnReply, TurnRequest
 from fusionrl.rollout.sglang_rollout import sampling_params
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
@@ -229,6 +230,7 @@ def test_an_agent_without_a_request_is_not_trained_on(play: Any) -> None:
     ("agent", "said"),
     [
         ("broken", "broken: KeyError: 'mine'"),
+        ("cancelled", r"cancelled: RuntimeError: CancelledError\(\)"),
         ("no_reward", "it returned 'good'; a reward"),
         ("blocking", "it returned None, and nothing else gives a reward: .*--rm-type"),
     ],
@@ -504,6 +506,39 @@ def test_a_rollout_that_ends_takes_its_sessions_back(folder: str) -> None:  # no
     made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))
     assert made is sample
     assert (sample.status, sample.response_length) == (Sample.Status.ABORTED, 0)
+
+
+def test_the_wire_format_of_streams() -> None:
+    """The events of all protocols, as their authors describe them."""
+    asked = TurnRequest([], model="m", wants_usage=True)
+    said = TurnReply("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
+    chunks = [line.decode().removeprefix("data: ").strip() for line in openai_api.events(asked, said)]
+    assert chunks.pop() == "[DONE]"
+    bodies = [json.loads(chunk) for chunk in chunks]
+    assert [body["choices"][0]["delta"] if body["choices"] else body["usage"]["total_tokens"] for body in bodies] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hm."},
+        {
+            "tool_calls": [
+                {"index": 0, "id": "call00000", "type": "function"}
+                | {"function": {"name": "f", "arguments": '{"x": 1}'}}
+            ]
+        },
+        {},
+        15,
+    ]
+    events = [line.decode().split("\n")[0].removeprefix("event: ") for line in anthropic_api.events(asked, said)]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert events == ["message_start", *block, *block, "message_delta", "message_stop"]
+    told = [json.loads(line.decode().split("data: ")[1]) for line in responses_api.events(asked, said)]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    text = ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
+    text += ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    call = ["response.output_item.added", "response.function_call_arguments.delta"]
+    call += ["response.function_call_arguments.done", "response.output_item.done"]
+    begun = ["response.created", "response.in_progress"]
+    assert [event["type"] for event in told] == [*begun, *text, *call, "response.completed"]
+    assert [item["type"] for item in told[-1]["response"]["output"]] == ["message", "function_call"]
 
 
 def test_what_an_answer_says_of_its_end_and_its_tokens() -> None:

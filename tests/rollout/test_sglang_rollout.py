@@ -332,6 +332,17 @@ def test_a_built_in_reward_beside_a_groups_reward(start: Any, write_rows: Callab
     assert (found["a"]["rewards"], found["b"]["rewards"]) == ([1.0], [0.0])
 
 
+def test_evaluation_of_a_reward_key_that_is_not_there(
+    start: Any, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
+    config = tmp_path / "sets.yaml"
+    config.write_text(f'datasets: {{a: {{path: {small}, custom_rm_path: "{HOOKS}:several", reward_key: z}}}}')
+    args, source = start(eval_config=str(config))
+    with pytest.raises(ValueError, match=r"--eval-config .*: set a: reward_key z: the reward has only the keys"):
+        generate_rollout(args, 0, source, evaluation=True)
+
+
 # ------------------------------------------------------------------------------------------------ one request
 class Client:
     """Answers as an engine would, and notes what it was asked."""

@@ -9,7 +9,7 @@ import inspect
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -118,8 +118,11 @@ async def _in_thread(function: Callable[[], object]) -> object:
                 future.set_result(context.run(function))
             except SystemExit as exit_of_theirs:
                 future.set_exception(RuntimeError(f"it called exit({exit_of_theirs.code!r})"))
+            except (StopIteration, CancelledError, asyncio.CancelledError) as raised:
+                # A future cannot raise the first, and the others would seem to cancel the task that waits.
+                future.set_exception(RuntimeError(repr(raised)))
             except Exception as raised:  # whatever an agent raises is raised again by the code that waits for it
-                future.set_exception(RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised)
+                future.set_exception(raised)
 
     context = contextvars.copy_context()
     threading.Thread(target=run, name="agent", daemon=True).start()
