@@ -19,10 +19,12 @@ import math
 import re
 from typing import Any
 
-from plugins.rewards.last_number import NUMBER, last_number
 from plugins.rewards.reasoning_gym_tasks import score
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# 1,234.5 and 1234.5 and -7 and .5. A minus sign belongs to the number unless what stands before it makes it a
+# subtraction: 12-7 and (3)-7 end in 7, "is -7" and "=-7" in -7.
+_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
 def find_answer(response: str, label: Any) -> str | None:
@@ -31,8 +33,9 @@ def find_answer(response: str, label: Any) -> str | None:
     if "<answer>" in text:
         answers = _TAG.findall(text)
         return answers[-1].strip() or None if answers else None  # a tag that is never closed was cut off
-    if NUMBER.fullmatch(str(label)):
-        return last_number(text)
+    if _NUMBER.fullmatch(str(label)):
+        numbers = _NUMBER.findall(text)
+        return numbers[-1].replace(",", "") if numbers else None
     return text.strip() or None
 
 

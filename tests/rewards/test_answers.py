@@ -52,6 +52,15 @@ def test_a_reward_agrees_with_a_person_but_where_the_answer_says_so(
     assert len(answers) >= 300 and min(Counter(case["right"] for case in answers).values()) >= 100
 
 
+def test_the_page_lists_every_disagreement_with_its_reason(answers: list[dict[str, Any]]) -> None:
+    page = (ROOT / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
+    table = page.partition("## Where a reward and a person disagree")[2].partition("\n\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| `")]
+    listed = {(name.strip(" `"), row[2].partition(":")[0].strip()) for row in rows for name in row[1].split(",")}
+    assert {pair for case in answers for pair in case.get("differs", {}).items()} == listed
+    assert all(len(row[5]) > 20 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("text", "label", "is_right"),
     [

@@ -52,6 +52,18 @@ def test_every_answer_has_its_score(tool: ModuleType) -> None:
     assert {("math", "1.0"), ("math", "0.0"), ("gpqa", "1.0"), ("gpqa", "0.0"), ("f1", "1.0"), ("f1", "0.0")} <= both
 
 
+def test_every_difference_is_on_the_page(tool: ModuleType) -> None:
+    """With its reason; and the page names no difference that the corpus does not show."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.partition("These scores differ:")[2].partition("slime's `ifbench`")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    stated = {(name.strip(" `"), row[2].partition(":")[0].strip()) for row in rows for name in row[1].split(",")}
+    cases = [case for case in tool.read_corpus() if "ours" in case]
+    assert all(case["ours"] != case["slime"] for case in cases)
+    assert {(case["rm_type"].removeprefix("boxed_"), case["why"]) for case in cases} == stated
+    assert all(len(row[5].strip()) > 20 for row in rows)
+
+
 def test_the_tool_tells_a_difference_that_is_not_stated(tmp_path: Path) -> None:
     hub = tmp_path / "checkout" / "slime" / "rollout" / "rm_hub"
     hub.mkdir(parents=True)

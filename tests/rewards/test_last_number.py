@@ -1,4 +1,4 @@
-"""The last-number reward: what counts as a number, what counts as equal, what is refused."""
+"""The reward function that gives the score of `--rm-type last_number`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,15 @@ import asyncio
 import pytest
 
 from fusionrl.data.sample import Sample
-from plugins.rewards.last_number import last_number, reward
+from plugins.rewards.last_number import reward
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2 + 3 = 5.", "5"),
-        ("is -7", "-7"),
-        ("=-7", "-7"),
-        ("12-7", "7"),
-        ("12 - 7", "7"),
-        ("(3)-5", "5"),
-        ("$1,234.50 in all", "1234.50"),
-        ("10,000,000", "10000000"),
-        ("1, 2,3", "3"),
-        ("x = .5", ".5"),
-        ("no number", None),
-        ("", None),
-    ],
+    ("response", "label", "expected"),
+    [("so 46.0", "46", 1.0), ("46 or 47", "46", 0.0), ("", "46", 0.0), ("1e3", "1000", 1.0), ("4", "4%", 1.0)],
 )
-def test_last_number(text: str, expected: str | None) -> None:
-    assert last_number(text) == expected
-
-
-@pytest.mark.parametrize(("response", "expected"), [("so 46.0", 1.0), ("46 or 47", 0.0), ("", 0.0)])
-def test_the_reward_is_the_built_in_one(response: str, expected: float) -> None:
-    assert asyncio.run(reward(None, Sample(prompt="", response=response, label="46"))) == expected
+def test_the_reward_is_the_built_in_one(response: str, label: str, expected: float) -> None:
+    assert asyncio.run(reward(None, Sample(prompt="", response=response, label=label))) == expected
 
 
 @pytest.mark.parametrize("label", [None, "", "forty", "nan"])

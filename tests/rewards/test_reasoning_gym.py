@@ -156,3 +156,24 @@ def test_an_entry_of_another_task_is_an_error_and_a_bad_answer_is_not() -> None:
 )
 def test_where_the_answer_stands(response: str, label: str, answer: str | None) -> None:
     assert find_answer(response, label) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2 + 3 = 5.", "5"),
+        ("is -7", "-7"),
+        ("=-7", "-7"),
+        ("12-7", "7"),
+        ("12 - 7", "7"),
+        ("(3)-5", "5"),
+        ("$1,234.50 in all", "1234.50"),
+        ("10,000,000", "10000000"),
+        ("1, 2,3", "3"),
+        ("x = .5", ".5"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_answers_where_the_label_is_one(text: str, expected: str | None) -> None:
+    assert find_answer(text, 1) == expected
