@@ -44,6 +44,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--deep", action="store_true")
     parser.add_argument("--gold", metavar="FORM")
+    if "--gold" in argv:  # joined with its form: argparse takes one that begins with "-" for a flag
+        at = list(argv).index("--gold")
+        argv = [*argv[:at], "--gold=" + "".join(argv[at + 1 : at + 2]), *argv[at + 2 :]]
     options, rest = parser.parse_known_args(argv)
     if options.gold is not None and "{label}" not in options.gold:
         return refuse(

@@ -196,11 +196,19 @@ def test_a_reward_that_is_always_0(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_a_form_of_ones_own(doctor: Doctor, tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "return float(sample.response.strip() == f'FINAL: {sample.label}')")
+    forms = "(f'FINAL: {sample.label}', f'-{sample.label}')"
+    path = reward_file(tmp_path, f"return float(sample.response.strip() in {forms})")
     assert troubles(doctor("--custom-rm-path", path)[1])
     code, found = doctor("--custom-rm-path", path, "--gold", "FINAL: {label}", "--rollout-max-response-len", "16")
     assert code == 0 and not troubles(found)
-    assert cli.main(["doctor", "--gold", "FINAL"]) == 2
+    code, found = doctor("--custom-rm-path", path, "--gold", "-{label}", "--rollout-max-response-len", "16")
+    assert code == 0 and not troubles(found)
+
+
+@pytest.mark.parametrize("flags", [["--gold", "FINAL"], ["--gold"], ["--gold", "--json"]])
+def test_a_form_without_a_label_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *flags]) == 2
+    assert "--gold" in (said := capsys.readouterr().err) and "needs {label}" in said
 
 
 def test_a_built_in_reward_that_does_not_reward_the_label(doctor: Doctor) -> None:
