@@ -73,8 +73,8 @@ def to_json(value: object) -> bytes:
     """
     try:
         # Arrays are written as they stand: as lists, a long sample's numbers take thirty times as long.
-        return orjson.dumps(value, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # an integer of more than 64 bits, half a surrogate pair
+        return orjson.dumps(value, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # a key that is not a string, an integer of more than 64 bits, half a surrogate pair
         text = json.dumps(to_jsonable(value), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8", "backslashreplace")
 

@@ -27,7 +27,7 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
         "tokens": np.array([1, 2, 3]),
         "rollout_log_probs": torch.tensor([-0.1, -2.5]),
         "status": Status.COMPLETED,
-        "metadata": {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan")},
+        "metadata": {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan"), True: 1, None: 2, 1e20: 3},
     }
     path = RolloutWriter(tmp_path).write(12, 1, [row])
     assert path == tmp_path / "rollouts" / "step_000013.train.a1.jsonl", "after it, 13 rollouts are finished"
@@ -38,7 +38,7 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
         "response": "für 数\n",
         "tokens": [1, 2, 3],
         "status": "completed",
-        "metadata": {"7": ["a", "b"], "path": "x/y", "nan": None},
+        "metadata": {"7": ["a", "b"], "path": "x/y", "nan": None, "True": 1, "None": 2, "1e+20": 3},
     }
 
 
@@ -112,12 +112,24 @@ def test_a_folder_of_an_earlier_version_is_read_and_continued(tmp_path: Path) ->
         rollout_of_step(tmp_path, 7)
 
 
-def test_a_sample_can_be_read_by_its_place_in_the_file(tmp_path: Path) -> None:
-    rows = [{"index": 0, "tokens": np.arange(3)}, {"index": 1, "response": "\ud800 ü", "big": 2**70}, {"index": 2}]
+def test_scanning_leaves_out_what_runs_over_tokens_and_nothing_else(tmp_path: Path) -> None:
+    experts = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    rows = [
+        {"index": 0, "tokens": np.arange(3), "rollout_routed_experts": experts, "reward": 1.0, "response": "a"},
+        {"index": 1, "response": 'he said "tokens":[1,2] and "loss_mask":[', "loss_mask": [0, 1], "reward": 0.5},
+        {"index": 2, "metadata": {"tokens": ["a]b", [1]]}, "tokens": [4], "response": "ü"},
+        {"index": 3, "metadata": {"tokens": [[1], [2]], 'x"tokens': [3]}, "reward": {"a": 1.0}},
+        {"index": 4, "response": "\ud800", "big": 2**70, "tokens": [1]},
+    ]
     RolloutWriter(tmp_path).write(0, 1, rows)
     (file,) = list_rollouts(tmp_path)
-    for (offset, scanned), whole in zip(file.scan(), file.rows(), strict=True):
-        assert file.row_at(offset) == scanned == whole
+    heavy = {"tokens", "loss_mask", "rollout_routed_experts"}
+    for (offset, light), whole in zip(file.scan(), file.rows(), strict=True):
+        assert light is not None
+        for name in whole.keys() - heavy:
+            assert light[name] == whole[name], name
+        assert file.row_at(offset) == whole
+    assert "tokens" not in next(file.scan())[1]
 
 
 def test_what_the_trainers_found_out_stands_beside_a_rollout(tmp_path: Path) -> None:
@@ -127,6 +139,7 @@ def test_what_the_trainers_found_out_stands_beside_a_rollout(tmp_path: Path) -> 
     writer.write_trained(path, [{"line": 1, "advantage": 0.5, "entropy": np.array([0.1, 0.2], np.float32)}])
     (file,) = list_rollouts(tmp_path)
     assert file.trained() == {1: {"line": 1, "advantage": 0.5, "entropy": [0.1, 0.2]}}
+    assert "entropy" not in file.scan_trained()[1][1]
     assert [row["index"] for row in read_rollouts(tmp_path)] == [0, 1], "it is no rollout itself"
     with pytest.raises(FileExistsError):
         writer.write_trained(path, [])

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fusionrl.observe.view.series as series_module
 from fusionrl import cli
-from fusionrl.observe.metrics import MetricsSink
+from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.rollouts import RolloutWriter, list_rollouts
 from fusionrl.observe.show import Samples
-from fusionrl.observe.view.packing import pack, short
+from fusionrl.observe.view.packing import pack, short, short_all
 from fusionrl.observe.view.run_block import choose_files
 from fusionrl.observe.view.series import Series, find_spikes, notable_steps, read_series
 from fusionrl.observe.view.step_block import by_interest, page_row
@@ -48,15 +49,23 @@ def blocks_of(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ data
 @pytest.mark.parametrize(
     "value",
-    [{"a": [1, 2.5, None, "ü"]}, "</script><!--", {"deep": [[[1]]]}, {"half a pair \ud800": ["\udfff", 2**70], "1": 0}],
+    [{"a": [1, 2.5, None, "ü"]}, "</script><!--", {"deep": [[[1]]]}, {"half a pair \ud800": ["\udfff"], "1": 0}],
 )
 def test_what_is_packed_is_unpacked(value: object) -> None:
     assert unpack(pack(value)) == value and "<" not in pack(value)
 
 
+def test_an_integer_that_a_script_would_round_is_text() -> None:
+    value = {1: [2**70, -(2**70), True], "b": {"c": (2**53, 0.5)}}
+    assert unpack(pack(value)) == {"1": [str(2**70), str(-(2**70)), True], "b": {"c": [2**53, 0.5]}}
+
+
 def test_numbers_are_shortened() -> None:
     values = [10**9, 0.123456, -1e-9, True, None, math.inf, math.nan, "x"]
     assert [short(value) for value in values] == [10**9, 0.1235, -1e-9, 1, None, None, None, None]
+    for numbers in ([0.123456, 5.0, None, 3], [1, None], [0.5, math.inf, math.nan]):
+        assert short_all(numbers) == [short(value) for value in numbers]
+    assert short_all([0.123456, 5.0], 3) == [0.123, 5.0]
 
 
 def test_spikes_stand_out_from_their_neighbours() -> None:
@@ -305,7 +314,9 @@ def test_an_evaluation_in_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     assert not (run / "view.html").exists()
 
 
-def test_metrics_that_are_larger_than_the_limit(tmp_path: Path, capsys: Capsys) -> None:
+def test_metrics_that_are_larger_than_the_limit(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of many metrics some steps are left out; the samples still have room."""
     run = write_run(tmp_path / "run", [[sample(i) for i in range(4)]])
     rng = np.random.default_rng(0)
@@ -313,7 +324,10 @@ def test_metrics_that_are_larger_than_the_limit(tmp_path: Path, capsys: Capsys) 
     with (run / "metrics.jsonl").open("w") as file:
         for step, values in enumerate(rng.normal(size=(2000, 100)).round(6).tolist(), start=1):
             file.write(json.dumps({"step": step, "attempt": 1, **dict(zip(names, values, strict=True))}) + "\n")
+    reads = []
+    monkeypatch.setattr(series_module, "read_metrics", lambda run: reads.append(run) or read_metrics(run))
     said = view(capsys, run, "--mb", 0.8)
+    assert len(reads) == 1, "a live run may add lines between two reads"
     assert (run / "view.html").stat().st_size <= 0.8 * MB and "4 of 4 samples" in said
     facts = blocks_of(run / "view.html")["main"]["runs"][0]
     assert 20 < len(facts["steps"]) < 1000 and facts["steps"][-1] == 2000 and "metrics of" in said

@@ -6,7 +6,9 @@ import base64
 import math
 import zlib
 
-from fusionrl.observe.json_values import to_json
+import orjson
+
+from fusionrl.observe import json_values
 
 Number = float | int | None
 
@@ -40,8 +42,38 @@ def pack(value: object) -> str:
     return packer.text()
 
 
+def to_json(value: object) -> bytes:
+    """`value` as JSON for the page's script, which would round integers from 2**63 up: they are texts."""
+    try:
+        return orjson.dumps(value, default=json_values.to_jsonable, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # half a surrogate pair, or an integer of more than 64 bits
+        return json_values.to_json(_large_as_text(value))
+
+
+def _large_as_text(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _large_as_text(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_large_as_text(item) for item in value]
+    return str(value) if isinstance(value, int) and abs(value) >= 2**63 else value
+
+
 def short(value: object, digits: int = 4) -> Number:
     """Return a number with so many digits; None if it is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return int(value) if isinstance(value, bool) else None
     return value if isinstance(value, int) else float(f"{value:.{digits}g}")
+
+
+def short_all(values: list[Number], digits: int = 4) -> list[Number]:
+    """`short` of many numbers, in a tenth of the time: they are formatted and parsed again at once."""
+    kinds = set(map(type, values))
+    if kinds <= {int, type(None)}:
+        return values
+    if kinds <= {float, int, type(None)}:
+        known = [math.nan if value is None else value for value in values] if None in values else values
+        text = ",".join([f"%.{digits}g"] * len(known)) % tuple(known)
+        if "inf" not in text:
+            numbers: list[Number] = orjson.loads(f"[{text.replace('nan', 'null')}]")
+            return numbers
+    return [short(value, digits) for value in values]

@@ -12,7 +12,7 @@ from fusionrl.observe.rollouts import RolloutFile, as_ranges, list_rollouts
 from fusionrl.observe.run_dir import last_config
 from fusionrl.observe.show import Samples, reward_key
 from fusionrl.observe.view.packing import pack
-from fusionrl.observe.view.series import Series, notable_steps, read_series
+from fusionrl.observe.view.series import Series, notable_steps, read_rows, read_series, series_of
 from fusionrl.observe.view.step_block import build_block
 from fusionrl.observe.view.vocabulary import Vocabulary
 
@@ -70,10 +70,11 @@ def build_run(run: Path, number: int, room: int, steps: range | None = None, voc
 
 def _fitting_series(run: Path, room: int, files: Sequence[RolloutFile]) -> Series:
     """Read the metrics, of so many steps that they and the settings take at most half of the room."""
-    series = read_series(run)
+    rows = read_rows(run)  # once: a live run adds lines
+    series = series_of(rows)
     while (size := len(pack(_facts(run, series, files)))) > room // 2 and len(series.steps) > 1:
         most = len(series.steps)
-        series = read_series(run, max(min(most * (room // 2) // size, most * 3 // 4), 1))
+        series = series_of(rows, max(min(most * (room // 2) // size, most * 3 // 4), 1))
     return series
 
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fusionrl.observe.metrics import METRICS_FILE, RESERVED_KEYS, nonfinite_names, read_metrics
 from fusionrl.observe.view.packing import Number, short
 
+Rows = Sequence[dict[str, Any]]  # lines of metrics.jsonl
 MOST_STEPS = 20_000  # lines of a table; of a longer run every second one, every third, …
 _WINDOW = 21  # steps that a value is compared with, half of them before it
 _MOST_SPIKES = 8  # of one metric
@@ -38,9 +40,15 @@ class Series:
 
 def read_series(run: Path, most_steps: int = MOST_STEPS) -> Series:
     """Read `metrics.jsonl` of a run's folder, at most so many steps; an empty one where there is none yet."""
-    if not (run / METRICS_FILE).is_file():
-        return Series()
-    rows = read_metrics(run)
+    return series_of(read_rows(run), most_steps)
+
+
+def read_rows(run: Path) -> Rows:
+    return read_metrics(run) if (run / METRICS_FILE).is_file() else []
+
+
+def series_of(rows: Rows, most_steps: int = MOST_STEPS) -> Series:
+    """Put lines of `metrics.jsonl` into columns, at most so many of them."""
     stride = math.ceil(len(rows) / most_steps) or 1
     thinned = rows[::-1][::stride][::-1]  # the last step is always there
     names = sorted({name for row in thinned for name in row} - RESERVED_KEYS)
