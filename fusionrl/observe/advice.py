@@ -263,7 +263,8 @@ def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> 
     if settings.max_context_len is not None:
         limit = f"--rollout-max-context-len {settings.max_context_len} bounds the prompt and all turns"
     else:
-        limit = f"--rollout-max-response-len {settings.max_response_len} bounds all turns, with tools' tokens"
+        limit = f"--rollout-max-response-len {settings.max_response_len} bounds all turns, with tools' tokens,"
+        limit += " where --rollout-max-context-len is not given"
     return (
         f"{share:.0%} of the samples ({facts.num_no_second_turn} of {facts.num_samples}) had no room for a second turn:"
         f" {limit}. Raise it, or bound a turn with generate_turn(…, longest=…)\n  look:"

@@ -109,6 +109,7 @@ def test_no_room_for_a_second_turn() -> None:
     facts = replace(GOOD, num_no_second_turn=8, num_truncated=20)
     (text,) = Watches(SETTINGS).after_rollout(2, facts)
     assert "25% of the samples (8 of 32) had no room for a second turn: --rollout-max-response-len 64" in text
+    assert "--rollout-max-context-len is not given" in text
     (text,) = Watches(replace(SETTINGS, max_context_len=128)).after_rollout(2, facts)
     assert "--rollout-max-context-len 128" in text
     assert Watches(SETTINGS).after_rollout(2, replace(GOOD, num_no_second_turn=3)) == []

@@ -9,8 +9,9 @@ import time
 import pytest
 from rich.cells import cell_len
 
-from fusionrl.observe.panel import ASCII, UNICODE, bar, duration, number, rate, sparkline, split, stacked
+from fusionrl.observe.panel import _ROWS, ASCII, PHASES, UNICODE, bar, duration, number, rate, sparkline, split, stacked
 from fusionrl.observe.progress import Progress
+from fusionrl.runtime.reporter import _SHOWN
 
 STEP = {
     "reward": 0.412,
@@ -223,3 +224,9 @@ def test_numbers_read_well() -> None:
     numbers = [number(value) for value in (0.0, 0.5, -12.25, 3.1e-4, 2e6, float("nan"))]
     assert numbers == ["0.000", "0.500", "-12.250", "3.1e-04", "2.0e+06", "nan"]
     assert [rate(value) for value in (87.44, 1234.4, 999_949, 1_240_000)] == ["87.4", "1,234", "999,949", "1.24M"]
+
+
+def test_the_panel_has_a_place_for_each_value_of_a_run() -> None:
+    """`Progress.update` takes any name."""
+    names = {key for row in _ROWS for _, key, _ in row} | {key for _, key, _ in PHASES}
+    assert _SHOWN.keys() <= names | {"reward"}

@@ -55,6 +55,22 @@ def test_every_process_is_in_the_file_on_one_clock(run: Path, capsys: Capsys) ->
     assert [(one["ts"] / S, one["dur"] / S) for one in (queue, prefill, decode)] == [(5.2, 0.2), (5.4, 0.3), (5.7, 4.8)]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dur": -1}, "event 0"),
+        ({"dur": 6}, "b on (1, 1) ends after the span in which it began"),
+        ({"name": "arrow", "ph": "f", "id": 1}, "arrow 1 is f"),
+    ],
+)
+def test_an_event_against_the_format_is_found(changes: dict[str, Any], said: str) -> None:
+    """As `faults` is what says that the other tests' files are right."""
+    a, b = ({"ph": "X", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": 4} for name, ts in (("a", 0), ("b", 2)))
+    assert faults([a, b | {"dur": 2}]) == []
+    (fault,) = faults([b | changes, a])
+    assert fault.startswith(said)
+
+
 def test_arrows_lead_from_a_sample_to_the_first_token_of_the_next_weights(run: Path) -> None:
     events = _trace(run)
     names = _process_names(events)
@@ -235,9 +251,12 @@ def _drop(run: Path, process: str, name: str) -> None:
 
 
 def test_the_check_says_if_there_was_nothing_to_compare(run: Path, capsys: Capsys) -> None:
-    for said in ("metrics.jsonl has no times to compare", "times agree with metrics.jsonl"):
-        assert _faults(run, capsys, said) == ""
-        _rows(run)
+    assert _faults(run, capsys, "metrics.jsonl has no times to compare") == ""
+    row = {"step": 1, "attempt": 1, "time": WALL_NS / 1e9, "train/loss": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert _faults(run, capsys, "metrics.jsonl has no times to compare") == ""
+    _rows(run)
+    assert _faults(run, capsys, "times agree with metrics.jsonl") == ""
 
 
 @pytest.mark.parametrize(

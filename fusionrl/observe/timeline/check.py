@@ -35,7 +35,7 @@ class Comparison:
     is_within: bool = True
 
 
-_COMPARED = (
+COMPARED = (
     Comparison(("train",), "step", "perf/time_train_s", is_within=False),
     Comparison(("generate", "fetch"), "step", "perf/time_generate_s"),
     Comparison(("push",), "version", "perf/time_sync_s"),
@@ -52,7 +52,7 @@ def record_faults(recorded: RunRecord, lines: Sequence[Line]) -> list[str]:
         if machine.error_us is not None and machine.error_us > _CLOCK_US
     ]
     messages += _of_rows(recorded, {line.step: line.time_s for line in lines if STEP_TIME in line.values})
-    for compared in _COMPARED:
+    for compared in COMPARED:
         key = "sync/version" if compared.fact == "version" else ""
         values = [(line.step, line.values) for line in lines if compared.metric in line.values]
         seconds = {int(numbers.get(key, step)): numbers[compared.metric] for step, numbers in values}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionrl.observe.show import EXIT_USER, find_run, parse_steps
-from fusionrl.observe.timeline.check import record_faults
+from fusionrl.observe.timeline.check import COMPARED, record_faults
 from fusionrl.observe.timeline.records import attempts, read_attempt
 from fusionrl.observe.timeline.report import report
 from fusionrl.observe.timeline.steps import steps_of
@@ -74,7 +74,8 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     messages = record_faults(recorded, lines)
     if not messages:
-        with_metrics = "times agree with metrics.jsonl" if lines else "metrics.jsonl has no times to compare"
+        has_times = any(compared.metric in line.values for line in lines for compared in COMPARED)
+        with_metrics = "times agree with metrics.jsonl" if has_times else "metrics.jsonl has no times to compare"
         print(f"checked: measured clocks agree, {with_metrics}")
     for fault in messages:
         print(f"fault: {fault}", file=sys.stderr)
