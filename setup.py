@@ -27,6 +27,7 @@ setup(
     package_data={
         "fusionrl.observe": ["glossary.md"],
         "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
+        "fusionrl.compat.slime.scripts.inside": ["*.sh"],
         "fusionrl.cpu": ["*.c"],  # compiled on the user's machine
     },
     # Naming the root makes an editable install put the checkout itself on the path, so that hooks such as

@@ -7,10 +7,12 @@ above: pass in what it needs, or move it up.
 from __future__ import annotations
 
 import ast
+import runpy
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import setuptools
 
 PACKAGE = Path(__file__).parents[1] / "fusionrl"
 
@@ -180,3 +182,18 @@ def test_an_offence_is_found(tmp_path: Path, file: str, line: str, said: str) ->
     (found,) = offences(package)
     assert said in found
     assert file in found
+
+
+def test_a_wheel_has_every_file_that_is_not_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: dict[str, list[str]] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: named.update(given["package_data"]))
+    monkeypatch.chdir(PACKAGE.parent)
+    runpy.run_path("setup.py")
+    packed = {
+        file
+        for package, patterns in named.items()
+        for pattern in patterns
+        for file in Path(package.replace(".", "/")).glob(pattern)
+    }
+    files = {file for file in Path("fusionrl").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert files <= packed

@@ -85,6 +85,8 @@ def test_a_launcher_that_raises_is_refused_with_its_reason(tmp_path: Path) -> No
         read(tmp_path, DATACLASS, nodes="9")
     with pytest.raises(ValueError, match="launch.py: it is not Python"):
         read(tmp_path, "def f(:\n")
+    with pytest.raises(ValueError, match="launch.py: it cannot be read"):
+        read(tmp_path, "-" * 100_000 + "1\n")
 
 
 @pytest.mark.parametrize("start", ["", "if __name__ == '__main__':\n    app()\n"])

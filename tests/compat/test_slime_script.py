@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import socket
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +33,7 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
 @pytest.mark.parametrize(
     ("before", "word", "wanted"),
     [
-        ('read -ra A <<< "--a 1"\nmapfile -t B < <(printf "%s\\n" x "y z")', '"${A[@]}" "${B[@]}" ${NO[@]}', None),
+        ('read -ra A <<< --a\nmapfile -t B < <(printf "%s\\n" x "y z")', '"${A[@]}" "${B[@]}"', ["--a", "x", "y z"]),
         ("set -eu\nfalse\n[ 1 = 2 ] || exit 3\nexec > >(tee -a 'l o g') 2>&1", "$X end", ["${X}", "end"]),
         ("f() { X=${1:-none}; shift; }\nf\nif [ $# -lt 2 ]; then exit 1; fi", "$X $1 ${3:-c}", ["none", "$1", "c"]),
         ("while [[ $# -gt 0 ]]; do case $1 in --n) N=$2; shift 2 ;; esac; done", "${N:-8}", ["8"]),
@@ -39,11 +42,14 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
         ("for h in $(cat /hosts); do A+=(--h $h); done", "${A[@]}", ["--h", "$(cat /hosts)"]),
         ('[ -z "$X" ] && X=1\nif [ -z "$DIR" ]; then\n  exit 1\nfi', "$X $DIR", ["1", "${DIR}"]),
         ("V=$(pip list | grep x | awk '{print $2}')", '"$V/a"', ["$(pip list | grep x | awk '{print $2}')/a"]),
+        ("[[ $RANK -eq 0 ]] && A=a\nN=$RANK\nif (( N < 1 )); then B=b; fi", "$A $B", ["a", "b"]),
+        ("kill -9 $$\ncommand kill -9 $$\necho $$ | xargs kill -9\ncd /tmp/boxes", "$PWD /tmp/box/a", None),
+        ("X=$(printf %300s | tr ' ' x)", "--sglang-config $X", ["--sglang-config", "x" * 300]),
         ("N=$(nvidia-smi -L | wc -l)\nM=$(my_tool --get)\ndeclare -A B=([k]=v)", "$N $M ${B[k]}", None),
     ],
 )
 def test_words(tmp_path: Path, before: str, word: str, wanted: list[str] | None) -> None:
-    wanted = wanted or (["--a", "1", "x", "y z"] if "mapfile" in before else ["8", "$(my_tool --get)", "v"])
+    wanted = wanted or (["/tmp/boxes", "/tmp/box/a"] if "kill" in before else ["8", "$(my_tool --get)", "v"])
     assert argv(tmp_path, f"{before}\npython train.py {word}\n") == wanted
 
 
@@ -56,6 +62,10 @@ def test_what_only_the_machine_knows_is_left_as_it_is(tmp_path: Path) -> None:
     ]
     assert left_parts(launch.argv[1]) == ["${HOME}", "$(date +%s)"]
     assert argv(tmp_path, text, HOME="/h", **{"1": "one"})[1::3] == ["/h/run $(date +%s)", "one"]
+    forged = '"; touch made; $("'
+    text = f"A=$'\\ue000'{shlex.quote(forged)}$'\\ue001'\npython train.py \"$A\" $(cat $DIR/x)\n"
+    (launch,) = read(tmp_path, text).launches
+    assert [quoted(word) for word in launch.argv] == [shlex.quote(forged), '"$(cat ${DIR}/x)"']
 
 
 def test_a_script_touches_nothing_outside_and_reaches_no_server(tmp_path: Path) -> None:
@@ -82,26 +92,78 @@ def test_a_script_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(script_module, "_WALL_S", 1.0)
     script = read(tmp_path, text)
     assert [launch.argv for launch in script.launches] == [("--a",)] and script.notes[-1].startswith(note)
+    assert ":; do" in text or "the script has started 200 programs: what it starts later is not known" in script.notes
 
 
-def test_a_machine_without_namespaces_uses_landlock_or_names_the_cure(
+def test_the_weak_mode_runs_scripts_but_only_where_the_user_accepts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(code: str, limits: Any, **named: Any) -> Any:
-        if limits.namespaces:
-            raise SandboxError("no namespaces; accept the weak mode with --allow-weak-sandbox")
-        return real(code, limits=limits, **named)
-
-    real = script_module.run_python_sync
-    has_weak_mode = False
+    weak = replace(script_module._LIMITS, namespaces=False)
     with contextlib.suppress(SandboxError):  # root's interpreter in a folder of root's alone
-        has_weak_mode = probe(Limits(namespaces=False, wall_s=30.0)).landlock > 0
+        if probe(Limits(namespaces=False, wall_s=30.0)).landlock:
+            with monkeypatch.context() as patch:
+                patch.setattr(script_module, "_LIMITS", weak)
+                assert argv(tmp_path, "cat > /x.yaml <<< a\npython train.py --a /x.yaml\n") == ["--a", "/x.yaml"]
+    limits = []
+
+    def run(*_: Any, **named: Any) -> None:
+        limits.append(named["limits"])
+        raise SandboxError("no namespaces; accept the weak mode with --allow-weak-sandbox")
+
     monkeypatch.setattr(script_module, "run_python_sync", run)
-    if has_weak_mode:
-        assert argv(tmp_path, "cat > /x.yaml <<< a\npython train.py --a /x.yaml\n") == ["--a", "/x.yaml"]
-    monkeypatch.setattr(script_module.landlock, "abi", lambda: 0)
     with pytest.raises(ValueError, match="in the sandbox: .*--allow-weak-sandbox"):
         read(tmp_path, "python train.py --a\n")
+    assert [limit.namespaces for limit in limits] == [True]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cut", "message"),
+    [
+        (b"", False, r"no answer \(0\)"),
+        (b"", True, "more than 16 MiB"),
+        (b"{}", False, "cannot be read: Field required"),
+        (b"[" * 100_000, False, "cannot be read: "),
+        (
+            b'{"records": [{"argv": [], "environment": []}], "notes": [], "errors": "", "files": {}}',
+            False,
+            "at least 1",
+        ),
+    ],
+)
+def test_an_answer_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, is_cut: bool, message: str
+) -> None:
+    result = SimpleNamespace(answer=answer, answer_cut=is_cut, killed_by=None, exit_code=0, stderr="")
+    monkeypatch.setattr(script_module, "run_python_sync", lambda *_, **__: result)
+    with pytest.raises(ValueError, match=f"run.sh: .* in the sandbox: .*{message}"):
+        read(tmp_path, "python train.py\n")
+
+
+def test_what_a_script_sees_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of its folder first, up to a limit; nothing that a link outside leads to, and nothing that is gone."""
+    folder = tmp_path / "checkout" / "examples"
+    for name in (folder, tmp_path / "checkout/.git", tmp_path / "checkout/docs"):
+        name.mkdir(parents=True)
+    for name in ("gone.txt", "own.txt", "../docs/a.txt", "../docs/b.txt", "../../secret.txt"):
+        (folder / name).write_text("x")
+    (folder / "link.txt").symlink_to("../../secret.txt")
+    (folder / "run.sh").write_text(
+        "for F in *.txt ../docs/*.txt; do A+=($F); done\necho >> own.txt || exit 1\npython train.py ${A[@]}\n"
+    )
+    for path in folder.glob("[or]*"):
+        path.chmod(0o444)
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.name == "gone.txt":
+            raise PermissionError(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(script_module, "_MAX_COPIED", 3)
+    script = read_script(folder / "run.sh")
+    assert script.launches[0].argv == ("own.txt", "../docs/a.txt")
+    assert len(script.notes) == 1 and "checkout is large" in script.notes[0]
 
 
 def test_sourced_model_files(tmp_path: Path) -> None:
@@ -165,7 +227,11 @@ def test_a_script_that_runs_another(tmp_path: Path) -> None:
         ("export JUDGE=x", "the launch sets JUDGE"),
         ("[ -d /x ] && A=2", "line 1: `-d /x` is false"),
         ('[[ "$KIND" = big ]]', "line 1: `[[ ${KIND} = big ]]` is taken as it stands"),
-        ('case "$KIND" in big) A=1 ;; esac', 'line 1: `case "$KIND" in` is taken as it stands'),
+        ('case "$KIND" in big) A=1 ;; esac', "line 1: `case ${KIND} in` is taken as it stands"),
+        ("[[ $NODE -eq 0 ]]", "line 1: `[[ ${NODE} -eq 0 ]]` counts what is not known as 0"),
+        ("N=$(hostname)\ncase $N in a) ;; esac", "line 2: `case $(hostname) in` is taken as it stands"),
+        ("echo ${MORE[@]}", "${MORE[@]}: the script never sets it, so it expands to no arguments"),
+        ("python train.py\nenable kill\nbuiltin kill $$", "SIGTERM ended the script"),
         ("N=$((KINDS * $GPUS))", "line 1: "),
         ('[ -n "$MODE" ] && A=1', "${MODE} is taken as not set"),
         ("source /no/where.sh", "source /no/where.sh: the file is not there"),

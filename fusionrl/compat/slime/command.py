@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-weak-sandbox",
         action="store_true",
-        help="run the script in the weak mode of the sandbox (docs/guides/sandbox.md), also without Landlock",
+        help="where the kernel grants no namespaces, run the script in the weak mode of the sandbox"
+        " (docs/guides/sandbox.md)",
     )
     return parser
 
@@ -248,7 +250,7 @@ def _beside(path: str, folder: Path) -> str | None:
     """
     module, _, name = path.rpartition(".")
     file = folder / f"{module.replace('.', '/')}.py"
-    return f"{file}:{name}" if module and ":" not in path and file.is_file() else None
+    return f"{file}:{name}" if module and ":" not in path and os.path.isfile(file) else None
 
 
 def _to_change(argv: Sequence[str], written: Sequence[str] = ()) -> list[str]:

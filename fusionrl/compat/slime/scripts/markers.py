@@ -16,6 +16,10 @@ _RUNNING = {code: code + _AWAY for code in range(128) if not chr(code).isalnum()
 _STOPPED = {running: code for code, running in _RUNNING.items()}
 
 _LEFT = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
+# A part that double quotes of a printed command may have as it is, because nothing in it ends them.
+_QUOTED = r"""'[^']*'|"(?:[^"\\`$]|\\.|\$(?!\())*"|\\."""
+_PLAIN = rf"""[^()'"\\`#<]|(?<=\w)#|<(?!<)|{_QUOTED}"""
+_PART = re.compile(rf"\$\{{\w+\}}|\$(?:\d+|@)|\$\((?:{_PLAIN}|\((?:{_PLAIN})*\))*\)", re.ASCII | re.DOTALL)
 _SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
@@ -30,8 +34,9 @@ def running(source: str) -> str:
 
 
 def stopped(text: str) -> str:
-    """Return text of a script that has run, with its parts as `left` makes them."""
-    return text.translate(_STOPPED)
+    """Return text of a script that has run, with its parts as `left` makes them; other marked text is plain."""
+    parts = enumerate(_LEFT.split(text.translate(_STOPPED)))
+    return "".join(left(part) if place % 2 and _PART.fullmatch(part) else plain(part) for place, part in parts)
 
 
 def plain(text: str) -> str:

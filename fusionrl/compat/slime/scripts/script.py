@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
+import stat
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from fusionrl.compat.slime.flags.config_files import with_flags
 from fusionrl.compat.slime.scripts.launch import Launch, launch_of, programs_of
 from fusionrl.compat.slime.scripts.markers import CLOSE, plain, running, stopped
-from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python_sync
-from fusionrl.sandbox.launcher import landlock
+from fusionrl.sandbox import Limits, SandboxError, run_python_sync
 
 _INSIDE = Path(__file__).parent / "inside"
 _WALL_S = 30.0
@@ -32,8 +35,8 @@ _LIMITS = Limits(
 )
 _MAX_ANSWER = 16 << 20  # bytes
 _MAX_LAUNCHES = 50
-# Of the checkout that a script may read: files that are looked at, and bytes of one and of all.
-_MAX_SEEN, _MAX_FILE, _MAX_CHECKOUT = 50_000, 400_000, 64 << 20
+# Of the checkout that a script may read: files that are looked at and that are copied, and bytes of one and of all.
+_MAX_SEEN, _MAX_COPIED, _MAX_FILE, _MAX_CHECKOUT = 50_000, 10_000, 400_000, 64 << 20
 _TEXTS = (".sh", ".py", ".yaml", ".yml", ".json", ".txt", ".cfg", ".toml", ".env", ".jinja")
 
 # Variables that bash sets, or that would keep the stand-ins from running.
@@ -85,8 +88,8 @@ def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Sc
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".py":
             compile(text, str(path), "exec")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: it cannot be read ({error})") from error
+    except (OSError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{path}: it cannot be read ({error or 'it is nested too deeply'})") from error
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path}: it is not Python ({error})") from error
     try:
@@ -96,16 +99,16 @@ def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Sc
     script = Script()
     if file.suffix != ".py":
         script.notes += [f"${{{name}}} is taken as not set" for name in sorted(_environment(text)[1] - values.keys())]
-    errors = re.findall(rf"^.*{re.escape(file.name)}: (line \d+: .*)$", answer["errors"], re.MULTILINE)
-    for note in (*answer["notes"], *errors):
+    errors = re.findall(rf"^.*{re.escape(file.name)}: (line \d+: .*)$", answer.errors, re.MULTILINE)
+    for note in (*answer.notes, *errors):
         script.note(note)
-    programs = _keep_launches(answer["records"], script)
+    programs = _keep_launches(answer.records, script)
     if not script.launches:
         reasons = [f"it starts {', '.join(dict.fromkeys(programs))}"] if programs else map(plain, script.notes)
         cure = "--set NAME=VALUE gives it a variable, --set 1=VALUE its first argument"
         raise ValueError("; ".join([f"{path}: it starts no train.py and no train_async.py", *reasons, cure]))
     words = [word for launch in script.launches for word in launch.argv]
-    for name, content in answer["files"].items():
+    for name, content in answer.files.items():
         for form in (name, os.path.relpath(name, file.parent)):
             if content and any(form in word for word in words):
                 script.files[form] = content
@@ -114,14 +117,14 @@ def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Sc
     return script
 
 
-def _keep_launches(records: list[dict[str, Any]], script: Script) -> list[str]:
+def _keep_launches(records: list[_Record], script: Script) -> list[str]:
     """Put the launches among the recorded commands into `script`; return other programs that train."""
     programs: list[str] = []
     for record in records:
-        argv: list[str] = record["argv"]
+        argv = record.argv
         if (launch := launch_of(argv)) is not None:
             script.launches.append(launch)
-            names = [name for name in record["environment"] if not _OF_CLUSTER.fullmatch(name)]
+            names = [name for name in record.environment if not _OF_CLUSTER.fullmatch(name)]
             if names and launch.env is None:
                 script.note(f"the launch sets {', '.join(names)}: export what your functions need before the command")
         elif argv[0].startswith("--") and script.launches:
@@ -137,7 +140,21 @@ def _keep_launches(records: list[dict[str, Any]], script: Script) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ the run
-def _run(file: Path, text: str, values: Mapping[str, str]) -> dict[str, Any]:
+class _Record(BaseModel):
+    argv: Annotated[list[str], Field(min_length=1)]
+    environment: list[str]
+
+
+class _Answer(BaseModel):
+    """What inside/main.py says. It ran next to the script, which is not trusted."""
+
+    records: list[_Record]
+    notes: list[str]
+    errors: str
+    files: dict[str, str]
+
+
+def _run(file: Path, text: str, values: Mapping[str, str]) -> _Answer:
     """Return the answer of inside/main.py, with the script's real paths.
 
     Raises:
@@ -151,10 +168,8 @@ def _run(file: Path, text: str, values: Mapping[str, str]) -> dict[str, Any]:
     request = {
         "script": str(file),
         "root": str(root),
-        "texts": {
-            **{name: (_INSIDE / name).read_text(encoding="utf-8") for name in ("prelude.sh", "launcher.py")},
-            f"box{file}": text,
-        },
+        "text": text,
+        "helpers": {name: (_INSIDE / name).read_text(encoding="utf-8") for name in ("prelude.sh", "launcher.py")},
         "values": dict(values),
         "environment": environment,
         "arguments": _arguments(text, values) if is_bash else [],
@@ -162,23 +177,23 @@ def _run(file: Path, text: str, values: Mapping[str, str]) -> dict[str, Any]:
     }
     code, stdin = (_INSIDE / "main.py").read_text(encoding="utf-8"), json.dumps(request)
 
-    def run(limits: Limits) -> SandboxResult:
-        with tempfile.TemporaryFile() as pack:
-            pack.write(_checkout(root))
-            pack.seek(0)
-            return run_python_sync(
-                code, stdin=stdin, limits=limits, answer_bytes=_MAX_ANSWER, descriptors=[pack.fileno()]
-            )
-
-    try:
-        result = run(_LIMITS)
-    except SandboxError:
-        if not landlock.abi():
-            raise
-        result = run(replace(_LIMITS, namespaces=False))  # Landlock keeps a script from the user's files, too
-    if not result.answer or result.answer_cut:
+    checkout, is_cut = _checkout(root, file.parent)
+    with tempfile.TemporaryFile() as pack:
+        pack.write(checkout)
+        pack.seek(0)
+        result = run_python_sync(
+            code, stdin=stdin, limits=_LIMITS, answer_bytes=_MAX_ANSWER, descriptors=[pack.fileno()]
+        )
+    if result.answer_cut:
+        raise SandboxError(f"its commands and the files that it writes are more than {_MAX_ANSWER >> 20} MiB")
+    if not result.answer:
         raise SandboxError(f"it gave no answer ({result.killed_by or result.exit_code}): {result.stderr[-1000:]}")
-    answer: dict[str, Any] = _stopped(json.loads(result.answer))
+    try:
+        answer = _Answer.model_validate(_stopped(_Answer.model_validate_json(result.answer).model_dump()))
+    except ValidationError as error:
+        raise SandboxError(f"its answer cannot be read: {error.errors()[0]['msg']}") from error
+    if is_cut:
+        answer.notes.insert(0, f"{root} is large: the script saw a part of its files, those of its own folder first")
     return answer
 
 
@@ -218,20 +233,36 @@ def _root(folder: Path) -> Path:
     return next((parent for parent in (folder, *folder.parents) if any((parent / n).exists() for n in names)), folder)
 
 
-def _checkout(root: Path) -> bytes:
-    """Return a tar of the small texts below a folder, up to a limit."""
-    pack = io.BytesIO()
-    num_seen = 0
-    with tarfile.open(fileobj=pack, mode="w", dereference=True) as tar:
-        for folder, folders, names in os.walk(root):
-            folders[:] = sorted(name for name in folders if not name.startswith((".", "node_modules")))
-            for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(_TEXTS)):
-                if os.path.isfile(path) and os.stat(path).st_size <= _MAX_FILE:
-                    tar.add(path, path.lstrip("/"))
-            num_seen += len(names)
-            if num_seen > _MAX_SEEN or pack.tell() > _MAX_CHECKOUT:
+def _checkout(root: Path, folder: Path) -> tuple[bytes, bool]:
+    """Return a tar of the small texts below `root`, those of the script's folder first; whether a limit cut it."""
+    pack, seen, num_copied, is_cut = io.BytesIO(), set[str](), 0, False
+    inside = os.path.realpath(root).rstrip("/") + "/"
+    with tarfile.open(fileobj=pack, mode="w") as tar:
+        for path in _below(folder, root / "scripts", root):
+            is_cut = len(seen) >= _MAX_SEEN or num_copied >= _MAX_COPIED or pack.tell() > _MAX_CHECKOUT
+            if is_cut:
                 break
-    return pack.getvalue()
+            is_new = path not in seen
+            seen.add(path)
+            if not (is_new and path.endswith(_TEXTS) and os.path.realpath(path).startswith(inside)):
+                continue
+            with contextlib.suppress(OSError):  # it may not be read, or is gone
+                state = os.stat(path)
+                if stat.S_ISREG(state.st_mode) and state.st_size <= _MAX_FILE:
+                    content = Path(path).read_bytes()
+                    info = tarfile.TarInfo(path.lstrip("/"))
+                    info.size, info.mode = len(content), state.st_mode & 0o777 | 0o600
+                    tar.addfile(info, io.BytesIO(content))
+                    num_copied += 1
+    return pack.getvalue(), is_cut
+
+
+def _below(*folders: Path) -> Iterator[str]:
+    """Yield the paths of all files below folders, but for hidden folders."""
+    for start in folders:
+        for folder, below, names in os.walk(start):
+            below[:] = sorted(name for name in below if not name.startswith((".", "node_modules")))
+            yield from (os.path.join(folder, name) for name in sorted(names))
 
 
 # ------------------------------------------------------------------------------------------------ files of flags
@@ -262,4 +293,4 @@ def _find(path: str, folder: str) -> Path | None:
     parts = [part for part in os.path.normpath(known).split(os.sep) if part not in ("", "..", ".")]
     ends = [Path(*parts[start:]) for start in range(max(1, len(parts) - 1))]
     places = [Path(folder, path), *(above / end for end in ends for above in (Path(folder), *Path(folder).parents))]
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if os.path.isfile(place) and os.access(place, os.R_OK)), None)

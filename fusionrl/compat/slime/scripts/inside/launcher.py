@@ -48,7 +48,7 @@ class Unknown(str):
     _name: str
 
     def __new__(cls, name: str) -> Unknown:
-        name = re.sub(r"\W+", "_", name).strip("_")[:60] or "VALUE"
+        name = re.sub(r"\W+", "_", name.replace(BOX, "")).strip("_")[:60] or "VALUE"
         value = super().__new__(cls, f"\ue000\ue124{{{name}}}\ue001")  # U+E124: the $, for bash
         value._name = name
         return value

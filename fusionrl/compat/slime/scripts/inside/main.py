@@ -17,20 +17,21 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 # Programs that may be installed here, and must not act; others are recorded as commands that are not found.
 _NAMES = (
     *("python", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "conda", "pip", "pip3", "sh", "sudo"),
     *("srun", "sbatch", "scontrol", "mpirun", "docker", "podman", "ssh", "scp", "rsync", "tmux", "screen", "curl"),
-    *("wget", "git", "hf", "huggingface-cli", "wandb", "pkill", "pgrep", "killall", "ps", "nvidia-smi", "rocm-smi"),
-    *("date", "hostname", "whoami", "ip", "apt", "apt-get", "systemctl", "sleep"),
+    *("wget", "git", "hf", "huggingface-cli", "wandb", "kill", "pkill", "pgrep", "killall", "ps", "nvidia-smi"),
+    *("rocm-smi", "date", "hostname", "whoami", "ip", "apt", "apt-get", "systemctl", "sleep"),
 )
 _BACKGROUND_S = 3.0  # for what the script left in the background
 _PROGRAM = re.compile(r"[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|accelerate|uv)\b")
 _SYSTEM = r"/(?!(?:usr|bin|sbin|lib|lib64|dev|proc|sys|etc|nix|gnu)\b)(?=[A-Za-z_])"
 _PATH_IN_BASH = re.compile(r"""(?<![\w./~})\]$*])(?<![\w})\]]["'])""" + _SYSTEM)
 _IN_BRACKETS = r"\(((?:[^()]|\([^()]*\))*)\)"
+_WORD = r"""(?:"[^"`(\n]*"|[^\s"'`(]+)"""
 _REPLACED = [
     (re.compile(pattern, re.MULTILINE), replacement)
     for pattern, replacement in {
@@ -38,6 +39,8 @@ _REPLACED = [
         r"\bset(?:\s+[-+][A-Za-z]+(?:\s+(?:pipefail|errexit|nounset|xtrace))?)+": ":",
         # the function `source` of the prelude
         r"(^|[;&|]|\bthen|\bdo)(\s*)\.\s+(?=\S)": r"\1\2source ",
+        # the trace has the word of a `case` as the script has it: `:` shows its value
+        r"((?:^|;|(?<!\()\)|\bthen|\bdo|\belse)[ \t]*)(case[ \t]+" + _WORD + r"[ \t]+in)\b": r"\1: \2; \2",
         # there is no /dev/fd
         r"[&\d]?>>?\s*>" + _IN_BRACKETS: "",
         r"<\s+<" + _IN_BRACKETS: r'<<< "$(\1)"',
@@ -48,6 +51,14 @@ _REPLACED = [
 _PIPE = re.compile(
     r"\$\((?:pip3?|date|hostname|ip|git|scontrol|curl|wget|docker|conda|kubectl|squeue)\b[^()]*\|[^()]*\)"
 )
+# bash cannot compare a value that is not known: in `[[ $N -eq 0 ]]` and `(( N == 0 ))` the name of an unset variable
+# replaces it, which bash counts as 0 and writes to the trace.
+_NUMBERS_COMPARED = re.compile(
+    r"\[\[ (?:(?!\]\])[^\n])* -(?:eq|ne|lt|le|gt|ge) [^\n]*?\]\]"
+    r"|(?<![\w$(\\])(?<!for )\(\((?!\()(?:(?!\$\()[^\n;`])*?[<>=](?:(?!\$\()[^\n;`])*?\)\)"
+)
+_CHANGES_NUMBER = re.compile(r"(?<![<>=!])=(?!=)|\+\+|--")
+_NUMBER = re.compile(r"\$(\w+)|\$\{(\w+)\}|(?<![\w$.#{])([A-Za-z_]\w*)(?![\w\[(])")
 _RUNNING = {code: code + 0xE100 for code in range(128) if not chr(code).isalnum() and chr(code) != "_"}
 _PATH_IN_PYTHON = re.compile(r"(?<![\w./~})\]$*])" + _SYSTEM)
 
@@ -56,15 +67,16 @@ def main() -> None:
     """Unpack, run, answer."""
     request = json.load(sys.stdin)
     home = os.getcwd()
-    box, log, programs = (os.path.join(home, name) for name in ("box", "log", "bin"))
+    # The box's name is taken out of the answer: no script has it.
+    box, log, programs = (os.path.join(home, name) for name in (f"box-{os.urandom(8).hex()}", "log", "bin"))
     for folder in (box, log, programs, box + "/tmp"):
         os.makedirs(folder)
     with os.fdopen(4, "rb") as pack, tarfile.open(fileobj=pack) as tar:
         tar.extractall(box)
     script = box + request["script"]
     os.makedirs(os.path.dirname(script), exist_ok=True)
-    for name, text in request["texts"].items():
-        with open(os.path.join(home, name), "w", encoding="utf-8") as file:
+    for path, text in {**request["helpers"], script: request["text"]}.items():
+        with open(os.path.join(home, path), "w", encoding="utf-8") as file:
             file.write(text)
     bash = shutil.which("bash") or "/bin/bash"
     with open(os.path.join(programs, _NAMES[0]), "w", encoding="utf-8") as file:
@@ -87,13 +99,13 @@ def main() -> None:
     }
     program = [sys.executable, "-S", "-E", f"{home}/launcher.py"] if script.endswith(".py") else [bash]
     errors, notes = _run([*program, script, *request["arguments"]], environment, request["wall_s"])
-    parameters = [*request["environment"].items(), *enumerate(request["arguments"], 1)]
-    unknown = [str(name) for name, value in parameters if value.startswith("\ue000")]
+    trace = _read(os.path.join(log, "trace"))
     answer = {
         "records": list(_records(log, environment)),
         "notes": [
             *_parts(os.path.join(log, "notes")),
-            *_conditions(_read(os.path.join(log, "trace")), unknown),
+            *_conditions(trace),
+            *_never_set(trace, box, environment),
             *notes,
         ],
         "errors": errors,
@@ -114,10 +126,27 @@ def _change(path: str, box: str) -> None:
     else:
         text = _PIPE.sub(lambda match: f"\ue000{match[0].translate(_RUNNING)}\ue001", text)
         text = _PATH_IN_BASH.sub(box + "/", text)
+        text = _NUMBERS_COMPARED.sub(_with_numbers, text)
         for pattern, replacement in _REPLACED:
             text = pattern.sub(replacement, text)
     with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         file.write(text)
+
+
+def _with_numbers(match: re.Match[str]) -> str:
+    """Return a comparison of numbers in which what is not known counts as 0."""
+    is_arithmetic = match[0].startswith("((")
+    if is_arithmetic and _CHANGES_NUMBER.search(match[0]):
+        return match[0]
+
+    def number(part: re.Match[str]) -> str:
+        name = part[1] or part[2] or part[3]
+        value = f"${{{name}/*\ue000*/_unknown_{name}}}"
+        if is_arithmetic:
+            return f"({value}+0)"
+        return part[0] if part[3] else value
+
+    return _NUMBER.sub(number, match[0])
 
 
 def _run(argv: list[str], environment: dict[str, str], wall_s: float) -> tuple[str, list[str]]:
@@ -137,7 +166,9 @@ def _run(argv: list[str], environment: dict[str, str], wall_s: float) -> tuple[s
         )
     os.close(passed)
     try:
-        process.wait(wall_s)
+        if process.wait(wall_s) < 0:
+            name = signal.Signals(-process.returncode).name
+            notes.append(f"{name} ended the script: what it starts later is not known")
         select.select([running], [], [], _BACKGROUND_S)
     except subprocess.TimeoutExpired:
         notes.append(f"the script did not end within {wall_s:g} s: what it starts later is not known")
@@ -149,22 +180,36 @@ def _run(argv: list[str], environment: dict[str, str], wall_s: float) -> tuple[s
 def _records(log: str, known: Mapping[str, str]) -> Iterator[dict[str, object]]:
     """Yield the commands in the order in which they were called, with the variables that the script set for each."""
     for name in sorted(name for name in os.listdir(log) if name.endswith(".argv")):
+        argv = _parts(os.path.join(log, name))
+        if not argv:
+            continue  # killed while it wrote
         variables = dict(line.partition("=")[::2] for line in _parts(os.path.join(log, name[:-4] + "env")))
         changed = [name for name, value in variables.items() if known.get(name) != value]
-        yield {"argv": _parts(os.path.join(log, name)), "environment": changed}
+        yield {"argv": argv, "environment": changed}
 
 
-def _conditions(trace: str, unknown: Iterable[str]) -> Iterator[str]:
+def _conditions(trace: str) -> Iterator[str]:
     """Yield a note for each condition of bash that asks for a file that is not here, or for what is not known."""
-    named = re.compile(rf"case .*\$\{{?(?:{'|'.join(unknown)})\b(?!:?-)")  # bash does not expand the word of a `case`
-    conditions = re.findall(r"^\++(?!\+|prelude)[^:]*:(\d+):('\[' .*|\[\[ .*|test .*|case .*)$", trace, re.MULTILINE)
-    for line, condition in conditions:
-        condition = condition.replace("'['", "[").replace("']'", "]")
+    pattern = r"^\++(?!\+|prelude)[^:]*:(\d+):('\[' .*|\[\[ .*|\(\( .*|test .*|: case .*)$"
+    for line, condition in re.findall(pattern, trace, re.MULTILINE):
+        condition = condition.replace("'['", "[").replace("']'", "]").removeprefix(": ")
         for option, path in re.findall(r" -([defrsx]) (\S+)", condition):
             if not os.path.exists(path):
                 yield f"line {line}: `-{option} {path}` is false: it is not here"
-        if named.match(condition) or ("\ue000" in condition and not re.search(r" -[nz] ", condition)):
+        condition, num_zeros = re.subn(r"\b_unknown_(\w+)", r"${\1}", condition)
+        if num_zeros:
+            yield f"line {line}: `{' '.join(condition.split())}` counts what is not known as 0: --set gives it a value"
+        elif "\ue000" in condition and not re.search(r" -[nz] ", condition):
             yield f"line {line}: `{condition}` is taken as it stands: --set gives a value to what is not known in it"
+
+
+def _never_set(trace: str, box: str, known: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note for each array that the scripts that have run use, and that none of them sets."""
+    names = set(re.findall(r"^\++(?!prelude)([^:+]+):\d+:", trace, re.MULTILINE))
+    text = "\n".join(_read(path) for path in _paths(box) if os.path.basename(path) in names)
+    for name in dict.fromkeys(re.findall(r"\$\{(?!BASH|FUNC|PIPE)(\w+)\[[@*]\]\}", text)):
+        if name not in known and not re.search(rf"(?<![\w{{$#]){name}\b", text):
+            yield f"${{{name}[@]}}: the script never sets it, so it expands to no arguments"
 
 
 def _paths(box: str) -> list[str]:

@@ -8,7 +8,7 @@ alias declare='declare -g' typeset='typeset -g' # a sourced file is read within 
 _mark_call() {
     local _text
     printf -v _text ' %q' "$@"
-    _text=${_text# }
+    _text=${_text# } _text=${_text//[$'\ue000\ue001']/}
     _text=${_text// /$'\ue120'} _text=${_text//\$/$'\ue124'} _text=${_text//\(/$'\ue128'} _text=${_text//\)/$'\ue129'}
     printf '\ue000\ue124\ue128%s\ue129\ue001' "$_text"
 }
@@ -86,9 +86,17 @@ sleep() {
     return 0
 }
 
+# In the weak mode a signal could reach other processes of the user.
+enable -n kill
+kill() { :; }
+
 _record() {
     local _files=("$BOX_LOG"/*.argv)
-    ((${#_files[@]} < BOX_MAX_RECORDS)) || kill -KILL 0 # the script's process group: it is in a loop without an end
+    if ((${#_files[@]} >= BOX_MAX_RECORDS)); then
+        _note "the script has started $BOX_MAX_RECORDS programs: what it starts later is not known"
+        enable kill
+        builtin kill -KILL 0 # the script's process group
+    fi
     local _file=$BOX_LOG/$EPOCHREALTIME.$BASHPID
     [[ "$*" != *train* ]] || env -0 > "$_file.env"
     printf '%s\0' "$@" > "$_file.argv"
