@@ -43,7 +43,7 @@ def pack(value: object) -> str:
 
 
 def to_json(value: object) -> bytes:
-    """`value` as JSON for the page's script, which would round integers from 2**63 up: they are texts."""
+    """`value` as JSON for the page's script; integers of more than 64 bits, which it would round, are texts."""
     try:
         return orjson.dumps(value, default=json_values.to_jsonable, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:  # half a surrogate pair, or an integer of more than 64 bits
