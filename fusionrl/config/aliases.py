@@ -175,6 +175,7 @@ VERL: dict[str, str] = {
     _ROLLOUT + "n": "--n-samples-per-prompt",
     _ROLLOUT + "name": "leave it out: SGLang generates",
     _ROLLOUT + "prompt_length": "--rollout-max-prompt-len",
+    _ROLLOUT + "seed": "--rollout-seed",
     _ROLLOUT + "tensor_model_parallel_size": "--rollout-num-gpus-per-engine",
     _ROLLOUT + "update_weights_bucket_megabytes": "--update-weight-buffer-size (bytes)",
     _ROLLOUT + "val_kwargs.n": "--n-samples-per-eval-prompt",
@@ -361,16 +362,25 @@ def cure_for(name: str, flags: Collection[str] = ()) -> str | None:
     table; those of a critic or a reward model have flags of their own. None for names that nothing answers.
     """
     plain = name.removeprefix("--").replace("-", "_")
-    root, last = plain.partition(".")[0], plain.rpartition(".")[2]
+    root = plain.partition(".")[0]
     owner, cure = next(((owner, table[plain]) for owner, table in TABLES.items() if plain in table), ("", None))
     if cure is None and root in _VERL_ROOTS:
-        owner, cure = "verl", "--" + last.replace("_", "-") if last in flags else TRL.get(last) or COMMON.get(last)
-        if cure is None or root in ("critic", "reward_model"):
+        owner, cure = "verl", None if root in ("critic", "reward_model") else _verl_cure(plain, flags)
+        if cure is None:
             return "verl's settings are not known here; `fusionrl flags` lists the flags"
     if cure is None:
         return None
     use = cure if cure.startswith("leave it out") else f"use {cure}"
     return f"{owner}'s name; {use}" if owner else use
+
+
+def _verl_cure(setting: str, flags: Collection[str]) -> str | None:
+    last = setting.rpartition(".")[2]
+    cure = TRL.get(last) or COMMON.get(last)
+    if setting.startswith(_ROLLOUT):  # engines have flags of their own: --precision or --seed are the trainers'
+        is_rollouts = cure is not None and cure.startswith("--rollout-") and setting == _ROLLOUT + last
+        return cure if is_rollouts else None
+    return "--" + last.replace("_", "-") if last in flags and last != "name" else cure
 
 
 def value_hint(field: str, value: str, choices: Iterable[str]) -> str:

@@ -90,6 +90,23 @@ def test_messages(argv: str, messages: list[str]) -> None:
         assert message in error
 
 
+@pytest.mark.parametrize(
+    ("setting", "cure"),
+    [
+        ("data.custom_cls.name", "not known here"),
+        ("actor_rollout_ref.rollout.seed", "use --rollout-seed"),
+        ("actor_rollout_ref.rollout.val_kwargs.seed", "not known here"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "not known here"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.dtype", "not known here"),
+        ("actor_rollout_ref.rollout.temperature", "use --rollout-temperature"),
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "use --pipeline-model-parallel-size"),
+    ],
+)
+def test_a_setting_of_verls_engines_leads_to_no_flag_of_trainers(setting: str, cure: str) -> None:
+    (error,) = read_args([f"{setting}=1"])[1]
+    assert error.startswith(f"{setting}=1: verl's") and cure in error
+
+
 def test_nobody_is_sent_to_the_opposite() -> None:
     for flag in ("--savee", "--trainers", "--sav"):
         (error,) = read_args([flag])[1]
