@@ -269,23 +269,29 @@ def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:
 def _async_problem(field: str, function: Callable[..., Any]) -> str | None:
     """Return what is wrong with a function that is async where fusionrl does not await it, or the other way round.
 
-    Where fusionrl awaits, a function is a coroutine function, or its result is awaitable. A plain `def` without a
-    decorator that promises no awaitable is refused here; what a wrapper or an object returns, the call will tell.
+    Where fusionrl awaits, a function is a coroutine function, or its result is awaitable. A plain `def`, also as a
+    method, in a partial or as an object's `__call__`, that promises no awaitable is refused here; what a lambda or a
+    decorator's function returns, the call will tell.
     """
     if field in _MAY_BE_ASYNC:
         return None
-    target = function
-    while isinstance(target, functools.partial):
-        target = target.func
-    called = target if inspect.isclass(target) else target.__call__  # type: ignore[operator]
-    if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in (target, called)):
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = _called(field, function)
+    if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in (function, called)):
         is_right = field in _MUST_BE_ASYNC
         return None if is_right else "it is async, but its result is not awaited; write def in place of async def"
-    is_plain = inspect.isfunction(function) and function.__qualname__ == function.__name__ != "<lambda>"
-    if field not in _MUST_BE_ASYNC or not is_plain or hasattr(function, "__wrapped__"):
+    is_plain = inspect.isfunction(called) and "<" not in called.__qualname__  # <lambda>, <locals>
+    if field not in _MUST_BE_ASYNC or not is_plain or any(hasattr(each, "__wrapped__") for each in (function, called)):
         return None
-    if any(
-        name in str(function.__annotations__.get("return")) for name in ("Awaitable", "Coroutine", "Future", "Task")
-    ):
+    if any(name in str(called.__annotations__.get("return")) for name in ("Awaitable", "Coroutine", "Future", "Task")):
         return None
     return "it is not async; write async def (or say with -> Awaitable[Sample] that a plain function returns one)"
+
+
+def _called(field: str, function: Callable[..., object]) -> Callable[..., object]:
+    """Return what a call runs: the function itself, that of a method, or the `__call__` of an object."""
+    if inspect.isclass(function):  # a generate function's is made an object first
+        return function.__call__ if field in _MUST_BE_ASYNC else function
+    called = function if inspect.isroutine(function) else type(function).__call__
+    return called.__func__ if inspect.ismethod(called) else called

@@ -29,7 +29,7 @@ from fusionrl.rollout.miles_inputs import generate_function
 from fusionrl.rollout.model_turn import SamplingParams, TurnSettings, generate_sample
 from fusionrl.rollout.time_limit import within
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
-from fusionrl.rollout.weight_versions import OriginalResponse, fill_versions, noting_answers
+from fusionrl.rollout.weight_versions import OriginalResponse, fill_versions, noting_answers, warn_once
 
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
@@ -151,7 +151,14 @@ async def custom_generate(
         sample.weight_versions = []  # slime's functions append to it
     with noting_answers(context.policy_urls) as answers, user_code(where, path, sample):
         result = function(context.args, sample, copy.deepcopy(params), **keywords)
-        result = await result if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            result = await result
+        else:
+            warn_once(
+                f"{where}: not async",
+                f"{where}: it is not async, so all other samples wait for as long as it runs; write async def, and"
+                " await what takes time",
+            )
     samples = as_list(result)
     valid = [item for item in samples if isinstance(item, Sample)]
     warn_of_unsampled(valid, answers, where, before)

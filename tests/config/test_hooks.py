@@ -131,9 +131,16 @@ called = Called()
 class Agent:
     def __call__(self, args, sample, params): return good(args, sample, params)
     def generate(self, args, sample, params): return good(args, sample, params)
+    async def best(self, args, sample, params): return sample
+    def promised(self, args, sample, params) -> Awaitable[object]: return good(args, sample, params)
 class Said:
     def __call__(self, args, sample, params) -> Awaitable[object]: return self.made
-agent, said, method = Agent(), Said(), Agent().generate
+class Wrapper:
+    def __init__(self, function): functools.update_wrapper(self, function)
+    def __call__(self, *args): return self.__wrapped__(*args)
+agent, said, method, best, promised = Agent(), Said(), Agent().generate, Agent().best, Agent().promised
+by_class, part_of_by_class = Wrapper(good), functools.partial(Wrapper(good))
+part_of_plain, part_of_method = functools.partial(plain), functools.partial(method)
 def decorator(function):
     def run(*args): return function(*args)
     return run
@@ -159,9 +166,9 @@ async def hook(args, sample, *, rollout_id, evaluation): return None
     ("name", "is_good"),
     [
         *(("good", True), ("annotated", True), ("wrapped", True), ("part", True), ("called", True)),
-        *(("agent", True), ("said", True), ("method", True), ("decorated", True), ("in_a_lambda", True)),
-        *(("part_of_wrapped", True), ("part_of_decorated", True)),
-        ("plain", False),
+        *(("best", True), ("said", True), ("promised", True), ("decorated", True), ("in_a_lambda", True)),
+        *(("part_of_wrapped", True), ("part_of_decorated", True), ("by_class", True), ("part_of_by_class", True)),
+        *(("plain", False), ("agent", False), ("method", False), ("part_of_plain", False), ("part_of_method", False)),
     ],
 )
 def test_a_generate_function_must_be_async(tmp_path: Path, name: str, is_good: bool) -> None:
@@ -243,6 +250,8 @@ async def generate(input): ...
 def synchronous(input): return input.sample
 class Made:
     async def __call__(self, input): ...
+class Blocks:
+    def __call__(self, input): return input.sample
 class Rollout:
     def __init__(self, input): ...
 class Bare: ...
@@ -260,6 +269,7 @@ def test_functions_of_one_input_are_checked_as_they_are_called(tmp_path: Path) -
         assert check_hook(field, f"{file}:{name}") is None, (field, name)
     for field, name, told in (
         (generate, "synchronous", "it is not async"),
+        (generate, "Blocks", "it is not async"),
         (generate, "Rollout", "missing a required argument: 'input'"),
         (rollout, "Bare", "too many positional arguments"),
         (rollout, "More", "missing a required argument: 'other'"),

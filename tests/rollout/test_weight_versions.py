@@ -277,6 +277,17 @@ def test_a_function_that_generates_nothing_is_named(tmp_path: Path) -> None:
     assert isinstance(failed, Sample) and failed.response_length == 0, "a failed sample needs no tokens"
 
 
+def test_a_function_that_is_not_async_is_warned_of_once(tmp_path: Path) -> None:
+    """One of which a look at it does not tell."""
+    path = tmp_path / "blocks.py"
+    lines = ["def set_failed(sample):", "    sample.status = sample.Status.FAILED", "    return sample"]
+    path.write_text("\n".join([*lines, "f = lambda args, sample, params: set_failed(sample)"]))
+    for index in (1, 2):
+        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=index), {}, False))
+    (warning,) = take_warnings()
+    assert warning.startswith(f"--custom-generate-function-path {path}:f: it is not async")
+
+
 def test_the_temperatures_of_a_function_s_own_requests_are_noted() -> None:
     def noted(sample: Sample, *requests: tuple[list[int], object]) -> Any:
         with noting_answers([URL]) as answers:
