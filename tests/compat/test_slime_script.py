@@ -43,13 +43,17 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
         ('[ -z "$X" ] && X=1\nif [ -z "$DIR" ]; then\n  exit 1\nfi', "$X $DIR", ["1", "${DIR}"]),
         ("V=$(pip list | grep x | awk '{print $2}')", '"$V/a"', ["$(pip list | grep x | awk '{print $2}')/a"]),
         ("[[ $RANK -eq 0 ]] && A=a\nN=$RANK\nif (( N < 1 )); then B=b; fi", "$A $B", ["a", "b"]),
-        ("kill -9 $$\ncommand kill -9 $$\necho $$ | xargs kill -9\ncd /tmp/boxes", "$PWD /tmp/box/a", None),
+        ("kill $$\n/bin/kill -9 $$\ncommand kill -9 $$\necho $$ | xargs kill -9", "end", ["end"]),
+        ("cd /tmp/boxes", "$PWD /tmp/box/a", ["/tmp/boxes", "/tmp/box/a"]),
         ("X=$(printf %300s | tr ' ' x)", "--sglang-config $X", ["--sglang-config", "x" * 300]),
-        ("N=$(nvidia-smi -L | wc -l)\nM=$(my_tool --get)\ndeclare -A B=([k]=v)", "$N $M ${B[k]}", None),
+        (
+            "N=$(nvidia-smi -L | wc -l)\nM=$(my_tool --get)\ndeclare -A B=([k]=v)",
+            "$N $M ${B[k]}",
+            ["8", "$(my_tool --get)", "v"],
+        ),
     ],
 )
-def test_words(tmp_path: Path, before: str, word: str, wanted: list[str] | None) -> None:
-    wanted = wanted or (["/tmp/boxes", "/tmp/box/a"] if "kill" in before else ["8", "$(my_tool --get)", "v"])
+def test_words(tmp_path: Path, before: str, word: str, wanted: list[str]) -> None:
     assert argv(tmp_path, f"{before}\npython train.py {word}\n") == wanted
 
 

@@ -27,7 +27,7 @@ _NAMES = (
     *("rocm-smi", "date", "hostname", "whoami", "ip", "apt", "apt-get", "systemctl", "sleep"),
 )
 _BACKGROUND_S = 3.0  # for what the script left in the background
-_PROGRAM = re.compile(r"[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|accelerate|uv)\b")
+_PROGRAM = re.compile(r"[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|accelerate|uv|p?kill|killall)\b")
 _SYSTEM = r"/(?!(?:usr|bin|sbin|lib|lib64|dev|proc|sys|etc|nix|gnu)\b)(?=[A-Za-z_])"
 _PATH_IN_BASH = re.compile(r"""(?<![\w./~})\]$*])(?<![\w})\]]["'])""" + _SYSTEM)
 _IN_BRACKETS = r"\(((?:[^()]|\([^()]*\))*)\)"
