@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 import plugins.models
 from fusionrl.models import convert, families
+from fusionrl.models.families import parts
 from fusionrl.models.hf_io import HFReader, read_part
 from fusionrl.models.shape import ModelShape, read_model_shape, shape_from_hf_config
 from tests.trainer import hf_models
@@ -77,12 +78,12 @@ def test_there_and_back(family, vocab, size):
     back = {}
     for rule in families.model_rules(shape).values():
         full = convert.join(rule, [tensors[name] for name in rule.hf], shape)
-        parts = [convert.split(rule, full, rank, size) for rank in range(size)]
-        assert len({part.shape for part in parts}) == 1
+        pieces = [convert.split(rule, full, rank, size) for rank in range(size)]
+        assert len({piece.shape for piece in pieces}) == 1
         if rule.split != "replicated":
-            assert sum(part.numel() for part in parts) >= full.numel()
-            assert size == 1 or parts[0].numel() < full.numel()
-        parts_back = convert.take_apart(rule, convert.gather(rule, parts), shape)
+            assert sum(piece.numel() for piece in pieces) >= full.numel()
+            assert size == 1 or pieces[0].numel() < full.numel()
+        parts_back = convert.take_apart(rule, convert.gather(rule, pieces), shape)
         back.update(zip(rule.hf, parts_back, strict=True))
     assert list(back) == list(tensors)
     for name, tensor in tensors.items():
@@ -186,6 +187,22 @@ def test_a_family_of_ones_own(tmp_path, monkeypatch):
         shape_from_hf_config(raw | {"model_type": "empty"})
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported; supported are llama, "):
         shape_from_hf_config(raw | {"model_type": "mamba"})
+
+
+def test_parts_of_a_mixture_as_a_plugin_calls_them():
+    """Each layer written out, with Hugging Face's names by position."""
+    shape, family = shape_of("mixtral"), families.get_family("mixtral")
+
+    def layer(shape, number):
+        yield from parts.norms(shape, number)
+        yield from parts.attention(shape, number)
+        assert parts.is_expert_layer(shape, number)
+        yield from parts.experts(shape, number, "block_sparse_moe", ("w1", "w3", "w2"), "shared_experts")
+
+    assert list(layer(shape, 1)) == list(family.layer(shape, 1))
+    assert not parts.is_expert_layer(shape_of("llama"), 1)
+    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        assert parts.num_experts({name: 7}) == 7
 
 
 def test_groups_that_megatron_ranks_otherwise_are_refused():

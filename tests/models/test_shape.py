@@ -37,6 +37,7 @@ def test_both_ways_of_writing_rope() -> None:
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are llama, qwen2, qwen3"),
         ({"model_type": None}, "model_type None"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias is not supported for llama"),

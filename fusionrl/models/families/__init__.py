@@ -29,7 +29,7 @@ def get_family(model_type: str) -> Family:
     Raises:
         ValueError: none of that name here or in plugins/models, or a plugin without a `FAMILY`.
     """
-    if model_type in BUILT_IN:
+    if isinstance(model_type, str) and model_type in BUILT_IN:
         return BUILT_IN[model_type]
     module = f"plugins.models.{model_type}"
     if not isinstance(model_type, str) or not model_type.isidentifier() or not _is_there(module):

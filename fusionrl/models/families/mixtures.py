@@ -53,11 +53,8 @@ def read_deepseek_v3(raw: HfConfig) -> dict[str, object]:
 
 def _experts(raw: HfConfig, width: int, layers: range | list[int]) -> dict[str, object]:
     """Fields of `MoEShape` that every mixture has."""
-    # Families and versions of transformers write the number of a layer's routed experts under different names.
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    number = raw[next((name for name in names if name in raw), "num_experts")]
     return {
-        "num_experts": number,
+        "num_experts": parts.num_experts(raw),
         "topk": raw["num_experts_per_tok"],
         "ffn_hidden_size": width,
         "layers": tuple(layers),

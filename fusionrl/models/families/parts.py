@@ -40,6 +40,12 @@ def common(raw: HfConfig) -> dict[str, object]:
     }
 
 
+def num_experts(raw: HfConfig) -> int:
+    """Routed experts of a layer; families and versions of transformers write it under different names."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return raw[next((name for name in names if name in raw), "num_experts")]
+
+
 def partial_rotary(raw: HfConfig, default: float) -> float:
     """The share of a head's dimensions that rotary embeddings turn."""
     rope = raw.get("rope_parameters") or {}
@@ -92,8 +98,8 @@ def layer(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule
     yield from (attention if shape.mla is None else latent_attention)(shape, number)
     if shape.output_norms:
         yield norm(f"{to}.self_attention.output_norm", f"{of}.post_self_attn_layernorm", shape.hidden_size)
-    if shape.moe is not None and number in shape.moe.layers:
-        yield from experts(shape, number, names)
+    if is_expert_layer(shape, number):
+        yield from experts(shape, number, names.experts, names.expert, names.shared)
     else:
         yield from mlp(shape, number, names)
     if shape.output_norms:
@@ -173,19 +179,30 @@ def mlp(shape: ModelShape, layer: int, names: Names = LLAMA) -> Iterator[Rule]:
     yield Rule(f"{to}.linear_fc2.weight", {f"{of}.down_proj.weight": (h, ffn)}, split="columns")
 
 
-def experts(shape: ModelShape, layer: int, names: Names = LLAMA) -> Iterator[Rule]:
-    """A mixture of experts with its router, and the shared expert where the shape has one."""
+def is_expert_layer(shape: ModelShape, layer: int) -> bool:
+    """Return whether this layer has experts in place of the dense MLP."""
+    return shape.moe is not None and layer in shape.moe.layers
+
+
+def experts(
+    shape: ModelShape,
+    layer: int,
+    block: str = LLAMA.experts,
+    names: tuple[str, str, str] = LLAMA.expert,
+    shared: str = LLAMA.shared,
+) -> Iterator[Rule]:
+    """A mixture of experts with its router, and the shared expert where the shape has one; names as in `Names`."""
     moe = shape.moe
     assert moe is not None
-    to, of, h = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{names.experts}", shape.hidden_size
+    to, of, h = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{block}", shape.hidden_size
     yield Rule(f"{to}.router.weight", {f"{of}.gate.weight": (moe.num_experts, h)})
     if moe.expert_bias:
         bias = {f"{of}.gate.e_score_correction_bias": (moe.num_experts,)}
         yield Rule(f"{to}.router.expert_bias", bias, buffer=True)
     for number in range(moe.num_experts):
         local, remote = f"{to}.experts.local_experts.{number}", f"{of}.experts.{number}"
-        yield from gated_mlp(local, remote, h, moe.ffn_hidden_size, names.expert, number)
+        yield from gated_mlp(local, remote, h, moe.ffn_hidden_size, names, number)
     if moe.shared_ffn_hidden_size:
-        yield from gated_mlp(f"{to}.shared_experts", f"{of}.{names.shared}", h, moe.shared_ffn_hidden_size)
+        yield from gated_mlp(f"{to}.shared_experts", f"{of}.{shared}", h, moe.shared_ffn_hidden_size)
     if moe.shared_gate:
-        yield Rule(f"{to}.shared_experts.gate_weight", {f"{of}.{names.shared}_gate.weight": (1, h)})
+        yield Rule(f"{to}.shared_experts.gate_weight", {f"{of}.{shared}_gate.weight": (1, h)})
