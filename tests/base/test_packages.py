@@ -8,6 +8,8 @@ import pytest
 from fusionrl.base.packages import SETS, install_hint
 
 ROOT = Path(__file__).parents[2]
+# They look at the environment as it is, perhaps one that setup-env.sh did not make.
+OF_THE_DOCTOR = ("fusionrl/checks/doctor/packages.py", "fusionrl/checks/doctor/gpus.py")
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -19,3 +21,10 @@ def test_a_set_pins_its_packages(name: str) -> None:
 
 def test_a_package_of_no_set_gets_an_environment_of_its_own() -> None:
     assert "setup-env.sh" not in install_hint("mlflow") and "environment of its own" in install_hint("mlflow")
+
+
+def test_no_message_asks_for_a_package_by_hand() -> None:
+    """docs/get-started/install.md: nothing else is installed into the environment of a run."""
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.joinpath("fusionrl").rglob("*.py")}
+    asking = [name for name, text in files.items() if re.search(r"(?<!says `)pip install ", text)]
+    assert sorted(asking) == sorted(OF_THE_DOCTOR)
