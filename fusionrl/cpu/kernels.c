@@ -134,9 +134,9 @@ void rms_norm(const void *x, int64_t stride, const void *add, void *sum, const v
 }
 
 /* RMSNorm of each head of queries and keys, in their place: both [rows, heads, n], tokens `stride` apart, heads dense. */
-void norm_heads(void *query, int64_t query_stride, int64_t query_heads, const void *query_weight, void *key,
-                int64_t key_stride, int64_t key_heads, const void *key_weight, int64_t rows, int64_t n, float eps,
-                int half, int threads) {
+static void norm_heads(void *query, int64_t query_stride, int64_t query_heads, const void *query_weight, void *key,
+                       int64_t key_stride, int64_t key_heads, const void *key_weight, int64_t rows, int64_t n,
+                       float eps, int half, int threads) {
     int64_t heads = query_heads + key_heads;
 #pragma omp parallel for num_threads(threads) if (rows * heads * n > FEW)
     for (int64_t i = 0; i < rows; i++)
@@ -320,9 +320,9 @@ int rotate_both(const void *query, int64_t query_stride, int64_t query_heads, vo
 
 /* Write keys [rows, key_size] and values [rows, value_size], tokens `stride` apart, into the slots of a cache.
  * Returns 0; 2, with nothing written: a slot is beyond the cache. */
-int store_rows(const void *key, int64_t key_stride, const void *value, int64_t value_stride, const int64_t *slots,
-               void *keys, void *values, int64_t num_slots, int64_t rows, int64_t key_size, int64_t value_size,
-               int half, int threads) {
+static int store_rows(const void *key, int64_t key_stride, const void *value, int64_t value_stride,
+                      const int64_t *slots, void *keys, void *values, int64_t num_slots, int64_t rows,
+                      int64_t key_size, int64_t value_size, int half, int threads) {
     for (int64_t i = 0; i < rows; i++)
         if (slots[i] < 0 || slots[i] >= num_slots)
             return 2;
