@@ -22,7 +22,7 @@ from fusionrl.models import convert, families
 from fusionrl.models.fp8 import dequantize
 from fusionrl.models.quantization import SCALE, read_quantization
 from fusionrl.models.shape import ModelShape
-from fusionrl.models.weight_files import INDEX, SINGLE, stored_tensors
+from fusionrl.models.weight_files import INDEX, SINGLE, stored_tensor, tensor_files
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -42,35 +42,35 @@ class HFReader:
     def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
         self.folder, self.flag = Path(folder), flag
         self._open: dict[Path, safe_open] = {}
-        self._stored = stored_tensors(folder, flag)
+        self._files = tensor_files(folder, flag)
         has_config = (self.folder / "config.json").is_file()
         self.quantization = read_quantization(folder, flag) if has_config else None
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._stored)
+        return set(self._files)
 
     def get(self, name: str, shape: Sequence[int], dim: int = 0, part: slice | None = None) -> Tensor:
         """The tensor `name`, which must have `shape`; of dimension `dim` only `part` is read, if that is given."""
-        stored = self._stored.get(name)
-        if stored is None:
-            raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
-        if stored.sizes != tuple(shape):
-            raise ValueError(
-                f"{self.flag} {stored.file}: tensor {name} has shape {stored.sizes};"
-                f" by config.json it is {tuple(shape)}"
-            )
+        file = self._files.get(name)
         try:
-            if stored.file not in self._open:
-                self._open[stored.file] = safe_open(stored.file, framework="pt")
-            file = self._open[stored.file]
+            stored = None if file is None else stored_tensor(file, name, self.flag)
+            if file is None or stored is None:
+                raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
+            if stored.sizes != tuple(shape):
+                raise ValueError(
+                    f"{self.flag} {file}: tensor {name} has shape {stored.sizes}; by config.json it is {tuple(shape)}"
+                )
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
             if part is None or part == slice(0, shape[dim]):
-                tensor = file.get_tensor(name)
+                tensor = self._open[file].get_tensor(name)
             else:
-                tensor = file.get_slice(name)[part] if dim == 0 else file.get_slice(name)[:, part]
+                rows = self._open[file].get_slice(name)
+                tensor = rows[part] if dim == 0 else rows[:, part]
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.flag} {stored.file}: tensor {name} cannot be read ({error})") from error
+            raise ValueError(f"{self.flag} {file}: tensor {name} cannot be read ({error}); fetch it again") from error
         if self.quantization is None or name not in self.quantization.names:
             return tensor
         scales = self.get(name + SCALE, self.quantization.scale_shape(stored.sizes))

@@ -37,7 +37,7 @@ def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> Non
     Raises:
         ValueError: no weights, a shard of the index that is missing, or a file that is cut off or no safetensors.
     """
-    for path in _weight_files(Path(folder), flag)[0]:
+    for path in _weight_files(Path(folder), flag):
         _header(path, flag)
 
 
@@ -47,41 +47,70 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     Raises:
         ValueError: as `check_weight_files`, or sizes that are not numbers.
     """
-    folder = Path(folder)
-    paths, index = _weight_files(folder, flag)
+    paths = _weight_files(Path(folder), flag)
     single = [path for path in paths if path.name == SINGLE]
-    files = index or {name: path for path in single or paths for name in _header(path, flag)}
-    entries = {}
-    for name, path in files.items():
-        entry = _header(path, flag).get(name)
-        if entry is None:
-            continue  # the index names it, and its file lacks it: as one that is in no file
-        sizes = entry.get("shape")
-        if not isinstance(sizes, list) or any(type(size) is not int for size in sizes):
-            raise ValueError(f"{flag} {path}: malformed safetensors header (shape {sizes!r} of {name})")
-        entries[name] = StoredTensor(tuple(sizes), str(entry.get("dtype")), path)
-    return entries
+    files = _read_index(Path(folder), flag) or {name: path for path in single or paths for name in _header(path, flag)}
+    found = {name: stored_tensor(path, name, flag) for name, path in files.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _weight_files(folder: Path, flag: str) -> tuple[list[Path], dict[str, Path]]:
-    """Return the .safetensors files that the folder needs, and its index: the file of each tensor; {} without one."""
-    index: dict[str, str] = {}
-    if (folder / INDEX).is_file():
-        try:
-            index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-            paths = [folder / name for name in sorted(set(index.values()))]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{flag} {folder}: {INDEX} is malformed ({error!r})") from error
-        for name in index.values():
-            if not plain_name(name, f"{flag} {folder}: {INDEX}").endswith(".safetensors"):
-                raise ValueError(f"{flag} {folder}: {INDEX} names {name!r}; convert the weights to safetensors")
-        if missing := [path.name for path in paths if not path.is_file()]:
-            raise ValueError(f"{flag} {folder}: {INDEX} names files that are missing: {', '.join(missing[:5])}")
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+def stored_tensor(path: Path, name: str, flag: str = "--hf-checkpoint") -> StoredTensor | None:
+    """Return one tensor of a file; None: the file lacks it, whatever the index says.
+
+    Raises:
+        OSError: the file is not there.
+        ValueError: it is cut off or no safetensors, or the tensor's sizes are not numbers.
+    """
+    entry = _header(path, flag).get(name)
+    if entry is None:
+        return None
+    sizes = entry.get("shape")
+    if not isinstance(sizes, list) or any(type(size) is not int for size in sizes):
+        raise ValueError(f"{flag} {path}: malformed safetensors header (shape {sizes!r} of {name})")
+    return StoredTensor(tuple(sizes), str(entry.get("dtype")), path)
+
+
+def tensor_files(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Path]:
+    """Return the file of each tensor. Those that an index names are not opened: a node may lack other stages' files.
+
+    Raises:
+        ValueError: neither an index nor a single file, or one that is malformed.
+    """
+    single = Path(folder) / SINGLE
+    if (index := _read_index(Path(folder), flag)) is not None:
+        return index
+    if not single.is_file():
+        raise ValueError(
+            f"{flag} {folder}: it has neither {SINGLE} nor {INDEX}; convert other formats with transformers'"
+            " save_pretrained"
+        )
+    return dict.fromkeys(_header(single, flag), single)
+
+
+def _read_index(folder: Path, flag: str) -> dict[str, Path] | None:
+    """Return the file of each tensor by the folder's index; None without one."""
+    if not (folder / INDEX).is_file():
+        return None
+    try:
+        index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        names = sorted(set(index.values()))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{flag} {folder}: {INDEX} is malformed ({error!r})") from error
+    for name in names:
+        if not plain_name(name, f"{flag} {folder}: {INDEX}").endswith(".safetensors"):
+            raise ValueError(f"{flag} {folder}: {INDEX} names {name!r}; convert the weights to safetensors")
+    return {name: folder / file for name, file in index.items()}
+
+
+def _weight_files(folder: Path, flag: str) -> list[Path]:
+    """Return the .safetensors files that the folder needs, which are there."""
+    index = _read_index(folder, flag)
+    paths = sorted(folder.glob("*.safetensors") if index is None else set(index.values()))
+    if index is not None and (missing := [path.name for path in paths if not path.is_file()]):
+        raise ValueError(f"{flag} {folder}: {INDEX} names files that are missing: {', '.join(missing[:5])}")
     if not paths:
         raise ValueError(f"{flag} {folder}: it has no .safetensors file; convert the weights to safetensors")
-    return paths, {name: folder / file for name, file in index.items()}
+    return paths
 
 
 def _header(path: Path, flag: str) -> dict[str, dict[str, object]]:

@@ -72,10 +72,26 @@ def test_files_that_do_not_fit_the_index(source, tmp_path):
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"split: tensor t9 is in none of its files"):
         HFReader(folder).get("t9", (4, 8))
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"--ref-load .*names files that are missing: model-00002-of"):
-        HFReader(folder, "--ref-load")
     for text in ("{", "{}", "[]"):
         (folder / INDEX).write_text(text)
         with pytest.raises(ValueError, match=f"{INDEX} is malformed"):
             HFReader(folder)
+
+
+def test_a_node_needs_only_the_files_that_it_reads(source, tmp_path):
+    """Those of its pipeline stage: another's may be missing there."""
+    folder = split_folder(source, tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    (folder / "model-00003-of-00003.safetensors").write_bytes(b"cut off")
+    reader = HFReader(folder, "--ref-load")
+    assert torch.equal(reader.get("t1", (4, 8)), TENSORS[1][1])
+    with pytest.raises(ValueError, match=r"--ref-load .*model-00002-of-00003.* t2 cannot be read .*No such file"):
+        reader.get("t2", (4, 8))
+    with pytest.raises(ValueError, match="--ref-load .*model-00003-of-00003.*cut off"):
+        reader.get("t4", (4, 8))
+
+
+def test_files_of_other_names_without_an_index_are_refused(source):
+    (source / "model.safetensors").rename(source / "adapter.safetensors")
+    with pytest.raises(ValueError, match=r"--ref-load .* it has neither model.safetensors nor .*save_pretrained"):
+        HFReader(source, "--ref-load")
