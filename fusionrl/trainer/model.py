@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -162,7 +162,8 @@ def build_model(
             "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             "vp_stage": stage,
         }
-        build = partial(_usual_chunk, config, transformer, shape, plan, place)
+        spec = _users_spec(config, transformer, plan, stage)
+        build = partial(_usual_chunk, config, transformer, shape, plan, place, spec)
         is_users = config.model.custom_model_provider_path is not None
         model = _users_chunk(config, transformer, plan, place, build) if is_users else build()
         chunks.append(_finished(model, transformer, shape, device))
@@ -191,28 +192,43 @@ def _users_chunk(
     return _checked_model(field, path, model)
 
 
-def _usual_chunk(
-    config: Config, transformer: TransformerConfig, shape: ModelShape, plan: TrainerPlan, place: dict[str, Any]
-) -> GPTModel:
-    """Our own GPTModel, of our layers or of those of --custom-spec-path.
+LayerSpec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 
-    That function returns a spec of the layers, or a function that builds the pipeline stage.
+
+def _users_spec(
+    config: Config, transformer: TransformerConfig, plan: TrainerPlan, vp_stage: int | None
+) -> LayerSpec | Callable[..., GPTModel] | None:
+    """Return what --custom-spec-path returns, once a stage: a spec of the layers, or a function that builds the stage.
 
     Raises:
         HookError: it raised, or returned neither.
     """
     field, path = "custom_spec_path", config.model.custom_spec_path
     if path is None:
+        return None
+    spec = call_hook(field, path, config.to_args(**plan.answers), transformer, vp_stage)
+    builds_stage = callable(spec) and "pre_process" in inspect.signature(spec).parameters
+    if builds_stage or isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        return spec
+    raise HookError(
+        f"--custom-spec-path {path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or a"
+        " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
+    )
+
+
+def _usual_chunk(
+    config: Config,
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    plan: TrainerPlan,
+    place: dict[str, Any],
+    spec: LayerSpec | Callable[..., GPTModel] | None,
+) -> GPTModel:
+    """Our own GPTModel, of our layers or of a user's `spec`; or what the function that the user gave for it builds."""
+    if spec is None:
         spec = block_spec(transformer, shape, place["vp_stage"])
-    else:
-        spec = call_hook(field, path, config.to_args(**plan.answers), transformer, place["vp_stage"])
-        if callable(spec) and "pre_process" in inspect.signature(spec).parameters:
-            return _checked_model(field, path, spec(**place))
-        if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
-            raise HookError(
-                f"--custom-spec-path {path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or a"
-                " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
-            )
+    elif not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        return _checked_model("custom_spec_path", str(config.model.custom_spec_path), spec(**place))
     return (ValueModel if shape.value_head else ChosenOutputs)(
         transformer,
         spec,

@@ -240,6 +240,13 @@ def test_mistakes_of_the_start_name_flag_and_function(workers, hf, field, name, 
         workers.start(config_of(folder, **{field: f"{HOOKS}:{name}"}), TrainerLayout(1))
 
 
+def test_a_spec_is_asked_for_where_a_provider_builds_without_it(workers, hf):
+    """Once a stage and before the provider: it may prepare what the provider uses."""
+    paths = {"custom_spec_path": f"{HOOKS}:no_spec", "custom_model_provider_path": f"{HOOKS}:no_model"}
+    with pytest.raises(Failed, match="--custom-spec-path .*no_spec: it returned int"):
+        workers.start(config_of(hf("llama", True)[0], **paths), TrainerLayout(1))
+
+
 def test_the_hook_before_the_model_comes_before_its_imports() -> None:
     """--custom-megatron-init-path may replace functions of Megatron; `trainer.model` binds them when it is imported."""
     code = (
