@@ -113,8 +113,9 @@ class EngineActor(EngineControl):
         SGLang (0.5.23) gives Qwen2's and Qwen3's head a bias that transformers' has not, and leaves it at
         random: every score would be off by the same number, another one after each start.
         """
-        model = read_scorer(self.spec.model_path, "model")
-        if model.architecture in _HEADS_WITH_BIAS and "score.bias" not in stored_tensors(self.spec.model_path):
+        path, flag = self.spec.model_path, "--rm-model"
+        model = read_scorer(path, flag)
+        if model.architecture in _HEADS_WITH_BIAS and "score.bias" not in stored_tensors(path, flag):
             import torch
 
             from fusionrl.engines.payload import by_value
