@@ -1,4 +1,6 @@
-"""The table of advantage estimators (--advantage-estimator). To add one: a file with its stage, and an entry here.
+"""The table of advantage estimators (--advantage-estimator). To add one: a function of its stage, and an entry here.
+
+Group stages are in `group_stages.py`, token stages in `token_stages.py`; a new one may be in a file of its own.
 
 docs/internals/extend.md has a complete example. Everything that the name of an estimator decides is a field
 of its entry; no other code compares the name. Nothing here needs torch: the command line and the Buffer read the table.

@@ -18,9 +18,54 @@ from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.parser import parse_args
+from fusionrl.config.presets import PRESETS
 from fusionrl.config.run_parts import estimator_of, policy_loss_name
 from fusionrl.cpu import megatron_patches
 
+# The flags of each --algorithm, by the papers; docs/guides/algorithms.md has the sources.
+ACCURACY = "fusionrl.rollout.filters.check_accuracy_in_range"
+NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
+FLAGS = {
+    "grpo": {
+        "advantage_estimator": "grpo",
+        "calculate_per_token_loss": False,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.04,
+        "kl_loss_type": "k3",
+    },
+    "dr_grpo": {"advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
+    "dapo": {
+        "advantage_estimator": "grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "calculate_per_token_loss": True,
+        "dynamic_sampling_filter_path": NONZERO_STD,
+    },
+    "gspo": {
+        "advantage_estimator": "gspo",
+        "eps_clip": 3e-4,
+        "eps_clip_high": 4e-4,
+        "calculate_per_token_loss": False,
+    },
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    "rloo": {"advantage_estimator": "rloo", "loss_aggregation": "constant"},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.01},
+    "reinforce_plus_plus_baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "k2",
+    },
+    "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
+    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001},
+    "prime": {
+        "advantage_estimator": "prime",
+        "prm_beta": 0.05,
+        "calculate_per_token_loss": True,
+        "dynamic_sampling_filter_path": ACCURACY,
+    },
+    "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
+}
 # Of each --algorithm: estimator, policy loss, whitening, and the model besides the policy in a whole run.
 RUNS = {
     "grpo": ("grpo", "ppo", False, None),
@@ -36,6 +81,35 @@ RUNS = {
     "prime": ("prime", "ppo", True, "prm"),
     "dpo": ("grpo", "dpo", False, None),
 }
+
+
+# Of each estimator: its group stage, the one with --disable-grpo-std-normalization, and its token stage.
+STAGES = {
+    "grpo": ("grpo", "dr_grpo", "spread"),
+    "dr_grpo": ("dr_grpo", "dr_grpo", "spread"),
+    "gspo": ("grpo", "dr_grpo", "spread"),
+    "cispo": ("grpo", "dr_grpo", "spread"),
+    "rloo": ("rloo", "rloo", "spread"),
+    "reinforce_plus_plus": (None, None, "discounted"),
+    "reinforce_plus_plus_baseline": ("dr_grpo", "dr_grpo", "spread"),
+    "remax": ("remax", "remax", "spread"),
+    "opo": ("opo", "opo", "spread"),
+    "pass_at_k": ("pass_at_k_advantages", "pass_at_k_advantages", "spread"),
+    "ppo": (None, None, "critic"),
+    "prime": ("rloo", "rloo", "process"),
+}
+
+
+def test_the_flags_of_each_algorithm() -> None:
+    assert PRESETS == FLAGS
+
+
+def test_the_stages_of_each_estimator() -> None:
+    found = {}
+    for name, estimator in ESTIMATORS.items():
+        stages = (estimator.group_stage(), estimator.group_stage(is_plain=True), estimator.tokens)
+        found[name] = tuple(None if stage is None else stage.__name__ for stage in stages)
+    assert found == STAGES
 
 
 @pytest.mark.parametrize("name", RUNS)
