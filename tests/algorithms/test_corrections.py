@@ -91,6 +91,17 @@ def test_the_methods_by_name():
         assert metrics["is_clip_fraction"].tolist() == clipped
 
 
+@pytest.mark.parametrize("mode", ["none", "truncate", "mask"])
+def test_weights_carry_no_gradient(mode):
+    """They are of the policy before the update, also where a loss gives its own log-probs for these."""
+    batch = flat_batch(24)
+    own = batch.log_probs.clone().requires_grad_()
+    weights, _, metrics = importance_weights(
+        own, batch.old, batch.mask, sequences_of(batch), CorrectionOptions(mode=mode)
+    )
+    assert not weights.requires_grad and not any(values.requires_grad for values in metrics.values())
+
+
 def test_decoupled_ppo():
     """`-min(r A, clip(r) A) * min(proximal / behaviour, c)` with r = new / proximal, as arXiv 2110.00641 has it."""
     batch = flat_batch(24)
