@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.base.nursery import Branch, Order
-from fusionrl.base.nursery_client import LENGTH, PID_FILE, ask
+from fusionrl.base.nursery_client import LENGTH, PID_FILE, _connect, ask
 from fusionrl.base.process_title import ROOM
 
 KEY = "k" * 64
@@ -293,6 +294,28 @@ def test_who_asks_waits_while_it_imports_and_not_for_one_that_died(tmp_path: Pat
         with pytest.raises(FileNotFoundError):
             ask(*asked, files)
         assert time.monotonic() - begun < 5.0
+
+
+def test_who_asks_waits_between_a_path_and_its_listening(tmp_path: Path) -> None:
+    """A socket is bound before it listens: one who connects then is refused, though the nursery lives."""
+    was_refused = threading.Event()
+
+    class Asking(socket.socket):
+        def connect(self, address: object) -> None:
+            try:
+                super().connect(address)  # type: ignore[arg-type]
+            except ConnectionRefusedError:
+                was_refused.set()
+                raise
+
+    (tmp_path / PID_FILE).write_text(str(os.getpid()))
+    with socket.socket(socket.AF_UNIX) as server, Asking(socket.AF_UNIX) as connection:
+        server.bind(str(tmp_path / "one"))
+        listener = threading.Thread(target=lambda: was_refused.wait(20.0) and server.listen())
+        listener.start()
+        _connect(connection, str(tmp_path / "one"))
+        listener.join()
+        assert was_refused.is_set() and connection.getpeername() == str(tmp_path / "one")
 
 
 def test_what_is_no_request_is_left(nursery: Nursery) -> None:

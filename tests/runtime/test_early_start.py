@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import subprocess
 import tempfile
@@ -18,7 +19,7 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.cli import train
 from fusionrl.config.config import Config
 from fusionrl.runtime import early_start as early_start_module
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, EarlyStart
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, EARLY_LINE, EarlyStart
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
 from fusionrl.runtime.nursery_order import make_order
 
@@ -34,6 +35,7 @@ from fusionrl.runtime.nursery_order import make_order
     ],
 )
 def test_what_a_mode_needs(tiny_model: Path, tmp_path: Path, values: dict[str, object], branches: list[str]) -> None:
+    assert "torch" in json.loads(EARLY_LINE), "its import is most of a branch's start"
     order = make_order(Config.from_flat({"hf_checkpoint": str(tiny_model), **values}), tmp_path, "key")
     assert order.key == "key"
     assert [Path(branch.path).name for branch in order.branches] == branches
