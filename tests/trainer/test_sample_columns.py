@@ -99,6 +99,18 @@ def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf
     assert all("advantage" in columns for columns in found.values())
 
 
+def test_with_the_engines_log_probs_as_the_old_ones_the_first_step_counts(workers, hf):
+    """With the trainers' own its ratios are 1, and say nothing of how far the steps went."""
+    folder, _ = hf("qwen3", False)
+    samples = Samples(6, seed=22)
+    found = []
+    for steps in (1, 2):
+        workers.start(config_of(folder, use_rollout_logprobs=True, lr=0.0))
+        found.append(workers.train(shards_of(samples, TrainerLayout(1), steps)))
+    for name in ("train/ppo_kl", "train/clip_fraction"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5) and abs(found[0][name]) > 0.01
+
+
 def test_advantages_that_differ_from_token_to_token(workers, hf):
     folder, _ = hf("qwen3", False)
     samples = Samples(6, seed=23)
