@@ -221,7 +221,8 @@ class RowChecker:
             for text in _texts(message):
                 num_characters += len(text)
                 is_special = is_special or self._check_special(text, findings)
-            is_blank = not content or (isinstance(content, str) and content.isspace())
+            # A blank text counts as said where the message has more to say than role and content.
+            is_blank = not content or (isinstance(content, str) and content.isspace() and len(message) == 2)
             num_said += not is_blank or bool(message.get("tool_calls"))
             shape.append((role, signature(message)))
         if not num_said:
@@ -253,7 +254,7 @@ class RowChecker:
 
     def _check_message(self, message: Mapping[str, object], findings: list[Finding]) -> None:
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
-        self._check_value(key, message, findings)
+        self._check_value(key, {name: value for name, value in message.items() if name != "role"}, findings)
         if content is None and message["role"] != "assistant":
             findings.append(Finding(f"column {key!r}: a message has no content", f"role {str(message['role'])[:80]!r}"))
         for part in content if isinstance(content, list) else ():

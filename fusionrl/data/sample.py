@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from fusionrl.data.request_counts import PrefixCacheInfo, SpecInfo
-from fusionrl.data.sample_fields import ListField, PromptField
+from fusionrl.data.sample_fields import DefaultField, ListField, PromptField
 from fusionrl.data.token_versions import (
     UNKNOWN_VERSION,
     extended_versions,
@@ -46,6 +46,7 @@ COUNTS: dict[str, type[SpecInfo] | type[PrefixCacheInfo]] = {
     "spec_info": SpecInfo,
     "prefix_cache_info": PrefixCacheInfo,
 }
+_MADE: dict[str, Callable[[], object]] = {"apply_chat_template_kwargs": dict, **COUNTS}  # in place of None
 _ARRAY_DTYPES = {
     "tokens": np.int32,
     "loss_mask": np.int32,
@@ -132,10 +133,11 @@ class Sample:
         return f"Sample({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def __copy__(self) -> Sample:
-        # With lists of its own: what one sample appends is not the other's.
+        # With lists and counts of its own: what one sample appends or counts is not the other's.
         new = object.__new__(type(self))
         for name, value in vars(self).items():
-            new.__dict__[name] = list(value) if name in LIST_FIELDS and isinstance(value, list) else value
+            is_own = name in _MADE or (name in LIST_FIELDS and isinstance(value, list))
+            new.__dict__[name] = copy.copy(value) if is_own else value
         return new
 
     @property
@@ -307,7 +309,10 @@ class Sample:
             value = held[name]
             if value is None or len(value) == length or (name == "weight_versions" and names_turns(value)):
                 continue
-            raise ValueError(f"sample {self.index}: {name} has {len(value)} values for {length} response tokens")
+            cause = ""
+            if isinstance(value, list):
+                cause = "; if another sample has the same list, each needs a copy: what one appends is in both"
+            raise ValueError(f"sample {self.index}: {name} has {len(value)} values for {length} response tokens{cause}")
         experts = self.rollout_routed_experts
         if experts is not None and not count - 1 <= len(experts) <= count:
             raise ValueError(
@@ -370,7 +375,9 @@ class Sample:
 # After the dataclass is made, so that these replace its plain fields.
 for _name in LIST_FIELDS:
     setattr(Sample, _name, ListField(_name))
-Sample.prompt = PromptField()  # type: ignore[assignment]
+for _name, _make in _MADE.items():
+    setattr(Sample, _name, DefaultField(_name, _make))
+Sample.prompt = PromptField("prompt")  # type: ignore[assignment]
 
 
 def stored_fields(sample: Sample) -> dict[str, Any]:

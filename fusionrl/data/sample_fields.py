@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 
-class ListField:
+class _StoredField:
+    """A field that is read as it is stored."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, sample: object | None, owner: type | None = None) -> Any:
+        """Return the field."""
+        if sample is None:
+            return self
+        try:
+            return sample.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(self.name) from None
+
+
+class ListField(_StoredField):
     """A field that hooks read as a list, as in slime; fusionrl stores an array and reads it with `Sample.array`.
 
     The list that a hook reads replaces the array, so that appended values stay; `Sample.pack` makes an array of it
@@ -16,15 +33,10 @@ class ListField:
     prompt's own list.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def __get__(self, sample: object | None, owner: type | None = None) -> Any:
         """Return the field; an array becomes a list, which stays in the sample."""
-        if sample is None:
-            return self
-        value = sample.__dict__[self.name]
-        if isinstance(value, np.ndarray):
+        value = super().__get__(sample, owner)
+        if sample is not None and isinstance(value, np.ndarray):
             value = sample.__dict__[self.name] = value.tolist()
         return value
 
@@ -32,12 +44,19 @@ class ListField:
         sample.__dict__[self.name] = value
 
 
-class PromptField:
-    """The prompt: the ids made of it when the data was read are forgotten when a hook writes another one."""
+class DefaultField(_StoredField):
+    """A field of slime's that is never None: where a hook or a file sets None, it is `make()`."""
 
-    def __get__(self, sample: object | None, owner: type | None = None) -> Any:
-        """Return the prompt."""
-        return self if sample is None else sample.__dict__["prompt"]
+    def __init__(self, name: str, make: Callable[[], object]) -> None:
+        super().__init__(name)
+        self.make = make
+
+    def __set__(self, sample: object, value: object) -> None:
+        sample.__dict__[self.name] = self.make() if value is None else value
+
+
+class PromptField(_StoredField):
+    """The prompt: the ids made of it when the data was read are forgotten when a hook writes another one."""
 
     def __set__(self, sample: object, value: object) -> None:
         attributes = sample.__dict__

@@ -156,23 +156,21 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
         AnswerError: one that is null, no number, not finite, or over 0 by more than rounding.
     """
     try:
-        packed = _packed(values, "f", np.float32)
-        least, largest = extremes(packed)
+        exact = _packed(values, "d", np.float64)
+        least, largest = extremes(exact)
         # NaN is in a sum of all, and is not found by Python's min and max.
-        if not math.isfinite(sum(values)) or (largest >= 0 and _has_bool(values, packed >= 0)):
+        if not math.isfinite(sum(values)) or (largest >= 0 and _has_bool(values, exact >= 0)):
             raise TypeError
     except (TypeError, OverflowError, struct.error):
         wrong = next((value for value in values if type(value) not in _NUMBERS or not abs(value) < math.inf), values)
         raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is not a finite number") from None
     if largest > LARGEST_LOG_PROB or least < SMALLEST_LOG_PROB:
-        exact = np.asarray(values, np.float64)
-        bad = ~((exact >= SMALLEST_LOG_PROB) & (exact <= LARGEST_LOG_PROB))
-        if bad.any():  # as float32 a value may lie over its bound by rounding alone
-            raise AnswerError(
-                f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at"
-                " most 0"
-            )
-    return packed
+        bad = (exact < SMALLEST_LOG_PROB) | (exact > LARGEST_LOG_PROB)
+        raise AnswerError(
+            f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
+            " 0"
+        )
+    return exact.astype(np.float32)
 
 
 def input_log_probs(meta: Mapping[str, object], count: int) -> np.ndarray:

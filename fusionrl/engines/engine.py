@@ -156,7 +156,7 @@ class EngineActor(EngineControl):
             except ChildExited:
                 raise
             except RuntimeError as error:  # a 503 after SGLang's own limit of 20 s does not count as an answer
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or not makes_tokens:
                     raise RuntimeError(
                         f"engine {self.spec.index} at {self.url} {fault} within {timeout_s:g} s"
                         f" (--rollout-health-check-timeout): {error}"

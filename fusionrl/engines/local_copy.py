@@ -97,18 +97,22 @@ def _locked(local: Path) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------ files
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+    except OSError as error:  # network storage may fail in the middle of a file, too
+        raise DamagedVersion(f"{path} cannot be read ({error})") from error
+
+
 def _check_file(path: Path, checksum: str, kind: str, copy: BinaryIO | None = None) -> None:
     """Verify a file as it is read; it is also written to `copy`."""
     actual = delta.new_checksum(kind)
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DamagedVersion(f"{path} cannot be read ({error})") from error
-    with file:
-        while chunk := file.read(_CHUNK):
-            actual.update(chunk)
-            if copy is not None:
-                copy.write(chunk)
+    for chunk in _chunks(path):
+        actual.update(chunk)
+        if copy is not None:
+            copy.write(chunk)
     if actual.hexdigest() != checksum:
         raise DamagedVersion(f"{path} is damaged: its {kind} is {actual.hexdigest()}, not {checksum}")
 

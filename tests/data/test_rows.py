@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.rows import PromptSet, parse_set, parse_sets, read_rows
 
 # Five rows as split `train` in two shards, and rows 4 and 0 of them as `test`, by `save_to_disk` of datasets 5.2.0.
@@ -150,3 +151,12 @@ def test_a_template_that_refuses_a_row_is_told_with_its_line(tokenizer: Any, wri
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"line 1: the chat template .* refuses it \(roles must alternate\)"):
         load_prompts(write_rows([{"q": "x"}]), strict, PromptColumns("q", apply_chat_template=True))
+
+
+def test_a_message_is_checked_as_a_whole_and_its_role_once() -> None:
+    checker = RowChecker(PromptColumns("q", apply_chat_template=True))
+    message = {"role": "user", "content": "  "}
+    assert [finding.cause for finding in checker.findings({"q": [message]})] == ["column 'q' is empty"]
+    assert checker.findings({"q": [message | {"name": "me"}]}) == []
+    (finding,) = checker.findings({"q": [{"role": "a\0", "content": "x"}]})
+    assert "is not one word" in finding.cause

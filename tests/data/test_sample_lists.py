@@ -213,3 +213,32 @@ def test_versions_are_a_list_to_a_hook() -> None:
     assert sample.weight_versions == [3, 3, -1, 5, "4"], "the text stays: `fill_versions` finds its token"
     other.update_from_meta_info(None, {"weight_version": "4", "finish_reason": {"type": "stop"}})
     assert other.weight_versions == [3, 3, 4]
+
+
+def test_a_copy_counts_its_own_requests() -> None:
+    sample = Sample(apply_chat_template_kwargs={"a": 1})
+    copies = [copy.copy(sample) for _ in range(3)]
+    for number, other in enumerate(copies):
+        other.prefix_cache_info.add({"prompt_tokens": 10})
+        other.spec_info.add({"spec_verify_ct": 2})
+        other.apply_chat_template_kwargs["a"] += number
+    assert [other.prefix_cache_info.total_prompt_tokens for other in (*copies, sample)] == [10, 10, 10, 0]
+    assert [other.spec_info.spec_verify_ct for other in (*copies, sample)] == [2, 2, 2, 0]
+    assert [other.apply_chat_template_kwargs["a"] for other in (*copies, sample)] == [1, 2, 3, 1]
+
+
+def test_none_in_a_field_of_slime_s_is_its_default() -> None:
+    sample = Sample(apply_chat_template_kwargs=None)  # type: ignore[arg-type]
+    sample.spec_info = sample.prefix_cache_info = None  # type: ignore[assignment]
+    assert sample.apply_chat_template_kwargs == {} and sample.spec_info == Sample.SpecInfo()
+    assert "prefix_cache_info" not in pack_sample(sample) and "spec_info" not in sample.to_dict()
+    for name in ("tokens", "prompt", "spec_info"):
+        assert not hasattr(object.__new__(Sample), name)
+
+
+def test_a_list_that_two_samples_share_is_named_as_the_cause() -> None:
+    first = Sample(tokens=[1], loss_mask=[], rollout_log_probs=[])
+    second = dataclasses.replace(first, index=1)
+    first.append_response_tokens(tokens=[2], log_probs=[-1.0])
+    with pytest.raises(ValueError, match="sample 1: loss_mask has 1 values .* another sample has the same list"):
+        second.append_response_tokens(tokens=[2], log_probs=[-1.0])

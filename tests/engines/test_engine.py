@@ -572,6 +572,21 @@ def test_nothing_is_answered_from_the_cache_of_weights_before(stack: Stack, mode
     assert (before.finish_reason, len(before.weight_versions)) == (("abort", 1) if mode == "abort" else ("length", 2))
 
 
+def test_only_a_token_is_waited_for_until_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that refuses its question does not get it again."""
+    engine, answers = EngineActor(spec_of("model", tmp_path)), [RuntimeError("refused"), None]
+
+    def answer(*args: object, **options: object) -> None:
+        if (error := answers.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(engine, "_living", lambda purpose: None)
+    monkeypatch.setattr(engine, "_call", answer)
+    assert "did not answer within 30 s" in str(engine.fault(30.0, makes_tokens=False)) and len(answers) == 1
+    answers[:] = [RuntimeError("refused"), None]
+    assert engine.fault(30.0) is None and not answers
+
+
 def test_a_hanging_engine_is_told_from_a_busy_one(stack: Stack) -> None:
     with ThreadPoolExecutor() as pool:
         request = pool.submit(stack.generate, 1500)

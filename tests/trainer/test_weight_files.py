@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fusionrl.engines.local_copy import DamagedVersion, pull_version
+from fusionrl.engines.local_copy import DamagedVersion, _check_file, pull_version
 from fusionrl.engines.manifest import Manifest
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.weights.disk import DiskOptions, DiskWriter
@@ -250,6 +250,12 @@ def spoil(path: Path) -> None:
 
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
+
+
+def test_a_file_that_fails_while_it_is_read_is_damaged() -> None:
+    """As network storage fails: the file opens, and a read raises. A full version then takes its place."""
+    with pytest.raises(DamagedVersion, match="cannot be read .*Input/output error"):
+        _check_file(Path("/proc/self/mem"), "", "xxh3-128")  # nothing is mapped at address 0
 
 
 @pytest.mark.parametrize("damage", [spoil, _cut, Path.unlink])
