@@ -1,8 +1,8 @@
 """Groups that a rollout function draws from a stream: each is admitted first, and remembered until it is returned.
 
 A group belongs to the call that drew it: one that the call neither returns nor hands back is dropped when it returns.
-Groups drawn by a thread of the function's own, and all groups of a function that says `keeps_groups = True`, stay with
-the function until it returns them.
+All groups of a function that says `keeps_groups = True` stay with the function until it returns them. Where it says
+nothing, so do those that a thread of its own drew, as long as the thread lives.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.types import RolloutAborted
+from fusionrl.rollout.types import RolloutAborted, keeps_draws
 
 _LOOK_S = 0.05  # between two questions of a thread that waits
 _MOST_EMPTY = 100  # answers without a group, in one turn of the asker's event loop, before it gets what it wants
 Groups = list[list[Sample]]
+IsKept = Callable[[], bool]  # whether a group stays with the function when a call returns
 
 
 # Whether the code that runs is part of a call: also in an event loop that the call hands a coroutine to, and not in a
@@ -31,7 +33,7 @@ _in_call: ContextVar[bool] = ContextVar("in_call", default=False)
 class AdmissionGate(Protocol):
     """The stream."""
 
-    def draw_groups(self, num_groups: int, *, is_kept: bool, beyond: bool) -> Groups:
+    def draw_groups(self, num_groups: int, *, is_kept: IsKept, beyond: bool) -> Groups:
         """Return at most `num_groups` groups; `beyond`: all of them, whatever the bound says."""
 
     def park_groups(self, groups: Groups) -> None:
@@ -49,8 +51,8 @@ class AdmissionSource:
     Groups given beyond the bound are dropped once they are too old.
     """
 
-    def __init__(self, gate: AdmissionGate, hooked: Any, *, keeps_groups: bool) -> None:
-        """`keeps_groups`: the function keeps groups between its calls; it may get none at any time, and asks again."""
+    def __init__(self, gate: AdmissionGate, hooked: Any, *, keeps_groups: bool | None) -> None:
+        """`keeps_groups`: as the function says; one that keeps groups may get none at any time, and asks again."""
         self._gate, self._hooked, self._keeps_groups = gate, hooked, keeps_groups
         self._is_ending = threading.Event()
         self._caller: int | None = None  # thread of the call that is under way
@@ -79,12 +81,16 @@ class AdmissionSource:
         """
         if num_samples <= 0:
             return []
+        keeps_all, is_kept = bool(self._keeps_groups) or keeps_draws(), _never
+        if keeps_all:
+            is_kept = _always
+        elif self._keeps_groups is None and not _in_call.get():
+            is_kept = threading.current_thread().is_alive  # the thread of a pool ends with the call
         while True:
             if self._is_ending.is_set():
                 raise RolloutAborted("the run ends")
-            is_kept = self._keeps_groups or not _in_call.get()
             groups = self._gate.draw_groups(num_samples, is_kept=is_kept, beyond=False)
-            if groups or self._keeps_groups:
+            if groups or keeps_all:
                 return groups
             loop = _running_loop()
             if loop is not None and not self._spins(loop):
@@ -116,6 +122,14 @@ class AdmissionSource:
         seen.num_empty = 0
 
 
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
 def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
@@ -127,46 +141,64 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 class DrawnGroup:
     """A group that the function has.
 
-    is_kept    it stays with the function when the call that drew it returns
+    samples    as the function got them; it alone holds them
+    is_kept    it stays with the function when a call returns
     num_calls  calls of the function that have returned without it while the trainers waited for it
     """
 
     ordinal: int
-    samples: list[Sample]
-    is_kept: bool
+    group_index: int | None
+    samples: list[weakref.ref[Sample]]
+    is_kept: IsKept
     num_calls: int = 0
+
+    def holds_any(self, samples: list[Sample]) -> bool:
+        """Return whether one of its samples is among these."""
+        return any(mine() is sample for mine in self.samples for sample in samples)
 
 
 class DrawnGroups:
-    """All groups that the function has, by their ordinals."""
+    """All groups that the function has, by their ordinals.
+
+    keeps_all  the function has returned a group later than in the call that drew it, so it may keep any
+    """
 
     def __init__(self) -> None:
+        self.keeps_all = False
         self._drawn: dict[int, DrawnGroup] = {}
+        self._ended: list[DrawnGroup] = []
 
     def __iter__(self) -> Iterator[DrawnGroup]:
         return iter(list(self._drawn.values()))
 
-    def __bool__(self) -> bool:
-        return bool(self._drawn)
+    def num_among(self, ordinals: Container[int]) -> int:
+        """Return how many of them have these ordinals."""
+        return sum(ordinal in ordinals for ordinal in self._drawn)
 
-    def add(self, ordinal: int, group: list[Sample], is_kept: bool) -> None:
+    def add(self, ordinal: int, group: list[Sample], is_kept: IsKept) -> None:
         """Note that the function gets a group."""
-        self._drawn[ordinal] = DrawnGroup(ordinal, list(group), is_kept)
+        samples = [weakref.ref(sample) for sample in group]
+        self._drawn[ordinal] = DrawnGroup(ordinal, group[0].group_index, samples, is_kept)
 
     def take(self, group: list[Sample]) -> DrawnGroup | None:
         """Forget the group that was drawn as this one, and return it; None: there is none. It may be other objects."""
-        mine, index = {id(sample) for sample in group}, group[0].group_index
+        index = group[0].group_index
         for drawn in self:
-            if any(id(sample) in mine for sample in drawn.samples):
+            if drawn.holds_any(group):
                 return self._drawn.pop(drawn.ordinal)
         for drawn in self:
-            if index is not None and drawn.samples[0].group_index == index:
+            if index is not None and drawn.group_index == index:
                 return self._drawn.pop(drawn.ordinal)
         return None
 
+    def is_late(self, group: list[Sample]) -> bool:
+        """Return whether it was forgotten when a call returned, by the samples themselves: numbers may be anybody's."""
+        return any(drawn.holds_any(group) for drawn in self._ended)
+
     def end_call(self) -> list[DrawnGroup]:
         """Forget the groups that belong to the call that returns, and return them."""
-        ended = [drawn for drawn in self if not drawn.is_kept]
+        ended = [drawn for drawn in self if not self.keeps_all and not drawn.is_kept()]
         for drawn in ended:
             del self._drawn[drawn.ordinal]
+        self._ended = [drawn for drawn in self._ended + ended if any(sample() is not None for sample in drawn.samples)]
         return ended

@@ -52,8 +52,9 @@ class Collector:
         asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
         return CollectedSamples(samples, metrics)
 
-    def call(self, rollout_id: int, data_source: object) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered, and its metrics.
+    def call(self, rollout_id: int, data_source: object) -> RolloutFnTrainOutput:
+        """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered; `metrics` and
+        `refused` also have what was filtered here.
 
         Raises:
             HookError, RolloutAborted, ValueError: with the flag concerned.
@@ -65,7 +66,7 @@ class Collector:
         asyncio.run(score_samples(self._border.teacher, flatten(groups)))
         for name, count in dropped.items():
             output.metrics[name] = output.metrics.get(name, 0.0) + count
-        return groups, output.metrics
+        return RolloutFnTrainOutput(groups, output.metrics, output.refused)
 
     def finish(self, groups: list[list[Sample]], refused: list[list[Sample]]) -> list[Sample]:
         """Return the samples of groups of a stream, which were generated, scored and filtered: chosen and checked.

@@ -34,9 +34,9 @@ class RolloutFunctions:
         return None if self._path == DEFAULT_ROLLOUT else f"--rollout-function-path {self._path}"
 
     @property
-    def keeps_groups(self) -> bool:
-        """Return whether the rollout function says that it keeps groups between its calls."""
-        return bool(getattr(self._function, "keeps_groups", False))
+    def keeps_groups(self) -> bool | None:
+        """Return whether the rollout function says that it keeps groups between its calls; None: it does not say."""
+        return getattr(self._function, "keeps_groups", None)
 
     def generate(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> object:
         """Call the rollout function; returns what it returned. `data_source`: what stands before the run's own."""

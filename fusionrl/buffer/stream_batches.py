@@ -17,18 +17,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from fusionrl.buffer.admission import AdmissionSource, DrawnGroups
+from fusionrl.buffer.admission import AdmissionSource, DrawnGroups, IsKept
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.stream import Groups, Stream, why_failed
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup
+from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.pipeline import events
 from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.decide import all_fetched, decide, engine_actions, permits, push_is_due, trainable
 from fusionrl.pipeline.knobs import Knobs
+from fusionrl.rollout.types import RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ DROPPED = "rollout/dropped_"
 # dropped for them; a busy machine needs a second or two to answer.
 _PATIENCE_S = 3.0
 MOST_CALLS = 10  # that return without a group that the trainers wait for, before it is given up
-Call = Callable[[int, AdmissionSource], tuple[Groups, dict[str, float]]]
-"""Calls the function for a rollout; returns its groups, scored and filtered, and its metrics."""
+Call = Callable[[int, AdmissionSource], RolloutFnTrainOutput]
+"""Calls the function for a rollout; returns its groups, scored and filtered."""
 
 
 class BatchStream(Stream):
@@ -63,7 +65,6 @@ class BatchStream(Stream):
         self._made_by, self._where, self._abort = call, functions.where, abort
         self._permits = AdmissionSource(self, source.hooked, keeps_groups=functions.keeps_groups)
         self._drawn_groups = DrawnGroups()
-        self._dropped_indices: set[int] = set()  # `group_index` of groups that the call which drew them did not return
         self._metrics: dict[str, float] = {}
         self._waits_since, self._patience_s = 0.0, _PATIENCE_S
         self._is_calling, self._num_empty = False, 0  # calls without a group, one after the other
@@ -93,9 +94,7 @@ class BatchStream(Stream):
                 if self._is_ending:
                     return
                 self._may_call.clear()
-                groups, metrics = self._made_by(self._call(self._next_batch), self._permits)
-                self._call(self._take, groups, metrics)
-                del groups, metrics
+                self._call(self._take, self._made_by(self._call(self._next_batch), self._permits))
         except BaseException as error:  # of a user's function: the run ends with it
             self._failed.append(error)
             with self._lock:
@@ -131,7 +130,7 @@ class BatchStream(Stream):
         state, knobs = self.state, self.knobs
         if all_fetched(state, knobs):
             return False
-        num_drawn = sum(drawn.ordinal in state.groups for drawn in self._drawn_groups)
+        num_drawn = self._drawn_groups.num_among(self.state.groups)
         if state.stream_ended and not num_drawn and not state.of("pending"):
             return False  # there is nothing to make a batch of
         if push_is_due(state, knobs) and knobs.in_flight == "drain" and num_drawn:
@@ -150,7 +149,7 @@ class BatchStream(Stream):
             return False
         return not any(isinstance(action, events.Fetch | events.Stop) for action in decide(self.state, self.knobs))
 
-    def draw_groups(self, num_groups: int, *, is_kept: bool, beyond: bool) -> Groups:
+    def draw_groups(self, num_groups: int, *, is_kept: IsKept, beyond: bool) -> Groups:
         """Admit at most `num_groups` groups and return them; `beyond`: all of them, whatever the bound says."""
         return self._call(self._draw_groups, num_groups, is_kept, beyond)
 
@@ -158,7 +157,7 @@ class BatchStream(Stream):
         """Park groups that the function has started; those from elsewhere go to the data source."""
         self._call(self._park_groups, groups)
 
-    def _draw_groups(self, num_groups: int, is_kept: bool, beyond: bool) -> Groups:
+    def _draw_groups(self, num_groups: int, is_kept: IsKept, beyond: bool) -> Groups:
         state, knobs = self.state, self.knobs
         if all_fetched(state, knobs):
             return []  # the run needs no more
@@ -186,16 +185,18 @@ class BatchStream(Stream):
     def _num_missing(self) -> int:
         """Return how many groups the call may lack to a batch, once it has waited for a while; 0 before.
 
-        It may have dropped all groups that it drew: only those that it keeps count. It gets more after another while,
-        and then ever later.
+        It may have dropped some of the groups that it drew, which nothing tells before it returns: so it gets twice as
+        many after another while, and then ever later.
         """
         now = time.monotonic()
         if not self._waits_since:
             self._waits_since = now
         if now < self._waits_since + self._patience_s:
             return 0
-        held = sum(drawn.ordinal in self.state.groups and drawn.is_kept for drawn in self._drawn_groups)
-        missing = max(1, self.knobs.groups_per_fetch - held)
+        missing = max(
+            round(self._patience_s / _PATIENCE_S),
+            self.knobs.groups_per_fetch - self._drawn_groups.num_among(self.state.groups),
+        )
         self._waits_since, self._patience_s = 0.0, 2 * self._patience_s
         return missing
 
@@ -205,7 +206,7 @@ class BatchStream(Stream):
             self._source.take_in([blank])  # it was admitted for the function's sake: its prompt comes again
         super()._drop(action, reason)
 
-    def _give(self, ordinal: int, held: StreamGroup, is_kept: bool, is_spare: bool = False) -> list[Sample]:
+    def _give(self, ordinal: int, held: StreamGroup, is_kept: IsKept, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)
         oldest = known.born if known is not None and known.has_tokens else None
         apply(self.state, self.knobs, events.Admitted(ordinal, len(held.blank), oldest, is_spare))
@@ -228,13 +229,14 @@ class BatchStream(Stream):
         if unreturned:
             self._source.take_in(unreturned)
 
-    def _take(self, groups: Groups, metrics: dict[str, float]) -> None:
+    def _take(self, output: RolloutFnTrainOutput) -> None:
         """Take over what a call has returned."""
+        groups, metrics = output.samples, output.metrics
         self._is_calling = False
         self._waits_since, self._patience_s = 0.0, _PATIENCE_S
         for name, value in metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value if name.startswith(DROPPED) else value
-        self._num_empty = 0 if groups or self._drawn_groups else self._num_empty + 1
+        self._num_empty = 0 if groups or self._drawn_groups.num_among(self.state.groups) else self._num_empty + 1
         if self._num_empty >= MOST_CALLS:
             raise ValueError(
                 f"{self._where}: {MOST_CALLS} calls, one after the other, gave no group that passes the filter"
@@ -242,15 +244,18 @@ class BatchStream(Stream):
         for group in groups:
             self._take_group(group)
         is_told = any(name.startswith(DROPPED) for name in metrics)  # by the function or its filter
-        for out in self._drawn_groups.end_call():
-            if (index := out.samples[0].group_index) is not None:
-                self._dropped_indices.add(index)
+        refused = [out for group in output.refused if (out := self._drawn_groups.take(group)) is not None]
+        for out in [*refused, *self._drawn_groups.end_call()]:
             if out.ordinal in self.state.groups:
                 self._drop(events.Drop(out.ordinal, "filtered"))
                 if is_told:
                     self._dropped["filtered"] -= 1
         self._give_up_lost()
-        if self._drawn_groups and self.knobs.in_flight == "drain" and self.knobs.max_staleness:
+        if (
+            self._drawn_groups.num_among(self.state.groups)
+            and self.knobs.in_flight == "drain"
+            and self.knobs.max_staleness
+        ):
             logger.warning("the rollout function keeps groups under way between its calls: pushes do not wait for them")
             self.knobs = replace(self.knobs, in_flight="retract")
         self._wake.set()
@@ -260,11 +265,14 @@ class BatchStream(Stream):
         drawn, oldest = self._drawn_groups.take(group), oldest_version(group, self.knobs.fetches_per_push)
         if drawn is not None and drawn.ordinal not in self.state.groups:
             return
-        if drawn is None and group[0].group_index in self._dropped_indices:
-            raise ValueError(
-                f"{self._where}: it returned sample {group[0].index}, whose group an earlier call drew and did not"
-                " return; let it draw groups that it keeps between its calls in a thread of its own, or give it the"
-                " attribute keeps_groups = True"
+        is_late = drawn is None and self._drawn_groups.is_late(group)
+        if is_late and not self._drawn_groups.keeps_all:
+            self._drawn_groups.keeps_all = True
+            logger.warning(
+                "%s: it returned sample %s, whose group an earlier call drew and did not return; from here on all"
+                " groups that it draws are kept for it. Give it the attribute keeps_groups = True",
+                self._where,
+                group[0].index,
             )
         failure = why_failed(group, replaces=self._args.failed_samples == "replace")
         if drawn is not None:
@@ -274,7 +282,12 @@ class BatchStream(Stream):
             self._dropped["failed"] += 1
             return
         else:
-            check_bound([group], self._label, self.knobs)
+            try:
+                check_bound([group], self._label, self.knobs)
+            except HookError:
+                if is_late:
+                    return
+                raise
             ordinal = self.state.next_ordinal
             apply(self.state, self.knobs, events.Admitted(ordinal, len(group), oldest, is_spare=True))
             self._live[ordinal] = StreamGroup([])

@@ -98,7 +98,7 @@ class _RolloutObject:
         self._kind = kind
         self._made: Any = None
         self._args, self._source = Namespace(), _Source()
-        self.keeps_groups = getattr(kind, "keeps_groups", False)
+        self.keeps_groups = getattr(kind, "keeps_groups", None)
 
     def __call__(self, args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False) -> object:
         # The object keeps what it was made of; each rollout brings other `args`.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict
 
@@ -18,6 +20,22 @@ NO_ROOM_AFTER = "no_room_after_turns"
 # In a sample's metadata, of an agent behind the session proxy: {"segment", "num_segments", "num_turns"}, and "error"
 # where there was one. Segments beyond the first are histories that the agent rewrote.
 SESSION = "session"
+_keeps_draws: ContextVar[bool] = ContextVar("keeps_draws", default=False)
+
+
+@contextmanager
+def keeping_draws() -> Iterator[None]:
+    """In this block, groups of a data source are drawn to be kept between the calls of the rollout function."""
+    token = _keeps_draws.set(True)
+    try:
+        yield
+    finally:
+        _keeps_draws.reset(token)
+
+
+def keeps_draws() -> bool:
+    """Return whether the code that runs is in a block of `keeping_draws`."""
+    return _keeps_draws.get()
 
 
 @dataclass

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,59 @@ late.keeps_groups = True  # type: ignore[attr-defined]
 
 
 def keeps_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Keep a group from one call to the next, and do not say so."""
+    """Keep a group from one call to the next, twice, and do not say so."""
     groups = whole_batches(args, rollout_id, data_source)
-    LOST.append(groups.pop())
-    return [*LOST[:-1][-1:], *groups]
+    if len(LOST) < 2 and groups:
+        before = LOST[-1:]
+        LOST.append(groups.pop())
+        return [*before, *groups]
+    if len(LOST) == 2:
+        groups.append(LOST[1])
+        LOST.append(None)
+    return groups
+
+
+def filtering_in_pool(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same in a thread of a pool that ends with the call."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(filtering, args, rollout_id, data_source).result()
+
+
+def keeps_unscored(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return groups without rewards, all of them at once."""
+    groups = whole_batches(args, rollout_id, data_source)
+    for sample in (sample for group in groups for sample in group):
+        sample.reward = None
+    return groups
+
+
+def ends_early(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Keep one group for ever, and return none from the fourth rollout on."""
+    return loses_one(args, rollout_id, data_source) if rollout_id < 3 else []
+
+
+keeps_unscored.keeps_groups = ends_early.keeps_groups = True  # type: ignore[attr-defined]
+
+
+def asks_for_more(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Draw a batch, ask for another one until there is something, and note how many groups came."""
+
+    async def make() -> list[list[Sample]]:
+        groups = data_source.get_samples(args.rollout_batch_size)
+        while not LOST:
+            if more := data_source.get_samples(args.rollout_batch_size):
+                LOST.append(len(more))
+            await asyncio.sleep(0.02)
+        return [await _group(args, group, _IN_TURN_S) for group in groups]
+
+    return asyncio.run(make())
+
+
+def own_numbers(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Draw a batch and return groups of one's own, numbered from 0; the first call returns fewer."""
+    CALLS.append(rollout_id)
+    if len(CALLS) == 1:
+        data_source.get_samples(args.rollout_batch_size)
+    numbers = range(args.rollout_batch_size - (len(CALLS) == 1))
+    groups = [[Sample(group_index=n, index=2 * n + k, prompt=f"p{n}", label=str(n)) for k in range(2)] for n in numbers]
+    return [asyncio.run(_group(args, group, _IN_TURN_S)) for group in groups]

@@ -6,17 +6,24 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionrl.buffer import stream_batches
+from fusionrl.buffer.admission import AdmissionSource
 from fusionrl.buffer.stream import Groups
 from fusionrl.buffer.stream_batches import BatchStream
+from fusionrl.compat.slime.api import fully_async
 from fusionrl.config.hooks import HookError
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.event_loop import run
+from fusionrl.rollout.types import RolloutFnTrainOutput
 from tests.buffer import batch_hooks
 from tests.buffer.test_stream import Make, labels, stream
 
@@ -75,7 +82,8 @@ def test_a_pool_may_be_larger_than_the_bound_allows(stream: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", ["filtering", "filtering_in_turn", pytest.param("polite", marks=pytest.mark.impatient)]
+    "function",
+    ["filtering", "filtering_in_turn", "filtering_in_pool", pytest.param("polite", marks=pytest.mark.impatient)],
 )
 @pytest.mark.parametrize(("pipeline", "bound"), PIPELINES[:3])
 def test_a_function_that_drops_groups_gets_others(stream: Make, pipeline: str, bound: int, function: str) -> None:
@@ -138,10 +146,106 @@ def test_a_group_that_was_given_up_comes_too_late(stream: Make) -> None:
     assert len(set(trained)) == 32 and int(lost[0].label) not in trained and len(batch_hooks.LOST) == 2
 
 
-def test_a_group_belongs_to_the_call_that_drew_it(stream: Make) -> None:
+def test_a_group_that_a_later_call_returns_is_trained(stream: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """And the function is known as one that keeps groups: no further one is dropped."""
     running = stream("async", rollout_function_path=f"{HOOKS}.keeps_one")
-    with pytest.raises(ValueError, match=r"--rollout-function-path .*keeps_one: .* keeps_groups = True"):
+    trained = [label for rows in running.steps(6) for label in labels(rows)]
+    assert len(set(trained)) == 24 and {int(group[0].label) for group in batch_hooks.LOST[:2]} <= set(trained)
+    assert caplog.text.count("Give it the attribute keeps_groups = True") == 1
+
+
+@pytest.mark.parametrize("pipeline", ["stream", "async"])
+def test_a_kept_group_that_the_filter_refuses_is_free_at_once(
+    stream: Make, caplog: pytest.LogCaptureFixture, pipeline: str
+) -> None:
+    flags = {"dynamic_sampling_filter_path": f"{HOOKS}.odd_prompts", "num_rollout": 4}
+    running = stream(pipeline, rollout_function_path=f"{HOOKS}.keeps_unscored", **flags)
+    trained = [label for rows in running.steps(4) for label in labels(rows)]
+    assert len(set(trained)) == 16 and all(label % 2 for label in trained)
+    assert "given up" not in caplog.text and len(batch_hooks.CALLS) < 20
+
+
+def test_a_group_that_was_given_up_counts_no_longer(stream: Make) -> None:
+    """A function that returns nothing more ends the run, though it keeps that one."""
+    running = stream("async", rollout_function_path=f"{HOOKS}.ends_early", max_staleness=1)
+    with pytest.raises(ValueError, match="10 calls, one after the other, gave no group"):
         running.steps(8)
+
+
+@pytest.mark.impatient
+def test_a_call_gets_no_second_batch_beside_the_one_it_has(stream: Make) -> None:
+    running = stream("stream", rollout_function_path=f"{HOOKS}.asks_for_more", update_weights_interval=1)
+    running.train()
+    assert batch_hooks.LOST[0] == 1
+
+
+def test_groups_that_a_function_numbers_itself_are_no_late_ones(stream: Make, caplog: pytest.LogCaptureFixture) -> None:
+    running = stream("stream", rollout_function_path=f"{HOOKS}.own_numbers")
+    running.steps(3)
+    assert "keeps_groups" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("says", "kept"),
+    [
+        (True, {"call", "handed", "pool", "thread", "worker"}),
+        (None, {"thread", "worker"}),
+        (False, {"worker"}),
+    ],
+)
+def test_which_groups_stay_with_the_function(says: bool | None, kept: set[str]) -> None:
+    """Those of a living thread of its own and of a fully asynchronous worker, or what its attribute says."""
+    drawn: dict[str, Callable[[], bool]] = {}
+    ends = threading.Event()
+
+    class Gate:
+        def draw_groups(self, num_groups: int, *, is_kept: Callable[[], bool], beyond: bool) -> Groups:
+            drawn[where.get()] = is_kept
+            return [[Sample()]]
+
+        def park_groups(self, groups: Groups) -> None:
+            raise NotImplementedError
+
+    where = ContextVar("where", default="thread")
+    source = AdmissionSource(Gate(), None, keeps_groups=says)
+
+    def draw(place: str) -> None:
+        where.set(place)
+        source.get_samples(1)
+
+    async def handed() -> None:
+        draw("handed")
+
+    def stay() -> None:
+        draw("thread")
+        has_drawn.set()
+        ends.wait()
+
+    def call() -> None:
+        source.begin_call()
+        draw("call")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(draw, "pool").result()
+        run(handed())
+        where.set("worker")
+        worker = fully_async.AsyncRolloutWorker(Namespace(), source, 1)
+        worker._begin = begin  # type: ignore[method-assign]
+        worker.start()
+        worker.fill()
+
+    async def begin(args: Namespace, groups: Groups) -> None:
+        pass
+
+    has_drawn = threading.Event()
+    threads = [threading.Thread(target=function) for function in (call, stay)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(30)
+    assert has_drawn.wait(30)
+    assert {place for place, is_kept in drawn.items() if is_kept()} == kept and len(drawn) == 5
+    ends.set()
+    threads[1].join(30)
+    assert drawn["thread"]() == bool(says), "its thread has ended"
 
 
 def test_parts_of_answers_go_on_after_a_resume_with_their_age(stream: Make, tmp_path: Path) -> None:
@@ -179,8 +283,8 @@ def test_tokens_that_become_too_old_before_they_are_fetched(stream: Make, monkey
     """They are within the bound when the third call hands them over; the push comes before their fetch."""
     calls, take, third = [0], BatchStream._take, threading.Event()
 
-    def noted(self: BatchStream, groups: Groups, metrics: dict[str, float]) -> None:
-        take(self, groups, metrics)
+    def noted(self: BatchStream, output: RolloutFnTrainOutput) -> None:
+        take(self, output)
         calls[0] += 1
         if calls[0] == 3:
             third.set()

@@ -21,7 +21,7 @@ from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.event_loop import process_loop
 from fusionrl.rollout.generate import as_list
 from fusionrl.rollout.generate_state import request_limit, sampling_params
-from fusionrl.rollout.types import DataSource, RolloutAborted
+from fusionrl.rollout.types import DataSource, RolloutAborted, keeping_draws
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class AsyncRolloutWorker:
             self.data_buffer.add_samples(aborted)
         room = self.concurrency - max(len(self._flying), self.queue_size())
         if self.running and room > 0:
-            groups = self.data_buffer.get_samples(room)
+            with keeping_draws():
+                groups = self.data_buffer.get_samples(room)
             asyncio.run_coroutine_threadsafe(self._begin(self.args, groups), process_loop()).result()
 
     async def _begin(self, args: Namespace, groups: list[list[Sample]]) -> None:
