@@ -4,12 +4,11 @@ Plain functions run in a few processes, one sample at a time in each; `async` on
 one. A function that hangs, blocks its loop or takes its process down costs the sample that it was at, and nothing
 else: the process is killed, and the other samples that it had are scored again in another.
 
-One thread talks to all processes, on an event loop of its own: those of rollouts end with them.
+One thread talks to all processes. It is not bound to an event loop: rollouts each have one of their own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import itertools
 import json
@@ -17,13 +16,15 @@ import logging
 import mmap
 import os
 import pickle
+import selectors
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,12 +35,14 @@ from fusionrl.base.pipe_messages import LENGTH, frame
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import LEVELS
 from fusionrl.rewards.reward_call import LostReward, RewardRaised
+from fusionrl.rewards.settings import PackedGrading
 
-# State of a process with an event loop, in shared memory: beats of the loop, number of the job whose code runs.
+# State of a process, in shared memory: beats of its event loop, number of the job whose code runs.
 STATE = struct.Struct("QQ")
 TICK_S = 0.05
 # A process that has been at one sample for so long does not count any more: another does its share meanwhile.
 SLOW_S = 0.5
+CHUNK = 16  # samples that a process is handed at once, at most
 # A loop without a beat for so long is blocked: its other samples are scored elsewhere meanwhile.
 BLOCKED_S = 1.0
 # A loop that is late by so much may be blocked: until that is known, no job on it counts as over its limit.
@@ -47,18 +50,18 @@ LATE_BEAT_S = 0.3
 MAX_LOOPS = 4
 FEW = 32  # samples that are scored again at once when one of many broke a process and left no trace
 IDLE_S = 10.0
-_BUFFER_BYTES = 1 << 20  # of answers that are read at once
+_MOST_PARTS = 64  # of one message to the system
 
 
-@dataclass(eq=False)
+@dataclass
 class _Job:
     number: int
     samples: list[Sample]
     message: bytes
     limit_s: float
+    is_async: bool
     future: Future[Any] = field(default_factory=Future)
-    returned: asyncio.Event = field(default_factory=asyncio.Event)  # it is settled, or must be scored again
-    since: float = 0.0  # when a process was given it
+    since: float = 0.0  # when a loop that is ready was given it; anew where it is given to another
     # Most jobs of a loop that runs this one: an unknown job killed an earlier loop that it was on. None: no limit.
     company: int | None = None
 
@@ -69,21 +72,26 @@ class _Job:
                 self.future.set_exception(error)
             else:
                 self.future.set_result(value)
-        self.returned.set()
 
 
 class _Process:
     """One process of the pool, as the pool's thread sees it."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, selector: selectors.BaseSelector) -> None:
+        self.kind = kind
         self.jobs: dict[int, _Job] = {}
-        self.since = self._beat_at = time.monotonic()  # of its last work, and of the last beat of its loop
-        self._beats = 0
+        self.since = time.monotonic()  # of the sample that a plain process is at; of the last work, when it has none
         self._memory = os.memfd_create("fusionrl-reward")
         os.ftruncate(self._memory, STATE.size)
         self._state = mmap.mmap(self._memory, STATE.size)
-        self.writer: asyncio.StreamWriter | None = None
+        self._beats, self.beat_at = 0, time.monotonic()
+        self.is_ready = False  # starting takes a while, and is not the sample's fault
+        self._out: deque[bytes | memoryview] = deque()
+        self._events = selectors.EVENT_READ
+        self._in = bytearray()
+        self._selector = selector
         self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)
         level = logging.getLevelName(logging.getLogger().level)
         level = level if level in LEVELS else "WARNING"
         with theirs:
@@ -97,55 +105,85 @@ class _Process:
         # Not by its environment, which every process of this user can read.
         with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(secrets_of_hooks()).encode())
+        selector.register(self.connection, self._events, self)
 
-    async def wait_until_ready(self) -> asyncio.StreamReader:
-        """Return the stream of its answers once it has started: that takes a while, and is not a sample's fault.
+    def give(self, jobs: Sequence[_Job]) -> None:
+        """Hand it jobs; sent when it reads."""
+        for job in jobs:
+            self._out.append(job.message)
+            if not self.jobs:
+                self.since = time.monotonic()
+            self.jobs[job.number] = job
+        self.flush()
 
-        Raises:
-            ChildProcessError: it ended instead.
-        """
-        reader, self.writer = await asyncio.open_connection(sock=self.connection, limit=_BUFFER_BYTES)
+    def flush(self) -> None:
+        """Send what it takes now; the rest when it reads again."""
         try:
-            await receive(reader)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise ChildProcessError("a reward process ended while it started; its log says why") from error
-        self.since = self._beat_at = time.monotonic()
-        return reader
+            while self._out:
+                parts = list(itertools.islice(self._out, _MOST_PARTS))
+                sent = self.connection.sendmsg(parts)
+                while sent:
+                    part = self._out.popleft()
+                    if sent < len(part):
+                        self._out.appendleft(memoryview(part)[sent:])
+                    sent -= min(sent, len(part))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._out.clear()  # it is gone; reading will tell
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        if events != self._events:
+            self._events = events
+            self._selector.modify(self.connection, events, self)
 
-    def give(self, job: _Job) -> None:
-        """Hand it a job."""
-        assert self.writer is not None
-        job.since = self.since = time.monotonic()
-        job.returned.clear()
-        self.jobs[job.number] = job
-        self.writer.write(job.message)
+    def read(self) -> tuple[list[Any], bool]:
+        """(answers that have come, whether the process is gone)."""
+        gone = False
+        try:
+            while True:
+                data = self.connection.recv(1 << 20)
+                if not data:
+                    gone = True
+                    break
+                self._in += data
+        except BlockingIOError:
+            pass
+        except OSError:
+            gone = True
+        answers = []
+        while len(self._in) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._in)
+            if len(self._in) < LENGTH.size + length:
+                break
+            answers.append(pickle.loads(self._in[LENGTH.size : LENGTH.size + length]))
+            del self._in[: LENGTH.size + length]
+        return answers, gone
 
     def running(self) -> int:
         """Number of the job whose code a loop runs now, or ran when the process died; 0: none that it knows of."""
         return STATE.unpack_from(self._state)[1]
 
     def blocked_for(self, now: float) -> float:
-        """Seconds since the last beat of its loop."""
+        """Seconds since the last beat of its loop; 0 for a process that has not yet begun."""
         beats = STATE.unpack_from(self._state)[0]
         if beats != self._beats:
-            self._beats, self._beat_at = beats, now
-        return now - self._beat_at
+            self._beats, self.beat_at = beats, now
+        return now - self.beat_at if self.is_ready else 0.0
+
+    def ready(self, now: float) -> None:
+        """It says that it has started: time counts from now on."""
+        self.is_ready, self.since, self.beat_at = True, now, now
+        for job in self.jobs.values():
+            job.since = now
 
     def end(self) -> None:
         """Kill it."""
-        if self.writer is not None:
-            self.writer.transport.abort()
+        self._selector.unregister(self.connection)
         self.connection.close()
         self.process.kill()
         self.process.wait()
         self._state.close()
         os.close(self._memory)
-
-
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """Return the next message of a process."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
 
 
 class RewardPool:
@@ -154,22 +192,24 @@ class RewardPool:
     def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes
         self._numbers = itertools.count(1)
+        self._new: deque[_Job] = deque()
         self._lock = threading.Lock()
-        self._closed = False
-        self._processes: set[_Process] = set()
-        self._idle: list[_Process] = []  # of plain functions, the one that worked last at the end
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._plain: list[_Process] = []
         self._loops: list[_Process] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._places = asyncio.Semaphore(num_processes)
-        self._choosing = asyncio.Lock()  # held by the job that looks for a loop
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-pool", daemon=True)
+        self._waiting: deque[_Job] = deque()
+        self._waiting_async: deque[_Job] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def submit(
         self,
-        grading: bytes,
+        grading: PackedGrading,
         samples: Sequence[Sample],
         *,
         call: str,
@@ -182,7 +222,7 @@ class RewardPool:
         The function's changes to the samples are applied here before the future is done.
 
         Args:
-            grading: a pickled `Grading`.
+            grading: what `Grading.packed` returns.
             samples: one, or the group.
             call: "sample" or "group".
             kwargs: further keyword arguments of the function.
@@ -191,11 +231,14 @@ class RewardPool:
         """
         number = next(self._numbers)
         message = frame((number, grading, call, kwargs, pickle.dumps(list(samples))))
-        job = _Job(number, list(samples), message, limit_s)
+        job = _Job(number, list(samples), message, limit_s, is_async)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            self._loop.call_soon_threadsafe(self._begin, job, is_async)
+            is_asleep = not self._new  # else it was woken by the one before, which it has not taken yet
+            self._new.append(job)
+        if is_asleep:
+            self._wake_up.send(b"x")
         return job.future
 
     def close(self) -> None:
@@ -205,190 +248,179 @@ class RewardPool:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._wake_up.send(b"x")
         self._thread.join(10)
-        self._loop.close()
 
     # -------------------------------------------------------------------------------- the pool's thread
-    def _begin(self, job: _Job, is_async: bool) -> None:
-        task = self._spawn(self._score(job, is_async))
-        task.add_done_callback(lambda _: job.future.cancel())  # where it was ended without a reward
+    def _serve(self) -> None:
+        while not self._closed:
+            busy = self._waiting or self._waiting_async or any(p.jobs for p in (*self._plain, *self._loops))
+            for key, events in self._selector.select(TICK_S if busy else 1.0):
+                if key.data is None:
+                    while self._drain():
+                        pass
+                    continue
+                process: _Process = key.data
+                if events & selectors.EVENT_WRITE:
+                    process.flush()
+                if events & selectors.EVENT_READ:
+                    self._hear(process)
+            with self._lock:
+                while self._new:
+                    job = self._new.popleft()
+                    (self._waiting_async if job.is_async else self._waiting).append(job)
+            now = time.monotonic()
+            self._run_plain(now)
+            self._run_async(now)
+        for process in (*self._plain, *self._loops):
+            process.end()
+            self._waiting.extend(process.jobs.values())
+        for job in (*self._waiting, *self._waiting_async, *self._new):
+            job.future.cancel()
+        self._selector.close()
+        self._wake_up.close()
+        self._woken.close()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _end_all(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for process in list(self._processes):
-            self._end(process)
-
-    async def _score(self, job: _Job, is_async: bool) -> None:
+    def _drain(self) -> bool:
         try:
-            await (self._score_on_a_loop(job) if is_async else self._score_alone(job))
-        except OSError as error:
-            job.settle(error=RewardRaised(f"no process for it: {error}"))
+            return bool(self._woken.recv(1 << 16))
+        except BlockingIOError:
+            return False
 
-    async def _start(self, kind: str) -> _Process:
-        process = _Process(kind)
-        self._processes.add(process)
-        try:
-            reader = await process.wait_until_ready()
-        except ChildProcessError:
-            self._end(process)
-            raise
-        self._spawn(self._listen(process, reader))
-        return process
-
-    def _end(self, process: _Process) -> None:
-        self._processes.discard(process)
-        for processes in (self._idle, self._loops):
-            if process in processes:
-                processes.remove(process)
-        process.end()
-
-    async def _listen(self, process: _Process, reader: asyncio.StreamReader) -> None:
-        """Settle jobs as their answers come, until the process ends."""
-        try:
-            while True:
-                number, reward, changes = await receive(reader)
-                self._answered(process, number, reward, changes)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            if process in self._processes and not self._closed:
-                self._died(process)
-
-    def _answered(self, process: _Process, number: int, reward: object, changes: Sequence[dict[str, object]]) -> None:
-        job = process.jobs.pop(number, None)
-        process.since = time.monotonic()
-        if job is None:
-            return
-        if isinstance(reward, RewardRaised):
-            job.settle(error=reward)
-            return
-        if not job.future.done():
+    def _hear(self, process: _Process) -> None:
+        answers, gone = process.read()
+        for answer in answers:
+            if answer is None:
+                process.ready(time.monotonic())
+                continue
+            number, reward, changes = answer
+            job = process.jobs.pop(number, None)
+            process.since = time.monotonic()
+            if job is None or job.future.done():
+                continue
+            if isinstance(reward, RewardRaised):
+                job.settle(error=reward)
+                continue
             for sample, changed in zip(job.samples, changes, strict=True):
                 for name, new in changed.items():
                     setattr(sample, name, new)
-        job.settle(reward)
+            job.settle(reward)
+        if gone:
+            self._died(process)
 
     def _died(self, process: _Process) -> None:
         """A process ended by itself: who was it? The others that it had are scored again."""
-        jobs, running = list(process.jobs.values()), process.running()
-        self._end(process)
-        guilty = [job for job in jobs if job.number == running] or (jobs if len(jobs) == 1 else [])
-        if not guilty:  # a callback, or a thread of some function
-            _separate(jobs)
-        _lose(guilty, "crash")
-        _score_again(job for job in jobs if job not in guilty)
+        jobs = [job for job in process.jobs.values() if not job.future.done()]
+        number = process.running()
+        guilty = [job for job in jobs if job.number == number]
+        if process.kind == "async" and not guilty:  # a callback, or a thread of some function
+            if len(jobs) == 1:
+                guilty = jobs
+            else:
+                _separate(jobs)
+        self._remove(process)
+        self._lose(guilty, "crash")
 
-    # -------------------------------------------------------------------------------- plain functions
-    async def _score_alone(self, job: _Job) -> None:
-        """Score in a process that has nothing else to do meanwhile."""
-        async with self._places:  # for as long as it is not slow: then another process does the share of this one
-            if job.future.done():
-                return
-            process = self._idle.pop() if self._idle else await self._start("sync")
-            process.give(job)
-            await _wait(job.returned, min(SLOW_S, job.limit_s))
-        await _wait(job.returned, job.limit_s - SLOW_S)
-        if not job.returned.is_set():
-            _lose([job], "timeout")
-            self._end(process)
-        elif process in self._processes:
-            self._idle.append(process)
-            if len(self._idle) > self.num_processes:
-                self._loop.call_later(IDLE_S, self._end_surplus)
+    def _lose(self, jobs: Sequence[_Job], reason: str) -> None:
+        for job in jobs:
+            job.settle(LostReward(reason))
 
-    def _end_surplus(self) -> None:
-        if len(self._idle) > self.num_processes:
-            self._end(self._idle[0])
+    def _remove(self, process: _Process) -> None:
+        """End a process; what it had and is not done waits again, in front."""
+        process.end()
+        processes, waiting = (
+            (self._loops, self._waiting_async) if process.kind == "async" else (self._plain, self._waiting)
+        )
+        processes.remove(process)
+        waiting.extendleft(reversed([job for job in process.jobs.values() if not job.future.done()]))
+        process.jobs = {}
 
-    # -------------------------------------------------------------------------------- async functions
-    async def _score_on_a_loop(self, job: _Job) -> None:
-        while not job.future.done():
-            async with self._choosing:
-                (await self._loop_for(job)).give(job)
-            await job.returned.wait()
+    def _run_plain(self, now: float) -> None:
+        for process in list(self._plain):
+            running = process.running()
+            for number in [n for n, job in process.jobs.items() if job.future.done() and n != running]:
+                del process.jobs[number]  # scored elsewhere meanwhile
+            current = process.jobs.get(running) or next(iter(process.jobs.values()), None)
+            if current is None:
+                if len(self._plain) > self.num_processes and now - process.since > IDLE_S:
+                    self._remove(process)
+            elif process.is_ready and now - process.since > current.limit_s:
+                self._lose([current], "timeout")
+                self._remove(process)
+        quick = [p for p in self._plain if not (p.jobs and p.is_ready) or now - p.since < SLOW_S]
+        for process in self._plain:
+            if process not in quick and len(process.jobs) > 1:
+                # What waits behind a slow one goes to others; should it get there first, the second answer is ignored.
+                running = process.running()
+                behind = [job for number, job in process.jobs.items() if number != running]
+                known = set(map(id, self._waiting))
+                busy = {number for quick_process in quick for number in quick_process.jobs}
+                self._waiting.extendleft(j for j in reversed(behind) if id(j) not in known and j.number not in busy)
+        while self._waiting and self._waiting[0].future.done():
+            self._waiting.popleft()
+        if not self._waiting:
+            return
+        num_wanted = min(self.num_processes, len(self._waiting) + sum(bool(p.jobs) for p in quick))
+        for _ in range(num_wanted - len(quick)):
+            process = _Process("sync", self._selector)
+            self._plain.append(process)
+            quick.append(process)
+        chunk = max(1, min(CHUNK, len(self._waiting) // (2 * self.num_processes)))
+        for process in quick:
+            while self._waiting and not process.jobs:
+                taken = [self._waiting.popleft() for _ in range(min(chunk, len(self._waiting)))]
+                process.give([job for job in taken if not job.future.done()])
 
-    async def _loop_for(self, job: _Job) -> _Process:
-        """Wait for a loop that is not blocked and takes the job."""
-        while True:
-            now = time.monotonic()
-            free = [process for process in self._loops if process.blocked_for(now) <= BLOCKED_S]
-            if not free and len(self._loops) < MAX_LOOPS:
-                process = await self._start("async")
-                self._loops.append(process)
-                self._spawn(self._watch(process))
-                free = [process]
-            if free and _has_room(free[0], job):
-                return free[0]
-            await asyncio.sleep(TICK_S)
-
-    async def _watch(self, process: _Process) -> None:
-        """Look at a loop again and again until it ends."""
-        while process in self._loops:
-            now = time.monotonic()
-            blocked_s = process.blocked_for(now)
-            if blocked_s > BLOCKED_S:
-                self._blocked(process, blocked_s)
-            elif not process.jobs:
-                if len(self._loops) > 1 and now - process.since > IDLE_S:
-                    self._end(process)
-            elif blocked_s < LATE_BEAT_S:
-                late = [job for job in process.jobs.values() if now - job.since > job.limit_s]
-                for job in late:  # its task stays where it is: it waits, and takes nothing from the others
-                    del process.jobs[job.number]
-                _lose(late, "timeout")
-            await asyncio.sleep(TICK_S)
+    def _run_async(self, now: float) -> None:
+        for process in list(self._loops):
+            blocked = process.blocked_for(now)
+            for number in [n for n, job in process.jobs.items() if job.future.done() and n != process.running()]:
+                del process.jobs[number]
+            if blocked > BLOCKED_S:
+                self._blocked(process, blocked)
+                continue
+            if blocked < LATE_BEAT_S:
+                late = [job for job in process.jobs.values() if job.since and now - job.since > job.limit_s]
+                self._lose(late, "timeout")  # its task stays where it is: it waits, and takes nothing from the others
+            if not process.jobs and len(self._loops) > 1 and now - process.since > IDLE_S:
+                self._remove(process)
+        while self._waiting_async and self._waiting_async[0].future.done():
+            self._waiting_async.popleft()
+        free = [p for p in self._loops if p.blocked_for(now) <= BLOCKED_S]
+        if self._waiting_async and not free and len(self._loops) < MAX_LOOPS:
+            self._loops.append(_Process("async", self._selector))
+            free = self._loops[-1:]
+        if not free:
+            return
+        process, taken = free[0], list[_Job]()
+        while self._waiting_async:
+            job, running = self._waiting_async[0], [*process.jobs.values(), *taken]
+            companies = [member.company for member in (job, *running) if member.company is not None]
+            if len(running) >= min(companies, default=len(running) + 1):
+                break
+            self._waiting_async.popleft()
+            if not job.future.done():
+                job.since = now if process.is_ready else 0.0
+                taken.append(job)
+        process.give(taken)
 
     def _blocked(self, process: _Process, blocked_s: float) -> None:
         """Its loop is blocked by the job that runs; the others continue elsewhere, and the job's limit still holds."""
         guilty = process.jobs.get(process.running())
-        innocent = [job for job in process.jobs.values() if job is not guilty]
-        limit_s = guilty.limit_s if guilty else min((job.limit_s for job in innocent), default=0.0)
+        limit_s = guilty.limit_s if guilty else min((job.limit_s for job in process.jobs.values()), default=0.0)
+        innocent = [job for job in process.jobs.values() if job is not guilty and not job.future.done()]
         if blocked_s > limit_s:
-            self._end(process)
-            if guilty is not None or len(innocent) == 1:
-                _lose([guilty] if guilty else innocent, "timeout")
-            else:
+            if guilty is None:
                 _separate(innocent)
-        elif guilty is None:
-            return  # the job that blocks it is not known; the limit decides
-        process.jobs = {} if guilty is None else {guilty.number: guilty}
-        _score_again(innocent)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, at most so long."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(max(0.0, seconds)):
-            await event.wait()
-
-
-def _has_room(process: _Process, job: _Job) -> bool:
-    bounds = [member.company for member in (job, *process.jobs.values()) if member.company is not None]
-    return len(process.jobs) < min(bounds, default=len(process.jobs) + 1)
+            self._lose([guilty] if guilty else innocent if len(innocent) == 1 else [], "timeout")
+            self._remove(process)
+        elif guilty is not None:
+            for job in innocent:
+                del process.jobs[job.number]
+            self._waiting_async.extendleft(reversed(innocent))
 
 
 def _separate(jobs: Sequence[_Job]) -> None:
     """One of them broke its process: fewer shall be with it next time."""
     for job in jobs:
         job.company = 1 if job.company is not None or len(jobs) <= FEW else FEW
-
-
-def _lose(jobs: Sequence[_Job], reason: str) -> None:
-    for job in jobs:
-        job.settle(LostReward(reason))
-
-
-def _score_again(jobs: Iterable[_Job]) -> None:
-    for job in jobs:
-        job.returned.set()

@@ -2,10 +2,10 @@
 
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
-Messages are pickles behind their length. In: (number, pickled `Grading`, call, kwargs, pickled samples). Out: first
+Messages are pickles behind their length. In: (number, `PackedGrading`, call, kwargs, pickled samples). Out: first
 None, then (number, reward or `RewardRaised`, changed attributes of each sample). The process ends with the connection.
-Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job of an event loop
-runs (see `pool.STATE`).
+Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job runs
+(see `pool.STATE`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from typing import Any, TypeVar
 
 from fusionrl.base.pipe_messages import frame, receive
 from fusionrl.base.stack_signal import answer_with_stacks
-from fusionrl.config.hooks import register_hooks
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.rewards.pool import STATE
 from fusionrl.rewards.reward_call import RewardRaised, call_reward, reward_path
-from fusionrl.rewards.settings import Grading
+from fusionrl.rewards.settings import GradingReader, PackedGrading
 
 T = TypeVar("T")
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 READY = frame(None)
-_hooks: dict[str, object] = {}  # that this process knows
+_gradings = GradingReader()
 
 
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(self, number: int, grading: bytes, call: str, kwargs: dict[str, object], samples: bytes) -> None:
+    def __init__(
+        self, number: int, grading: PackedGrading, call: str, kwargs: dict[str, object], samples: bytes
+    ) -> None:
         self.number, self.call, self.kwargs = number, call, kwargs
         self._pickled = grading, samples
         self.path: str | None = None  # of the function, and the samples, once both are unpickled
@@ -54,10 +55,7 @@ class _Job:
 
     def start(self) -> object:
         """Unpickle the call, which runs code of the user's classes, and make it; returns the reward or an awaitable."""
-        grading: Grading = pickle.loads(self._pickled[0])
-        if _hooks != grading.hooks:  # samples may hold objects of classes in their files
-            register_hooks(grading.hooks)
-            _hooks.update(grading.hooks)
+        grading = _gradings.read(self._pickled[0])
         self.samples = pickle.loads(self._pickled[1])
         self._before = [_attributes(sample) for sample in self.samples]
         self.path = reward_path(grading, self.samples[0])
@@ -84,11 +82,12 @@ def _attributes(sample: Sample) -> dict[str, bytes]:
     return {name: pickle.dumps(value) for name, value in vars(sample).items()}
 
 
-def serve_sync(connection: socket.socket) -> None:
+def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
     """Score one sample after the other."""
     connection.sendall(READY)
     while True:
         job = _Job(*receive(connection))
+        state[8:16] = struct.pack("Q", job.number)
         try:
             reward = job.start()
             if inspect.isawaitable(reward):  # a plain function may return one, as a lambda or a partial does
@@ -193,7 +192,7 @@ def main(arguments: Sequence[str]) -> None:
     with socket.socket(fileno=descriptor) as connection, mmap.mmap(memory, STATE.size) as state:
         try:
             if kind == "sync":
-                serve_sync(connection)
+                serve_sync(connection, state)
             else:
                 serve_async(connection, state)
         except (EOFError, ConnectionError):

@@ -109,13 +109,15 @@ def test_a_reward_worker_has_the_secrets_of_hooks_and_shows_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They come by its standard input: neither its environment nor its command line has them."""
+    import selectors
+
     from fusionrl.rewards import pool
 
     monkeypatch.setenv("HF_TOKEN", "of-the-shell")
     monkeypatch.setenv("JUDGE_API_KEY", "of-the-judge")
     monkeypatch.setenv(environment.HOOK_NAMES, "JUDGE_API_KEY")
     monkeypatch.setenv(ROUTER_KEY, "of-the-engines")
-    process = pool._Process("sync")
+    process = pool._Process("sync", selectors.DefaultSelector())
     try:
         process.connection.settimeout(60)
         assert process.connection.recv(1)  # it says that it is ready, and so has read its input

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, take_lost
 from fusionrl.rewards.registry import RM_TYPES
-from fusionrl.rewards.settings import Grading, RewardSettings
+from fusionrl.rewards.settings import GradingReader, RewardSettings
 
 HOOKS = """
 import asyncio, os
@@ -260,9 +259,9 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
     """The flags go to a user's function, as it has them elsewhere; a built-in reward gets the few that it reads."""
     args = flags(rm_type="exact", prompt_data=["x" * 1000], abort_event=threading.Event(), own=threading.Lock())
     settings = RewardSettings.of_args(args)
-    graded: Grading = pickle.loads(settings.grading.packed())
+    graded = GradingReader().read(settings.grading.packed())
     assert graded.args is None and (graded.rm_type, graded.format_regex) == ("exact", None)
-    for_hook: Grading = pickle.loads(settings.grading.with_args(args).packed())
+    for_hook = GradingReader().read(settings.grading.with_args(args).packed())
     assert vars(for_hook.args) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
     other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"])).grading
     assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}

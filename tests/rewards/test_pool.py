@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
 from fusionrl.rewards.reward_call import LostReward, RewardRaised, is_async
-from fusionrl.rewards.settings import Grading
+from fusionrl.rewards.settings import Grading, PackedGrading
 
 GUILTY = 7
 HOOKS = """
@@ -95,7 +94,7 @@ def pool() -> Iterator[RewardPool]:
     made.close()
 
 
-def grading(path: str) -> bytes:
+def grading(path: str) -> PackedGrading:
     """Return what a process is sent of the flags, for a user's function."""
     return Grading(custom_rm_path=path).with_args(argparse.Namespace(custom_rm_path=path)).packed()
 
@@ -199,7 +198,7 @@ def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None
         score(pool, f"{hooks}:raises", 1, 5.0)
     with pytest.raises(RewardRaised, match="cannot pickle"):
         score(pool, f"{hooks}:a_lock", 1, 5.0)
-    args = pickle.dumps(Grading(rm_type="exact"))
+    args = Grading(rm_type="exact").packed()
     strange = Sample(response="a", label=Strange())
     with pytest.raises(RewardRaised, match="TypeError"):
         pool.submit(args, [strange], call="sample", kwargs={}, limit_s=5.0, is_async=False).result(30)
@@ -254,7 +253,7 @@ def test_nothing_is_left_when_it_is_closed(hooks: str) -> None:
         pool.submit(args, [Sample(index=i)], call="sample", kwargs={}, limit_s=60.0, is_async=False) for i in range(20)
     ]
     futures[0].result(30)
-    pids = [process.process.pid for process in pool._processes]
+    pids = [process.process.pid for process in pool._plain]
     assert pids
     pool.close()
     assert futures[GUILTY].cancelled()
