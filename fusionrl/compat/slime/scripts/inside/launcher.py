@@ -172,7 +172,9 @@ def _pass_over(part: str, error: BaseException) -> None:
 
 # ---------------------------------------------------------------------------------------- helpers of slime, miles
 def _bash(command: str, capture_output: bool = False, **_: object) -> str | None:
-    done = subprocess.run(["bash", "-c", str(command)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        ["bash", "-c", str(command)], env=os.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
     return done.stdout if capture_output else None
 
 
