@@ -86,7 +86,7 @@ class SharedNursery:
         home = Path(tempfile.mkdtemp(prefix="nursery-"))  # a short path: a socket's has 107 characters
         key = secrets.token_hex(32)
         (home / "key").write_text(key)
-        with only({**self.environment, ROOM_VARIABLE: " " * ROOM}):  # branches are told only what it lacks
+        with only({**self.environment, ROOM_VARIABLE: " " * ROOM}):  # branches get only what it lacks
             order = self._order_of(home, key)
             nursery = start_nursery(home, EARLY_LINE + order.to_line())
         self._own.append((nursery, home))

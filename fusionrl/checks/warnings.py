@@ -95,7 +95,7 @@ def staleness_warnings(config: Config) -> list[str]:
 def chat_warnings(config: Config) -> list[str]:
     """The warning, where the default functions would give text to a model whose tokenizer has a chat template.
 
-    Nothing is said of a text that has marks of turns: whoever wrote it has rendered it. A user's rollout, generate or
+    Nothing is said of a text that has marks of turns: its author has rendered it. A user's rollout, generate or
     data source function may render prompts itself. (A list of messages without --apply-chat-template is an error.)
     """
     data, rollout, folder = config.data, config.rollout, config.model.hf_checkpoint

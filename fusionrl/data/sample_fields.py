@@ -45,7 +45,7 @@ class ListField(_StoredField):
 
 
 class DefaultField(_StoredField):
-    """A field of slime's that is never None: where a hook or a file sets None, it is `make()`."""
+    """One of slime's fields, never None: where a hook or a file sets None, it is `make()`."""
 
     def __init__(self, name: str, make: Callable[[], object]) -> None:
         super().__init__(name)

@@ -83,7 +83,7 @@ def write_atomically(path: Path, content: str | Iterable[bytes]) -> None:
     """Write a text, or parts of one, under a temporary name next to `path`, then rename: a reader never sees half a
     file, and an error leaves none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process, or a link of somebody else
+    temporary.unlink(missing_ok=True)  # left by a killed process, or a link that another user made
     try:
         with temporary.open("xb") as file:
             file.writelines([content.encode()] if isinstance(content, str) else content)

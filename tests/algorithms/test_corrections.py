@@ -1,4 +1,4 @@
-"""Importance weights and rejections against loops, also for log-probs that are no numbers."""
+"""Importance weights and rejections against loops, also for log-probs that are not numbers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_methods_by_name():
 
 @pytest.mark.parametrize("mode", ["none", "truncate", "mask"])
 def test_weights_carry_no_gradient(mode):
-    """They are of the policy before the update, also where a loss gives its own log-probs for these."""
+    """They belong to the policy before the update, also where a loss gives its own log-probs for these."""
     batch = flat_batch(24)
     own = batch.log_probs.clone().requires_grad_()
     weights, _, metrics = importance_weights(

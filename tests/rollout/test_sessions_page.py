@@ -1,4 +1,4 @@
-"""docs/guides/agents.md: its agent runs as it stands there, and its generate function too."""
+"""docs/guides/agents.md: its agent runs as printed, and its generate function too."""
 
 from __future__ import annotations
 
