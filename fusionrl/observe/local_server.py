@@ -20,6 +20,7 @@ def make_server(host: str, port: int, answer: Callable[[str], Answer]) -> Thread
         server_version = "fusionrl"
 
         def do_GET(self) -> None:
+            """Send what `answer` returns, or a 500 with the error's text."""
             is_named = (self.headers.get("Host") or "").partition(":")[0] in _THIS_MACHINE
             try:
                 status, kind, body = answer(self.path if is_named or host not in _THIS_MACHINE else "")

@@ -170,7 +170,7 @@ def _refuse_content(path: Path, resume: bool) -> None:
             f"--run-dir {path} already holds a run: pass --resume to go on with it, "
             "or another --run-dir to start a new one"
         )
-    # Nothing but files and folders, none in the place of the other.
+    # Only files and folders, each where a run has one.
     for folder in (path, *(path / name for name in LINKED_FOLDERS)):
         if not folder.is_symlink() and not folder.exists():
             continue

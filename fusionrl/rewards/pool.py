@@ -230,7 +230,7 @@ class RewardPool:
             is_async: whether it runs on an event loop.
         """
         number = next(self._numbers)
-        message = frame((number, grading, call, kwargs, pickle.dumps(list(samples))))
+        message = frame((number, grading, call, pickle.dumps((list(samples), kwargs))))
         job = _Job(number, list(samples), message, limit_s, is_async)
         with self._lock:
             if self._closed:

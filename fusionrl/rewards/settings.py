@@ -67,9 +67,9 @@ class GradingReader:
     def read(self, packed: PackedGrading) -> Grading:
         """Return the grading, with an `args` of its own."""
         if packed.fixed != self._fixed:
-            self._grading = pickle.loads(packed.fixed)
-            self._fixed = packed.fixed
-            register_hooks(self._grading.hooks)  # samples may hold objects of classes in their files
+            grading = pickle.loads(packed.fixed)
+            register_hooks(grading.hooks)  # samples may hold objects of classes in their files
+            self._fixed, self._grading = packed.fixed, grading
         if self._grading.args is None:
             return self._grading
         return replace(self._grading, args=_namespace(vars(self._grading.args) | pickle.loads(packed.changing)))

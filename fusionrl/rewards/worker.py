@@ -2,7 +2,7 @@
 
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
-Messages are pickles behind their length. In: (number, `PackedGrading`, call, kwargs, pickled samples). Out: first
+Messages are pickles behind their length. In: (number, `PackedGrading`, call, pickled samples and kwargs). Out: first
 None, then (number, reward or `RewardRaised`, changed attributes of each sample). The process ends with the connection.
 Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job runs
 (see `pool.STATE`).
@@ -45,21 +45,19 @@ _gradings = GradingReader()
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(
-        self, number: int, grading: PackedGrading, call: str, kwargs: dict[str, object], samples: bytes
-    ) -> None:
-        self.number, self.call, self.kwargs = number, call, kwargs
-        self._pickled = grading, samples
+    def __init__(self, number: int, grading: PackedGrading, call: str, payload: bytes) -> None:
+        self.number, self.call = number, call
+        self._pickled = grading, payload
         self.path: str | None = None  # of the function, and the samples, once both are unpickled
         self.samples: list[Sample] = []
 
     def start(self) -> object:
         """Unpickle the call, which runs code of the user's classes, and make it; returns the reward or an awaitable."""
         grading = _gradings.read(self._pickled[0])
-        self.samples = pickle.loads(self._pickled[1])
+        self.samples, kwargs = pickle.loads(self._pickled[1])
         self._before = [_attributes(sample) for sample in self.samples]
         self.path = reward_path(grading, self.samples[0])
-        return call_reward(grading, self.samples if self.call == "group" else self.samples[0], **self.kwargs)
+        return call_reward(grading, self.samples if self.call == "group" else self.samples[0], **kwargs)
 
     def answer(self, reward: object) -> bytes:
         """Return the frame of the reward, with what the function changed in its samples.

@@ -173,7 +173,7 @@ def same(found: Tokens, tokens: Tensor, want: Tokens, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("name", OF_TOKENS)
 def test_a_fully_masked_sample_is_as_good_as_none(name: str) -> None:
-    """Whatever stands at its tokens, and at the masked ones of other samples."""
+    """Whatever its tokens hold, and at the masked ones of other samples."""
     batch = flat_batch(40, token_advantages=True)
     sample = batch.index == 3
     batch.mask[sample], batch.weights[sample] = 0.0, 0.0

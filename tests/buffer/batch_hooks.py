@@ -276,7 +276,7 @@ def asks_for_more(args: Namespace, rollout_id: int, data_source: Any, evaluation
 
 
 def own_numbers(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Draw a batch and return groups of one's own, numbered from 0; the first call returns fewer."""
+    """Draw a batch and return new groups, numbered from 0; the first call returns fewer."""
     CALLS.append(rollout_id)
     if len(CALLS) == 1:
         data_source.get_samples(args.rollout_batch_size)

@@ -199,9 +199,10 @@ def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None
     with pytest.raises(RewardRaised, match="cannot pickle"):
         score(pool, f"{hooks}:a_lock", 1, 5.0)
     args = Grading(rm_type="exact").packed()
-    strange = Sample(response="a", label=Strange())
-    with pytest.raises(RewardRaised, match="TypeError"):
-        pool.submit(args, [strange], call="sample", kwargs={}, limit_s=5.0, is_async=False).result(30)
+    for label, kwargs in ((Strange(), {}), ("a", {"note": Strange()})):
+        sample = Sample(response="a", label=label)
+        with pytest.raises(RewardRaised, match="TypeError"):
+            pool.submit(args, [sample], call="sample", kwargs=kwargs, limit_s=5.0, is_async=False).result(30)
 
 
 class Strange:

@@ -69,6 +69,7 @@ class Device:
         }
 
     def reading(self) -> Reading:
+        """Ask the driver now; a value that it does not give is None."""
         nvml = self._nvml
         busy, memory = self._ask(nvml.nvmlDeviceGetUtilizationRates), self._ask(nvml.nvmlDeviceGetMemoryInfo)
         power = self._ask(nvml.nvmlDeviceGetPowerUsage)
