@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
@@ -10,7 +11,7 @@ from pkgutil import resolve_name
 
 from fusionrl import __version__
 from fusionrl.base.spelling import closest
-from fusionrl.cli.exit_codes import EXIT_USER
+from fusionrl.cli.exit_codes import EXIT_USER, refuse
 
 USAGE = """usage: fusionrl COMMAND [flags]
 
@@ -52,6 +53,8 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 for a user's mistake, 1 for a failure."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack a model's characters
     try:
         exit_code = _run(args)
         sys.stdout.flush()
@@ -83,5 +86,10 @@ def _run(args: list[str]) -> int:
         hint = f"; did you mean `fusionrl {close}`?" if close else ""
         print(f"error: unknown command {command!r}{hint}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER
-    exit_code: int = resolve_name(COMMANDS[command])(rest)
+    try:
+        exit_code: int = resolve_name(COMMANDS[command])(rest)
+    except ValueError as error:
+        if not COMMANDS[command].startswith("fusionrl.observe."):
+            raise
+        return refuse([str(error)])
     return exit_code

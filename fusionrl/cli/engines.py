@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusionrl.cli.exit_codes import EXIT_USER
+from fusionrl.cli.exit_codes import refuse
 from fusionrl.observe.engine_list import WANTED, add_wanted, engine_url, read_states, read_wanted, remove_wanted
 
 
@@ -21,8 +20,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         print(_act(options.action, options.address, Path(options.run_dir)))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
+        return refuse([str(error)])
     return 0
 
 

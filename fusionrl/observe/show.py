@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,7 +25,6 @@ from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list
 from fusionrl.observe.run_dir import holds_run
 from fusionrl.observe.safe_text import shorten, visible
 
-EXIT_USER = 2
 _EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups
 _LISTED, _ALONE = 600, 20_000  # characters of a text in a list of samples, and of one sample
 
@@ -38,14 +37,8 @@ mismatch: mean |engine - trainer| log-prob of its tokens). A run that is still g
 
 # ------------------------------------------------------------------------------------------------ the command
 def main(argv: Sequence[str]) -> int:
-    """`fusionrl show [RUN] …`; returns the exit code, 2 for a user's mistake."""
-    options = _parser().parse_args(argv)
-    try:
-        parts = _shown(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
-    write_text(parts, sys.stdout)
+    """`fusionrl show [RUN] …`; returns the exit code."""
+    sys.stdout.writelines(_shown(_parser().parse_args(argv)))
     return 0
 
 
@@ -405,18 +398,6 @@ def painter(stream: TextIO) -> Paint:
     if may_color(stream):
         return lambda text, style: f"\x1b[{style}m{text}\x1b[0m"
     return lambda text, style: text
-
-
-def write_text(parts: Iterable[str], stream: TextIO) -> None:
-    """Write as much as the stream's encoding can say; ignore a reader that has left."""
-    encoding = stream.encoding or "utf-8"
-    try:
-        for text in parts:
-            stream.write(text.encode(encoding, errors="replace").decode(encoding))
-        stream.flush()
-    except BrokenPipeError:
-        # The reader (head, less) has left; what is still buffered must not be tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # ------------------------------------------------------------------------------------------------ while training

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusionrl.observe.show import EXIT_USER, find_run, parse_steps
+from fusionrl.observe.show import find_run, parse_steps
 from fusionrl.observe.timeline.check import COMPARED, record_faults
 from fusionrl.observe.timeline.records import attempts, read_attempt
 from fusionrl.observe.timeline.report import report
@@ -23,33 +23,8 @@ report where the time went. A run that is still going may be looked at."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """`fusionrl timeline [RUN] …`; returns the exit code: 2 for a user's mistake, 1 if --check finds a fault."""
+    """`fusionrl timeline [RUN] …`; returns the exit code, 1 if --check finds a fault."""
     options = _parser().parse_args(argv)
-    try:
-        return _run(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fusionrl timeline", description=_HELP)
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
-    parser.add_argument("--out", metavar="FILE", help=f"the file to write; default: {TRACE_FILE} in the run's folder")
-    parser.add_argument("--attempt", type=int, metavar="N", help="of a resumed run; default: the last")
-    parser.add_argument("--steps", metavar="A-B", help="these steps only, in the file; default: all")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=64,
-        metavar="N",
-        help="the N longest samples of each step, and all that were aborted; default: 64",
-    )
-    parser.add_argument("--check", action="store_true", help="check the record: clocks, times against metrics.jsonl")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
     run = find_run(options.run)
     if options.samples < 0:
         raise ValueError(f"--samples {options.samples}: expected 0 or more")
@@ -80,3 +55,19 @@ def _run(options: argparse.Namespace) -> int:
     for fault in messages:
         print(f"fault: {fault}", file=sys.stderr)
     return EXIT_FAILED if messages else 0
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fusionrl timeline", description=_HELP)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
+    parser.add_argument("--out", metavar="FILE", help=f"the file to write; default: {TRACE_FILE} in the run's folder")
+    parser.add_argument("--attempt", type=int, metavar="N", help="of a resumed run; default: the last")
+    parser.add_argument("--steps", metavar="A-B", help="these steps only, in the file; default: all")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=64,
+        metavar="N",
+        help="the N longest samples of each step, and all that were aborted; default: 64",
+    )
+    parser.add_argument("--check", action="store_true", help="check the record: clocks, times against metrics.jsonl")
+    return parser

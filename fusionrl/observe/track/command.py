@@ -11,7 +11,7 @@ from pathlib import Path
 from fusionrl.base.environment import hide_passwords
 from fusionrl.observe.metrics import METRICS_FILE
 from fusionrl.observe.run_dir import is_running, last_config
-from fusionrl.observe.show import EXIT_USER, find_run
+from fusionrl.observe.show import find_run
 from fusionrl.observe.track.adapters import ADAPTERS, Target, flat_config, open_tracker
 from fusionrl.observe.track.metric_lines import read_lines
 from fusionrl.observe.track.prometheus import Prometheus
@@ -27,23 +27,20 @@ sent is remembered in the run's folder (trackers.json): the command sends what i
 
 
 def main(argv: Sequence[str]) -> int:
-    """`fusionrl track [RUN] --to TRACKER …`; returns the exit code, 2 for a user's mistake, 1 if the tracker fails."""
+    """`fusionrl track [RUN] --to TRACKER …`; returns the exit code, 1 if the tracker fails."""
     options = _parser().parse_args(argv)
+    run = find_run(options.run)
+    if options.to in LIVE and not options.follow:
+        raise ValueError(f"--to {options.to} shows a live run: give --follow")
+    if not (run / METRICS_FILE).is_file() and not (options.follow and is_running(run)):
+        raise ValueError(f"{run} has no {METRICS_FILE}: no step is finished yet, or it is not a run folder")
+    if options.offline and options.address and options.to in _ADDRESS_SENDS:
+        raise ValueError(f"--offline with --address: --to {options.to} sends to an address; leave one of the two out")
     try:
-        run = find_run(options.run)
-        if options.to in LIVE and not options.follow:
-            raise ValueError(f"--to {options.to} shows a live run: give --follow")
-        if not (run / METRICS_FILE).is_file() and not (options.follow and is_running(run)):
-            raise ValueError(f"{run} has no {METRICS_FILE}: no step is finished yet, or it is not a run folder")
-        if options.offline and options.address and options.to in _ADDRESS_SENDS:
-            raise ValueError(
-                f"--offline with --address: --to {options.to} sends to an address; leave one of the two out"
-            )
         count = _send(run, options)
-    except (TrackerError, ValueError) as error:
-        # A tracker's own words may hold its address.
-        print(f"error: {hide_passwords(str(error))}", file=sys.stderr)
-        return EXIT_FAILED if isinstance(error, TrackerError) else EXIT_USER
+    except TrackerError as error:
+        print(f"error: {hide_passwords(str(error))}", file=sys.stderr)  # a tracker's own words may hold its address
+        return EXIT_FAILED
     print(f"{run}: {count:,} lines sent to {options.to}")
     return 0
 

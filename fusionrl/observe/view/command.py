@@ -11,7 +11,6 @@ from pathlib import Path
 from fusionrl.observe.json_values import write_atomically
 from fusionrl.observe.rollouts import EVAL_KIND, rollout_of_step
 from fusionrl.observe.show import (
-    EXIT_USER,
     Samples,
     find_run,
     may_color,
@@ -19,7 +18,6 @@ from fusionrl.observe.show import (
     parse_steps,
     reward_key,
     sample_block,
-    write_text,
 )
 from fusionrl.observe.view.page import FRAME, page_parts
 from fusionrl.observe.view.run_block import NoRoomError, build_run, vocabulary_of
@@ -37,19 +35,14 @@ coloured by mask, mismatch, entropy, advantage or weight version. Two runs stand
 
 
 def main(argv: Sequence[str]) -> int:
-    """`fusionrl view [RUN …] …`; returns the exit code, 2 for a user's mistake."""
+    """`fusionrl view [RUN …] …`; returns the exit code."""
     options = _parser().parse_args(argv)
-    try:
-        is_terminal = _check_mode(options)
-        if is_terminal:
-            _print_sample(options)
-        elif options.serve is not None:
-            _serve(options)
-        else:
-            print(_write_html(options))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
+    if _check_mode(options):
+        _print_sample(options)
+    elif options.serve is not None:
+        _serve(options)
+    else:
+        print(_write_html(options))
     return 0
 
 
@@ -164,4 +157,4 @@ def _print_sample(options: argparse.Namespace) -> None:
         parts = [samples.header(run, False), "\n\n", sample_block(record, _CHARS, painter(sys.stdout)), "\n\n"]
         by = options.by or ("mismatch" if "engine" in row else "mask")
         lines = render_tokens(row, by, vocabulary, may_color(sys.stdout))
-        write_text([*parts, *(line + "\n" for line in lines)], sys.stdout)
+        sys.stdout.writelines([*parts, *(line + "\n" for line in lines)])
