@@ -226,21 +226,11 @@ def recorder() -> Recorder | None:
 
 
 @contextmanager
-def span(name: str, *, lane: str | None = None, **facts: Fact) -> Iterator[None]:
-    """Record the time of a block; it is written when it ends. Spans of one lane (default: of one thread) must nest."""
-    with _recorded(name, facts, False, lane):
-        yield
+def span(name: str, *, lane: str | None = None, is_phase: bool = False, **facts: Fact) -> Iterator[None]:
+    """Record the time of a block; it is written when it ends. Spans of one lane (default: of one thread) must nest.
 
-
-@contextmanager
-def phase(name: str, *, lane: str | None = None, **facts: Fact) -> Iterator[None]:
-    """Record the time of a block, whose beginning is in the file at once. For blocks that come a few times a step."""
-    with _recorded(name, facts, True, lane):
-        yield
-
-
-@contextmanager
-def _recorded(name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | None) -> Iterator[None]:
+    The beginning of a `phase` is in the file at once; for blocks that come a few times a step.
+    """
     active = _recorder
     if active is None:
         yield
@@ -251,6 +241,8 @@ def _recorded(name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | 
     finally:
         active.end(begun)
 
+
+phase = partial(span, is_phase=True)
 
 def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -> None:
     """Record a span that has ended, of `time.monotonic_ns()`. Spans of one lane nest or follow each other."""
