@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -77,6 +78,18 @@ def to_json(value: object) -> bytes:
     except TypeError:  # a key that is not a string, an integer of more than 64 bits, half a surrogate pair
         text = json.dumps(to_jsonable(value), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8", "backslashreplace")
+
+
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    """The object that a line of JSON holds; None for anything else."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            value = json.loads(text)  # takes what orjson refuses: half a surrogate pair, integers of more than 64 bits
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
 
 
 def write_atomically(path: Path, content: str | Iterable[bytes]) -> None:

@@ -9,17 +9,18 @@ resumed run appends to the same file: `read_metrics` merges what two attempts wr
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from fusionrl.base.packages import install_hint
-from fusionrl.observe.json_values import Scalar, json_line, to_scalar
+from fusionrl.observe.json_values import Scalar, json_line, parse_object, to_scalar
 
 METRICS_FILE = "metrics.jsonl"
 STEP_TIME = "perf/step_time_s"  # in the line of a finished step; the lines of a resume and an evaluation lack it
@@ -168,26 +169,56 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, object]]]:
     """(step, attempt, line) of each line."""
     torn: int | None = None
     attempt = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
+    for number, _, line in _parsed(path):
+        if torn is not None and (line is None or line["attempt"] <= attempt):
+            raise ValueError(
+                f"{path}, line {torn}, is not a metrics line, and no kill explains it (the same attempt "
+                "goes on after it); repair or delete that line"
+            )
+        if line is None:
+            torn = number
+            continue
+        torn, attempt = None, line["attempt"]
+        yield line["step"], attempt, line
+
+
+def _parsed(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """(number from 1, end in bytes, content) of each line from byte `start` on; content None: it is no metrics line."""
+    with path.open("rb") as file:
+        file.seek(start)
         for number, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):  # an integer of thousands of digits is a ValueError alone
-                line = None
-            if not isinstance(line, dict) or any(type(line.get(key)) is not int for key in ("step", "attempt")):
-                line = None
-            if torn is not None and (line is None or line["attempt"] <= attempt):
-                raise ValueError(
-                    f"{path}, line {torn}, is not a metrics line, and no kill explains it (the same attempt "
-                    "goes on after it); repair or delete that line"
-                )
-            if line is None:
-                torn = number
-                continue
-            torn, attempt = None, line["attempt"]
-            yield line["step"], attempt, line
+            start += len(text)
+            if text.strip():
+                line = parse_object(text)
+                is_whole = line is not None and all(type(line.get(key)) is int for key in ("step", "attempt"))
+                yield number, start, line if is_whole else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line as a tracker gets it: `time_s` since 1970, `values` its finite numbers, `end` its end in the file."""
+
+    step: int
+    time_s: float
+    values: dict[str, float]
+    attempt: int
+    end: int
+
+
+def read_lines(run: Path, start: int = 0) -> list[Line]:
+    """The lines from byte `start` on. A line that is not whole (yet), or that a kill tore, is passed over.
+
+    Lines of a step that a later attempt did again do not count, as far as the lines are there by now. So a step that
+    was done again after a resume comes once, unless it was sent before the resume.
+    """
+    lines = []
+    for _, end, line in _parsed(run / METRICS_FILE, start) if (run / METRICS_FILE).is_file() else ():
+        if line is not None and isinstance(line.get("time"), int | float):
+            numbers = {n: v for n, v in line.items() if n not in RESERVED_KEYS and isinstance(v, bool | int | float)}
+            values = {name: float(value) for name, value in numbers.items() if abs(value) <= sys.float_info.max}
+            lines.append(Line(line["step"], line["time"], values, line["attempt"], end))
+    makers = made_by((line.step, line.attempt, line.values) for line in lines)
+    return [line for line in lines if line.attempt >= makers.get(line.step, 0)]
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -18,9 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
-from fusionrl.observe.json_values import json_line, write_atomically
+from fusionrl.observe.json_values import json_line, parse_object, write_atomically
 
 _NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
 _EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")
@@ -79,8 +77,8 @@ class RolloutFile:
         None for a line that is not a sample, as a copy of a file that is being written may end with.
         """
         for offset, line in _lines(self.path):
-            light = _parse(_without_arrays(line, _ARRAYS))
-            yield offset, _parse(line) if light is None else light
+            light = parse_object(_without_arrays(line, _ARRAYS))
+            yield offset, parse_object(line) if light is None else light
 
     def row_at(self, offset: int) -> dict[str, object]:
         """The sample whose line begins at `offset`."""
@@ -95,7 +93,7 @@ class RolloutFile:
         path = trained_file(self.path)
         rows: dict[int, tuple[int, dict[str, object]]] = {}
         for offset, text in _lines(path) if path.exists() else ():
-            row = _parse(_without_arrays(text, _TRAINED_ARRAYS)) or _parse(text)
+            row = parse_object(_without_arrays(text, _TRAINED_ARRAYS)) or parse_object(text)
             if row is not None and isinstance(line := row.get("line"), int):
                 rows[line] = offset, row
         return rows
@@ -156,7 +154,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _row_at(path: Path, offset: int) -> dict[str, object]:
     with path.open("rb") as file:
         file.seek(offset)
-        row = _parse(file.readline())
+        row = parse_object(file.readline())
     assert row is not None, f"{path} has no row at {offset}"
     return row
 
@@ -173,17 +171,6 @@ def _without_arrays(line: bytes, arrays: Mapping[str, int]) -> bytes:
         if 0 <= start < end:
             line = line[:start] + b'"":0' + line[end + depth :]
     return line
-
-
-def _parse(line: bytes) -> dict[str, object] | None:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        try:
-            row = json.loads(line)  # takes what orjson refuses: half a surrogate pair, integers of more than 64 bits
-        except ValueError:
-            return None
-    return row if isinstance(row, dict) else None
 
 
 def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> list[RolloutFile]:

@@ -244,6 +244,7 @@ def span(name: str, *, lane: str | None = None, is_phase: bool = False, **facts:
 
 phase = partial(span, is_phase=True)
 
+
 def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -> None:
     """Record a span that has ended, of `time.monotonic_ns()`. Spans of one lane nest or follow each other."""
     if _recorder is not None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fusionrl.observe.metrics import STEP_TIME, MetricsSink, next_attempt, read_metrics
+from fusionrl.observe.metrics import read_lines as track_lines
 from fusionrl.observe.rollouts import RolloutWriter
-from fusionrl.observe.track.metric_lines import read_lines as track_lines
 
 
 def _raw(run_dir: Path) -> list[dict]:

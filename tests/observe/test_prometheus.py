@@ -15,11 +15,9 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.observe.glossary import entry_of
-from fusionrl.observe.metrics import MetricsSink
+from fusionrl.observe.metrics import Line, MetricsSink
 from fusionrl.observe.run_dir import RunDir
-from fusionrl.observe.track.adapters import Target
-from fusionrl.observe.track.metric_lines import Line
-from fusionrl.observe.track.prometheus import Prometheus
+from fusionrl.observe.track.adapters import Prometheus, Target
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "guides" / "grafana-dashboard.json"
 NAME = 'a "run" \\ of\nmine'

@@ -18,11 +18,9 @@ from typing import ClassVar
 import pytest
 
 from fusionrl import cli
-from fusionrl.observe.metrics import MetricsSink
+from fusionrl.observe.metrics import Line, MetricsSink, read_lines
 from fusionrl.observe.run_dir import RunDir
-from fusionrl.observe.track import command
-from fusionrl.observe.track.adapters import Target, mlflow_name
-from fusionrl.observe.track.metric_lines import Line, read_lines
+from fusionrl.observe.track.adapters import ADAPTERS, Target, mlflow_name
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -117,7 +115,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     state = {"targets": [], "lines": [], "fail_at": 0, "is_queue": False, "close_fails": False, "num_closed": 0}
     fresh = type("Fresh", (Recorder,), state)
-    monkeypatch.setitem(command.TRACKERS, "wandb", fresh)
+    monkeypatch.setitem(ADAPTERS, "wandb", fresh)
     return fresh
 
 
@@ -176,13 +174,13 @@ def test_passwords_are_not_remembered(run: Path, recorder: type[Recorder], capsy
 _FOLLOWER = """
 import sys
 from fusionrl import cli
-from fusionrl.observe.track import command
+from fusionrl.observe.track.adapters import ADAPTERS
 class Recorder:
     def __init__(self, target): self.run_id = target.run_id
     def log(self, line): print("line", flush=True)
     def flush(self): print("asked", flush=True)
     def close(self): print("closed", flush=True)
-command.TRACKERS["wandb"] = Recorder
+ADAPTERS["wandb"] = Recorder
 sys.exit(cli.main(["track", sys.argv[1], "--to", "wandb", "--follow"]))
 """
 

@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME
+from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, Line
 from fusionrl.observe.timeline.records import DRIVER, RunRecord, Span
 from fusionrl.observe.timeline.shares import OTHER, driver_shares
-from fusionrl.observe.track.metric_lines import Line
 
 _CLOCK_US = 5_000
 _SHARE = 0.02

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionrl.observe.metrics import read_lines
 from fusionrl.observe.show import find_run, parse_steps
 from fusionrl.observe.timeline.check import COMPARED, record_faults
 from fusionrl.observe.timeline.records import attempts, read_attempt
 from fusionrl.observe.timeline.report import report
 from fusionrl.observe.timeline.steps import steps_of
 from fusionrl.observe.timeline.trace_file import build, write
-from fusionrl.observe.track.metric_lines import read_lines
 
 TRACE_FILE = "timeline.json"
 EXIT_FAILED = 1
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     for fault in messages:
         print(f"fault: {fault}", file=sys.stderr)
     return EXIT_FAILED if messages else 0
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fusionrl timeline", description=_HELP)

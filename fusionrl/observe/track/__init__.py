@@ -4,9 +4,7 @@ metrics.jsonl is the truth. A tracker is fed from it by a process of its own, so
 network touches the run: afterwards, or live (--follow). What was sent is remembered, so that a repeated command sends
 what is new, and a resumed run continues the same run of the tracker.
 
-    metric_lines  the lines of metrics.jsonl that count, from a place on
-    adapters      one class for each tracker, of some twenty lines
-    prometheus    the newest values, served over HTTP
-    send          lines to an open tracker, one after another; what has arrived at which tracker
-    command       flags
+    adapters  one class for each tracker; for Prometheus, the newest values served over HTTP
+    send      lines to an open tracker, one after another; what has arrived at which tracker
+    command   flags
 """

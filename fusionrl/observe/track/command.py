@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from fusionrl.base.environment import hide_passwords
-from fusionrl.observe.metrics import METRICS_FILE
+from fusionrl.observe.metrics import METRICS_FILE, read_lines
 from fusionrl.observe.run_dir import is_running, last_config
 from fusionrl.observe.show import find_run
 from fusionrl.observe.track.adapters import ADAPTERS, Target, flat_config, open_tracker
-from fusionrl.observe.track.metric_lines import read_lines
-from fusionrl.observe.track.prometheus import Prometheus
 from fusionrl.observe.track.send import Sender, SentPart, SentState, TrackerError, say_who_holds, until_stopped
 
-TRACKERS = ADAPTERS | {"prometheus": Prometheus}
 LIVE = frozenset({"prometheus"})  # they hold the newest values alone
 _ADDRESS_SENDS = frozenset({"mlflow", "trackio"})  # their --address is a place elsewhere, also with --offline
 EXIT_FAILED = 1
@@ -49,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fusionrl track", description=_HELP)
     parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
     parser.add_argument(
-        "--to", choices=list(TRACKERS), required=True, help="the tracker; its package must be installed"
+        "--to", choices=list(ADAPTERS), required=True, help="the tracker; its package must be installed"
     )
     parser.add_argument("--project", default="fusionrl", help="project (MLflow: experiment); default: fusionrl")
     parser.add_argument("--name", help="name of the run there; default: that of its folder")
@@ -67,29 +64,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _send(run: Path, options: argparse.Namespace) -> int:
     """Send what is new; return the number of lines."""
-    if options.to in LIVE:
-        return _send_from(run, options, SentPart(), None)
     key = f"{options.to} {options.project}" + (" offline" if options.offline else "") + f" {options.address}".rstrip()
-    with closing(SentState(run, key)) as memory:
-        sent = SentPart() if options.again else memory.read()
-        return _send_from(run, options, sent, memory)
-
-
-def _send_from(run: Path, options: argparse.Namespace, sent: SentPart, memory: SentState | None) -> int:
-    if not options.follow and not any(True for _ in read_lines(run, sent.bytes)):
-        return 0  # a run of the tracker is not opened for nothing
-    target = Target(
-        folder=run,
-        project=options.project,
-        name=options.name or run.resolve().name,
-        run_id=sent.run_id,
-        is_new=sent.is_new,
-        config=flat_config(last_config(run) or {}),
-        offline=options.offline,
-        address=options.address,
-    )
-    if options.follow:
-        say_who_holds(run)
-    with until_stopped():
-        tracker = open_tracker(options.to, target, TRACKERS)
-        return Sender(run, options.to, tracker, sent, memory).send(options.follow)
+    with nullcontext() if options.to in LIVE else closing(SentState(run, key)) as memory:
+        sent = SentPart() if memory is None or options.again else memory.read()
+        if not options.follow and not read_lines(run, sent.bytes):
+            return 0  # a run of the tracker is not opened for nothing
+        target = Target(
+            folder=run,
+            project=options.project,
+            name=options.name or run.resolve().name,
+            run_id=sent.run_id,
+            is_new=sent.is_new,
+            config=flat_config(last_config(run) or {}),
+            offline=options.offline,
+            address=options.address,
+        )
+        if options.follow:
+            say_who_holds(run)
+        with until_stopped():
+            tracker = open_tracker(options.to, target)
+            return Sender(run, options.to, tracker, sent, memory).send(options.follow)

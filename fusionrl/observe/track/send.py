@@ -20,9 +20,9 @@ from types import FrameType
 
 from fusionrl.base.environment import hide_passwords
 from fusionrl.observe.json_values import write_atomically
+from fusionrl.observe.metrics import read_lines
 from fusionrl.observe.run_dir import LOCK_FILE, is_running, other_host
 from fusionrl.observe.track.adapters import Tracker
-from fusionrl.observe.track.metric_lines import read_lines
 
 _POLL_S = 2.0
 
