@@ -7,7 +7,7 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.spelling import existing_parent
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.doctor.findings import Finding
-    from fusionrl.checks.doctor.nodes import NodeReport
     from fusionrl.runtime.node_actors import NodeActors
 
 
@@ -28,7 +27,6 @@ def cluster_findings(examined: Examined) -> list[Finding]:
     from fusionrl.checks.doctor.findings import has_fault, of_messages
     from fusionrl.checks.doctor.nodes import (
         NodeDoctor,
-        NodeReport,
         Order,
         clock_findings,
         device_findings,
@@ -44,9 +42,9 @@ def cluster_findings(examined: Examined) -> list[Finding]:
             displayed, paths, unknown = _shared(examined, stack)
             findings = device_findings({node.name: node.num_devices for node in every.nodes}, examined.plan) + unknown
             own_node = next(node.name for node in every.nodes if node.is_own)
-            looks = every.ask("look", Order(examined.plan, examined.device, paths))
-            findings += look_findings({name: _as_look(answer) for name, answer in looks.items()}, own_node, displayed)
-            every.nodes = [node for node in every.nodes if isinstance(looks[node.name], NodeReport)]
+            looks: Mapping[str, Any] = every.ask("look", Order(examined.plan, examined.device, paths))
+            findings += look_findings(looks, own_node, displayed)
+            every.nodes = [node for node in every.nodes if not isinstance(looks[node.name], Exception)]
             if len(every.nodes) > 1:
                 ways = reach_findings(_ways(every))
                 findings += ways + clock_findings(_offsets(every))
@@ -97,41 +95,29 @@ def _mark(run_dir: Path) -> Iterator[str]:
         Path(path).unlink(missing_ok=True)
 
 
-def _as_look(answer: object) -> NodeReport | Exception:
-    from fusionrl.checks.doctor.nodes import NodeReport
-
-    return answer if isinstance(answer, NodeReport | Exception) else RuntimeError(str(answer))
-
-
 def _ways(every: NodeActors) -> dict[str, Mapping[str, str] | Exception]:
     """Let every node listen, and connect to every other one: from → to → error."""
-    ports: dict[str, tuple[str, int]] = {}
-    failed: dict[str, Mapping[str, str] | Exception] = {}
-    for node in every.nodes:
-        port = every.ask_each("listen", {node.name: (node.address,)})[node.name]
-        if isinstance(port, int):
-            ports[node.name] = node.address, port
-        else:
-            failed[node.name] = RuntimeError(f"it cannot listen at {node.address}: {port}")
-    for start, answer in every.ask("reach", ports).items():
-        if start in ports:
-            failed[start] = answer if isinstance(answer, dict | Exception) else {}
-    return failed
+    addresses = {node.name: node.address for node in every.nodes}
+    answers: Mapping[str, Any] = every.ask_each("listen", {name: (address,) for name, address in addresses.items()})
+    ports = {name: (addresses[name], port) for name, port in answers.items() if not isinstance(port, Exception)}
+    failed: dict[str, Any] = {
+        name: RuntimeError(f"it cannot listen at {addresses[name]}: {error}")
+        for name, error in answers.items()
+        if name not in ports
+    }
+    return failed | {name: errors for name, errors in every.ask("reach", ports).items() if name in ports}
 
 
 def _offsets(every: NodeActors) -> dict[str, tuple[float, float] | Exception]:
     """Return how far each other node's wall clock is ahead, and half of the round trip that asked for it."""
     offsets: dict[str, tuple[float, float] | Exception] = {}
     for node in every.nodes:
-        if node.is_own:
-            continue
-        before = time.time()
-        answer = every.ask_each("now", {node.name: ()})[node.name]
-        after = time.time()
-        if isinstance(answer, float):
-            offsets[node.name] = answer - (before + after) / 2, (after - before) / 2
-        else:
-            offsets[node.name] = answer if isinstance(answer, Exception) else RuntimeError(str(answer))
+        if not node.is_own:
+            before = time.time()
+            answer: Any = every.ask_each("now", {node.name: ()})[node.name]
+            after = time.time()
+            is_error = isinstance(answer, Exception)
+            offsets[node.name] = answer if is_error else (answer - (before + after) / 2, (after - before) / 2)
     return offsets
 
 
@@ -140,18 +126,11 @@ def _collective(every: NodeActors) -> list[Finding]:
     from fusionrl.checks.doctor.nodes import prepare_findings, reduce_findings
 
     # All of them first: the time in which the nodes must meet begins with the first one that is ready.
-    return prepare_findings(every.ask("prepare")) or reduce_findings(_reduced(every))
-
-
-def _reduced(every: NodeActors) -> dict[str, float | Exception]:
-    """Let all nodes add up a tensor: node → seconds, or its error."""
+    if findings := prepare_findings(every.ask("prepare")):
+        return findings
     first, addresses = every.nodes[0], [node.address for node in every.nodes]
-    port = every.ask_each("open_store", {first.name: (first.address, addresses)})[first.name]
-    if not isinstance(port, int):
-        return {first.name: RuntimeError(str(port))}
-    calls = {node.name: (rank, addresses, port) for rank, node in enumerate(every.nodes)}
-    answers = every.ask_each("all_reduce", calls)
-    return {
-        name: answer if isinstance(answer, float | Exception) else RuntimeError(str(answer))
-        for name, answer in answers.items()
-    }
+    answers: Mapping[str, Any] = every.ask_each("open_store", {first.name: (first.address, addresses)})
+    if not isinstance(port := answers[first.name], Exception):
+        calls = {node.name: (rank, addresses, port) for rank, node in enumerate(every.nodes)}
+        answers = every.ask_each("all_reduce", calls)
+    return reduce_findings(answers)
