@@ -56,25 +56,14 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     if errors or shape is None or cluster is None:
         raise CommandLineError(errors)
     config = _with_scorers(config)
-    try:
-        plan = make_plan(
-            config,
-            shape,
-            device="cuda",
-            num_prompts=0,
-            quantization=quantization,
-            machine=cluster.machine,
-            imbalance=imbalance,
-        )
-    except ValueError as error:
-        raise CommandLineError([str(error)]) from error
+    make = partial(make_plan, config, shape, device="cuda", num_prompts=0, machine=cluster.machine)
+    plan = attempt(errors, partial(make, quantization=quantization, imbalance=imbalance))
+    if plan is None:
+        raise CommandLineError(errors)
     if plan.layout is not None and config.run.num_rollout is not None:
-        try:
-            lr_decay_steps(config.train, plan.num_optimizer_steps)
-        except ValueError as error:
-            raise CommandLineError([str(error)]) from error
-    if too_large := cluster_errors(cluster, plan.num_bundles):
-        raise CommandLineError(too_large)
+        attempt(errors, partial(lr_decay_steps, config.train, plan.num_optimizer_steps))
+    if errors := errors or cluster_errors(cluster, plan.num_bundles):
+        raise CommandLineError(errors)
     print(f"cluster    {cluster.describe()}")
     print(render_plan(plan, config, flag_warnings(config)), end="")
     unread = {scorer.role for scorer in plan.scorers if scorer.shape is None}

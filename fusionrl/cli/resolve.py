@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from fusionrl.base.log_suppression import quiet
@@ -62,29 +63,28 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         print(f"warning: {text}", file=sys.stderr)
     if errors or checked.shape is None:
         raise CommandLineError(errors)
-    try:
-        plan = make_plan(
-            config,
-            checked.shape,
-            device=device,
-            num_prompts=checked.num_prompts,
-            num_cores=len(os.sched_getaffinity(0)),
-            quantization=checked.quantization,
-            machine=this_machine(device),
-            imbalance=imbalance,
-            sandbox=checked.sandbox,
-        )
-    except ValueError as error:
-        raise CommandLineError([str(error)]) from error
-    if errors := profile_plan_errors(config, plan):
+    make = partial(
+        make_plan,
+        config,
+        checked.shape,
+        device=device,
+        num_prompts=checked.num_prompts,
+        num_cores=len(os.sched_getaffinity(0)),
+        quantization=checked.quantization,
+        machine=this_machine(device),
+        imbalance=imbalance,
+        sandbox=checked.sandbox,
+    )
+    plan = attempt(errors, make)
+    if plan is None:
         raise CommandLineError(errors)
-    if plan.layout is not None and (errors := trainer_errors(config, plan)):
-        raise CommandLineError(errors)
-    if config.run.resume:
+    errors = profile_plan_errors(config, plan) or trainer_errors(config, plan)
+    if config.run.resume and not errors:
         from fusionrl.runtime.resume_checks import resume_errors
 
-        if errors := resume_errors(config, plan):
-            raise CommandLineError(errors)
+        errors = resume_errors(config, plan)
+    if errors:
+        raise CommandLineError(errors)
     return config, plan
 
 
@@ -102,7 +102,8 @@ def resume_lines(config: Config, plan: Plan) -> list[str]:
 
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
-    assert plan.layout is not None
+    if plan.layout is None:
+        return []
     groups = [("", config, plan.trainer_plan())]
     if plan.auxiliary is not None:
         role = plan.auxiliary.role
@@ -110,10 +111,7 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
     errors: list[str] = []
     passed = config.passthrough
     for prefix, part, own in groups:
-        try:
-            lr_decay_steps(part.train, own.num_steps, prefix)
-        except ValueError as error:
-            errors.append(str(error))
+        attempt(errors, partial(lr_decay_steps, part.train, own.num_steps, prefix))
         if passed.transformer or passed.optimizer or passed.ddp:
             # Only now: the import takes seconds, unless the flags' types were asked for.
             with quiet():
