@@ -45,8 +45,8 @@ COMMANDS: dict[str, str] = {
     "engines": "fusionrl.cli.engines:run",
     "data": "fusionrl.cli.data:run",
     "flags": "fusionrl.cli.flags:run",
-    "from-slime": "fusionrl.cli.from_slime:run",
-    "metrics": "fusionrl.cli.metrics:run",
+    "from-slime": "fusionrl.compat.slime.command:run",
+    "metrics": "fusionrl.observe.glossary:main",
 }
 
 

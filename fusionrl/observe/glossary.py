@@ -11,7 +11,7 @@ Tests compare the table with the code (tests/observe/test_glossary.py) and with 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,12 @@ _ON_THE_CONSOLE = {
     "loss": "train/loss",
     "stale": "rollout/staleness/token_mean",
 }
+
+
+def main(names: Sequence[str]) -> int:
+    """`fusionrl metrics [NAME…]`: print the page of all metrics as Markdown, or the entries that fit the names."""
+    print("\n".join(map(describe, names)) if names else render_glossary(), end="")
+    return 0
 
 
 def describe(name: str) -> str:
