@@ -9,17 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 
-from fusionrl.observe.timeline.flows import Flow, first_turns, flows
 from fusionrl.observe.timeline.records import BUFFER, DRIVER, RunRecord, SampleCourse, Span
-from fusionrl.observe.timeline.steps import detailed
+from fusionrl.observe.timeline.steps import detailed, first_token
 from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
 
 Event = dict[str, object]
+T = TypeVar("T", Span, SampleCourse)
 SAMPLES = "samples"
 _UNFINISHED = ("aborted", "failed")
+Flow = list[tuple[Span, int]]
+"""An arrow: spans, each with the time within it at which the arrow passes."""
 
 
 @dataclass
@@ -108,15 +111,10 @@ def build(
     return trace
 
 
-def write(trace: Iterable[Event], path: Path, wall_ns: int) -> int:
+def write(trace: Sequence[Event], path: Path, wall_ns: int) -> int:
     """Write the file; returns its bytes. `wall_ns`: the wall clock at time 0."""
     head = {"displayTimeUnit": "ms", "otherData": {"wall_clock_at_0_ns": str(wall_ns)}}
-    with path.open("wb") as file:
-        file.write(orjson.dumps(head)[:-1] + b',"traceEvents":[\n')
-        for number, event in enumerate(trace):
-            file.write((b",\n" if number else b"") + orjson.dumps(event, default=str))
-        file.write(b"\n]}\n")
-        return file.tell()
+    return path.write_bytes(orjson.dumps(head | {"traceEvents": trace}, default=str))
 
 
 def chosen_samples(
@@ -151,7 +149,7 @@ def _overlaps(span: Span, window: tuple[int, int]) -> bool:
 
 def _add_tracks(trace: Trace, pid: int, name: str, spans: Iterable[Span]) -> None:
     """Add spans on as few tracks as it takes: `name`, `name 2`, …"""
-    for number, placed in enumerate(nested(spans), start=1):
+    for number, placed in enumerate(divide(spans), start=1):
         tid = trace.tid(pid, name if number == 1 else f"{name} {number}")
         for span in placed:
             trace.span(span, pid, tid)
@@ -165,7 +163,7 @@ def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCour
     step_of = {id(course): step for step, courses in courses_by_step.items() for course in courses}
     everyone = [course for courses in courses_by_step.values() for course in courses]
     beside: list[Span] = []  # what a sample does at the same time as something else
-    for number, placed in enumerate(_in_a_row(everyone)):
+    for number, placed in enumerate(divide(everyone, may_nest=False)):
         tid = trace.tid(pid, f"samples {number + 1}")
         for course in placed:
             name = f"sample {course.facts.get('index', '?')}"
@@ -173,24 +171,12 @@ def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCour
                 name = f"evaluation, {name}"
             facts = {"step": step_of[id(course)]} | course.facts
             trace.span(Span(SAMPLES, "", name, course.start, course.end, facts), pid, tid)
-            main_lane, *further_lanes = nested(course.parts) or [[]]
+            main_lane, *further_lanes = divide(course.parts) or [[]]
             beside += itertools.chain.from_iterable(further_lanes)
             for part in main_lane:
                 for span in detailed(part):
                     trace.span(span, pid, tid)
     _add_tracks(trace, pid, "beside", beside)
-
-
-def _in_a_row(courses: Sequence[SampleCourse]) -> list[list[SampleCourse]]:
-    """Divide courses over tracks on which they follow each other."""
-    tracks: list[list[SampleCourse]] = []
-    for course in sorted(courses, key=lambda course: course.start):
-        free = next((track for track in tracks if track[-1].end <= course.start), None)
-        if free is None:
-            tracks.append([course])
-        else:
-            free.append(course)
-    return tracks
 
 
 def _add_loads(trace: Trace, run: Path, recorded: RunRecord, window: tuple[int, int]) -> None:
@@ -222,18 +208,64 @@ def _add_in_flight(trace: Trace, recorded: RunRecord, window: tuple[int, int]) -
             trace.counter(SAMPLES, names[name], time, {"samples": total})
 
 
+def flows(recorded: RunRecord, courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> list[Flow]:
+    """Return the arrows: sample → its shard → each trainer's step → its part of the push → the first token of the new
+    weights. `courses_by_step` are the samples in the file."""
+    arrows: list[Flow] = []
+    cuts = {span.facts.get("step"): span for span in recorded.of(BUFFER, "cut")}
+    trainers = list(recorded.processes("trainer-"))
+    trains = {(name, span.facts.get("step")): span for name in trainers for span in recorded.of(name, "train")}
+    pushes = {name: recorded.of(name, "push") for name in trainers}
+    firsts = first_turns(itertools.chain.from_iterable(courses_by_step.values()))
+    for step, cut in cuts.items():
+        if not isinstance(step, int):
+            continue
+        for course in courses_by_step.get(step, ()):
+            if course.parts and course.parts[-1].end <= cut.end:
+                last = course.parts[-1]
+                arrows.append([(last, last.end), (cut, max(cut.start, last.end))])
+        for name in trainers:
+            train = trains.get((name, step))
+            if train is None:
+                continue
+            flow = [(cut, cut.end), (train, train.start)]
+            push = next((span for span in pushes[name] if _version(span) >= step and span.start >= train.end), None)
+            if push is not None:
+                flow.append((push, push.start))
+                turn, _ = firsts.get(_version(push), (None, None))
+                if turn is not None and turn.end > push.end:
+                    flow.append((turn, max(turn.start, min(first_token(turn), turn.end))))
+            arrows.append(flow)
+    return arrows
+
+
+def first_turns(courses: Iterable[SampleCourse]) -> dict[int, tuple[Span, SampleCourse]]:
+    """Return version of the weights → the turn that had a token of it first, and its sample."""
+    turns = [(turn, course) for course in courses for turn in course.parts if turn.name == "turn"]
+    firsts: dict[int, tuple[Span, SampleCourse]] = {}
+    for turn, course in sorted(turns, key=lambda item: first_token(item[0])):
+        if _version(turn) >= 0:
+            firsts.setdefault(_version(turn), (turn, course))
+    return firsts
+
+
+def _version(span: Span) -> int:
+    version = span.facts.get("version")
+    return version if isinstance(version, int) else -1
+
+
 # Lanes with a track of their own; those of threads share the first tracks of their process.
 OWN_TRACKS = ("rollouts", "stages", "evaluations", "rewards", "send")
 
 
-def nested(spans: Iterable[Span]) -> list[list[Span]]:
+def divide(spans: Iterable[T], may_nest: bool = True) -> list[list[T]]:
     """Divide spans over as few tracks as it takes one after the other; in each, in order of their starts."""
-    tracks: list[tuple[list[Span], list[int]]] = []  # spans, and the ends of those that are open
+    tracks: list[tuple[list[T], list[int]]] = []  # spans, and the ends of those that are open
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for placed, open_ends in tracks:
             while open_ends and open_ends[-1] <= span.start:
                 open_ends.pop()
-            if not open_ends or span.end <= open_ends[-1]:
+            if not open_ends or (may_nest and span.end <= open_ends[-1]):
                 placed.append(span)
                 open_ends.append(span.end)
                 break
