@@ -139,9 +139,6 @@ def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
         return _save(figure, out)
 
 
-# ---- charts ------------------------------------------------------------------------------------------------
-
-
 def _draw_metric(key: str) -> Callable[[Axes, Metrics], None]:
     title, unit, color = _CHARTS[key]
 
@@ -197,9 +194,6 @@ def _draw_times(axis: Axes, metrics: Metrics) -> None:
         axis.stackplot(steps, heights, colors=[colors[name] for name in known], labels=labels, linewidth=0)
     axis.set_ylim(0, 1.18 * max(map(sum, zip(*heights, strict=True))) or 1.0)
     axis.legend(loc="upper left", ncols=len(known), handlelength=1.0, columnspacing=1.2)
-
-
-# ---- parts -------------------------------------------------------------------------------------------------
 
 
 def _accuracy_keys(metrics: Metrics) -> list[str]:

@@ -66,9 +66,6 @@ class State:
     status_s: float = 0.0
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
-
-
 def duration(seconds: float) -> str:
     """7.3 → "7.3s", 42 → "42s", 200 → "3m20s", 7500 → "2h05m", 200000 → "2d07h"."""
     if seconds < 9.95:
@@ -113,9 +110,6 @@ def split(values: Mapping[str, float]) -> dict[str, float] | None:
     return {name: time / total for name, time in times.items()}
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------
-
-
 def sparkline(history: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:
     """The whole of `history` in at most `width` columns, scaled from its smallest to its largest value.
 
@@ -149,9 +143,6 @@ def stacked(shares: Sequence[float], width: int) -> list[int]:
     for index in by_remainder[: width - sum(columns)]:
         columns[index] += 1
     return columns
-
-
-# ---- the panel ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -296,9 +287,6 @@ def _status(state: State, look: _Look) -> list[Piece]:
     cut = look.glyphs.ellipsis if len(status) < len(state.status) else ""
     waited = f"  {duration(state.status_s)}" if state.status_s >= 1 else ""
     return [(f"{INDENT}{spinner} {status.plain}{cut}", "cyan"), (waited, "dim")]
-
-
-# ---- one line a step ---------------------------------------------------------------------------------------
 
 
 def compact(state: State, values: Mapping[str, float]) -> str:

@@ -133,8 +133,6 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- time ----------------------------------------------------------------------------------------------
-
     def _measure(self, step: int, values: Mapping[str, float]) -> None:
         """Take the duration of the steps since the last update.
 

@@ -35,7 +35,6 @@ _HELP = """Show samples of a run: prompt, answer, label, reward, and what the tr
 mismatch: mean |engine - trainer| log-prob of its tokens). A run that is still going may be looked at."""
 
 
-# ------------------------------------------------------------------------------------------------ the command
 def main(argv: Sequence[str]) -> int:
     """`fusionrl show [RUN] …`; returns the exit code."""
     sys.stdout.writelines(_shown(_parser().parse_args(argv)))
@@ -194,7 +193,6 @@ def reward_key(run: Path, file: RolloutFile) -> str | None:
         return None  # a folder put together by hand; rewards that are numbers need no key
 
 
-# ------------------------------------------------------------------------------------------------ samples
 @dataclass(frozen=True)
 class Entry:
     """The values by which samples are chosen; `offset` is the line's place in the file, `line` its number from 0."""
@@ -341,7 +339,6 @@ def reward_number(reward: object, key: str | None) -> float | None:
     return float(reward) if isinstance(reward, bool | int | float) else None
 
 
-# ------------------------------------------------------------------------------------------------ text
 def sample_block(record: Mapping[str, Any], limit: int, paint: Paint) -> str:
     """One sample, a line of numbers and its texts."""
     parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
@@ -400,7 +397,6 @@ def painter(stream: TextIO) -> Paint:
     return lambda text, style: text
 
 
-# ------------------------------------------------------------------------------------------------ while training
 def sample_table(glimpses: Sequence[Glimpse], step: int, width: int) -> str:
     """Return a line for each sample, none wider than `width` columns, for the console of a run.
 

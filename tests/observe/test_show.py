@@ -70,7 +70,6 @@ def indices(capsys: Capsys, *args: Any) -> list[int]:
     return [record["index"] for record in records(show(capsys, *args, "--json"))]
 
 
-# ------------------------------------------------------------------------------------------------ which samples
 def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: Capsys) -> None:
     text = show(capsys, run)
     assert f"{run}: step 2 (rollouts/step_000002.train.a1.jsonl)" in text
@@ -128,7 +127,6 @@ def test_a_run_of_evaluations_alone(tmp_path: Path, capsys: Capsys) -> None:
         assert shown in show(capsys, tmp_path, code=code)
 
 
-# ------------------------------------------------------------------------------------------------ which run
 @pytest.mark.parametrize("command", ["show", "view"])
 def test_a_folder_of_runs_stands_for_its_newest(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
@@ -164,7 +162,6 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert "no rollout is finished yet" in show(capsys, tmp_path / "empty", code=2)
 
 
-# ------------------------------------------------------------------------------------------------ hostile files
 def test_escapes_in_a_sample_do_not_reach_the_terminal(run: Path, capsys: Capsys) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\b\u202egnp.exe\ud800\x00 ok\n\tnext 数学 e\u0301 👩‍🚀"
     fields = dict.fromkeys(("prompt", "response", "label", "status"), evil)
@@ -253,7 +250,6 @@ def test_an_ascii_terminal(run: Path) -> None:
     assert done.returncode == 0 and b"answer   ? ?\n" in done.stdout
 
 
-# ------------------------------------------------------------------------------------------------ texts
 def test_texts() -> None:
     assert visible("a\tb\nc") == "a\\tb\\nc" and visible("a\tb\nc", keep_lines=True) == "a\tb\nc"
     assert visible("a\r\nb\u2028c", keep_lines=True) == "a\\r\nb\\u2028c"

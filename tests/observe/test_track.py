@@ -56,7 +56,6 @@ def resume(run: Path) -> Points:
     return [("train/loss", 2, 0.375), ("perf/step_time_s", 2, 0.5), ("train/loss", 3, 0.125)]
 
 
-# ------------------------------------------------------------------------------------------------ lines
 def test_lines_that_count(run: Path) -> None:
     lines = list(read_lines(run))
     assert [(line.step, line.values) for line in lines] == [
@@ -81,7 +80,6 @@ def test_a_line_that_is_being_written_comes_later(run: Path) -> None:
     assert line.values == {"a": 2.0}
 
 
-# ------------------------------------------------------------------------------------------------ the command
 class Recorder:
     """A tracker of this test: what trackers do is seen below, this is about what they are given."""
 
@@ -253,7 +251,6 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest
     assert not (run / "trackers.json").exists()
 
 
-# ------------------------------------------------------------------------------------------------ the real packages
 def of_tensorboard(run: Path) -> Points:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

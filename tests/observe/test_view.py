@@ -46,7 +46,6 @@ def blocks_of(path: Path) -> dict[str, Any]:
     return {name: unpack(data) for name, data in found}
 
 
-# ------------------------------------------------------------------------------------------------ data
 @pytest.mark.parametrize(
     "value",
     [{"a": [1, 2.5, None, "ü"]}, "</script><!--", {"deep": [[[1]]]}, {"half a pair \ud800": ["\udfff"], "1": 0}],
@@ -130,7 +129,6 @@ def test_the_most_telling_groups_come_first(tmp_path: Path) -> None:
     assert order == [1, 2, 3, 4, 0], "by mismatch, lowest, highest reward, cut off, the rest"
 
 
-# ------------------------------------------------------------------------------------------------ a page
 def test_a_page_holds_the_whole_of_a_small_run(tmp_path: Path, capsys: Capsys) -> None:
     tokenizer = write_tokenizer(tmp_path / "model")
     steps = [[sample(i, i / 4) for i in range(4)], [sample(i, 1.0) for i in range(4)]]
@@ -249,7 +247,6 @@ def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: Capsys) -> None
     assert "show one run" in view(capsys, run, run, "--step", 1, code=2)
 
 
-# ------------------------------------------------------------------------------------------------ tokens
 def test_text_of_tokens_is_that_of_the_library(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -364,7 +361,6 @@ def test_colours_of_the_terminal(tmp_path: Path) -> None:
     assert list(render_tokens({"tokens": [0]}, "mask", evil, False))[1] == "\\x1b[31m"
 
 
-# ------------------------------------------------------------------------------------------------ the script
 def test_the_pure_part_of_the_script() -> None:
     node = shutil.which("node") or shutil.which("nodejs")
     if node is None:
