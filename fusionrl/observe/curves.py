@@ -118,27 +118,6 @@ def draw_curves(metrics: Metrics, out: Path, title: str) -> Path:
         return _save(figure, out)
 
 
-def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
-    """Draw `key` of several runs, named by the keys of `runs`, over one another as a PNG; returns `out`.
-
-    Raises ValueError if none of the runs has a finite value of `key`.
-    """
-    import matplotlib
-
-    drawn = {name: curve for name, metrics in runs.items() if (curve := series(metrics, key))[0]}
-    if not drawn:
-        raise ValueError(f"none of the runs {', '.join(runs)} has a value of {key!r}")
-    with matplotlib.rc_context(_STYLE):
-        figure, (axis,) = _figure(1)
-        for index, (name, (steps, values)) in enumerate(drawn.items()):
-            _line(axis, steps, values, COLORS[index % len(COLORS)], name, "-" if index < len(COLORS) else "--")
-        _label_axis(axis, key, _unit(key))
-        if key == MISMATCH:
-            _logarithmic(axis, [value for _, values in drawn.values() for value in values])
-        axis.legend(loc="best")
-        return _save(figure, out)
-
-
 def _draw_metric(key: str) -> Callable[[Axes, Metrics], None]:
     title, unit, color = _CHARTS[key]
 
@@ -202,16 +181,13 @@ def _accuracy_keys(metrics: Metrics) -> list[str]:
     return sorted(key for key in keys if series(metrics, key)[0])
 
 
-def _line(
-    axis: Axes, steps: list[int], values: list[float], color: str, label: str | None = None, style: str = "-"
-) -> None:
+def _line(axis: Axes, steps: list[int], values: list[float], color: str, label: str | None = None) -> None:
     """The values lightly, their smoothed course strongly; of a handful of values, points."""
-    label = label and label.replace("$", r"\$")
     if len(steps) < 8:
-        axis.plot(steps, values, style, color=color, linewidth=1.6, marker="o", markersize=4, label=label)
+        axis.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=4, label=label)
         return
     axis.plot(steps, values, color=color, linewidth=0.9, alpha=0.28)
-    axis.plot(steps, smooth(steps, values), style, color=color, linewidth=2.0, label=label, solid_capstyle="round")
+    axis.plot(steps, smooth(steps, values), color=color, linewidth=2.0, label=label, solid_capstyle="round")
 
 
 def _logarithmic(axis: Axes, values: list[float]) -> None:
@@ -245,14 +221,6 @@ def _label_axis(axis: Axes, title: str, unit: str) -> None:
     axis.margins(x=0.02)
 
 
-def _unit(key: str) -> str:
-    if key in _CHARTS:
-        return _CHARTS[key][1]
-    if key.endswith("accuracy"):
-        return "share of correct answers"
-    return "seconds" if key.endswith("_s") else key.rsplit("/", 1)[-1]
-
-
 def _subtitle(metrics: Metrics) -> str:
     steps = [int(line["step"]) for line in metrics]
     parts = [f"steps {min(steps)} to {max(steps)}" if len(steps) > 1 else f"step {steps[0]}"]
@@ -265,7 +233,7 @@ def _subtitle(metrics: Metrics) -> str:
     return "   ·   ".join(parts)
 
 
-def _figure(count: int, title: str = "", subtitle: str = "") -> tuple[Figure, list[Axes]]:
+def _figure(count: int, title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
     """A figure with `count` charts, in two columns if there are several. Needs no display, no pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -273,7 +241,7 @@ def _figure(count: int, title: str = "", subtitle: str = "") -> tuple[Figure, li
 
     columns = 1 if count == 1 else 2
     rows = -(-count // columns)
-    head = 0.75 if title else 0.0  # inches
+    head = 0.75  # inches
     height = 3.6 * rows + head
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, rect=(0, 0, 1, 1 - head / height))
     figure = Figure(figsize=(7.2 if columns == 1 else 11.5, height), dpi=130, layout=layout)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusionrl.observe import curves
-from fusionrl.observe.curves import LOSS, MISMATCH, REWARD, compare_curves, draw_curves, series, smooth
+from fusionrl.observe.curves import LOSS, MISMATCH, REWARD, draw_curves, series, smooth
 
 
 def _run(steps: int) -> list[dict]:
@@ -75,14 +75,6 @@ def test_nulls_are_gaps_and_are_reported_and_a_mismatch_of_zero_is_shown(tmp_pat
 def test_nothing_to_draw_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finish a step"):
         draw_curves([{"step": 0, "attempt": 1, LOSS: None}], tmp_path / "a.png", "empty")
-    with pytest.raises(ValueError, match="rollout/raw_reward"):
-        compare_curves({"a": [{"step": 0}]}, REWARD, tmp_path / "a.png")
-
-
-def test_runs_are_compared_by_name(tmp_path: Path, drawn: list) -> None:
-    compare_curves({"on-policy": _run(30), "async": _run(20), "empty": []}, REWARD, tmp_path / "a.png")
-    (axis,) = drawn[0].axes
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["on-policy", "async"]
 
 
 def test_smoothing_is_the_gaussian_average_over_steps() -> None:

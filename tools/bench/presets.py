@@ -13,10 +13,13 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from fusionrl.config.presets import PRESETS
-from fusionrl.observe.curves import compare_curves
+from fusionrl.observe.curves import COLORS, Metrics, series, smooth
 from fusionrl.observe.metrics import read_metrics
 
 ACCURACY = "eval/held-out/accuracy"
@@ -80,6 +83,18 @@ def result(folder: Path) -> dict[str, float]:
     return {"before": accuracies[0], "after": accuracies[-1], "best": max(accuracies), "train_s": seconds}
 
 
+def draw_accuracies(runs: Mapping[str, Metrics], out: Path) -> None:
+    figure = Figure(figsize=(7.2, 3.6), dpi=130, layout="constrained")
+    axis = figure.subplots()
+    for index, (name, metrics) in enumerate(runs.items()):
+        steps, values = series(metrics, ACCURACY)
+        line = "-" if index < len(COLORS) else "--"
+        axis.plot(steps, smooth(steps, values), line, color=COLORS[index % len(COLORS)], linewidth=2.0, label=name)
+    axis.set(title=ACCURACY, xlabel="step", ylabel="share of correct answers")
+    axis.legend(loc="best")
+    figure.savefig(out)
+
+
 def main() -> None:
     """Run what is missing, then the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,7 +115,7 @@ def main() -> None:
         gain = row["after"] - row["before"]
         print(f"| {name} | {row['before']:.3f} | {row['after']:.3f} | {gain:+.3f} | {row['train_s']:.0f} |")
     runs = {name: read_metrics(options.out / name) for name in accuracies}
-    compare_curves(runs, ACCURACY, options.out / "accuracy.png")
+    draw_accuracies(runs, options.out / "accuracy.png")
 
 
 if __name__ == "__main__":
