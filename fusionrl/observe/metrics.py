@@ -36,9 +36,7 @@ class MetricsSink:
     """
 
     def __init__(self, run_dir: Path, attempt: int, tensorboard: bool = False) -> None:
-        """Open the file for appending. ValueError if `attempt` < 1, or TensorBoard wanted and missing."""
-        if attempt < 1:
-            raise ValueError(f"attempt is {attempt}; the first attempt of a run is 1")
+        """Open the file for appending. ValueError if TensorBoard is wanted and missing."""
         self.attempt = attempt
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)

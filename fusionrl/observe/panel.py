@@ -38,11 +38,10 @@ class Glyphs:
     stack: str  # one per phase, for terminals without colour
     spinner: str
     separator: str
-    ellipsis: str
 
 
-UNICODE = Glyphs("▁▂▃▄▅▆▇█", "─", "━", "╌", "█▒░", "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "·", "…")
-ASCII = Glyphs("_.:-=+*#", "-", "#", ".", "#=-", "|/-\\", "-", "~")
+UNICODE = Glyphs("▁▂▃▄▅▆▇█", "─", "━", "╌", "█▒░", "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "·")
+ASCII = Glyphs("_.:-=+*#", "-", "#", ".", "#=-", "|/-\\", "-")
 
 
 @dataclass
@@ -283,10 +282,9 @@ def _status(state: State, look: _Look) -> list[Piece]:
         return []
     spinner = look.glyphs.spinner[int(2 * state.elapsed_s) % len(look.glyphs.spinner)]
     status = Text(state.status)
-    status.truncate(max(look.width - 12, 1), overflow="crop")
-    cut = look.glyphs.ellipsis if len(status) < len(state.status) else ""
+    status.truncate(max(look.width - 12, 1), overflow="ellipsis")
     waited = f"  {duration(state.status_s)}" if state.status_s >= 1 else ""
-    return [(f"{INDENT}{spinner} {status.plain}{cut}", "cyan"), (waited, "dim")]
+    return [(f"{INDENT}{spinner} {status.plain}", "cyan"), (waited, "dim")]
 
 
 def compact(state: State, values: Mapping[str, float]) -> str:

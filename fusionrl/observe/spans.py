@@ -9,6 +9,10 @@ A process calls `record_to` once. From then on each of its modules says where it
     note("decode", start_ns, end_ns, lane="sample 17")   # work that overlaps with other work of its thread (asyncio)
     count("memory", allocated_gb=3.1)                     # a curve
 
+    with course(index=17, group=4) as facts:              # the course of a sample: one record for all of it
+        part("queue", start_ns)                           # by whatever runs within the block, tasks of asyncio included
+        facts["status"] = "completed"
+
 Without `record_to` all of these do nothing. No span for a single token: a record costs some microseconds.
 """
 
@@ -24,6 +28,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +44,7 @@ logger = logging.getLogger(__name__)
 #     ["B", lane, name, start, facts]             a phase started
 #     ["X", lane, name, start, duration, facts]   a phase or a span has ended; that of a phase is written at once, too
 #     ["C", name, time, {series: number}]         a curve
-#     ["S", start, duration, facts, parts]        the course of a sample; see `courses`
+#     ["S", start, duration, facts, parts]        the course of a sample; a part is [name, start, duration, facts]
 #     ["K", boot, time, offset_ns, error_ns]      the clock of another machine minus ours, as measured then
 #
 # Processes of one machine (one boot) share the monotonic clock, so their times agree by themselves. For another machine
@@ -50,6 +55,10 @@ _ROUND_TRIPS = 5
 _MOST_LASTED = 50  # phases of one name that are remembered
 
 Fact = str | int | float
+_Part = tuple[str, int, int, Mapping[str, Fact]]
+_parts: ContextVar[list[_Part] | None] = ContextVar("parts of a sample", default=None)
+
+REWARDS = "rewards"  # the lane of what is scored for several samples at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +258,35 @@ def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -
     """Record a span that has ended, of `time.monotonic_ns()`. Spans of one lane nest or follow each other."""
     if _recorder is not None:
         _recorder.note(name, start_ns, end_ns, lane, facts)
+
+
+@contextmanager
+def course(**facts: Fact) -> Iterator[dict[str, Fact]]:
+    """Record the course of a sample. More facts may be added within the block."""
+    active = _recorder
+    if active is None:
+        yield dict(facts)
+        return
+    parts: list[_Part] = []
+    token, start = _parts.set(parts), time.monotonic_ns()
+    course_facts = dict(facts)
+    try:
+        yield course_facts
+    except BaseException:
+        course_facts.setdefault("status", "aborted")
+        raise
+    finally:
+        _parts.reset(token)
+        active.note_course(start, time.monotonic_ns(), course_facts, parts)
+
+
+def part(name: str, start_ns: int, **facts: Fact) -> None:
+    """Note that a part of the present sample's course has ended; without a sample, a span on the lane of rewards."""
+    parts = _parts.get()
+    if parts is None:
+        note(name, start_ns, time.monotonic_ns(), REWARDS, **facts)
+    else:
+        parts.append((name, start_ns, time.monotonic_ns(), facts))
 
 
 def count(name: str, **values: float) -> None:

@@ -18,7 +18,7 @@ from typing import SupportsFloat, TypeGuard
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
-from fusionrl.observe.sample_timeline import part
+from fusionrl.observe.spans import part
 from fusionrl.rewards.in_process import score_here
 from fusionrl.rewards.pool import RewardPool
 from fusionrl.rewards.registry import MODEL, asks_model

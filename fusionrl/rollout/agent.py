@@ -29,7 +29,7 @@ from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
-from fusionrl.observe.sample_timeline import part
+from fusionrl.observe.spans import part
 from fusionrl.rollout.model_turn import SamplingParams, clear_response, note_no_room
 from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name

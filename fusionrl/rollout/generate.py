@@ -17,7 +17,7 @@ from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, user_code
 from fusionrl.data.attempts import join_attempt
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, prompt_of, reward_value
-from fusionrl.observe.sample_timeline import course, part
+from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward
 from fusionrl.rewards.settings import RewardSettings

@@ -20,7 +20,7 @@ from fusionrl.data.token_versions import as_version
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
-from fusionrl.observe.sample_timeline import part
+from fusionrl.observe.spans import part
 from fusionrl.rollout.generate_state import client_of, is_stopping_of
 from fusionrl.rollout.types import NO_ROOM_AFTER
 

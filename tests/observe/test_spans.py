@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.observe import spans
-from fusionrl.observe.sample_timeline import course, part
+from fusionrl.observe.spans import course, part
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,7 @@ def test_following_a_run_to_its_end(
     run: Path, recorder: Recorder, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusionrl.observe.track.send._POLL_S", 0.01)
+    monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
     held = RunDir(run, resume=True)
     followed = threading.Thread(target=cli.main, args=(["track", str(run), "--to", "wandb", "--follow"],))
     followed.start()

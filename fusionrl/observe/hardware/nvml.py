@@ -58,8 +58,8 @@ class Device:
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
         links = [self._ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_LINKS)]
         return {
-            "name": as_text(self._ask(nvml.nvmlDeviceGetName)),
-            "uuid": as_text(self._ask(nvml.nvmlDeviceGetUUID)),
+            "name": self._ask(nvml.nvmlDeviceGetName) or "",
+            "uuid": self._ask(nvml.nvmlDeviceGetUUID) or "",
             "driver": self._driver,
             "memory_bytes": None if memory is None else int(memory.total),
             "num_nvlinks": sum(link == 1 for link in links),
@@ -105,7 +105,7 @@ class Nvml:
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
-        self.driver = as_text(ask(nvml, nvml.nvmlSystemGetDriverVersion))
+        self.driver: str = ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
 
     def devices(self, names: Sequence[str] | None = None) -> list[Device]:
         """Return GPUs by names of CUDA_VISIBLE_DEVICES (numbers of the machine, UUIDs); None: all of the machine.
@@ -146,7 +146,3 @@ def ask(nvml: Any, function: Callable[[], T]) -> T | None:
     except nvml.NVMLError as error:
         logger.debug("NVML: %s", error)
         return None
-
-
-def as_text(value: str | bytes | None) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

@@ -10,7 +10,6 @@ import re
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,9 +97,6 @@ def until_stopped() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may set a handler
-        yield
-        return
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield

@@ -26,7 +26,7 @@ class NoRoomError(ValueError):
 
     def __init__(self, run: Path, needed: int) -> None:
         super().__init__(f"{run} takes {needed:,} bytes without a sample")
-        self.run, self.needed = run, needed
+        self.needed = needed
 
 
 @dataclass(frozen=True)
