@@ -28,30 +28,26 @@ def setup_logging(
     file: Path | None,
     role: str = "driver",
     console: Callable[[str], None] | None = None,
-    terminal: bool = True,
 ) -> None:
     """Set up the root logger of this process; calling it again replaces what it set up before.
 
     `level` holds for the program and its plugins; `file` is appended to and its folder made; `role` names the
-    process ("driver", "trainer 3", "engine 0"). Terminal lines go through `console`, for instance
-    `Progress.print`, so that they do not tear the panel; default: stderr. `terminal=False`: the process has none, as
-    its stderr is the file itself, where each record would appear twice. Libraries that configure logging
-    when they are imported are silenced again by `quiet_libraries`. Raises ValueError for an unknown level.
+    process ("driver", "trainer 3", "engine 0"). Terminal lines go through `console`, for instance `Progress.print`, so
+    that they do not tear the panel. Without a file records go to stderr. Libraries that configure logging when they are
+    imported are silenced again by `quiet_libraries`.
     """
-    if level.upper() not in LEVELS:
-        raise ValueError(f"--log-level {level!r} is unknown; choose one of {', '.join(LEVELS)}")
-    number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()
     while _handlers:
         handler = _handlers.pop()
         root.removeHandler(handler)
         handler.close()
-    if terminal:
-        shown_on: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
-        shown_on.setFormatter(_TerminalFormatter(role))
-        if console or file is not None:  # else stderr is a log, and what is left out of it would be nowhere
-            shown_on.addFilter(_worth_the_terminal)
-        _handlers.append(shown_on)
+    if console is not None:
+        _handlers.append(_ConsoleHandler(console))
+        _handlers[0].addFilter(_worth_the_terminal)
+    elif file is None:
+        _handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in _handlers:
+        handler.setFormatter(_TerminalFormatter(role))
     if file is not None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         to_file = _LogFile(file, mode="a", encoding="utf-8", delay=True)
@@ -61,7 +57,7 @@ def setup_logging(
         _handlers.append(to_file)
     for handler in _handlers:
         root.addHandler(handler)
-    root.setLevel(number)
+    root.setLevel(level.upper())
     logging.captureWarnings(True)
     quiet_libraries()
 

@@ -76,7 +76,7 @@ def log_to(path: str, role: str, level: str = "info") -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     write_whole_lines()
-    setup_logging(level, Path(path), role=role, terminal=False)
+    setup_logging(level, Path(path), role=role)
     answer_with_stacks()
     record_beside(path)
 
