@@ -110,7 +110,7 @@ class Recorder:
             if not span.lane:
                 with self._lock:
                     self._open.append(span)
-            self._add(["B", span.lane, name, self._micros(span.start_ns), facts], at_once=True)
+            self.add(["B", span.lane, name, self.micros(span.start_ns), facts], at_once=True)
         return span
 
     def end(self, span: OpenSpan) -> None:
@@ -126,22 +126,11 @@ class Recorder:
         self, name: str, start_ns: int, end_ns: int, lane: str, facts: Mapping[str, Fact], at_once: bool = False
     ) -> None:
         """Record a span that has ended."""
-        self._add(["X", lane, name, *self._extent(start_ns, end_ns), facts], at_once)
-
-    def count(self, name: str, values: Mapping[str, float]) -> None:
-        """Record values of a curve as they are now."""
-        self._add(["C", name, self._micros(time.monotonic_ns()), values])
-
-    def note_course(
-        self, start_ns: int, end_ns: int, facts: Mapping[str, Fact], parts: Sequence[tuple[str, int, int, object]]
-    ) -> None:
-        """Record the course of a sample; parts are (name, start, end, facts)."""
-        inner = [(name, *self._extent(begin, end), more) for name, begin, end, more in parts]
-        self._add(["S", *self._extent(start_ns, end_ns), facts, inner])
+        self.add(["X", lane, name, *self.extent(start_ns, end_ns), facts], at_once)
 
     def note_clock(self, boot: str, offset_ns: int, error_ns: int) -> None:
         """Record the clock of another machine, as `measure_offset` found it now."""
-        self._add(["K", boot, self._micros(time.monotonic_ns()), offset_ns, error_ns], at_once=True)
+        self.add(["K", boot, self.micros(time.monotonic_ns()), offset_ns, error_ns], at_once=True)
 
     def main_phases(self) -> MainPhases:
         """Return what the main thread is at, and how long it was at such before."""
@@ -161,15 +150,15 @@ class Recorder:
             os.close(self._file)
         self._file = -1
 
-    def _extent(self, start_ns: int, end_ns: int) -> tuple[int, int]:
+    def extent(self, start_ns: int, end_ns: int) -> tuple[int, int]:
         """Return start and duration in microseconds; what nests in nanoseconds nests in these as well."""
-        start = self._micros(start_ns)
-        return start, max(0, self._micros(end_ns) - start)
+        start = self.micros(start_ns)
+        return start, max(0, self.micros(end_ns) - start)
 
-    def _micros(self, ns: int) -> int:
+    def micros(self, ns: int) -> int:
         return (ns - self.start_ns) // 1000
 
-    def _add(self, record: list[object], at_once: bool = False) -> None:
+    def add(self, record: list[object], at_once: bool = False) -> None:
         try:
             line = orjson.dumps(record, default=str)
         except TypeError:  # a fact of a user's (a sample's index, say) that JSON cannot hold
@@ -277,7 +266,8 @@ def course(**facts: Fact) -> Iterator[dict[str, Fact]]:
         raise
     finally:
         _parts.reset(token)
-        active.note_course(start, time.monotonic_ns(), course_facts, parts)
+        inner = [(name, *active.extent(begin, end), more) for name, begin, end, more in parts]
+        active.add(["S", *active.extent(start, time.monotonic_ns()), course_facts, inner])
 
 
 def part(name: str, start_ns: int, **facts: Fact) -> None:
@@ -292,7 +282,7 @@ def part(name: str, start_ns: int, **facts: Fact) -> None:
 def count(name: str, **values: float) -> None:
     """Record values of a curve as they are now."""
     if _recorder is not None:
-        _recorder.count(name, values)
+        _recorder.add(["C", name, _recorder.micros(time.monotonic_ns()), values])
 
 
 def main_phases() -> MainPhases:
