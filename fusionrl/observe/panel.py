@@ -35,7 +35,7 @@ class Glyphs:
     rule: str
     bar_full: str
     bar_empty: str
-    stack: str  # one per phase, for terminals without colour
+    stack: str  # one per phase
     spinner: str
     separator: str
 
@@ -146,10 +146,9 @@ def stacked(shares: Sequence[float], width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Look:
-    """Form of the output: glyphs, colour, number of columns."""
+    """Form of the output: glyphs, number of columns."""
 
     glyphs: Glyphs
-    color: bool
     width: int
 
 
@@ -161,8 +160,7 @@ class Panel:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         glyphs = ASCII if options.ascii_only else UNICODE
-        color = console.color_system is not None and not console.no_color
-        look = _Look(glyphs, color, max(min(options.max_width - 1, MAX_WIDTH), 1))
+        look = _Look(glyphs, max(min(options.max_width - 1, MAX_WIDTH), 1))
         state = self.state
         hidden = set() if "reward" in state.values else {"loss"}  # which the headline has
         hidden |= set() if "in_flight" in state.values else _AHEAD
@@ -258,23 +256,15 @@ def _time(state: State, look: _Look) -> list[Piece]:
     pieces = _label("time", "" if state.step_s is None else f"{duration(state.step_s)}/step")
     if shares is None:
         return pieces if state.step_s is not None else []
+    marks = [(glyph, *phase) for glyph, phase in zip(look.glyphs.stack, PHASES, strict=True) if phase[0] in shares]
     percents = stacked(list(shares.values()), 100)
-    # Where colour tells the phases apart the bar is solid; else each phase has its own glyph, shown in the
-    # legend.
-    looks = {
-        name: (look.glyphs.stack[0] if look.color else glyph, style)
-        for (name, _, style), glyph in zip(PHASES, look.glyphs.stack, strict=True)
-    }
     legend = [
-        (f"  {name} {share}%" if look.color else f"  {looks[name][0]} {name} {share}%", looks[name][1])
-        for name, share in zip(shares, percents, strict=True)
+        (f"  {glyph} {name} {share}%", style) for (glyph, name, _, style), share in zip(marks, percents, strict=True)
     ]
     room = look.width - sum(cell_len(text) for text, _ in pieces + legend) - 1
-    width = min(SPARK_WIDTH, max(room, 8))
-    for name, count in zip(shares, stacked(list(shares.values()), width), strict=True):
-        glyph, style = looks[name]
-        pieces.append((glyph * count, style))
-    return [*pieces, (" ", ""), *legend]
+    columns = stacked(list(shares.values()), min(SPARK_WIDTH, max(room, 8)))
+    bars = [(glyph * count, style) for (glyph, _, _, style), count in zip(marks, columns, strict=True)]
+    return [*pieces, *bars, (" ", ""), *legend]
 
 
 def _status(state: State, look: _Look) -> list[Piece]:

@@ -6,11 +6,11 @@ GPU (MIG) has no utilisation. Without a driver there is no `Nvml`, and a run con
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -53,51 +53,46 @@ class Device:
 
     def inventory(self) -> dict[str, object]:
         """Return what does not change in a run: name, memory, links that are up, CPUs of its NUMA node, …."""
-        nvml = self._nvml
-        ecc, limit = self._ask(nvml.nvmlDeviceGetEccMode), self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit)
-        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
-        links = [self._ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_LINKS)]
+        nvml, card = self._nvml, self._handle
+        links = [self._ask(partial(nvml.nvmlDeviceGetNvLinkState, card, link)) for link in range(_MOST_LINKS)]
         return {
-            "name": self._ask(nvml.nvmlDeviceGetName) or "",
-            "uuid": self._ask(nvml.nvmlDeviceGetUUID) or "",
+            "name": self._ask(lambda: nvml.nvmlDeviceGetName(card)) or "",
+            "uuid": self._ask(lambda: nvml.nvmlDeviceGetUUID(card)) or "",
             "driver": self._driver,
-            "memory_bytes": None if memory is None else int(memory.total),
+            "memory_bytes": self._ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(card).total)),
             "num_nvlinks": sum(link == 1 for link in links),
-            "ecc": None if ecc is None else bool(ecc[0]),
+            "ecc": self._ask(lambda: bool(nvml.nvmlDeviceGetEccMode(card)[0])),
             "cpus": self.cpus(),
-            "power_limit_w": None if limit is None else limit / 1000,
+            "power_limit_w": self._ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000),
         }
 
     def reading(self) -> Reading:
         """Ask the driver now; a value that it does not give is None."""
-        nvml = self._nvml
-        busy, memory = self._ask(nvml.nvmlDeviceGetUtilizationRates), self._ask(nvml.nvmlDeviceGetMemoryInfo)
-        power = self._ask(nvml.nvmlDeviceGetPowerUsage)
-        temperature = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
-        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
-        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        errors = self._ask(nvml.nvmlDeviceGetTotalEccErrors, kind, since)
+        nvml, card = self._nvml, self._handle
+        sensor, kind = nvml.NVML_TEMPERATURE_GPU, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        reasons = self._ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card)) or 0
         return Reading(
-            utilisation=None if busy is None else busy.gpu / 100,
-            memory_used_bytes=None if memory is None else int(memory.used),
-            power_w=None if power is None else power / 1000,
-            temperature_c=None if temperature is None else float(temperature),
+            utilisation=self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(card).gpu / 100),
+            memory_used_bytes=self._ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(card).used)),
+            power_w=self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000),
+            temperature_c=self._ask(lambda: float(nvml.nvmlDeviceGetTemperature(card, sensor))),
             slowed_by=tuple(name for bit, name in _SLOWED_BY.items() if reasons & bit),
-            ecc_errors=None if errors is None else int(errors),
+            ecc_errors=self._ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(card, kind, nvml.NVML_VOLATILE_ECC))),
         )
 
     def process_ids(self) -> list[int]:
         """Return the processes that compute on it, as far as this one sees them."""
-        return [process.pid for process in self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses) or ()]
+        running = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or ()
+        return [process.pid for process in running]
 
     def cpus(self) -> tuple[int, ...]:
         """The numbers of the CPUs of its NUMA node; none where they are unknown."""
         num_words = max(1, -(-(os.cpu_count() or 1) // _BITS))
-        words = self._ask(self._nvml.nvmlDeviceGetCpuAffinity, num_words) or ()
+        words = self._ask(lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, num_words)) or ()
         return tuple(_BITS * i + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
 
-    def _ask(self, function: Callable[..., Any], *arguments: object) -> Any:
-        return ask(self._nvml, lambda: function(self._handle, *arguments))
+    def _ask(self, function: Callable[[], Any]) -> Any:
+        return ask(self._nvml, function)
 
 
 class Nvml:
@@ -115,7 +110,7 @@ class Nvml:
         nvml = self._nvml
         if names is None:
             names = [str(index) for index in range(ask(nvml, nvml.nvmlDeviceGetCount) or 0)]
-        devices = [ask(nvml, functools.partial(self.device, name)) for name in names]
+        devices = [ask(nvml, partial(self.device, name)) for name in names]
         return [device for device in devices if device is not None]
 
     def device(self, name: str) -> Device:
@@ -124,7 +119,7 @@ class Nvml:
         return Device(self._nvml, find(int(name) if name.isdigit() else name), self.driver)
 
 
-@functools.cache
+@cache
 def open_nvml() -> Nvml | None:
     """Load the library, once a process. None: no package, no driver, or no GPU that this process may see."""
     try:
