@@ -88,17 +88,6 @@ def in_a_folder_with_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def test_an_environment_is_entered_and_removed(tmp_path: Path) -> None:
-    (enter,) = typed("get-started/install", "source .venv/bin/activate")
-    (remove,) = typed("get-started/install", "rm -rf .venv")
-    assert typed(TROUBLE, "rm -rf .venv") == [remove]
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=tmp_path, check=True)
-    for command, printed in ((f"{enter} && command -v python", f"{tmp_path}/.venv/bin/python\n"), (remove, "")):
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert done.stdout == printed
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_step_of_the_metrics(in_a_folder_with_runs: Path) -> None:
     (command,) = typed("guides/profiling", "tail -n 1")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -108,18 +97,13 @@ def test_a_step_of_the_metrics(in_a_folder_with_runs: Path) -> None:
     assert "perf/engines_idle" in done.stdout and "train/loss" not in done.stdout
 
 
-def test_the_definition_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = typed("guides/profiling", "fusionrl metrics perf")
-    assert cli.main(command.split()[1:]) == 0
-    assert "perf/engines_idle" in capsys.readouterr().out
-
-
-def test_samples_are_shown(in_a_folder_with_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_and_definitions_are_shown(in_a_folder_with_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     worst, equal = typed(TROUBLE, "fusionrl show runs/try")
     (step,) = typed(TROUBLE, "fusionrl show RUN --step 1")
-    for command in (worst, equal, step.replace("RUN", "runs/try")):
+    (metric,) = typed("guides/profiling", "fusionrl metrics perf")
+    for command in (worst, equal, step.replace("RUN", "runs/try"), metric):
         assert cli.main(command.split()[1:]) == 0, command
-        assert "question" in capsys.readouterr().out, command
+        assert ("perf/engines_idle" if command == metric else "question") in capsys.readouterr().out, command
 
 
 def test_the_python_lines(in_a_folder_with_runs: Path) -> None:

@@ -16,8 +16,8 @@ from rich.cells import cell_len
 from fusionrl import cli
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.rollouts import RolloutWriter
-from fusionrl.observe.safe_text import ending, shorten, visible
 from fusionrl.observe.show import sample_table
+from tests.observe.view_runs import sample
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -25,20 +25,8 @@ REWARDS = [0.0, 1.0, 0.5, 0.5, -2.0, 3.0]  # of groups 0, 0, 1, 1, 2, 2
 
 
 def row(index: int, reward: Any, **fields: Any) -> dict[str, Any]:
-    return {
-        "index": index,
-        "group_index": index // 2,
-        "prompt": f"question {index}",
-        "response": f"answer {index}",
-        "label": str(index),
-        "reward": reward,
-        "response_length": 3,
-        "loss_mask": np.array([1, 0, 1]),
-        "weight_versions": np.array([4, 4, 5]),
-        "status": "completed",
-        "tokens": np.arange(5),
-        **fields,
-    }
+    arrays = {"loss_mask": np.array([1, 0, 1]), "weight_versions": np.array([4, 4, 5])}
+    return sample(index, reward, 3) | {"prompt": f"question {index}"} | arrays | fields
 
 
 @pytest.fixture
@@ -197,18 +185,18 @@ def test_a_sparse_row_is_shown(tmp_path: Path, capsys: Capsys) -> None:
 
 @pytest.mark.timed
 def test_big_files_are_streamed(tmp_path: Path) -> None:
-    """128 samples of 40,000 tokens, some 100 MB: shown in seconds, with the memory of a few samples."""
+    """48 samples of 40,000 tokens, some 40 MB: shown in seconds, with the memory of a few samples."""
     rng = np.random.default_rng(0)
 
     def rows() -> Any:
-        for i in range(128):
+        for i in range(48):
             n = 40_000
             fields = {"tokens": rng.integers(0, 150_000, n), "rollout_log_probs": -rng.random(n).astype(np.float32)}
             fields |= {"loss_mask": np.ones(n, np.int32), "weight_versions": np.zeros(n, np.int32)}
             yield row(i, float(i % 7), response="word " * n, response_length=n, **fields)
 
     path = RolloutWriter(tmp_path).write(0, 1, rows())
-    assert path.stat().st_size > 90e6
+    assert path.stat().st_size > 35e6
     code = (
         "import sys, time; from fusionrl import cli; before = time.perf_counter();"
         f"cli.main(['show', {str(tmp_path)!r}, '--best', '-n', '1']); after = time.perf_counter();"
@@ -219,15 +207,7 @@ def test_big_files_are_streamed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, kib = map(float, done.stderr.split()[-2:])
     assert "sample 6 " in done.stdout and "reward 6 " in done.stdout
-    assert seconds < 10 and kib < 400_000, (seconds, kib)
-
-
-def test_a_reader_that_leaves_early(run: Path) -> None:
-    """`fusionrl show … | head -1`: no traceback."""
-    RolloutWriter(run).write(3, 1, [row(i, 0.0, response="x" * 100_000) for i in range(20)])
-    command = f"{sys.executable} -m fusionrl.cli show {run} -n 0 --chars 0 | head -c 10"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "" and len(done.stdout) == 10
+    assert seconds < 5 and kib < 250_000, (seconds, kib)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +228,6 @@ def test_an_ascii_terminal(run: Path) -> None:
     env = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin", "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-m", "fusionrl.cli", "show", str(run)], capture_output=True, env=env)
     assert done.returncode == 0 and b"answer   ? ?\n" in done.stdout
-
-
-def test_texts() -> None:
-    assert visible("a\tb\nc") == "a\\tb\\nc" and visible("a\tb\nc", keep_lines=True) == "a\tb\nc"
-    assert visible("a\r\nb\u2028c", keep_lines=True) == "a\\r\nb\\u2028c"
-    assert shorten("0123456789", 5) == "012[… 5 characters cut …]89" and shorten("01234", 5) == "01234"
-    assert shorten("0123456789", 0) == "0123456789"
-    assert ending("0123456789", 3) == "…789" and ending("789", 3) == "789"
 
 
 def test_the_table_of_a_step() -> None:
