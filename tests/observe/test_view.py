@@ -21,7 +21,7 @@ from fusionrl.observe.rollouts import RolloutWriter, list_rollouts
 from fusionrl.observe.show import Samples
 from fusionrl.observe.view.packing import pack, short
 from fusionrl.observe.view.run_block import choose_files
-from fusionrl.observe.view.series import Series, find_spikes, notable_steps, read_series
+from fusionrl.observe.view.series import Series, find_spikes, notable_steps, read_rows, series_of
 from fusionrl.observe.view.step_block import by_interest, page_row
 from fusionrl.observe.view.terminal import render_tokens, token_texts
 from fusionrl.observe.view.vocabulary import Vocabulary
@@ -79,12 +79,12 @@ def test_metrics_in_columns_with_gaps_and_no_numbers(tmp_path: Path) -> None:
         sink.log(3, {"b": 2})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "att')  # a run that writes just now, or was killed
-    series = read_series(tmp_path)
+    series = series_of(read_rows(tmp_path))
     assert series.steps == [1, 2, 3]
     assert series.values == {"a": [1.23457, None, None], "b": [None, 1, 2]}
     assert series.nonfinite == {"a": [1]} and notable_steps(series) == [2]
-    assert read_series(tmp_path / "none") == Series()
-    series = read_series(tmp_path, most_steps=2)
+    assert series_of(read_rows(tmp_path / "none")) == Series()
+    series = series_of(read_rows(tmp_path), 2)
     assert (series.steps, series.num_left_out) == ([1, 3], 1), "the last step is always there"
 
 
@@ -183,7 +183,7 @@ def test_of_too_many_steps_those_at_jumps_are_chosen(tmp_path: Path) -> None:
     values[41] = 50.0
     run = write_run(tmp_path / "run", [[sample(0)] for _ in range(100)], train__loss=values)
     files = list_rollouts(run)
-    chosen = sorted(file.step for file in choose_files(files, read_series(run), 10))
+    chosen = sorted(file.step for file in choose_files(files, series_of(read_rows(run)), 10))
     assert len(chosen) == 10 and {1, 42, 100} <= set(chosen)
     assert max(np.diff(chosen)) < 40, "the others lie evenly over the run"
     assert len(choose_files(files, Series(), 1)) == 1 and len(choose_files(files, Series(), 200)) == 100

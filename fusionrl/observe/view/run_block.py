@@ -12,7 +12,7 @@ from fusionrl.observe.rollouts import RolloutFile, as_ranges, list_rollouts
 from fusionrl.observe.run_dir import last_config
 from fusionrl.observe.show import Samples, reward_key
 from fusionrl.observe.view.packing import pack
-from fusionrl.observe.view.series import Series, notable_steps, read_rows, read_series, series_of
+from fusionrl.observe.view.series import Series, notable_steps, read_rows, series_of
 from fusionrl.observe.view.step_block import build_block
 from fusionrl.observe.view.vocabulary import Vocabulary
 
@@ -150,7 +150,7 @@ def metrics_of(run: Path) -> tuple[dict[str, object], list[str]]:
     Raises:
         ValueError: as of `build_run`.
     """
-    series = read_series(run)
+    series = series_of(read_rows(run))
     return _facts(run, series, list_rollouts(run)), list(_left_out(series, []))
 
 

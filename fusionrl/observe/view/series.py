@@ -38,12 +38,8 @@ class Series:
     num_left_out: int = 0
 
 
-def read_series(run: Path, most_steps: int = MOST_STEPS) -> Series:
-    """Read `metrics.jsonl` of a run's folder, at most so many steps; an empty one where there is none yet."""
-    return series_of(read_rows(run), most_steps)
-
-
 def read_rows(run: Path) -> Rows:
+    """Read `metrics.jsonl` of a run's folder; nothing where there is none yet."""
     return read_metrics(run) if (run / METRICS_FILE).is_file() else []
 
 
