@@ -115,11 +115,10 @@ class Watches:
             "changed": changed_distribution(facts),
         }
         texts = self._due(step, warnings)
-        if "equal" in self._told_at and self._told_at["equal"] == step:  # which names lost rewards as the first cause
+        if self._told_at.get("equal") == step:  # which names lost rewards as the first cause
             self._told_at["lost"] = step
         texts += self._due(step, {"lost": lost_rewards(facts, self.settings)})
-        is_said = bool(texts) and facts.num_truncated / max(facts.num_samples, 1) > TRUNCATED_SHARE
-        if is_said:  # these warnings already name the cause
+        if texts and facts.num_truncated / max(facts.num_samples, 1) > TRUNCATED_SHARE:  # these name the cause
             self._told_at["truncated"] = step
         return texts + self._due(step, {"truncated": truncated(facts, self.settings, step)})
 

@@ -108,32 +108,25 @@ def find_run(name: str | None) -> Path:
         ValueError: there is none; says what there is.
     """
     root = Path("runs")
-    if name is not None:
-        for path in (Path(name), root / name):
-            if path.is_dir():
-                runs = [] if _is_run(path) else _runs_in(path)
-                return _newest(runs) if runs else path
-    runs = [run for path in _folders(root) for run in ([path] if _is_run(path) else _runs_in(path))]
-    runs.sort(key=_last_change)
+    for path in (Path(name), root / name) if name is not None else ():
+        if path.is_dir():
+            return path if _is_run(path) or not _runs_in(path) else _newest(path)
+    runs = sorted((run for folder in (root, *root.glob("*/")) for run in _runs_in(folder)), key=_last_change)
     if name is not None:
         there = f"; under {root}/ there are {', '.join(str(p.relative_to(root)) for p in runs[-10:])}" if runs else ""
         raise ValueError(f"{name} is no run folder{there}")
     if not runs:
         raise ValueError(f"there is no run under {root}/; name a run folder: fusionrl show RUN")
-    return runs[-1] if runs[-1].parent == root else _newest(_runs_in(runs[-1].parent))
+    return runs[-1] if runs[-1].parent == root else _newest(runs[-1].parent)
 
 
-def _newest(runs: list[Path]) -> Path:
+def _newest(folder: Path) -> Path:
     """Return the newest of the runs in one folder, and name all of them."""
-    runs.sort(key=_last_change)
+    runs = _runs_in(folder)
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs[-10:])
-        print(f"{runs[-1].parent} has {len(runs)} runs: {names}; the newest is taken", file=sys.stderr)
+        print(f"{folder} has {len(runs)} runs: {names}; the newest is taken", file=sys.stderr)
     return runs[-1]
-
-
-def _folders(path: Path) -> list[Path]:
-    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
 
 
 def _is_run(path: Path) -> bool:
@@ -141,7 +134,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    return [folder for folder in _folders(path) if _is_run(folder)]
+    return sorted(filter(_is_run, path.iterdir()), key=_last_change) if path.is_dir() else []
 
 
 def _last_change(run: Path) -> float:
