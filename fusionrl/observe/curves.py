@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,12 +99,12 @@ def draw_curves(metrics: Metrics, out: Path, title: str) -> Path:
 
     has_times = any(series(metrics, key)[0] for _, key in TIMES)
     charts: list[tuple[object, Callable[[Axes, Metrics], None]]] = [
-        (series(metrics, REWARD)[0], _draw_metric(REWARD)),
+        (series(metrics, REWARD)[0], partial(_draw_metric, REWARD)),
         (_accuracy_keys(metrics), _draw_accuracy),
-        (series(metrics, LOSS)[0], _draw_metric(LOSS)),
-        (series(metrics, MISMATCH)[0], _draw_metric(MISMATCH)),
+        (series(metrics, LOSS)[0], partial(_draw_metric, LOSS)),
+        (series(metrics, MISMATCH)[0], partial(_draw_metric, MISMATCH)),
         (has_times, _draw_times),
-        (series(metrics, TOKENS)[0], _draw_metric(TOKENS)),
+        (series(metrics, TOKENS)[0], partial(_draw_metric, TOKENS)),
     ]
     draws = [draw for has_values, draw in charts if has_values]
     if not draws:
@@ -118,22 +119,18 @@ def draw_curves(metrics: Metrics, out: Path, title: str) -> Path:
         return _save(figure, out)
 
 
-def _draw_metric(key: str) -> Callable[[Axes, Metrics], None]:
+def _draw_metric(key: str, axis: Axes, metrics: Metrics) -> None:
+    from matplotlib.ticker import EngFormatter
+
     title, unit, color = _CHARTS[key]
-
-    def draw(axis: Axes, metrics: Metrics) -> None:
-        from matplotlib.ticker import EngFormatter
-
-        steps, values = series(metrics, key)
-        _line(axis, steps, values, color)
-        if key == MISMATCH:
-            _logarithmic(axis, values)
-        elif key == TOKENS:
-            axis.set_ylim(bottom=0)
-            axis.yaxis.set_major_formatter(EngFormatter(sep=""))
-        _label_axis(axis, title, unit)
-
-    return draw
+    steps, values = series(metrics, key)
+    _line(axis, steps, values, color)
+    if key == MISMATCH:
+        _logarithmic(axis, values)
+    elif key == TOKENS:
+        axis.set_ylim(bottom=0)
+        axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+    _label_axis(axis, title, unit)
 
 
 def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fusionrl.base.packages import install_hint
 from fusionrl.observe.local_server import Answer, make_server
@@ -41,34 +41,26 @@ class Target:
     address: str = ""
 
 
-class Tracker(Protocol):
-    """An open run of a tracker."""
+class Tracker:
+    """An open run of a tracker. This class takes lines into a queue: only its end tells whether they have arrived."""
 
     run_id: str
+    _session: Any  # what has `log` and `finish`
 
     def log(self, line: Line) -> None:
         """Send a line, or keep it to send it soon."""
+        self._session.log(line.values, step=line.step)
 
     def flush(self) -> bool:
         """Return whether all lines so far have arrived; False where only `close` can tell."""
-
-    def close(self) -> None:
-        """Wait until everything has arrived."""
-
-
-class _Queued:
-    """A tracker that takes lines into a queue: only its end tells whether they have arrived."""
-
-    _session: Any  # what has `log` and `finish`
-
-    def flush(self) -> bool:
         return False
 
     def close(self) -> None:
+        """Wait until everything has arrived."""
         self._session.finish()
 
 
-class Wandb(_Queued):
+class Wandb(Tracker):
     """Weights & Biases. Steps are a metric of their own: W&B's must grow, and a resumed run does steps again."""
 
     def __init__(self, target: Target) -> None:
@@ -93,7 +85,7 @@ class Wandb(_Queued):
         self._session.log({**line.values, "step": line.step, "time": line.time_s})
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """TensorBoard's event files, in `tensorboard/track` of the run's folder or at the address.
 
     A new run goes into a folder that has none yet: `track`, `track-2`, …; its number is the run's name.
@@ -129,7 +121,7 @@ def _numbered(base: str, number: int) -> str:
     return base if number == 1 else f"{base.rstrip('/')}-{number}"
 
 
-class MLflow:
+class MLflow(Tracker):
     """MLflow, at the address, at MLFLOW_TRACKING_URI, or offline in `mlruns` of the run's folder."""
 
     def __init__(self, target: Target) -> None:
@@ -170,7 +162,7 @@ def mlflow_name(name: str) -> str:
     return posixpath.normpath(plain).lstrip("./")[:250].rstrip("./") or "_"
 
 
-class SwanLab(_Queued):
+class SwanLab(Tracker):
     """SwanLab; offline in `swanlog` of the run's folder, where each command makes a run of its own."""
 
     def __init__(self, target: Target) -> None:
@@ -188,11 +180,8 @@ class SwanLab(_Queued):
         )
         self._session = swanlab
 
-    def log(self, line: Line) -> None:
-        self._session.log(line.values, step=line.step)
 
-
-class Trackio(_Queued):
+class Trackio(Tracker):
     """trackio: a database on this machine (TRACKIO_DIR; offline `trackio` of the run's folder), or a Space."""
 
     def __init__(self, target: Target) -> None:
@@ -213,9 +202,6 @@ class Trackio(_Queued):
             auto_log_cpu=False,
         )
 
-    def log(self, line: Line) -> None:
-        self._session.log(line.values, step=line.step)
-
 
 DEFAULT_ADDRESS = "127.0.0.1:9464"
 _HEAD = {
@@ -225,7 +211,7 @@ _HEAD = {
 }
 
 
-class Prometheus:
+class Prometheus(Tracker):
     """Serves the newest value of each metric under /metrics until it is closed; a value that a step lacks stays.
 
         fusionrl_metric{run="sums", name="train/loss"} 0.02
