@@ -7,7 +7,6 @@ import re
 # Control characters (ESC and the 8-bit CSI among them), line and paragraph separators, embeddings and overrides of the
 # writing direction, and halves of surrogate pairs, which no encoding can write.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_UNSAFE_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str, keep_lines: bool = False) -> str:
@@ -15,8 +14,8 @@ def visible(text: str, keep_lines: bool = False) -> str:
 
     keep_lines  line feeds and tabs stay; else they are written as \n and \t, so that the text is one line.
     """
-    unsafe = _UNSAFE_IN_LINES if keep_lines else _UNSAFE
-    return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+    kept = "\n\t" if keep_lines else ""
+    return _UNSAFE.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)
 
 
 def shorten(text: str, limit: int) -> str:
