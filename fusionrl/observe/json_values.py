@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -80,7 +79,7 @@ def to_json(value: object) -> bytes:
         return text.encode("utf-8", "backslashreplace")
 
 
-def parse_object(text: bytes) -> dict[str, Any] | None:
+def parse_object(text: bytes) -> dict[str, object] | None:
     """The object that a line of JSON holds; None for anything else."""
     try:
         value = orjson.loads(text)
