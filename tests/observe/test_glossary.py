@@ -43,9 +43,8 @@ NO_METRICS = {"eval/loss", "eval/num_tokens", "eval/reward_{}"}
 def names_in_the_code() -> Iterator[tuple[str, str]]:
     """(name, file) of every metric that the code spells out; a part that it fills in is {}."""
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "glossary.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if _METRIC.search(source) and path.name != "glossary.py" else ():
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
             if _METRIC.fullmatch(text) and not text.endswith("_"):  # else the beginning of a longer one
