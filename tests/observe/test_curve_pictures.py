@@ -31,21 +31,14 @@ def _run(steps: int) -> list[dict]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The figures that were saved, to be looked into."""
+    """The figures in place of files, to be looked into."""
     figures: list = []
-    save = curves._save
-
-    def keep(figure: object, out: Path) -> Path:
-        figures.append(figure)
-        return save(figure, out)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(curves, "_save", keep)
+    monkeypatch.setattr(curves, "_save", lambda figure, out: figures.append(figure))
     return figures
 
 
 def test_every_chart_of_an_rl_run_is_there(tmp_path: Path, drawn: list) -> None:
-    out = draw_curves(_run(30), tmp_path / "new" / "curves.png", "a run for $5")
-    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    draw_curves(_run(30), tmp_path / "curves.png", "a run")
     axes = {axis.get_title(loc="left"): axis for axis in drawn[0].axes}
     assert list(axes) == ["Reward", "Accuracy", "Loss", "Trainer against engine", "Time of a step", "Throughput"]
     assert axes["Trainer against engine"].get_yscale() == "log"
@@ -56,9 +49,10 @@ def test_every_chart_of_an_rl_run_is_there(tmp_path: Path, drawn: list) -> None:
     assert list(points.get_xdata()) == [0, 5, 10, 15, 20, 25]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 61])
+@pytest.mark.parametrize("steps", [1, 61])
 def test_any_length_is_drawn(tmp_path: Path, steps: int) -> None:
-    draw_curves(_run(steps), tmp_path / "a.png", "short")
+    out = draw_curves(_run(steps), tmp_path / "new" / "curves.png", "a run for $5")
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_nulls_are_gaps_and_are_reported_and_a_mismatch_of_zero_is_shown(tmp_path: Path, drawn: list) -> None:
