@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from fusionrl.observe.hardware.nvml import Device, Reading, open_nvml
+from fusionrl.observe.hardware.nvml import Device, Reading
 from fusionrl.observe.spans import count
 
 EVERY_S = 1.0
@@ -32,12 +32,6 @@ class Meter:
         self._is_over = threading.Event()
         if devices:
             threading.Thread(target=self._watch, name="meter", daemon=True).start()
-
-    @classmethod
-    def of(cls, names: Sequence[str] | None) -> Meter:
-        """Return the meter of GPUs by names of CUDA_VISIBLE_DEVICES; of none where NVML is not there."""
-        nvml = open_nvml()
-        return cls([] if nvml is None else nvml.devices(names))
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._every_s):
