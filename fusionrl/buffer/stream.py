@@ -28,7 +28,7 @@ from fusionrl.pipeline.apply import apply
 from fusionrl.pipeline.decide import decide, engine_actions
 from fusionrl.pipeline.events import Action, Wait
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.rollout.generate import GroupContext, apply_filter, generate_group
+from fusionrl.rollout.generate import SampleContext, apply_filter, generate_group
 from fusionrl.rollout.generate_state import RolloutClient, sampling_params
 from fusionrl.rollout.sglang_rollout import check_filter_keeps
 from fusionrl.rollout.teacher import Teacher
@@ -133,7 +133,7 @@ class Stream(LoopThread):
 
         def change() -> None:
             self._args.engine_urls = list(urls)
-            self._context = GroupContext.of_args(self._args)
+            self._context = SampleContext.of_args(self._args)
             if not has_pairs(getattr(self._args, "engine_group", ())):  # none of which answers without the router
                 self._client.set_engines(urls)
 
@@ -158,7 +158,7 @@ class Stream(LoopThread):
         args.rollout_id = self.state.num_trained
         self._failed: list[BaseException] = []
         async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:
-            self._args, self._context, self._teacher = args, GroupContext.of_args(args), teacher
+            self._args, self._context, self._teacher = args, SampleContext.of_args(args), teacher
             self._client = client
             started.set_result(None)
             try:
@@ -254,7 +254,7 @@ class Stream(LoopThread):
                 left -= 1
                 self._happen(events.SampleDone(ordinal))
 
-        context = replace(self._context, samples=replace(self._context.samples, on_generated=generated))
+        context = replace(self._context, on_generated=generated)
         try:
             samples = await generate_group(context, group, sampling_params(self._args))
             failure = why_failed(samples, replaces=self._args.failed_samples == "replace")
@@ -365,14 +365,14 @@ class GroupFilter:
         self._num_wanted = num_wanted
         self._num_kept, self._refused = 0, Counter[str]()
 
-    def refuses(self, context: GroupContext, samples: list[Sample]) -> str:
+    def refuses(self, context: SampleContext, samples: list[Sample]) -> str:
         """Return why the filter does not keep a group, "" if it does.
 
         Raises:
             HookError: it raised, or returned something else than a verdict.
             ValueError: it keeps next to nothing.
         """
-        verdict = apply_filter(context.filter_path, context.samples.args, samples)
+        verdict = apply_filter(context.filter_path, context.args, samples)
         if verdict.keep:
             self._num_kept += 1
             return ""

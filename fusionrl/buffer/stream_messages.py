@@ -90,7 +90,7 @@ class StreamMessages:
 
     async def progress(self) -> str:
         """Return in words what is under way: samples, and what holds them up; "" where it is nothing."""
-        return "; ".join(text for text in (samples_in_flight().describe(), await self.waits_for()) if text)
+        return "; ".join(text for text in (samples_in_flight.describe(), await self.waits_for()) if text)
 
     async def rollout_trained(self) -> bool:
         """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""

@@ -15,7 +15,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,14 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import part
-from fusionrl.rollout.model_turn import SamplingParams, clear_response, note_no_room
-from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
+from fusionrl.rollout.model_turn import (
+    SamplingParams,
+    clear_response,
+    generate_turn,
+    note_no_room,
+    prompt_tokens,
+    room,
+)
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
@@ -41,9 +47,7 @@ if TYPE_CHECKING:
 
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """One sample with the tools of --tools-path."""
-    tools: Sequence[Tool] | None = (
-        call_hook("tools_path", args.tools_path, args, sample) if args.tools_path else [PythonTool()]
-    )
+    tools = call_hook("tools_path", args.tools_path, args, sample) if args.tools_path else [PythonTool()]
     return await run_agent(args, sample, sampling_params, tools or ())
 
 
@@ -61,8 +65,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
     tokenizer = load_tokenizer(args.hf_checkpoint)
     schemas = [tool.schema for tool in tools]
     begin(args, sample, schemas)
-    counts = {"num_turns": 0, "num_tool_calls": 0, "num_tool_errors": 0}
-    sample.metadata.update(counts)
+    sample.metadata.update(num_turns=0, num_tool_calls=0, num_tool_errors=0)
     while True:
         answer = await generate_turn(args, sample, sampling_params)
         if answer is None:
@@ -216,7 +219,9 @@ async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | Non
     except (json.JSONDecodeError, jsonschema.ValidationError) as error:
         reason = error.message if isinstance(error, jsonschema.ValidationError) else str(error)
         return ToolResult(f"error: wrong arguments for {call.name}: {reason}", True)
-    with _named_tool(tools_path, call.name):
+    # An error of a generate function's own tool is named with that function.
+    where = f"--tools-path {tools_path}: the tool {call.name!r}"
+    with nullcontext() if tools_path is None else user_code(where, tools_path):
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return ToolResult(await tool(**arguments))
@@ -226,12 +231,6 @@ async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | Non
             if not limit.expired():  # the tool's own
                 raise
             return ToolResult(f"error: {call.name} took longer than {timeout_s:g} s", True)
-
-
-def _named_tool(tools_path: str | None, name: str) -> AbstractContextManager[None]:
-    if tools_path is None:  # a tool of a user's generate function, which is named with what the tool raises
-        return nullcontext()
-    return user_code(f"--tools-path {tools_path}: the tool {name!r}", tools_path)
 
 
 async def parse_tool_calls(

@@ -11,20 +11,17 @@ from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, reward_value
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.generate import SampleContext, as_list, generate_and_score
-from fusionrl.rollout.generate_state import RolloutClient
+from fusionrl.rollout.generate_state import RolloutClient, sampling_params
 from fusionrl.rollout.model_turn import SamplingParams
 from fusionrl.rollout.types import EvalResult, RolloutFnEvalOutput
 
 _prompts: dict[str, list[Sample]] = {}  # by everything that decides how the prompts of a set are read
 
 
-async def evaluate_sets(args: Namespace, params: SamplingParams) -> RolloutFnEvalOutput:
-    """Evaluate every set of --eval-prompt-data or --eval-config.
-
-    params  the sampling parameters of a rollout, over which a set's own go
-    """
+async def evaluate_sets(args: Namespace) -> RolloutFnEvalOutput:
+    """Evaluate every set of --eval-prompt-data or --eval-config."""
     async with RolloutClient(args) as client:
-        data = {eval_set.name: await _evaluate_set(args, params, eval_set) for eval_set in eval_sets(args)}
+        data = {eval_set.name: await _evaluate_set(args, eval_set) for eval_set in eval_sets(args)}
         return RolloutFnEvalOutput(data, client.retries("eval"))
 
 
@@ -44,14 +41,14 @@ def eval_sampling_params(params: SamplingParams, eval_set: EvalSet) -> SamplingP
     return params
 
 
-async def _evaluate_set(args: Namespace, params: SamplingParams, eval_set: EvalSet) -> EvalResult:
+async def _evaluate_set(args: Namespace, eval_set: EvalSet) -> EvalResult:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
     set_args = copy.copy(args)
     set_args.rm_type, set_args.custom_rm_path = eval_set.rm_type, eval_set.custom_rm_path
     set_args.eval_reward_key = eval_set.reward_key
     set_args.custom_generate_function_path = eval_set.custom_generate_function_path
     set_args.group_rm = args.group_rm and eval_set.custom_rm_path is not None
-    context, params = SampleContext.of_args(set_args), eval_sampling_params(params, eval_set)
+    context, params = SampleContext.of_args(set_args), eval_sampling_params(sampling_params(args), eval_set)
     flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
     samples = _samples_of(_prompts_of(args, eval_set, flag), eval_set)
     groups = [sample.group_index for sample in samples]
@@ -87,7 +84,6 @@ def _prompts_of(args: Namespace, eval_set: EvalSet, flag: str) -> list[Sample]:
 
 
 def _samples_of(prompts: list[Sample], eval_set: EvalSet) -> list[Sample]:
-    """The set's samples, several of a prompt side by side."""
     samples: list[Sample] = []
     for group, prompt in enumerate(prompts):
         for _ in range(eval_set.n_samples_per_eval_prompt):

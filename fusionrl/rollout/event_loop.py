@@ -45,18 +45,12 @@ class LoopSemaphore:
         return self  # it belongs to the process, also where a hook copies its `args`
 
     def _own(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        semaphore = self._of_loop.get(loop)
-        if semaphore is None:
-            semaphore = self._of_loop[loop] = asyncio.Semaphore(self.limit)
-        return semaphore
+        return self._of_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.limit))
 
     async def acquire(self) -> bool:
-        """Wait for a place and take it."""
         return await self._own().acquire()
 
     def release(self) -> None:
-        """Give a place back."""
         self._own().release()
 
     @property
@@ -68,11 +62,10 @@ class LoopSemaphore:
             return self.limit
 
     def locked(self) -> bool:
-        """Return whether no place is free."""
         return self._own().locked()
 
     async def __aenter__(self) -> None:
-        await self._own().acquire()
+        await self.acquire()
 
     async def __aexit__(self, *exc: object) -> None:
         self.release()

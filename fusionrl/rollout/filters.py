@@ -50,7 +50,6 @@ def check_accuracy_in_range(args: Namespace, samples: list[Sample], **kwargs: ob
 
 
 def _rewards(args: Namespace, samples: list[Sample]) -> list[float]:
-    """Return the rewards of the samples that have one of their own."""
     return [reward_value(sample.reward, args.reward_key, "--reward-key") for sample in _scored(samples)]
 
 

@@ -22,39 +22,47 @@ from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward
 from fusionrl.rewards.settings import RewardSettings
 from fusionrl.rollout.event_loop import LoopSemaphore
-from fusionrl.rollout.forced_tokens import warn_of_unsampled
-from fusionrl.rollout.generate_state import semaphore_of
+from fusionrl.rollout.generate_state import is_stopping, semaphore_of
 from fusionrl.rollout.in_flight import GENERATED, SCORED, samples_in_flight
 from fusionrl.rollout.miles_inputs import generate_function
-from fusionrl.rollout.model_turn import SamplingParams, TurnSettings, generate_sample
+from fusionrl.rollout.model_turn import SamplingParams, generate
 from fusionrl.rollout.time_limit import within
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
-from fusionrl.rollout.weight_versions import OriginalResponse, fill_versions, noting_answers, warn_once
+from fusionrl.rollout.weight_versions import (
+    OriginalResponse,
+    fill_versions,
+    noting_answers,
+    warn_of_unsampled,
+    warn_once,
+)
 
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 @dataclass(frozen=True)
 class SampleContext:
-    """Settings by which the samples of a rollout, or of an evaluation set, are generated and scored.
+    """Settings by which the samples and groups of a rollout, or of an evaluation set, are generated and scored.
 
-    args           as users' functions get them; nothing else reads flags from it
-    generate_path  --custom-generate-function-path
-    sample_hooks   --rollout-sample-hook-path
-    semaphore      bounds the samples under way
-    policy_urls    of the engines and their router
-    timeout_s      --sample-timeout
-    on_generated   called when a sample needs no engine any more
+    args                 as users' functions get them
+    generate_path        --custom-generate-function-path
+    sample_hooks         --rollout-sample-hook-path
+    filter_path          --dynamic-sampling-filter-path
+    semaphore            bounds the samples under way
+    policy_urls          of the engines and their router
+    needs_greedy_answer  the estimator compares with the greedy answer to the prompt
+    timeout_s            --sample-timeout
+    on_generated         called when a sample needs no engine any more
     """
 
     args: Namespace
     generate_path: str | None
     sample_hooks: tuple[str, ...]
+    filter_path: str | None
     semaphore: LoopSemaphore
-    turns: TurnSettings
     rewards: RewardSettings
     limits: Limits
     policy_urls: tuple[str, ...]
+    needs_greedy_answer: bool
     timeout_s: float | None = None
     on_generated: Callable[[], None] | None = None
 
@@ -62,15 +70,17 @@ class SampleContext:
     def of_args(cls, args: Namespace) -> SampleContext:
         """Read them from a hook's `args`, which a user may have made."""
         urls = [getattr(args, "router_url", None), *(getattr(args, "engine_urls", None) or ())]
+        estimator = getattr(args, "advantage_estimator", None)
         return cls(
             args=args,
             generate_path=args.custom_generate_function_path,
             sample_hooks=tuple(args.rollout_sample_hook_path or ()),
+            filter_path=getattr(args, "dynamic_sampling_filter_path", None),
             semaphore=semaphore_of(args),
-            turns=TurnSettings.of_args(args),
             rewards=RewardSettings.of_args(args),
             limits=Limits.of_args(args),
             policy_urls=tuple(url for url in urls if url),
+            needs_greedy_answer=estimator is not None and ESTIMATORS[estimator].needs_greedy_answer,
             timeout_s=getattr(args, "sample_timeout", None),
         )
 
@@ -102,10 +112,10 @@ async def _generate_and_score(
     async with context.semaphore:
         part("wait", start)
         if path is None:
-            making = generate_sample(context.turns, sample, params)
+            making = generate(context.args, sample, params)
         else:
             making = custom_generate(context, path, sample, params, evaluation)
-        with samples_in_flight().note(GENERATED, sample):
+        with samples_in_flight.note(GENERATED, sample):
             result = await within(context.timeout_s, sample, making)
     if context.on_generated is not None:
         context.on_generated()
@@ -113,10 +123,10 @@ async def _generate_and_score(
     join_attempt(samples, sample.index)
     if context.sample_hooks:
         samples = [await apply_sample_hooks(context, item, evaluation) for item in samples]
-    with samples_in_flight().note(SCORED, sample):
+    with samples_in_flight.note(SCORED, sample):
         await _score(context, samples, isinstance(result, list), evaluation)
     for item in samples:
-        samples_in_flight().scored(item)
+        samples_in_flight.scored(item)
     return samples if isinstance(result, list) else samples[0]
 
 
@@ -184,34 +194,7 @@ def as_list(result: Sample | list[Sample]) -> list[Sample]:
 
 
 # ------------------------------------------------------------------------------------------------ a group
-@dataclass(frozen=True)
-class GroupContext:
-    """Settings by which groups are made, beyond those of their samples.
-
-    needs_greedy_answer  the estimator compares with the greedy answer to the prompt
-    filter_path          --dynamic-sampling-filter-path
-    longest              --rollout-max-response-len
-    """
-
-    samples: SampleContext
-    needs_greedy_answer: bool
-    filter_path: str | None
-    reward_key: str | None
-    longest: int | None
-
-    @classmethod
-    def of_args(cls, args: Namespace) -> GroupContext:
-        """Read them from a hook's `args`."""
-        return cls(
-            SampleContext.of_args(args),
-            ESTIMATORS[args.advantage_estimator].needs_greedy_answer,
-            args.dynamic_sampling_filter_path,
-            args.reward_key,
-            args.rollout_max_response_len,
-        )
-
-
-async def generate_group(context: GroupContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
+async def generate_group(context: SampleContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
     """Make all samples of one prompt; with --group-rm they are scored together, once all are finished.
 
     Where the greedy answer that the estimator needs has no reward, nothing compares with it: its group is FAILED.
@@ -220,11 +203,10 @@ async def generate_group(context: GroupContext, group: list[Sample], params: Sam
 
 
 async def generate_siblings(
-    context: GroupContext, group: list[Sample], params: SamplingParams, evaluation: bool = False
+    context: SampleContext, group: list[Sample], params: SamplingParams, evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
     """As `generate_group`; what a generate function made of one sample stays together, as slime returns it."""
-    limiter = context.samples
-    makes = asyncio.gather(*(generate_and_score(limiter, sample, dict(params), evaluation) for sample in group))
+    makes = asyncio.gather(*(generate_and_score(context, sample, dict(params), evaluation) for sample in group))
     needs_baseline = context.needs_greedy_answer and not evaluation and group[0].baseline_reward is None
     baseline: float | None = None
     if needs_baseline:
@@ -232,45 +214,32 @@ async def generate_siblings(
     else:
         results = await makes
     samples = [s for result in results for s in as_list(result)]
-    comes_again = _is_stopping(limiter) and any(s.status == Sample.Status.ABORTED for s in samples)
-    if limiter.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
-        for sample, reward in zip(samples, await score_group(limiter.rewards, samples), strict=True):
+    comes_again = is_stopping(context.args) and any(s.status == Sample.Status.ABORTED for s in samples)
+    if context.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
+        for sample, reward in zip(samples, await score_group(context.rewards, samples), strict=True):
             sample.reward = reward
     if needs_baseline:
-        _set_baseline(samples, baseline, comes_again=_is_stopping(limiter))
+        for sample in samples:
+            sample.baseline_reward = baseline
+            if baseline is None and not is_stopping(context.args):  # else the next rollout computes it
+                sample.status = Sample.Status.FAILED
     return results
 
 
-def _is_stopping(context: SampleContext) -> bool:
-    """Return whether the rollout has ended: it hands back the groups that are made from now on."""
-    is_stopping = context.turns.is_stopping
-    return is_stopping is not None and is_stopping()
-
-
-def _set_baseline(samples: list[Sample], baseline: float | None, comes_again: bool) -> None:
-    """Give the samples of a prompt their baseline; without one they are FAILED, or the next rollout computes it."""
-    for sample in samples:
-        sample.baseline_reward = baseline
-        if baseline is None and not comes_again:
-            sample.status = Sample.Status.FAILED
-
-
-async def _greedy_reward(context: GroupContext, sample: Sample, params: SamplingParams) -> float | None:
+async def _greedy_reward(context: SampleContext, sample: Sample, params: SamplingParams) -> float | None:
     """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it has none."""
-    samples = await generate_and_score(
-        context.samples, prompt_of(sample), dict(params, temperature=0.0, top_p=1.0, top_k=-1)
-    )
+    samples = await generate_and_score(context, prompt_of(sample), dict(params, temperature=0.0, top_p=1.0, top_k=-1))
     answer = as_list(samples)[0]
-    rewards = context.samples.rewards
+    rewards, args = context.rewards, context.args
     if answer.reward is None and not lacks_reward(answer):
         answer.reward = (await score_group(rewards, [answer]))[0]
     if lacks_reward(answer):  # one that failed is as one whose reward function fails
         return None if answer.status == Sample.Status.ABORTED else rewards.failure_value
     try:
-        value = reward_value(answer.reward, context.reward_key, "--reward-key")
+        value = reward_value(answer.reward, args.reward_key, "--reward-key")
     except ValueError as error:
         raise ValueError(f"sample {answer.index}: {error}") from error
-    return value + length_reward(answer.response_length, context.longest, context.samples.args)
+    return value + length_reward(answer.response_length, args.rollout_max_response_len, args)
 
 
 def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:

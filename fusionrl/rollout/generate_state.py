@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
@@ -35,7 +35,6 @@ _own: ContextVar[Namespace | None] = ContextVar("own", default=None)  # the one 
 
 
 def sampling_params(args: Namespace) -> dict[str, Any]:
-    """SGLang's sampling parameters of a rollout, from the flags."""
     params = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -70,7 +69,6 @@ def request_limit(args: Namespace) -> int:
 
 
 def new_client(args: Namespace) -> GenerateClient:
-    """Open a client of the engines for the event loop that uses it."""
     return GenerateClient(
         args.router_url,
         args.api_key,
@@ -124,11 +122,12 @@ def rollout_open(args: Namespace) -> Iterator[None]:
         args.is_stopping = None
 
 
-def is_stopping_of(args: Namespace) -> Callable[[], bool] | None:
-    """Return what says whether the rollout has ended: the default one, or a user's that called `abort`."""
-    is_stopping: Callable[[], bool] | None = getattr(args, "is_stopping", None)
+def is_stopping(args: Namespace) -> bool:
+    """Return whether the rollout has ended: the default one, or a user's that called `abort`."""
+    if (is_set := getattr(args, "is_stopping", None)) is not None:
+        return bool(is_set())
     state = vars(args).get("generate_state")
-    return is_stopping if is_stopping is not None or state is None else lambda: state.aborted
+    return state is not None and state.aborted
 
 
 class GenerateState:
@@ -164,7 +163,6 @@ class GenerateState:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of --hf-checkpoint."""
         return load_tokenizer(self.args.hf_checkpoint)
 
     @property
@@ -221,7 +219,6 @@ class RolloutClient:
         return counts
 
     def set_engines(self, urls: Sequence[str]) -> None:
-        """Send requests to these engines from now on."""
         self._client.set_engines(urls)
 
     async def __aenter__(self) -> Self:

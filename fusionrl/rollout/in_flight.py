@@ -26,7 +26,6 @@ class SamplesInFlight:
 
     @contextmanager
     def note(self, stage: str, sample: Sample) -> Iterator[None]:
-        """Note within the block that the sample is generated, or scored."""
         key = object()
         with self._lock:
             self._now[key] = (stage, sample.index, self._clock())
@@ -37,7 +36,6 @@ class SamplesInFlight:
                 del self._now[key]
 
     def scored(self, sample: Sample) -> None:
-        """Note that the sample is finished."""
         with self._lock:
             self._num_scored += 1
             self._num_tokens += sample.response_length
@@ -58,9 +56,4 @@ class SamplesInFlight:
         return f"{', '.join(texts)}; {ends}" if texts else ""
 
 
-_samples_in_flight = SamplesInFlight()
-
-
-def samples_in_flight() -> SamplesInFlight:
-    """Return the samples of this process."""
-    return _samples_in_flight
+samples_in_flight = SamplesInFlight()  # of this process

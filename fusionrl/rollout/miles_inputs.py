@@ -62,8 +62,6 @@ RolloutFnOutput = RolloutFnTrainOutput | RolloutFnEvalOutput
 
 @dataclass(frozen=True)
 class GenerateFnInput:
-    """The sample to generate, and its sampling parameters."""
-
     state: GenerateState
     sample: Sample
     sampling_params: dict[str, Any]
@@ -71,7 +69,6 @@ class GenerateFnInput:
 
     @property
     def args(self) -> Namespace:
-        """The flags."""
         return self.state.args
 
 
@@ -83,8 +80,6 @@ class GenerateFnOutput:
 
 
 class _Source:
-    """Delegates to the data source of the current call."""
-
     current: object = None
 
     def __getattr__(self, name: str) -> Any:

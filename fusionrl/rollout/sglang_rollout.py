@@ -1,8 +1,8 @@
 """The default rollout: prompts → samples by the engines behind the router → rewards → filter.
 
 `generate_rollout` is synchronous, as slime's is; the Buffer runs it in a thread of its own. Inside, one event loop
-keeps a bounded number of requests in flight. The functions here are the border: they have slime's signatures, and read
-the flags in `args` into typed settings; `model_turn.py` makes one turn of a sample, `generate.py` a sample and a group.
+keeps a bounded number of requests in flight. The functions here have slime's signatures; `model_turn.py` makes one turn
+of a sample, `generate.py` a sample and a group.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.engines.client import Generation, abort_all
+from fusionrl.engines.client import abort_all
 from fusionrl.rollout.evaluation import evaluate_sets
 from fusionrl.rollout.generate import (
-    GroupContext,
     SampleContext,
     apply_filter,
     as_list,
@@ -34,12 +32,11 @@ from fusionrl.rollout.generate import (
 from fusionrl.rollout.generate_state import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
 from fusionrl.rollout.model_turn import (
     SamplingParams,
-    TurnSettings,
-    generate_sample,
-    prompt_ids,
-    room_left,
-    stream_sample,
-    take_turn,
+    generate,
+    generate_turn,
+    prompt_tokens,
+    room,
+    stream_generate,
 )
 from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import DataSource, RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -71,59 +68,11 @@ def generate_rollout(
     """Generate `args.rollout_batch_size` groups, or evaluate every set of --eval-prompt-data or --eval-config."""
     args.rollout_id = rollout_id
     if evaluation:
-        return asyncio.run(evaluate_sets(args, sampling_params(args)))
+        return asyncio.run(evaluate_sets(args))
     return asyncio.run(generate_groups(args, data_source))
 
 
 # ------------------------------------------------------------------------------------------------ one sample
-async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Generate the response of one sample, or continue one that was aborted: the default of
-    --custom-generate-function-path.
-
-    Tokens in, tokens out: what the engine returned is what is trained; nothing is tokenized again.
-    """
-    return await generate_sample(TurnSettings.of_args(args), sample, sampling_params)
-
-
-async def generate_turn(
-    args: Namespace, sample: Sample, sampling_params: SamplingParams, done: int = 0, longest: int | None = None
-) -> Generation | None:
-    """Let the model continue `sample.tokens`, and append what it sampled; the sample gets the turn's status.
-
-    `done` are tokens of the same turn that an earlier rollout left; `longest` bounds this turn alone. Returns None,
-    with status TRUNCATED, if no room is left (`room`), and with status ABORTED if the rollout has ended.
-    """
-    return await take_turn(TurnSettings.of_args(args), sample, sampling_params, done, longest)
-
-
-async def stream_generate(
-    args: Namespace, sample: Sample, sampling_params: SamplingParams
-) -> AsyncGenerator[Generation, None]:
-    """`generate`, piece by piece as the engine samples: each is in the sample when it is yielded.
-
-        async with contextlib.aclosing(stream_generate(args, sample, sampling_params)) as pieces:
-            async for piece in pieces:
-                if enough(sample.response):
-                    break
-
-    Leaving the loop ends the request; the sample is COMPLETED with what it has. A loop that goes to the end leaves the
-    status of `generate`. If an engine dies, another continues; then stop strings see only the tokens since.
-    """
-    async with aclosing(stream_sample(TurnSettings.of_args(args), sample, sampling_params)) as pieces:
-        async for piece in pieces:
-            yield piece
-
-
-def room(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> int:
-    """Tokens by which the sample may still grow; see `model_turn.room_left`."""
-    return room_left(args.rollout_max_context_len, sample, sampling_params)
-
-
-def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
-    """[prompt_length] int32: the ids made when the data was read, or the prompt's text tokenized now."""
-    return prompt_ids(args.hf_checkpoint, sample)
-
-
 async def generate_and_rm(
     args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Sample | list[Sample]:
@@ -144,7 +93,7 @@ async def generate_and_rm_group(
     """
     if GenerateState(args).aborted:
         return group
-    return await generate_siblings(GroupContext.of_args(args), group, sampling_params, evaluation)
+    return await generate_siblings(SampleContext.of_args(args), group, sampling_params, evaluation)
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
@@ -179,7 +128,6 @@ async def _abort_requests(args: Namespace, tasks: Iterable[Task], timeout_s: flo
 
 # ------------------------------------------------------------------------------------------------ a rollout
 async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
-    """Generate `args.rollout_batch_size` groups on the running event loop."""
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
     async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:
@@ -200,7 +148,7 @@ class _Rollout:
 
     def __init__(self, args: Namespace, data_source: DataSource, teacher: Teacher) -> None:
         self._args, self._source, self._teacher = args, data_source, teacher
-        self._context, self._params = GroupContext.of_args(args), sampling_params(args)
+        self._context, self._params = SampleContext.of_args(args), sampling_params(args)
         self._num_wanted: int = args.rollout_batch_size
         self._keeps_refused = args.rollout_all_samples_process_path is not None  # that hook sees all finished groups
         self._kept: list[list[Sample]] = []
@@ -233,7 +181,6 @@ class _Rollout:
                 self._take(task.result(), blank)
 
     def _take(self, group: list[Sample], blank: list[Sample]) -> None:
-        """Keep or drop a finished group, as the filter says."""
         path = self._context.filter_path
         verdict = apply_filter(path, self._args, group)
         is_needed = verdict.keep_when_insufficient and len(self._kept) + len(self._pending) < self._num_wanted

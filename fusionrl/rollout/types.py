@@ -34,7 +34,6 @@ def keeping_draws() -> Iterator[None]:
 
 
 def keeps_draws() -> bool:
-    """Return whether the code that runs is in a block of `keeping_draws`."""
     return _keeps_draws.get()
 
 
@@ -187,5 +186,4 @@ def as_eval_output(output: object) -> RolloutFnEvalOutput:
 
 
 def flatten(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All samples, group after group."""
     return [sample for group in groups for sample in group]

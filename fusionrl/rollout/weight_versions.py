@@ -2,7 +2,8 @@
 
 The engines say in each answer which version of the weights sampled it (`meta_info`). Functions written for slime set
 `sample.tokens` and `sample.rollout_log_probs` by hand and know nothing of versions of tokens. So the answers are noted
-while such a function runs, and its samples get their versions from them.
+while such a function runs, and its samples get their versions from them. A trained token that is in none of the answers
+was sampled by no engine: a function has put a tool's text into the response, and has set no `loss_mask`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from fusionrl.data.token_versions import UNKNOWN_VERSION, as_version, split_vers
 _lock = threading.Lock()
 _warned: set[str] = set()
 _warnings: list[str] = []
+_FEW = 2  # tokens that a function may add by hand: an end of the text, a line's end
+_ATTRIBUTE = "num_unsampled"
 
 
 @dataclass
@@ -143,7 +146,6 @@ def fill_versions(
 
 
 def take_warnings() -> list[str]:
-    """Warnings since the last call."""
     with _lock:
         collected = list(_warnings)
         _warnings.clear()
@@ -159,32 +161,24 @@ def _known(sample: Sample, before: OriginalResponse | None) -> np.ndarray | None
     known = np.full(count, UNKNOWN_VERSION, np.int32)
     if versions is None or not len(versions):
         return known
+    earlier = None if before is None else before.versions
+    num_same = 0 if before is None else before.num_kept(sample)
     texts = split_versions(versions)[1]
     if len(texts) != len(versions):
         versions = versions[: len(versions) - len(texts)]  # those of tokens; `_tell_turns` reads the texts
-    elif len(versions) != count or _is_longer(sample, before):
-        if before is not None and before.versions is not None:
-            same = before.num_kept(sample)
-            known[:same] = before.versions[:same]
-        return known
+    elif len(versions) != count or num_same:
+        versions = earlier  # a text for each turn: where an earlier rollout's response continues, of the turns since
+        if versions is None:
+            return known
     is_array = isinstance(versions, np.ndarray) and versions.dtype.kind == "i"
-    turn_versions = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
-    if before is not None and before.versions is not None and np.array_equal(turn_versions, before.versions):
-        # As it came: right for the tokens that are still there, not for those that were sampled anew.
-        same = before.num_kept(sample)
-        known[:same] = turn_versions[:same]
+    numbers = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
+    if earlier is not None and np.array_equal(numbers, earlier):
+        known[:num_same] = numbers[:num_same]  # as they came: not right for tokens that were sampled anew
         return known
-    if len(turn_versions) != count and (mask is None or len(turn_versions) > count):
+    if len(numbers) != count and (mask is None or len(numbers) > count):
         return None
-    known[: len(turn_versions)] = (
-        turn_versions  # tokens that the function appended by hand, with their masks, are not known
-    )
+    known[: len(numbers)] = numbers  # tokens that the function appended by hand, with their masks, are not known
     return known
-
-
-def _is_longer(sample: Sample, before: OriginalResponse | None) -> bool:
-    """Return whether the response continues one of an earlier rollout: then texts belong to the turns since."""
-    return before is not None and len(before.response) > 0 and before.num_kept(sample) > 0
 
 
 def _tell_turns(sample: Sample, known: np.ndarray, num_kept: int) -> None:
@@ -284,3 +278,74 @@ def warn_once(key: str, text: str) -> None:
         if key not in _warned:
             _warned.add(key)
             _warnings.append(text)
+
+
+# ------------------------------------------------------------------------------------------------ tokens of no engine
+def num_unsampled(sample: Sample) -> int:
+    """Return how many trained tokens are surely no engine's; --mode reject-sampling accepts no such sample."""
+    return int(vars(sample).get(_ATTRIBUTE, 0))
+
+
+def warn_of_unsampled(samples: Sequence[Sample], answers: EngineAnswers, where: str, before: OriginalResponse) -> None:
+    """Warn, once for each function `where`, of trained tokens that are in none of the engines' answers.
+
+    Only of samples in which at least one whole answer stands: others were made of something else than these answers (by
+    another client, or the answers were a judge's), or were tokenized anew.
+
+    Args:
+        samples: as the function left them.
+        answers: to its requests by `fusionrl.plugin_api.post`; without any, nothing is known.
+        where: flag and path of the function.
+        before: the sample's response before the function had it: an earlier rollout's tokens were sampled.
+    """
+    for sample in samples:
+        vars(sample).pop(_ATTRIBUTE, None)
+    parts = [tokens for tokens, _, _ in answers.parts]
+    if not parts or not all(len(tokens) for tokens in parts):
+        return
+    for sample in samples:
+        try:
+            response, trained = _response(sample), response_mask(sample) > 0
+        except (TypeError, ValueError, OverflowError):
+            continue  # fields that do not fit are for `check_samples` to name
+        if len(trained) != len(response) or _names_versions(sample):
+            continue
+        sampled, has_whole = found_in(response, parts)
+        size = len(before.response)
+        if np.array_equal(response[:size], before.response):
+            sampled[:size] = True
+        missing = int((trained & ~sampled).sum())
+        if not missing or not has_whole:
+            continue
+        if missing > _FEW:
+            vars(sample)[_ATTRIBUTE] = missing
+        warn_once(
+            f"unsampled {where}",
+            f"{where}: {missing} of the {int(trained.sum())} tokens that sample {sample.index} is trained on are in"
+            " no answer of the engines: give them 0 in sample.loss_mask, or append them by append_text; or, if a"
+            " tokenizer made them anew of the answer's text, take the tokens of the answer (docs/guides/agents.md)",
+        )
+
+
+def _names_versions(sample: Sample) -> bool:
+    """Return whether the function has named the version of each token, and so knows what was sampled."""
+    versions = vars(sample)["weight_versions"]
+    if versions is None or len(versions) != sample.response_length or not len(versions):
+        return False
+    return all(isinstance(version, (int, np.integer)) and version != UNKNOWN_VERSION for version in versions)
+
+
+def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, bool]:
+    """Return which tokens of `response` [n] belong to one of `parts`, [n] bool, and whether it holds a whole part.
+
+    Wherever a part stands as a whole, it counts. A stretch that is left may begin with a part that was cut.
+    """
+    is_covered = np.zeros(len(response), bool)
+    for part in parts:
+        for place in places_of(part, response):
+            is_covered[place : place + len(part)] = True
+    has_whole = bool(is_covered.any())
+    for start in [i for i in np.flatnonzero(~is_covered) if i == 0 or is_covered[i - 1]]:
+        cut = max((common_prefix(response[start:], part) for part in parts), default=0)
+        is_covered[start : start + cut] = True
+    return is_covered, has_whole

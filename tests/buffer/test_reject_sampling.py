@@ -14,8 +14,8 @@ from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.sample import Sample, Status, response_mask
-from fusionrl.rollout.forced_tokens import _ATTRIBUTE
 from fusionrl.rollout.sft_rollout import to_sft_sample
+from fusionrl.rollout.weight_versions import _ATTRIBUTE
 
 
 def sample(group: int, response: str, status: Status = Status.COMPLETED) -> Sample:

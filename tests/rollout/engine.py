@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from fusionrl.data.sample import Sample
@@ -149,3 +150,18 @@ def check_sample(sample: Sample, exchanges: list[Exchange]) -> list[list[int]]:
         assert sample.weight_versions[i] == last
     assert between[0] == []
     return between[1:]
+
+
+def check_log_probs(model: Path, sample: Sample) -> None:
+    """Compare the log-probs of what was sampled with those of one forward pass over the whole sample."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    mask = np.asarray(sample.loss_mask, bool)
+    ids = torch.from_numpy(np.asarray(sample.tokens, np.int64))[None]
+    with torch.no_grad():
+        scored = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(ids)
+    logits = scored.logits[0, sample.prompt_length - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, sample.prompt_length :, None])[:, 0].numpy()
+    np.testing.assert_allclose(np.asarray(sample.rollout_log_probs)[mask], expected[mask], atol=1e-4)
+    assert not np.asarray(sample.rollout_log_probs)[~mask].any()

@@ -118,12 +118,6 @@ def test_turns_of_model_and_tools(play: Any) -> None:
     assert engine.tokenizer.decode(sample.tokens) == whole
 
 
-def test_an_answer_without_calls_ends_it(play: Any) -> None:
-    sample, engine = play(["No."])
-    assert texts(sample, engine) == [""]
-    assert (sample.status, sample.response) == (Sample.Status.COMPLETED, "No.")
-
-
 def test_a_prompt_rendered_with_its_tools_is_left_as_it_is(folder: str) -> None:
     args = Config.from_flat(
         {"hf_checkpoint": folder, "rollout_max_response_len": 99, "tool_call_parser": "qwen25"}
@@ -185,11 +179,6 @@ def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
     assert f'File "{HOOKS}", line ' in where and "is down" in code
 
 
-def test_tools_that_cannot_be_made_are_named(play: Any) -> None:
-    with pytest.raises(HookError, match=r"--tools-path .*:no_tools: KeyError: 'mine'"):
-        play(["x"], tools_path=f"{HOOKS}:no_tools")
-
-
 def test_a_long_answer_is_cut_and_said_so(play: Any) -> None:
     sample, engine = play([call("weather", town="Long"), "Oh."], max_tool_response_len=50)
     assert texts(sample, engine)[0] == response("x" * 50 + "\n[cut: 50 of 1000 tokens]")
@@ -242,16 +231,15 @@ def test_an_aborted_turn_aborts_the_sample(play: Any) -> None:
 
 
 def test_mistakes_of_the_user_are_named(folder: str, play: Any) -> None:
+    assert parser_name("auto", folder) == "qwen25"
     args = Config.from_flat({"hf_checkpoint": folder, "rollout_max_response_len": 9}).to_args()
     with pytest.raises(ValueError, match="add --apply-chat-template"):
         Engine(load_tokenizer(folder)).serve(args, lambda: generate(args, Sample(prompt="x"), sampling_params(args)))
+    with pytest.raises(HookError, match=r"--tools-path .*:no_tools: KeyError: 'mine'"):
+        play(["x"], tools_path=f"{HOOKS}:no_tools")
     with pytest.raises(ValueError, match="--tool-call-parser qwen26: unknown; known are .*qwen25"):
         play(["x"], tool_call_parser="qwen26")
     bare = Path(folder).parent / "bare"
     make_byte_tokenizer().save_pretrained(bare)
     with pytest.raises(ValueError, match=f"--tool-call-parser auto: the chat template of {bare} has no tool calls"):
         parser_name("auto", str(bare))
-
-
-def test_the_parser_is_found_in_the_template(folder: str) -> None:
-    assert parser_name("auto", folder) == "qwen25"

@@ -52,21 +52,11 @@ def test_prompts_with_their_responses(tiny_model: Path, write_rows: Callable[...
         run(tiny_model, data)
 
 
-def test_a_response_that_ends_with_the_end_token_trains_it_once(
-    tiny_model: Path, write_rows: Callable[..., Path], tokenizer: Any
-) -> None:
-    end = tokenizer.eos_token
-    for said in ("2", f"2{end}"):
-        rows = [{"input": "1+1=", "label": said}] * 2
-        sample = run(tiny_model, write_rows(rows), label_key="label")[0][0]
-        assert tokenizer.decode(sample.tokens) == f"1+1=2{end}" and sample.response_length == 2
-
-
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_another_end_token_of_the_model_ends_a_response_too(
     file: str, tiny_model: Path, tmp_path: Path, write_rows: Callable[..., Path], tokenizer: Any
 ) -> None:
-    """Qwen's files name <|im_end|> and <|endoftext|>, Llama 3's name three: engines stop at each."""
+    """Qwen's files name <|im_end|> and <|endoftext|>, Llama 3's three: engines stop at each. It is trained once."""
     start, end = (tokenizer.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|im_end|>"))
     model = shutil.copytree(tiny_model, tmp_path / "model")
     values = json.loads((model / file).read_text()) if (model / file).exists() else {}
@@ -75,10 +65,11 @@ def test_another_end_token_of_the_model_ends_a_response_too(
         ("2<|im_start|>", "2<|im_start|>"),
         ("2<|im_start|>\n", "2<|im_start|>"),
         ("2", "2<|im_end|>"),
+        ("2<|im_end|>", "2<|im_end|>"),
     ):
         data = write_rows([{"input": "1+1=", "label": said}] * 2)
         sample = run(model, data, label_key="label")[0][0]
-        assert tokenizer.decode(sample.tokens) == f"1+1={wanted}"
+        assert tokenizer.decode(sample.tokens) == f"1+1={wanted}" and sample.response_length == 2
 
 
 def test_the_way_of_the_loss_mask(tiny_model: Path, write_rows: Callable[..., Path], tokenizer: Any) -> None:

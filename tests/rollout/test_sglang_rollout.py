@@ -90,29 +90,24 @@ def test_exactly_the_batch_comes_back(start: Any, state: Any) -> None:
     assert prompts(generate_rollout(args, 1, source).samples) == ["p4", "p5", "p6", "p7"]
 
 
-def test_dropped_groups_are_counted_and_replaced(start: Any, state: Any) -> None:
-    args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:only_odd")
+@pytest.mark.parametrize(("name", "reason"), [("only_odd", "even"), ("bare_bool", "filtered")])
+def test_dropped_groups_are_counted_replaced_and_shown(start: Any, name: str, reason: str) -> None:
+    """The hook that sees all gets refused and surplus groups, as slime's; without it they are kept for nobody."""
+    flags = {"dynamic_sampling_filter_path": f"{HOOKS}:{name}"}
+    args, source = start(**flags, rollout_all_samples_process_path=f"{HOOKS}:only_odd")
     output = generate_rollout(args, 0, source)
     assert len(output.samples) == 4
     assert all(int(group[0].label) % 2 == 1 for group in output.samples)
-    returned = sum(len(group) for group in source.buffer)
-    even = output.metrics["rollout/dropped_even"]
+    even = output.metrics[f"rollout/dropped_{reason}"]
     assert even >= 4
     # Every prompt that was taken is in the batch, counted as dropped, or handed back.
     surplus = output.metrics.get("rollout/dropped_surplus", 0)
-    assert source.offset == 4 + even + surplus + returned / 2
-
-
-def test_the_hook_that_sees_all_gets_refused_and_surplus_groups_as_slime_s(start: Any, state: Any) -> None:
-    flags = {"dynamic_sampling_filter_path": f"{HOOKS}:only_odd"}
-    args, source = start(**flags, rollout_all_samples_process_path=f"{HOOKS}:only_odd")
-    output = generate_rollout(args, 0, source)
-    num_dropped = sum(count for name, count in output.metrics.items() if name.startswith("rollout/dropped_"))
-    assert len(output.refused) == num_dropped >= 4
+    assert source.offset == 4 + even + surplus + sum(len(group) for group in source.buffer) / 2
+    assert len(output.refused) == even + surplus
     assert all(sample.reward is not None and sample.response for group in output.refused for sample in group)
-    assert sum(int(group[0].label) % 2 == 0 for group in output.refused) == output.metrics["rollout/dropped_even"]
+    assert sum(int(group[0].label) % 2 == 0 for group in output.refused) == even
     args, source = start(**flags)
-    assert generate_rollout(args, 0, source).refused == []  # kept for nobody
+    assert generate_rollout(args, 0, source).refused == []
 
 
 def test_a_filter_may_keep_what_would_else_have_to_be_replaced(start: Any, state: Any) -> None:
@@ -121,11 +116,6 @@ def test_a_filter_may_keep_what_would_else_have_to_be_replaced(start: Any, state
     assert len(output.samples) == 4 and source.offset == 6, "nothing more was sampled"
     odd = sum(int(group[0].label) % 2 for group in output.samples)
     assert odd == 3 and output.metrics["rollout/dropped_even"] == 2
-
-
-def test_a_filter_may_return_a_bare_bool(start: Any) -> None:
-    args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:bare_bool")
-    assert generate_rollout(args, 0, source).metrics["rollout/dropped_filtered"] >= 1
 
 
 def test_what_was_begun_and_not_needed_is_served_first_next_time(start: Any, state: Any) -> None:
@@ -182,16 +172,8 @@ def test_a_reward_that_raises_ends_the_rollout(start: Any) -> None:
         generate_rollout(args, 0, source)
 
 
-def test_a_generate_function_that_rewards_itself_is_not_scored_again(start: Any) -> None:
-    args, source = start(
-        custom_generate_function_path=f"{HOOKS}:rewards_itself", custom_rm_path=f"{HOOKS}:raises_at_p2"
-    )
-    output = generate_rollout(args, 0, source)
-    assert {s.reward for group in output.samples for s in group} == {0.125}
-
-
-def test_generate_functions_of_other_kinds(start: Any, state: Any) -> None:
-    """New samples instead of the one that was handed over, several for one, or no coroutine."""
+def test_generate_functions_of_other_kinds(start: Any) -> None:
+    """New samples instead of the one that was handed over, several for one, rewards of its own, or no coroutine."""
     for name in ("makes_new_samples", "synchronous"):
         args, source = start(custom_generate_function_path=f"{HOOKS}:{name}")
         output = generate_rollout(args, 0, source)
@@ -199,6 +181,10 @@ def test_generate_functions_of_other_kinds(start: Any, state: Any) -> None:
         assert all(s.reward is not None for group in output.samples for s in group)
     args, source = start(custom_generate_function_path=f"{HOOKS}:two_for_one")
     assert [len(group) for group in generate_rollout(args, 0, source).samples] == [4] * 4
+    args, source = start()
+    source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"  # a sample names its own function
+    first, second, *_ = generate_rollout(args, 0, source).samples
+    assert [s.reward for s in (*first, *second)] == [0.125, 0.125, 1.0, 1.0]
 
 
 def test_a_group_is_scored_in_one_call(start: Any, state: Any) -> None:
@@ -245,14 +231,6 @@ def test_a_greedy_answer_without_a_reward_fails_its_group(start: Any, functions:
     assert [s.status for s in groups["p1"]] == [Sample.Status.COMPLETED] * 2
 
 
-def test_a_sample_names_its_own_functions(start: Any) -> None:
-    args, source = start()
-    source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"
-    output = generate_rollout(args, 0, source)
-    assert output.samples[0][0].reward == 0.125
-    assert output.samples[1][0].reward == 1.0
-
-
 # ------------------------------------------------------------------------------------------------ evaluation
 def test_evaluation(start: Any, write_rows: Callable[..., Path], state: Any) -> None:
     small = write_rows([{"input": f"e{i}", "label": str(i)} for i in range(3)], "small.jsonl")
@@ -269,24 +247,27 @@ def test_evaluation(start: Any, write_rows: Callable[..., Path], state: Any) -> 
 
 def test_evaluation_reports_the_samples_that_the_function_made(start: Any, write_rows: Callable[..., Path]) -> None:
     small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
-    args, source = start(eval_prompt_data=["a", str(small)], custom_generate_function_path=f"{HOOKS}:makes_new_samples")
-    found = generate_rollout(args, 0, source, evaluation=True).data["a"]
-    assert found["rewards"] == [1.0]
-    assert found["samples"][0].response == "new"
-    bare = {"custom_generate_function_path": f"{HOOKS}:makes_bare_samples", "n_samples_per_eval_prompt": 2}
-    args, source = start(eval_prompt_data=["a", str(small)], **bare)
-    found = generate_rollout(args, 0, source, evaluation=True).data["a"]
-    assert [s.group_index for s in found["samples"]] == [0, 0], "pass@k needs to know whose prompt it is"
+    for name in ("makes_new_samples", "makes_bare_samples"):
+        args, source = start(eval_prompt_data=["a", str(small)], custom_generate_function_path=f"{HOOKS}:{name}")
+        found = generate_rollout(args, 0, source, evaluation=True).data["a"]
+        assert found["rewards"] == [1.0]
+        assert [s.group_index for s in found["samples"]] == [0], "pass@k needs to know whose prompt it is"
 
 
-def test_evaluation_of_a_reward_with_several_parts(start: Any, write_rows: Callable[..., Path]) -> None:
+def test_the_key_of_a_reward_with_several_parts(start: Any, write_rows: Callable[..., Path], tmp_path: Path) -> None:
     small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
     flags = {"eval_prompt_data": ["a", str(small)], "custom_rm_path": f"{HOOKS}:several"}
     args, source = start(**flags, reward_key="x", eval_reward_key="y")
     assert generate_rollout(args, 0, source, evaluation=True).data["a"]["rewards"] == [2.0]
-    args, source = start(**flags)
-    with pytest.raises(ValueError, match=r"\['x', 'y'\]; choose one with --eval-reward-key"):
-        generate_rollout(args, 0, source, evaluation=True)
+    config = tmp_path / "sets.yaml"
+    config.write_text(f'datasets: {{a: {{path: {small}, custom_rm_path: "{HOOKS}:several", reward_key: z}}}}')
+    for more, message in (
+        (flags, r"\['x', 'y'\]; choose one with --eval-reward-key"),
+        ({"eval_config": str(config)}, r"--eval-config .*: set a: reward_key z: the reward has only the keys"),
+    ):
+        args, source = start(**more)
+        with pytest.raises(ValueError, match=message):
+            generate_rollout(args, 0, source, evaluation=True)
 
 
 def test_evaluation_by_a_file_with_settings_for_each_set(
@@ -330,17 +311,6 @@ def test_a_built_in_reward_beside_a_groups_reward(start: Any, write_rows: Callab
     args, source = start(eval_config=str(config), group_rm=True, custom_rm_path=f"{HOOKS}:group_rank")
     found = generate_rollout(args, 0, source, evaluation=True).data
     assert (found["a"]["rewards"], found["b"]["rewards"]) == ([1.0], [0.0])
-
-
-def test_evaluation_of_a_reward_key_that_is_not_there(
-    start: Any, write_rows: Callable[..., Path], tmp_path: Path
-) -> None:
-    small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
-    config = tmp_path / "sets.yaml"
-    config.write_text(f'datasets: {{a: {{path: {small}, custom_rm_path: "{HOOKS}:several", reward_key: z}}}}')
-    args, source = start(eval_config=str(config))
-    with pytest.raises(ValueError, match=r"--eval-config .*: set a: reward_key z: the reward has only the keys"):
-        generate_rollout(args, 0, source, evaluation=True)
 
 
 # ------------------------------------------------------------------------------------------------ one request
@@ -402,16 +372,12 @@ def test_a_second_turn_without_room_is_noted(num_tool_tokens: int, start: Any) -
 
 
 def test_the_context_limit_shortens_or_spares_the_request(start: Any) -> None:
-    args, source = start(rollout_max_context_len=4)
-    args.generate_client = client = Client()
-    asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
-    assert client.asked[0]["sampling_params"]["max_new_tokens"] == 2
-    args, source = start(rollout_max_context_len=2)
-    args.generate_client = client = Client()
-    sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
-    assert client.asked == []
-    assert sample.status == Sample.Status.TRUNCATED
-    assert sample.response_length == 0
+    for limit, limits_of_requests in ((4, [2]), (2, [])):
+        args, source = start(rollout_max_context_len=limit)
+        args.generate_client = client = Client()
+        sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+        assert [asked["sampling_params"]["max_new_tokens"] for asked in client.asked] == limits_of_requests
+    assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 0)
     sample.validate()
 
 
@@ -488,24 +454,17 @@ def test_a_finished_sibling_of_an_aborted_sample_is_not_made_again(start: Any, s
 def test_the_default_generation_goes_on_behind_what_is_there(start: Any) -> None:
     """The tokens so far are the prompt; what is left of the length is asked for."""
     args, _ = start(partial_rollout=True)
-    asked = []
-
-    class Client:
-        async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
-            asked.append(payload)
-            tokens, log_probs = np.array([7], np.int32), np.array([-1.0], np.float32)
-            return Generation(tokens, log_probs, "c", "length", [("5", 1)], 0, 0, {})
-
-    args.generate_client = Client()
+    args.generate_client = client = Client(text="c", finish_reason="length")
     sample = Sample(index=0, tokens=[1, 2, 3], response="ab", response_length=1, status=Sample.Status.ABORTED)
-    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1], [-2.0], [4]
+    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1], [-2.0], [2]
     done = asyncio.run(generate(args, sample, sampling_params(args)))
-    assert asked[0]["input_ids"] == [1, 2, 3]
-    assert asked[0]["sampling_params"]["max_new_tokens"] == 3
-    assert list(done.tokens) == [1, 2, 3, 7] and list(done.weight_versions) == [4, 5] and done.response == "abc"
+    assert client.asked[0]["input_ids"] == [1, 2, 3]
+    assert client.asked[0]["sampling_params"]["max_new_tokens"] == 3
+    assert list(done.tokens) == [1, 2, 3, 7, 8, 9] and list(done.weight_versions) == [2, 3, 3, 4]
+    assert done.response == "abc"
     args.is_stopping = lambda: True
     waiting = asyncio.run(generate(args, Sample(index=1, prompt="p"), sampling_params(args)))
-    assert waiting.status == Sample.Status.ABORTED and len(asked) == 1
+    assert waiting.status == Sample.Status.ABORTED and len(client.asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ import pytest
 
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
-from fusionrl.plugin_api import post, run
 from fusionrl.rollout import weight_versions
 from fusionrl.rollout.generate import SampleContext, custom_generate
 from fusionrl.rollout.weight_versions import (
     EngineAnswers,
     OriginalResponse,
     fill_versions,
+    found_in,
     note_answer,
     noting_answers,
+    num_unsampled,
     take_warnings,
+    warn_of_unsampled,
 )
 
 URL = "http://engine:1"
@@ -40,6 +42,12 @@ def answer(tokens: list[int], version: Any, **more: Any) -> dict[str, Any]:
     logprobs = [[-1.0, token, None] for token in tokens]
     meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": "stop"}} | more
     return {"text": "", "meta_info": meta | ({} if version is None else {"weight_version": version})}
+
+
+def written(folder: Path, text: str) -> str:
+    """Write a file of hooks; returns the path of its function f."""
+    (folder / "mine.py").write_text(text)
+    return f"{folder / 'mine.py'}:f"
 
 
 def by_hand(*parts: tuple[list[int], int]) -> Sample:
@@ -72,11 +80,8 @@ def filled(sample: Sample, *answers: dict[str, Any], before: OriginalResponse | 
 def test_turns_of_one_version() -> None:
     sample = by_hand(([5, 6], 1), ([7], 0), ([8], 1))
     assert filled(sample, answer([5, 6], "4"), answer([8], "4")) == [4, 4, 4, 4]
+    assert filled(by_hand(([5], 1), ([99], 1)), answer([5, 6, 7], "4")) == [4, 4], "a turn that was cut by hand"
     assert take_warnings() == []
-
-
-def test_a_turn_that_was_cut_by_hand_is_of_the_only_version() -> None:
-    assert filled(by_hand(([5], 1), ([99], 1)), answer([5, 6, 7], "4")) == [4, 4]
 
 
 def test_turns_of_different_versions_are_found_by_their_tokens() -> None:
@@ -177,8 +182,8 @@ def test_a_text_of_a_turn_outlives_the_tokens_of_a_tool() -> None:
 
 
 def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: Path) -> None:
-    path = tmp_path / "turns.py"
-    path.write_text(
+    path = written(
+        tmp_path,
         "async def f(args, sample, params):\n"
         "    sample.tokens += [7]\n"
         "    sample.loss_mask += [1]\n"
@@ -186,13 +191,13 @@ def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: P
         "    sample.response_length += 1\n"
         "    sample.weight_versions.append('3')\n"
         "    sample.status = sample.Status.COMPLETED\n"
-        "    return sample\n"
+        "    return sample\n",
     )
     for former in (None, np.array([2, 2], np.int32)):
         sample = by_hand(([5, 6], 1))
         sample.weight_versions = former
         sample.status = Sample.Status.ABORTED
-        made = asyncio.run(custom_generate(context(), f"{path}:f", sample, {}, False))
+        made = asyncio.run(custom_generate(context(), path, sample, {}, False))
         assert isinstance(made, Sample)
         assert made.weight_versions == ([2, 2, 3] if former is not None else [-1, -1, 3])
     named = by_hand(([5, 6], 1))
@@ -214,39 +219,30 @@ def test_only_the_policys_engines_are_heard() -> None:
     assert not nobody.versions
 
 
-FUNCTIONS: dict[str, Callable[..., Awaitable[Any]]] = {}
+POSTS = """
+import asyncio, copy
+from fusionrl.plugin_api import post, run
+async def alone(ask): return await ask
+async def in_a_task(ask): return (await asyncio.gather(ask))[0]
+async def in_a_thread(ask): return await asyncio.to_thread(asyncio.run, ask)
+async def by_the_plugin_loop(ask): return await asyncio.to_thread(run, ask)
+async def f(args, sample, params):
+    output = await globals()[params["way"]](post(args.router_url + "/generate", {"input_ids": [1, 2]}))
+    made = [copy.deepcopy(sample), sample]
+    for one in made:
+        one.tokens = [1, 2] + [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+        one.response_length, one.rollout_log_probs = 2, [-1.0, -1.0]
+    return made
+"""
 
 
-@pytest.mark.parametrize("way", ["alone", "in tasks", "in a thread", "by the plugin loop"])
-def test_a_function_that_posts(json_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+@pytest.mark.parametrize("way", ["alone", "in_a_task", "in_a_thread", "by_the_plugin_loop"])
+def test_a_function_that_posts(json_server: Any, tmp_path: Path, way: str) -> None:
     """As a run calls it, wherever it asks from."""
     json_server.answers = [(200, answer([5, 6], "4"))]
-
-    async def ask() -> Any:
-        return await post(f"{json_server.url}/generate", {"input_ids": [1, 2]})
-
-    async def generate(args: Any, sample: Sample, params: Any) -> list[Sample]:
-        if way == "alone":
-            output = await ask()
-        elif way == "in tasks":
-            (output,) = await asyncio.gather(ask())
-        elif way == "in a thread":
-            output = await asyncio.to_thread(asyncio.run, ask())
-        else:
-            output = await asyncio.to_thread(run, ask())
-        made = [copy.deepcopy(sample), sample]
-        for one in made:
-            one.tokens = [1, 2] + [item[1] for item in output["meta_info"]["output_token_logprobs"]]
-            one.response_length, one.rollout_log_probs = 2, [-1.0, -1.0]
-        return made
-
-    monkeypatch.setitem(FUNCTIONS, "generate", generate)
-    path = tmp_path / "posts.py"
-    path.write_text(f"from {__name__} import FUNCTIONS\nasync def f(args, sample, params):\n")
-    path.write_text(path.read_text() + "    return await FUNCTIONS['generate'](args, sample, params)\n")
     own = context(router_url=json_server.url, engine_urls=[])
-    made = asyncio.run(custom_generate(own, f"{path}:f", Sample(index=1), {}, False))
-    assert [list(one.weight_versions) for one in made] == [[4, 4], [4, 4]]
+    made = asyncio.run(custom_generate(own, written(tmp_path, POSTS), Sample(index=1), {"way": way}, False))
+    assert [list(one.weight_versions) for one in made] == [[4, 4], [4, 4]]  # type: ignore[union-attr,arg-type]
     assert take_warnings() == []
 
 
@@ -260,32 +256,30 @@ def test_a_function_that_posts(json_server: Any, tmp_path: Path, monkeypatch: py
     ],
 )
 def test_a_function_whose_fields_do_not_fit_is_named(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "bad.py"
-    path.write_text(f"async def f(args, sample, params):\n    {line}\n    return sample\n")
-    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: .*{said}"):
-        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=1), {}, False))
+    path = written(tmp_path, f"async def f(args, sample, params):\n    {line}\n    return sample\n")
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}: .*{said}"):
+        asyncio.run(custom_generate(context(), path, Sample(index=1), {}, False))
 
 
 def test_a_function_that_generates_nothing_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "idle.py"
-    lines = ["async def f(args, sample, params):", "    return sample", "async def g(args, sample, params):"]
-    lines += ["    sample.status = sample.Status.FAILED", "    return sample"]
-    path.write_text("\n".join(lines))
-    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: sample 7 .* is pending"):
-        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=7), {}, False))
-    failed = asyncio.run(custom_generate(context(), f"{path}:g", Sample(index=7), {}, False))
+    text = (
+        "async def f(args, sample, params):\n    sample.status = sample.Status(params['status'])\n    return sample\n"
+    )
+    path = written(tmp_path, text)
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}: sample 7 .* is pending"):
+        asyncio.run(custom_generate(context(), path, Sample(index=7), {"status": "pending"}, False))
+    failed = asyncio.run(custom_generate(context(), path, Sample(index=7), {"status": "failed"}, False))
     assert isinstance(failed, Sample) and failed.response_length == 0, "a failed sample needs no tokens"
 
 
 def test_a_function_that_is_not_async_is_warned_of_once(tmp_path: Path) -> None:
     """One of which a look at it does not tell."""
-    path = tmp_path / "blocks.py"
-    lines = ["def set_failed(sample):", "    sample.status = sample.Status.FAILED", "    return sample"]
-    path.write_text("\n".join([*lines, "f = lambda args, sample, params: set_failed(sample)"]))
+    text = "def fail(sample):\n    sample.status = sample.Status.FAILED\n    return sample\n"
+    path = written(tmp_path, text + "f = lambda args, sample, params: fail(sample)\n")
     for index in (1, 2):
-        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=index), {}, False))
+        asyncio.run(custom_generate(context(), path, Sample(index=index), {}, False))
     (warning,) = take_warnings()
-    assert warning.startswith(f"--custom-generate-function-path {path}:f: it is not async")
+    assert warning.startswith(f"--custom-generate-function-path {path}: it is not async")
 
 
 def test_the_temperatures_of_a_function_s_own_requests_are_noted() -> None:
@@ -318,3 +312,98 @@ def test_temperatures_that_cannot_be_told_apart_are_warned_of() -> None:
     fill_versions(samples, answers, "f")
     (text,) = take_warnings()
     assert "several temperatures" in text and "set sample.temperature" in text
+
+
+# ------------------------------------------------------------------------------------------------ tokens of no engine
+@pytest.mark.parametrize(
+    ("response", "parts", "found", "has_whole"),
+    [
+        ([5, 6, 7], [[5, 6, 7]], "111", True),
+        ([5, 6, 9, 9, 7], [[5, 6], [7]], "11001", True),
+        ([5, 6, 9], [[5, 6, 7, 8]], "110", False),  # cut at a stop word, then the tool's text
+        ([9, 5, 6], [[5, 6]], "011", True),
+        ([7, 5], [[5], [7]], "11", True),  # requests that ran side by side
+        ([256, 1], [[1]], "01", True),  # bytes within a number
+        ([1, 2, 8, 9], [[1, 2, 3, 4], [1, 2, 8, 9]], "1111", True),  # the second of two tries
+        ([8, 9, 1, 3], [[1, 4], [8, 9, 1, 3]], "1111", True),
+        ([3], [[4]], "0", False),
+    ],
+)
+def test_tokens_of_the_answers_are_found(
+    response: list[int], parts: list[list[int]], found: str, has_whole: bool
+) -> None:
+    got, whole = found_in(np.array(response, np.int32), [np.array(part, np.int32) for part in parts])
+    assert ("".join(str(int(one)) for one in got), whole) == (found, has_whole)
+
+
+def said_of(sample: Sample, *answers: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    noted = EngineAnswers((), parts=[(np.array(one, np.int32), np.zeros(len(one), np.int32), 1.0) for one in answers])
+    warn_of_unsampled(
+        [sample], noted, "--custom-generate-function-path f", OriginalResponse(np.array(before, np.int32), None)
+    )
+    return take_warnings()
+
+
+def test_a_tools_text_without_a_mask_is_told() -> None:
+    (said,) = said_of(Sample(index=3, tokens=[1, 5, 6, 9, 9, 7], response_length=5), [5, 6], [7])
+    assert "2 of the 5 tokens that sample 3 is trained on are in no answer of the engines" in said
+    assert "loss_mask" in said and "f: " in said
+    assert not said_of(Sample(index=4, tokens=[1, 9], response_length=1), [5]), "once for each function"
+
+
+def test_what_is_masked_or_was_sampled_is_not() -> None:
+    assert not said_of(Sample(tokens=[1, 5, 9, 7], response_length=3, loss_mask=[1, 0, 1]), [5], [7])
+    assert not said_of(Sample(tokens=[1, 4, 5], response_length=2), [5], before=[4])
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2, weight_versions=[0, 0]), [5])
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2)), "nobody has asked the engines"
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2), [7, 8]), "the answer was a judge's"
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2), [5], []), "of an answer only the text is known"
+
+
+def test_reject_sampling_knows_which_samples_these_are() -> None:
+    tool, ended = [Sample(tokens=[1, 5, *added], response_length=1 + len(added)) for added in ([9, 9, 9], [2])]
+    for sample in (tool, ended):
+        said_of(sample, [5])
+    assert (num_unsampled(tool), num_unsampled(ended)) == (3, 0), "an end that a function adds is no tool's text"
+    tool.loss_mask = [1, 0, 0, 0]
+    said_of(tool, [5])
+    assert num_unsampled(tool) == 0, "made anew, and right"
+
+
+def test_texts_of_turns_are_no_versions_of_tokens() -> None:
+    assert said_of(Sample(tokens=[1, 5, 9], response_length=2, weight_versions=["0"]), [5])
+
+
+def test_a_function_that_posts_and_sets_no_mask(json_server: Any, tmp_path: Path) -> None:
+    json_server.answers = [(200, answer([5], "0"))]
+    url = json_server.url
+    path = written(
+        tmp_path,
+        "from fusionrl.plugin_api import post\n"
+        "async def f(args, sample, params):\n"
+        f"    found = await post({url + '/generate'!r}, {{}})\n"
+        "    sample.tokens, sample.response_length = [1, found['meta_info']['output_token_logprobs'][0][1], 7, 7], 3\n"
+        "    sample.status = sample.Status.COMPLETED\n"
+        "    return sample\n",
+    )
+    given = context(engine_urls=[], router_url=url)
+    asyncio.run(custom_generate(given, path, Sample(index=2), {}, False))
+    assert any("2 of the 3 tokens that sample 2 is trained on" in text for text in take_warnings())
+
+
+def test_an_engine_is_not_asked_to_go_on_from_nothing(tmp_path: Path) -> None:
+    """It would die."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from fusionrl.plugin_api import generate_turn, post\n"
+        "async def no_begin(args, sample, params):\n"
+        "    await generate_turn(args, sample, params)\n"
+        "async def posts(args, sample, params):\n"
+        "    await post('http://127.0.0.1:9/generate', {'input_ids': [], 'sampling_params': params})\n"
+    )
+    for name, said in (
+        ("no_begin", r"sample 4 has no tokens to continue: call begin\(args, sample\) first"),
+        ("posts", "input_ids is empty; give the tokens of the prompt"),
+    ):
+        with pytest.raises(HookError, match=rf"^--custom-generate-function-path {path}:{name}: .*{said}"):
+            asyncio.run(custom_generate(context(), f"{path}:{name}", Sample(index=4), {"max_new_tokens": 4}, False))

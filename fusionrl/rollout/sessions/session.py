@@ -16,10 +16,16 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.engines.http import EndpointError
 from fusionrl.rollout.agent import ToolCall, end_of_turn, parse_tool_calls
-from fusionrl.rollout.model_turn import SamplingParams, clear_response, note_no_room, prompt_ids
+from fusionrl.rollout.model_turn import (
+    SamplingParams,
+    clear_response,
+    generate_turn,
+    note_no_room,
+    prompt_tokens,
+    room,
+)
 from fusionrl.rollout.sessions.messages import Call, Refused, TurnReply, TurnRequest
 from fusionrl.rollout.sessions.segments import Segment, Segments
-from fusionrl.rollout.sglang_rollout import generate_turn, room
 from fusionrl.rollout.types import SESSION
 
 logger = logging.getLogger(__name__)
@@ -137,7 +143,6 @@ class Session:
         params: SamplingParams,
         num_prompt_tokens: int,
     ) -> tuple[TurnReply, Generation]:
-        """Sample one turn into `sample`."""
         try:
             answer = await generate_turn(self._args, sample, params, longest=turn_request.longest)
             if answer is None or sample.status == Sample.Status.ABORTED:
@@ -163,7 +168,6 @@ class Session:
         return params
 
     def _check_room(self, segment: Segment, num_added: int, params: SamplingParams) -> None:
-        """Refuse a request that leaves no room for a token of an answer."""
         left = room(self._args, segment.sample, params)
         longest = self._args.rollout_max_prompt_len
         is_too_long = not segment.messages and longest is not None and segment.sample.num_tokens > longest
@@ -250,7 +254,7 @@ class Session:
             entry = {"error": error or "the agent sent no request that was answered", "num_segments": 0}
             sample.metadata = {**(sample.metadata or {}), SESSION: entry}
             if sample.prompt_tokens is not None or isinstance(sample.prompt, str):
-                sample.tokens = prompt_ids(self._args.hf_checkpoint, sample)
+                sample.tokens = prompt_tokens(self._args, sample)
             return [sample]
         samples = [sample, *(copy.deepcopy(sample) for _ in segments[1:])]
         for number, (copied, segment) in enumerate(zip(samples, segments, strict=True)):

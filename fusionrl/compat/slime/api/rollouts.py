@@ -13,7 +13,6 @@ from typing import Any
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.generate import SampleContext, apply_sample_hooks
-from fusionrl.rollout.generate_state import sampling_params as flags_sampling_params
 from fusionrl.rollout.model_turn import SamplingParams
 from fusionrl.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
@@ -85,7 +84,7 @@ async def generate_rollout_async(
 async def eval_rollout(args: Namespace, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
     """Evaluate every set of the flags on this event loop."""
     args.rollout_id = rollout_id
-    return await sglang_rollout.evaluate_sets(args, flags_sampling_params(args)), []
+    return await sglang_rollout.evaluate_sets(args), []
 
 
 async def generate_streaming(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:

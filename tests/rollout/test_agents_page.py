@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from fusionrl import plugin_api
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
+from fusionrl.rollout.sessions import generate
 from fusionrl.rollout.sglang_rollout import generate_and_rm, sampling_params
 from tests.rollout.engine import Engine, Turn, check_sample
+from tests.rollout.test_agent import call, folder  # noqa: F401
 from tests.tiny_model import make_byte_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
@@ -36,12 +39,12 @@ def task(tmp_path: Path) -> Path:
 @pytest.fixture
 def play(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Sample, Engine]]:
     """play("my_generate.py", [turn, …], flag=value) -> (the scored sample, engine), as a rollout calls them."""
-    folder = str(tmp_path_factory.mktemp("model"))
-    make_byte_tokenizer(1 << 16).save_pretrained(folder)
+    model = str(tmp_path_factory.mktemp("model"))
+    make_byte_tokenizer(1 << 16).save_pretrained(model)
 
     def start(name: str, turns: list[Turn], **changes: Any) -> tuple[Sample, Engine]:
         values = {
-            "hf_checkpoint": folder,
+            "hf_checkpoint": model,
             "apply_chat_template": True,
             "rm_type": "last_number",
             "rollout_max_response_len": 128,
@@ -53,7 +56,7 @@ def play(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
             for path in [values[field]] if isinstance(values[field], str) else values[field]:
                 assert check_hook(field, path) is None
         args = Config.from_flat(values | changes).to_args(rollout_id=0)
-        tokenizer = plugin_api.load_tokenizer(folder)
+        tokenizer = plugin_api.load_tokenizer(model)
         prompt = tokenizer.apply_chat_template(ROW["prompt"], tokenize=False, add_generation_prompt=True)
         sample = Sample(index=0, prompt=prompt, messages=ROW["prompt"], label=ROW["label"])
         engine = Engine(tokenizer, list(turns))
@@ -78,21 +81,10 @@ def test_the_calculator(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.exchanges[0].asked["sampling_params"]["stop"] == ["</calc>"]
 
 
-def test_an_answer_without_the_tool(play: Any) -> None:
-    sample, engine = play("my_generate.py", [ANSWERS])
-    assert check_sample(sample, engine.exchanges) == [[]] and sample.reward == 1.0
-
-
 def test_requests_of_its_own(play: Any) -> None:
     sample, engine = play("by_hand.py", [ANSWERS])
     assert check_sample(sample, engine.exchanges) == [[]]
     assert (sample.response, sample.status, sample.reward) == (ANSWERS.text, Sample.Status.COMPLETED, 1.0)
-
-
-def test_a_first_turn_that_is_cut_off(play: Any) -> None:
-    sample, engine = play("my_generate.py", [ASKS], rollout_max_response_len=10)
-    assert check_sample(sample, engine.exchanges) == [[]]
-    assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 10)
 
 
 def test_room_for_one_turn_alone(play: Any) -> None:
@@ -115,3 +107,18 @@ def test_room_for_one_turn_alone(play: Any) -> None:
 def test_the_tool(task: Path, text: str, value: str) -> None:
     found = load_function(f"{task / 'calc_tool.py'}:calculate")(text)
     assert found == value or (value.startswith("error") and found.startswith(value))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_the_agent_of_the_page(tmp_path: Path, folder: Any) -> None:  # noqa: F811
+    (source,) = re.findall(r"```python\n# my_agent.py\n(.*?)```", PAGE, re.DOTALL)
+    file = tmp_path / "my_agent.py"
+    file.write_text(source)
+    assert check_hook("agent_path", f"{file}:agent") is None
+    flags = {"agent_path": f"{file}:agent", "hf_checkpoint": folder, "rollout_max_response_len": 512}
+    args = Config.from_flat({**flags, "rollout_max_context_len": 4096, "tool_call_parser": "qwen25"}).to_args()
+    sample = Sample(prompt="What is 12 * 7?", label="84", metadata={"question": "What is 12 * 7?"})
+    engine = Engine(plugin_api.load_tokenizer(folder), [Turn(call("multiply", a=12, b=7)), Turn("It is 84.")])
+    made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))
+    assert made is sample and sample.reward == 1.0
+    assert "84\n</tool_response>" in engine.tokenizer.decode(check_sample(sample, engine.exchanges)[0])

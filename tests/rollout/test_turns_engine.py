@@ -1,4 +1,4 @@
-"""Agents with the client packages over a real SGLang server: log-probs are those of one pass over the whole sample."""
+"""Turns over a real SGLang server: the log-probs of a sample are those of one forward pass over all of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.engine import EngineActor
+from fusionrl.rollout.agent import append_text, begin, end_of_turn
 from fusionrl.rollout.sessions import open_session
-from fusionrl.rollout.sglang_rollout import sampling_params
-from tests.rollout.engine import KEY
+from fusionrl.rollout.sglang_rollout import generate_turn, sampling_params
+from tests.rollout.engine import KEY, check_log_probs
 
 NEEDED = ("sglang", "openai", "anthropic")
 
@@ -60,8 +60,6 @@ async def by_anthropic(base_url: str, api_key: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in NEEDED), reason="a package is missing")
 def test_sessions_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
-    from transformers import AutoModelForCausalLM
-
     flags = {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 900}
     args: Any = Config.from_flat(flags | {"rollout_ignore_eos": True}).to_args()
 
@@ -75,14 +73,41 @@ def test_sessions_have_the_model_s_log_probs(tiny_model: Path, served: EngineAct
         return made
 
     found = asyncio.run(sessions())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     for samples in found:
         assert [sample.metadata["session"]["num_turns"] for sample in samples] == [3, 1]
         for sample in samples:
-            mask = np.asarray(sample.loss_mask, bool)
-            assert mask.sum() == 12 * sample.metadata["session"]["num_turns"]
-            ids = torch.from_numpy(np.asarray(sample.tokens, np.int64))[None]
-            with torch.no_grad():
-                logits = model(ids).logits[0, sample.prompt_length - 1 : -1]
-            expected = logits.log_softmax(-1).gather(1, ids[0, sample.prompt_length :, None])[:, 0].numpy()
-            np.testing.assert_allclose(np.asarray(sample.rollout_log_probs)[mask], expected[mask], atol=1e-4)
+            assert np.sum(sample.loss_mask) == 12 * sample.metadata["session"]["num_turns"]
+            check_log_probs(tiny_model, sample)
+
+
+@pytest.mark.engine
+@pytest.mark.xdist_group("served")
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_turns_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
+    args: Any = Config.from_flat(
+        {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 500}
+    ).to_args()
+
+    async def turns() -> tuple[Sample, list[int | None], list[str]]:
+        sample = Sample(prompt="Where is it? ")
+        begin(args, sample)
+        ends, finishes = [], []
+        async with GenerateClient(served.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
+            for number in range(4):
+                # Every second turn is ended by a token, the others by their length.
+                params = sampling_params(args) | {"ignore_eos": number % 2 == 0}
+                params |= {"stop_token_ids": list(range(40, 512))} if number % 2 else {}
+                answer = await generate_turn(args, sample, params)
+                assert answer is not None
+                ends.append(end_of_turn(answer))
+                finishes.append(answer.finish_reason)
+                assert append_text(args, sample, params, f"\n<result {number}>\n")
+        return sample, ends, finishes
+
+    sample, ends, finishes = asyncio.run(turns())
+    assert finishes[0::2] == ["length"] * 2 and finishes[1::2] == ["stop"] * 2
+    assert ends[0::2] == [None, None]
+    assert all(isinstance(end, int) and end >= 40 for end in ends[1::2])
+    assert np.sum(sample.loss_mask) >= 26  # type: ignore[arg-type]
+    check_log_probs(tiny_model, sample)
