@@ -18,39 +18,31 @@ def look_up(town: str) -> str:
     return f"{town}: rain"
 
 
-async def with_openai(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+def openai(base_url: str, api_key: str) -> Any:
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def anthropic(base_url: str, api_key: str) -> Any:
+    from anthropic import AsyncAnthropic
+
+    return AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+async def _chat(client: Any, stream: bool) -> float:
     """Turns with tools until there is no call; the reward is the number of the turns."""
-    from openai import AsyncOpenAI
-
+    asked: Any = {"model": "any", "tools": [{"type": "function", "function": TOOL}], "temperature": 0.3}
     messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
     turns = 0
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        while True:
-            answer = await client.chat.completions.create(
-                model="any", messages=messages, tools=[{"type": "function", "function": TOOL}], temperature=0.3
-            )
-            turns += 1
-            message = answer.choices[0].message
-            messages.append(message.model_dump(exclude_none=True))
-            if answer.choices[0].finish_reason != "tool_calls":
-                return float(turns)
-            for call in message.tool_calls:
-                result = look_up(**json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-
-
-async def with_openai_stream(args: Any, sample: Any, base_url: str, api_key: str) -> float:
-    """The same, streamed and put together by the client."""
-    from openai import AsyncOpenAI
-
-    messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
-    turns = 0
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with client:
         while True:
             turns += 1
-            tools: Any = [{"type": "function", "function": TOOL}]
-            async with client.chat.completions.stream(model="any", messages=messages, tools=tools) as stream:
-                answer = await stream.get_final_completion()
+            if stream:
+                async with client.chat.completions.stream(messages=messages, **asked) as events:
+                    answer = await events.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(messages=messages, **asked)
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
@@ -60,14 +52,21 @@ async def with_openai_stream(args: Any, sample: Any, base_url: str, api_key: str
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+async def with_openai(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    return await _chat(openai(base_url, api_key), stream=False)
+
+
+async def with_openai_stream(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same, streamed and put together by the client."""
+    return await _chat(openai(base_url, api_key), stream=True)
+
+
 async def with_anthropic(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """The same conversation by the other protocol; every second turn is streamed."""
-    from anthropic import AsyncAnthropic
-
     tool: Any = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Is it wet?"}]}]
     turns = 0
-    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with anthropic(base_url, api_key) as client:
         while True:
             asked: Any = {"model": "any", "max_tokens": 900, "messages": messages, "tools": [tool]}
             if turns % 2:
@@ -89,11 +88,9 @@ async def with_anthropic(args: Any, sample: Any, base_url: str, api_key: str) ->
 
 async def with_responses(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """The same conversation by OpenAI's responses; every second turn is streamed."""
-    from openai import AsyncOpenAI
-
     items: list[Any] = [{"role": "user", "content": "Is it wet?"}]
     turns = 0
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with openai(base_url, api_key) as client:
         while True:
             asked: Any = {"model": "any", "input": items, "tools": [{"type": "function", **TOOL}], "store": False}
             if turns % 2:
@@ -105,7 +102,6 @@ async def with_responses(args: Any, sample: Any, base_url: str, api_key: str) ->
             items += [item.model_dump(exclude_none=True) for item in answer.output]
             calls = [item for item in answer.output if item.type == "function_call"]
             if not calls:
-                sample.metadata["heard"] = answer.output_text
                 return float(turns)
             for call in calls:
                 result = look_up(**json.loads(call.arguments))
@@ -114,37 +110,32 @@ async def with_responses(args: Any, sample: Any, base_url: str, api_key: str) ->
 
 async def with_anthropic_runner(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """The same by the loop of the package anthropic, which asks for a thread first."""
-    from anthropic import AsyncAnthropic, beta_async_tool
+    from anthropic import beta_async_tool
 
     @beta_async_tool
     async def weather(town: str) -> str:
         """The weather of a town."""
         return look_up(town)
 
-    turns = 0
-    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with anthropic(base_url, api_key) as client:
         question: Any = [{"role": "user", "content": "Is it wet?"}]
         loop = client.beta.messages.tool_runner(model="any", max_tokens=900, tools=[weather], messages=question)
-        async for _ in loop:
-            turns += 1
-    return float(turns)
+        return float(len([turn async for turn in loop]))
 
 
 async def with_openai_agents(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """The same by the package openai-agents, which asks by responses."""
     from agents import Agent, FunctionTool, OpenAIResponsesModel, RunConfig, Runner
-    from openai import AsyncOpenAI
 
     async def run(_: Any, arguments: str) -> str:
         return look_up(**json.loads(arguments))
 
     tool = FunctionTool(TOOL["name"], TOOL["description"], TOOL["parameters"], run, strict_json_schema=False)
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with openai(base_url, api_key) as client:
         model = OpenAIResponsesModel(model="any", openai_client=client)
         done = await Runner.run(
             Agent(name="weather", model=model, tools=[tool]), "Is it wet?", run_config=RunConfig(tracing_disabled=True)
         )
-    sample.metadata["heard"] = done.final_output
     return float(len(done.raw_responses))
 
 
@@ -165,9 +156,7 @@ async def blocking_its_loop(args: Any, sample: Any, base_url: str, api_key: str)
 
 async def compacting(args: Any, sample: Any, base_url: str, api_key: str) -> None:
     """Two turns, then a history of its own, then one more turn of the first conversation."""
-    from openai import AsyncOpenAI
-
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with openai(base_url, api_key) as client:
 
         async def ask(messages: list[Any]) -> list[Any]:
             answer = await client.chat.completions.create(model="any", messages=messages)
@@ -181,10 +170,8 @@ async def compacting(args: Any, sample: Any, base_url: str, api_key: str) -> Non
 
 async def until_full(args: Any, sample: Any, base_url: str, api_key: str) -> None:
     """Goes on until the context is full, and does not care what is raised then."""
-    from openai import AsyncOpenAI
-
     messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with openai(base_url, api_key) as client:
         while True:
             answer = await client.chat.completions.create(model="any", messages=messages)
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
@@ -204,9 +191,7 @@ async def broken_when_full(args: Any, sample: Any, base_url: str, api_key: str) 
 
 async def with_responses_stream(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """One turn, streamed; the client raises where a limit cut it."""
-    from openai import AsyncOpenAI
-
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    client = openai(base_url, api_key)
     async with client, client.responses.stream(model="any", input="Is it wet?") as stream:
         return float(len((await stream.get_final_response()).output_text))
 
@@ -219,10 +204,8 @@ async def broken_when_cut(args: Any, sample: Any, base_url: str, api_key: str) -
 
 async def with_anthropic_text(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """One turn, read as most agents read it."""
-    from anthropic import AsyncAnthropic
-
     question: Any = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "Is it wet?"}]}
-    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with anthropic(base_url, api_key) as client:
         whole = await client.messages.create(**question)
         async with client.messages.stream(**question) as stream:
             streamed = await stream.get_final_message()
@@ -234,10 +217,6 @@ async def slow(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """One turn, and then nothing for longer than its time."""
     await with_openai(args, sample, base_url, api_key)
     await asyncio.sleep(60)
-    return 1.0
-
-
-async def silent(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     return 1.0
 
 
@@ -255,41 +234,3 @@ async def broken(args: Any, sample: Any, base_url: str, api_key: str) -> float:
 async def no_reward(args: Any, sample: Any, base_url: str, api_key: str) -> Any:
     await with_openai(args, sample, base_url, api_key)
     return "good"
-
-
-async def knocking(args: Any, sample: Any, base_url: str, api_key: str) -> None:
-    """Bare requests, each with what is answered, in the sample's metadata."""
-    import aiohttp
-
-    good = {"model": "m", "messages": [{"role": "user", "content": "Is it wet?"}]}
-    key, stranger = {"Authorization": f"Bearer {api_key}"}, {"Authorization": "Bearer no"}
-    picture = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
-    told = sample.metadata["told"] = []
-    async with aiohttp.ClientSession() as http:
-        for path, headers, body in (
-            ("/chat/completions", {}, good),
-            ("/chat/completions", stranger, good),
-            ("/v1/messages", stranger, good),
-            ("/elsewhere", {}, good),
-            ("/elsewhere", key, good),
-            ("/chat/completions", key, []),
-            ("/chat/completions", key, {"model": "m"}),
-            ("/chat/completions", key, {**good, "n": 2}),
-            ("/chat/completions", key, {**good, "response_format": {"type": "json_object"}}),
-            ("/chat/completions", key, {**good, "tool_choice": "required"}),
-            ("/chat/completions", key, {**good, "max_tokens": 0}),
-            ("/chat/completions", key, {"messages": [{"role": "user", "content": [picture]}]}),
-            ("/chat/completions", key, {"messages": [{"role": "assistant", "content": "It"}]}),
-            ("/v1/messages", key, {**good, "max_tokens": 9, "tools": [{"type": "web_search_20250305", "name": "w"}]}),
-            ("/v1/messages", key, {**good, "max_tokens": 9, "messages": [{"role": "user", "content": "x" * 7000}]}),
-            ("/chat/completions", key, {"messages": [{"role": "user", "content": "x" * 7000}]}),
-        ):
-            async with http.post(base_url + path, json=body, headers=headers) as response:
-                told.append((response.status, await response.json()))
-        async with http.get(base_url + "/models", headers=key) as response:
-            told.append((response.status, await response.json()))
-        counted = {**good, "max_tokens": 9}
-        async with http.post(
-            base_url + "/messages/count_tokens", json=counted, headers={"x-api-key": api_key}
-        ) as response:
-            told.append((response.status, await response.json()))

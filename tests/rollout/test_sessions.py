@@ -38,7 +38,7 @@ Made = tuple[list[Sample], Engine]
 def play(folder: str) -> Callable[..., Made]:  # noqa: F811
     """play(agent, [turn, …], flag=value) -> (its samples, engine)."""
 
-    def start(agent: str, turns: list[Turn | str], **changes: Any) -> Made:
+    def start(agent: str, turns: list[Turn | str], evaluation: bool = False, **changes: Any) -> Made:
         values = {
             "hf_checkpoint": folder,
             "rollout_max_response_len": 2000,
@@ -50,9 +50,9 @@ def play(folder: str) -> Callable[..., Made]:  # noqa: F811
         args = Config.from_flat(values | changes).to_args()
         engine = Engine(load_tokenizer(folder), [Turn(turn) if isinstance(turn, str) else turn for turn in turns])
         sample = Sample(index=7, prompt="Is it wet?", label="No.", metadata={"mine": 1})
-        made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))
+        made = engine.serve(args, lambda: generate(args, sample, sampling_params(args), evaluation))
         samples = made if isinstance(made, list) else [made]
-        assert samples[0] is sample
+        assert samples[0] is sample or evaluation
         return samples, engine
 
     return start
@@ -134,13 +134,9 @@ def test_a_slow_answer_is_streamed_with_signs_of_life(meet: Any, monkeypatch: py
     assert second.count("event: ping\n") >= 2 and "event: message_stop\n" in second
 
 
-def test_an_evaluation_counts_a_session_once(folder: str) -> None:  # noqa: F811
-    values = {"hf_checkpoint": folder, "rollout_max_response_len": 50, "agent_path": f"{AGENTS}:compacting"}
-    args = Config.from_flat(values | {"rm_type": "exact", "rollout_max_context_len": 900}).to_args()
-    engine = Engine(load_tokenizer(folder), [Turn(text) for text in "abcd"])
-    sample = Sample(prompt="?")
-    made = engine.serve(args, lambda: generate(args, sample, sampling_params(args), evaluation=True))
-    assert isinstance(made, Sample) and made.metadata[SESSION]["num_turns"] == 3
+def test_an_evaluation_counts_a_session_once(play: Any) -> None:
+    (sample,), _ = play("compacting", list("abcd"), evaluation=True)
+    assert sample.metadata[SESSION]["num_turns"] == 3
 
 
 def test_a_rewritten_history_begins_a_segment(play: Any) -> None:
@@ -169,11 +165,11 @@ def test_a_group_function_scores_all_segments(play: Any) -> None:
 
 def test_a_full_context_is_told_in_words_that_agents_know(play: Any) -> None:
     """The agent gets 400 and gives up: what it did counts, and is TRUNCATED."""
-    (sample,), engine = play("until_full", ["It is."] * 9, rollout_max_context_len=400)
+    (sample,), engine = play("until_full", ["It is."] * 9, rollout_max_context_len=400, rm_type=None)
     assert len(engine.exchanges) == 4
     assert all(exchange.asked["sampling_params"]["max_new_tokens"] >= 1 for exchange in engine.exchanges)
     texts(sample, engine)
-    assert sample.status == Sample.Status.TRUNCATED and len(sample.tokens) <= 400
+    assert (sample.status, sample.reward) == (Sample.Status.TRUNCATED, 0.0) and len(sample.tokens) <= 400
     assert sample.metadata[NO_ROOM_AFTER] == 4
     assert sample.metadata[SESSION]["num_turns"] == 4
 
@@ -183,32 +179,54 @@ def test_a_bug_after_a_full_context_is_a_bug(play: Any) -> None:
         play("broken_when_full", ["It is."] * 9, rollout_max_context_len=400)
 
 
-def test_an_agent_that_a_limit_stops_has_no_reward(play: Any) -> None:
-    (sample,), _ = play("until_full", ["It is."] * 9, rollout_max_context_len=400, rm_type=None)
-    assert (sample.status, sample.reward) == (Sample.Status.TRUNCATED, 0.0)
+GOOD: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Is it wet?"}]}
+LONG = [{"role": "user", "content": "x" * 7000}]
+PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+# (path, whether the key is sent, body, status, words of the message)
+REFUSED: list[tuple[str, bool, Any, int, str]] = [
+    ("/chat/completions", False, GOOD, 401, "no open session"),
+    ("/v1/messages", False, GOOD, 401, "no open session"),
+    ("/elsewhere", False, GOOD, 401, "no open session"),
+    ("/elsewhere", True, GOOD, 404, "/v1/responses"),
+    ("/chat/completions", True, [], 400, "no JSON object"),
+    ("/chat/completions", True, {"model": "m"}, 400, "messages is no list"),
+    ("/chat/completions", True, {**GOOD, "max_tokens": 0}, 400, "max_tokens is 0"),
+    ("/chat/completions", True, {"messages": [{"role": "user", "content": [PICTURE]}]}, 400, "type 'image_url'"),
+    ("/chat/completions", True, {"messages": [{"role": "assistant", "content": "It"}]}, 400, "last message"),
+    ("/v1/messages", True, {**GOOD, "tools": [{"type": "web_search", "name": "w"}]}, 400, "web_search"),
+    ("/v1/messages", True, {**GOOD, "messages": LONG}, 400, "prompt is too long: "),
+    ("/chat/completions", True, {"messages": LONG}, 400, "prompt is too long: "),
+    ("/responses", True, {"input": "Wet?", "previous_response_id": "1"}, 400, "previous_response_id: "),
+]
 
 
-def test_requests_that_are_refused(play: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_are_refused(meet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Each in the form of its protocol's errors."""
+
+    async def use(session: Any, http: Any, engine: Engine) -> list[Sample]:
+        for path, has_key, body, status, words in REFUSED:
+            headers = {} if has_key else {"Authorization": "Bearer no"}
+            async with http.post(session.base_url + path, json=body, headers=headers) as response:
+                told = await response.json()
+            assert response.status == status and words in told["error"]["message"], (path, body, told)
+            if path == "/v1/messages":
+                assert told["type"] == "error" and set(told["error"]) == {"type", "message"}
+                assert (told["error"]["type"] == "authentication_error") == (status == 401)
+            else:
+                assert set(told["error"]) == {"message", "type", "param", "code"}
+                assert (told["error"]["code"] == "context_length_exceeded") == ("too long" in words)
+        async with http.get(session.base_url + "/models") as response:
+            assert (await response.json())["data"][0]["id"] == "model"
+        counted, headers = {**GOOD, "max_tokens": 9}, {"x-api-key": session.api_key}
+        async with http.post(session.base_url + "/messages/count_tokens", json=counted, headers=headers) as response:
+            assert await response.json() == {"input_tokens": len(PROMPT) - 31}
+        assert engine.exchanges == []
+        samples: list[Sample] = session.samples()
+        return samples
+
     with caplog.at_level(logging.WARNING):
-        (sample,), engine = play("knocking", [])
-    assert engine.exchanges == []
-    told = sample.metadata["told"]
-    statuses = [status for status, _ in told]
-    assert statuses == [401] * 4 + [404] + [400] * 11 + [200, 200]
-    for _, body in told[:2] + told[3:13] + told[15:16]:
-        assert set(body["error"]) == {"message", "type", "param", "code"}
-    for _, body in (told[2], *told[13:15]):
-        assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
-    assert told[2][1]["error"]["type"] == "authentication_error"
+        (sample,) = meet(use, [], rollout_max_context_len=6000)
     assert "base_url and the api_key" in caplog.text
-    words = ["no JSON object", "messages is no list", "n is 2", "grammar", "free to call", "max_tokens is 0"]
-    words += ["type 'image_url'", "last message", "web_search_20250305"]
-    for word, (_, body) in zip(words, told[5:14], strict=True):
-        assert word in body["error"]["message"]
-    assert told[15][1]["error"]["code"] == "context_length_exceeded"
-    assert told[14][1]["error"]["message"].startswith("prompt is too long: ")
-    assert told[16][1]["data"][0]["id"] == "model"
-    assert told[17][1] == {"input_tokens": len(PROMPT) - 31}
     assert sample.status == Sample.Status.FAILED and "no request" in sample.metadata[SESSION]["error"]
 
 
@@ -219,11 +237,6 @@ def test_an_agent_that_takes_too_long(play: Any) -> None:
     texts(sample, engine)
     assert sample.status == Sample.Status.TRUNCATED
     assert "--agent-timeout-s 3" in sample.metadata[SESSION]["error"]
-
-
-def test_an_agent_without_a_request_is_not_trained_on(play: Any) -> None:
-    (sample,), _ = play("silent", [])
-    assert (sample.status, sample.response_length) == (Sample.Status.FAILED, 0)
 
 
 @pytest.mark.parametrize(
@@ -430,42 +443,24 @@ def test_other_arguments_of_the_template_are_another_history(meet: Any) -> None:
     assert "Quite" in first.response and other.response == "No"
 
 
-def test_responses_have_the_errors_of_openai(meet: Any) -> None:
-    async def use(session: Any, http: Any, engine: Engine) -> Any:
-        body = {"input": "Wet?", "previous_response_id": "resp_1"}
-        async with http.post(f"{session.base_url}/responses", json=body) as answer:
-            return answer.status, await answer.json()
-
-    status, told = meet(use, [])
-    assert status == 400 and told["error"]["message"].startswith("previous_response_id: ")
-
-
-def test_either_header_has_the_key(meet: Any) -> None:
-    async def use(session: Any, http: Any, engine: Engine) -> list[int]:
-        statuses = []
-        for first, second in ((session.api_key, "no"), ("no", session.api_key), ("no", "no"), ("\udcff", "\udcff")):
-            headers = {"x-api-key": first, "Authorization": f"Bearer {second}"}
-            async with http.get(f"{session.base_url}/models", headers=headers) as answer:
-                statuses.append(answer.status)
-        return statuses
-
-    assert meet(use, []) == [200, 200, 401, 401]
-
-
-def test_an_address_with_the_key_needs_no_header(meet: Any) -> None:
-    """For an agent whose client has a fixed key; it opens that session alone, and ends with it."""
+def test_the_key_is_in_either_header_or_in_the_address(meet: Any) -> None:
+    """In the address for an agent whose client has a fixed key. It opens that session alone, and ends with it."""
     urls: list[str] = []
 
     async def use(session: Any, http: Any, engine: Engine) -> list[int]:
         statuses = []
-        urls.append(session.base_url.replace(session.id, session.api_key))
-        for url in (urls[-1], session.base_url, urls[0]):
-            async with http.get(f"{url}/models", headers={"Authorization": "Bearer EMPTY"}) as answer:
+        url = session.base_url.replace(session.id, session.api_key)
+        urls.append(url)
+        requests = [(session.base_url, session.api_key, "no"), (session.base_url, "no", session.api_key)]
+        requests += [(session.base_url, "no", "no"), (session.base_url, "\udcff", "\udcff")]
+        for address, first, second in (*requests, (url, "no", "no"), (urls[0], "no", "no")):
+            headers = {"x-api-key": first, "Authorization": f"Bearer {second}"}
+            async with http.get(f"{address}/models", headers=headers) as answer:
                 statuses.append(answer.status)
         return statuses
 
-    assert meet(use, []) == [200, 401, 200]
-    assert meet(use, []) == [200, 401, 401]
+    assert meet(use, []) == [200, 200, 401, 401, 200, 200]
+    assert meet(use, []) == [200, 200, 401, 401, 200, 401]
 
 
 def test_an_engine_s_error_is_not_lost_in_an_agent(meet: Any) -> None:
@@ -480,22 +475,6 @@ def test_an_engine_s_error_is_not_lost_in_an_agent(meet: Any) -> None:
         meet(use, ["Yes", "Yes"])
 
 
-def test_nothing_is_answered_after_the_end(meet: Any) -> None:
-    kept: dict[str, Any] = {}
-
-    async def use(session: Any, http: Any, engine: Engine) -> None:
-        kept.update(session=session)
-
-    async def again(session: Any, http: Any, engine: Engine) -> int:
-        headers = {"Authorization": f"Bearer {kept['session'].api_key}"}
-        url = f"{kept['session'].base_url}/chat/completions"
-        async with http.post(url, json={}, headers=headers) as answer:
-            return int(answer.status)
-
-    meet(use, [])
-    assert meet(again, []) == 401
-
-
 def test_a_rollout_that_ends_takes_its_sessions_back(folder: str) -> None:  # noqa: F811
     """--partial-rollout: the sample comes again, from its prompt."""
     values = {"hf_checkpoint": folder, "rollout_max_response_len": 50, "agent_path": f"{AGENTS}:with_openai"}
@@ -508,44 +487,13 @@ def test_a_rollout_that_ends_takes_its_sessions_back(folder: str) -> None:  # no
     assert (sample.status, sample.response_length) == (Sample.Status.ABORTED, 0)
 
 
-def test_the_wire_format_of_streams() -> None:
-    """The events of all protocols, as their authors describe them."""
-    asked = TurnRequest([], model="m", wants_usage=True)
-    said = TurnReply("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
-    chunks = [line.decode().removeprefix("data: ").strip() for line in openai_api.events(asked, said)]
-    assert chunks.pop() == "[DONE]"
-    bodies = [json.loads(chunk) for chunk in chunks]
-    assert [body["choices"][0]["delta"] if body["choices"] else body["usage"]["total_tokens"] for body in bodies] == [
-        {"role": "assistant", "content": ""},
-        {"content": "Hm."},
-        {
-            "tool_calls": [
-                {"index": 0, "id": "call00000", "type": "function"}
-                | {"function": {"name": "f", "arguments": '{"x": 1}'}}
-            ]
-        },
-        {},
-        15,
-    ]
-    events = [line.decode().split("\n")[0].removeprefix("event: ") for line in anthropic_api.events(asked, said)]
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert events == ["message_start", *block, *block, "message_delta", "message_stop"]
-    told = [json.loads(line.decode().split("data: ")[1]) for line in responses_api.events(asked, said)]
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    text = ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
-    text += ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
-    call = ["response.output_item.added", "response.function_call_arguments.delta"]
-    call += ["response.function_call_arguments.done", "response.output_item.done"]
-    begun = ["response.created", "response.in_progress"]
-    assert [event["type"] for event in told] == [*begun, *text, *call, "response.completed"]
-    assert [item["type"] for item in told[-1]["response"]["output"]] == ["message", "function_call"]
-
-
 def test_what_an_answer_says_of_its_end_and_its_tokens() -> None:
     asked = TurnRequest([], model="m", wants_usage=True)
     said = TurnReply("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
     cut: Any = responses_api.answer(asked, replace(said, calls=(), finish="length"))
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    *_, usage, done = openai_api.events(asked, said)
+    assert json.loads(usage.removeprefix(b"data: "))["usage"]["total_tokens"] == 15 and b"[DONE]" in done
     answer: Any = anthropic_api.answer(asked, said)
     assert answer["usage"]["input_tokens"] == 6, "those that no cache had"
     assert answer["content"][1] == {"type": "tool_use", "id": "call00000", "name": "f", "input": {"x": 1}}

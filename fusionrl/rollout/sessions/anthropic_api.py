@@ -19,6 +19,7 @@ from fusionrl.rollout.sessions.messages import (
     call_message,
     content_of,
     function_of,
+    named_event,
     objects,
     text_of,
 )
@@ -126,7 +127,6 @@ def _tool(definition: Mapping[str, object]) -> Message:
 
 # ------------------------------------------------------------------------------------------------ answers
 def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
-    """The body of an answer."""
     return {
         **_head(turn_request, _usage(reply)),
         "content": _blocks(reply),
@@ -136,10 +136,9 @@ def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
 
 
 def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
-    """The events of a streamed answer."""
     usage = _usage(reply)
     head = _head(turn_request, {**usage, "output_tokens": 0})
-    yield _event("message_start", {"message": {**head, "content": [], "stop_reason": None, "stop_sequence": None}})
+    yield named_event("message_start", {"message": {**head, "content": [], "stop_reason": None, "stop_sequence": None}})
     for index, block in enumerate(_blocks(reply)):
         start: Message
         delta: Message
@@ -148,24 +147,22 @@ def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
         else:
             start = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield _event("content_block_start", {"index": index, "content_block": start})
-        yield _event("content_block_delta", {"index": index, "delta": delta})
-        yield _event("content_block_stop", {"index": index})
+        yield named_event("content_block_start", {"index": index, "content_block": start})
+        yield named_event("content_block_delta", {"index": index, "delta": delta})
+        yield named_event("content_block_stop", {"index": index})
     reason = {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_string}
-    yield _event("message_delta", {"delta": reason, "usage": {"output_tokens": reply.num_sampled}})
-    yield _event("message_stop", {})
+    yield named_event("message_delta", {"delta": reason, "usage": {"output_tokens": reply.num_sampled}})
+    yield named_event("message_stop", {})
 
 
 def error(refused: Refused) -> Message:
-    """The body of an error."""
     kind = _KINDS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     details = {"details": _DETAILS[refused.code]} if refused.code in _DETAILS else {}
     return {"type": "error", "error": {"type": kind, "message": str(refused), **details}}
 
 
 def error_event(refused: Refused) -> bytes:
-    """Return the event that ends a started stream with an error."""
-    return _event("error", error(refused))
+    return named_event("error", error(refused))
 
 
 def _head(turn_request: TurnRequest, usage: Message) -> Message:
@@ -192,7 +189,3 @@ def _usage(reply: TurnReply) -> Message:
         "cache_creation_input_tokens": 0,
         "output_tokens": reply.num_sampled,
     }
-
-
-def _event(kind: str, value: Message) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **value})}\n\n".encode()

@@ -6,6 +6,7 @@ objects, because templates write them as JSON themselves.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,6 @@ class Fields:
 
     @property
     def known(self) -> set[str]:
-        """All names."""
         return {*" ".join((self.taken, self.sampling, self.bookkeeping, self.grammars)).split(), *self.refused}
 
 
@@ -106,27 +106,22 @@ class Body:
 
     def __init__(self, fields: Fields, values: Mapping[str, object]) -> None:
         """Refuse a field that would be ignored although it asks for something."""
-        self._values = {name: value for name, value in values.items() if value is not None}
+        self.values = {name: value for name, value in values.items() if value is not None}
         known = fields.known
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             if name not in known:
                 raise Refused(f"{name}: no such field is known; docs/guides/agents.md lists those that are")
             if name in fields.refused and value not in (False, [], {}):
                 raise Refused(f"{name}: {fields.refused[name]}", code=fields.codes.get(name))
-        self.ignored = [name for name in self._values if name in fields.sampling.split()]
-        self.constraints = [f"{name}: {NO_GRAMMAR}" for name in self._values if name in fields.grammars.split()]
+        self.ignored = [name for name in self.values if name in fields.sampling.split()]
+        self.constraints = [f"{name}: {NO_GRAMMAR}" for name in self.values if name in fields.grammars.split()]
 
     def get(self, name: str) -> object:
-        """Return a field as it is; None: not given."""
-        return self._values.get(name)
-
-    def text(self, name: str) -> str | None:
-        """Return a field that is text; None where it is empty."""
-        return text_of(self._values, name)
+        return self.values.get(name)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return strings that are given as one or as a list."""
-        value = self._values.get(name, [])
+        value = self.values.get(name, [])
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
             raise Refused(f"{name} is {value!r:.80}; strings are wanted")
@@ -134,14 +129,14 @@ class Body:
 
     def limit(self, name: str) -> int | None:
         """Return a number of tokens, at least 1; None where none is given."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise Refused(f"{name} is {value!r}; a whole number of at least 1 is wanted")
         return value
 
     def mapping(self, name: str, known: str | None = None) -> Mapping[str, object]:
         """Return a field that is an object, with its `known` fields (None: any); empty where there is none."""
-        value = self._values.get(name) or {}
+        value = self.values.get(name) or {}
         if not isinstance(value, dict):
             raise Refused(f"{name} is {value!r:.80}; an object is wanted")
         for key, item in value.items():
@@ -151,7 +146,7 @@ class Body:
 
     def objects(self, name: str) -> list[Mapping[str, object]]:
         """Return a field that is a list of objects; empty where there is none."""
-        return objects(self._values.get(name) or [], name)
+        return objects(self.values.get(name) or [], name)
 
     def reads_calls(self, choice: object) -> bool:
         """Return whether calls of tools are looked for: "auto", "none", or something that forces one."""
@@ -220,7 +215,6 @@ class TurnReply:
     num_sampled: int
 
     def message(self) -> Message:
-        """Return the answer as a message of the conversation."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [call_message(call.id, call.name, call.arguments) for call in self.calls]
@@ -238,11 +232,7 @@ def same(first: Sequence[Message], second: Sequence[Message]) -> bool:
     White space around what the assistant said does not count, nor do fields that no template renders, nor a name that
     the agent gives to the model's reply.
     """
-    return len(first) == len(second) and all(map(_same_message, first, second))
-
-
-def _same_message(first: Message, second: Message) -> bool:
-    return _essence(first) == _essence(second)
+    return len(first) == len(second) and all(_essence(a) == _essence(b) for a, b in zip(first, second, strict=True))
 
 
 def _essence(message: Message) -> tuple[object, ...]:
@@ -252,6 +242,10 @@ def _essence(message: Message) -> tuple[object, ...]:
     if message["role"] == "assistant":
         return message["role"], content.strip(), calls, more
     return message["role"], content, calls, [*more, message.get("name")]
+
+
+def named_event(kind: str, value: Message) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **value})}\n\n".encode()
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -280,6 +274,13 @@ def function_of(name: str, description: object, parameters: object) -> Message:
         raise Refused(f"the tool {name!r} wants a description in words and parameters as a JSON schema")
     description_entry = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": name, **description_entry, "parameters": schema}}
+
+
+def openai_tool(tool: Mapping[str, object], function: object) -> Message:
+    """Return a tool of OpenAI's protocols; `function` is the part of it that has the name and the parameters."""
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"a tool of type {tool.get('type')!r}; only functions with a name and parameters can be called")
+    return function_of(function["name"], function.get("description"), function.get("parameters"))
 
 
 def objects(value: object, field: str) -> list[Mapping[str, object]]:

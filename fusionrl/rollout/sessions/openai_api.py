@@ -21,8 +21,8 @@ from fusionrl.rollout.sessions.messages import (
     TurnRequest,
     call_message,
     content_of,
-    function_of,
     objects,
+    openai_tool,
     text_of,
 )
 
@@ -65,7 +65,7 @@ def read(values: Mapping[str, object]) -> TurnRequest:
     body.check_form("response_format", body.get("response_format"))
     limits = [body.limit(name) for name in ("max_completion_tokens", "max_tokens")]
     options = body.get("stream_options")
-    tools = [_tool(tool) for tool in body.objects("tools")]
+    tools = [openai_tool(tool, tool.get("function")) for tool in body.objects("tools")]
     body.check_strict([f for tool in body.objects("tools") if isinstance(f := tool["function"], dict)])
     return body.turn_request(
         [_message(message) for message in objects(body.get("messages"), "messages")],
@@ -74,7 +74,7 @@ def read(values: Mapping[str, object]) -> TurnRequest:
         stop=body.texts("stop"),
         reads_calls=reads_calls,
         wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        switches=Switches(effort=body.text("reasoning_effort"), verbosity=body.text("verbosity")),
+        switches=Switches(effort=text_of(body.values, "reasoning_effort"), verbosity=text_of(body.values, "verbosity")),
     )
 
 
@@ -103,22 +103,8 @@ def _call(call: Mapping[str, object]) -> Message:
     return call_message(str(call.get("id")), function["name"], function.get("arguments"))
 
 
-def _tool(definition: Mapping[str, object]) -> Message:
-    function = definition.get("function")
-    if (
-        definition.get("type") != "function"
-        or not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-    ):
-        raise Refused(
-            f"a tool of type {definition.get('type')!r}; only functions with a name and parameters can be called"
-        )
-    return function_of(function["name"], function.get("description"), function.get("parameters"))
-
-
 # ------------------------------------------------------------------------------------------------ answers
 def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
-    """The body of an answer."""
     message: Message = {"role": "assistant", "content": reply.text or (None if reply.calls else ""), "refusal": None}
     if reply.calls:
         message["tool_calls"] = _calls(reply)
@@ -127,7 +113,6 @@ def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
 
 
 def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
-    """The events of a streamed answer."""
     head = _head(turn_request, "chat.completion.chunk")
 
     def event(delta: Message, finish: str | None = None) -> bytes:
@@ -145,13 +130,11 @@ def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
 
 
 def error(refused: Refused) -> Message:
-    """The body of an error."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
 
 
 def error_event(refused: Refused) -> bytes:
-    """Return the event that ends a started stream with an error."""
     return _event(error(refused))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import uuid
@@ -22,8 +21,9 @@ from fusionrl.rollout.sessions.messages import (
     TurnRequest,
     call_message,
     content_of,
-    function_of,
+    named_event,
     objects,
+    openai_tool,
     text_of,
 )
 
@@ -67,7 +67,7 @@ def read(values: Mapping[str, object]) -> TurnRequest:
         messages.insert(0, {"role": "system", "content": instructions})
     return body.turn_request(
         messages,
-        [_tool(tool) for tool in body.objects("tools")],
+        [openai_tool(tool, tool) for tool in body.objects("tools")],
         longest=body.limit("max_output_tokens"),
         reads_calls=reads_calls,
         switches=Switches(effort=effort, verbosity=text_of(form, "verbosity")),
@@ -122,21 +122,12 @@ def _turn_of(item: Mapping[str, object]) -> str:
     return "".join(re.findall(r"^fc_([0-9a-f]{32})_\d+$", str(item.get("id"))))
 
 
-def _tool(source: Mapping[str, object]) -> Message:
-    name = source.get("name")
-    if source.get("type") != "function" or not isinstance(name, str):
-        raise Refused(f"a tool of type {source.get('type')!r}; only functions with a name and parameters can be called")
-    return function_of(name, source.get("description"), source.get("parameters"))
-
-
 # ------------------------------------------------------------------------------------------------ answers
 def answer(request: TurnRequest, turn: TurnReply) -> Message:
-    """The body of an answer."""
     return _response(request, turn, _items(turn))
 
 
 def events(request: TurnRequest, turn: TurnReply) -> Iterator[bytes]:
-    """The events of a streamed answer."""
     response = _response(request, turn, _items(turn))
     opened_response = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     named: list[tuple[str, Message]] = [
@@ -147,7 +138,7 @@ def events(request: TurnRequest, turn: TurnReply) -> Iterator[bytes]:
         named += _item_events(index, dict(item))
     named.append((f"response.{response['status']}", {"response": response}))
     for number, (kind, value) in enumerate(named):
-        yield _event(kind, {"sequence_number": number, **value})
+        yield named_event(kind, {"sequence_number": number, **value})
 
 
 def _item_events(index: int, item: Message) -> Iterator[tuple[str, Message]]:
@@ -173,8 +164,7 @@ error = openai_api.error
 
 
 def error_event(refused: Refused) -> bytes:
-    """The event that ends a stream with an error."""
-    return _event("error", {"code": refused.code, "message": str(refused), "param": None, "sequence_number": 0})
+    return named_event("error", {"code": refused.code, "message": str(refused), "param": None, "sequence_number": 0})
 
 
 def _response(request: TurnRequest, turn: TurnReply, items: list[Message]) -> Message:
@@ -221,20 +211,10 @@ def _items(turn: TurnReply) -> list[Message]:
     if not turn.text and items:
         return items
     part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
-    text: Message = {
-        "type": "message",
-        "id": f"msg_{turn_id}",
-        "role": "assistant",
-        "status": status,
-        "content": [part],
-    }
-    return [text, *items]
+    text: Message = {"type": "message", "id": f"msg_{turn_id}", "role": "assistant"}
+    return [text | {"status": status, "content": [part]}, *items]
 
 
 def _call(call: Call, item_id: str) -> Message:
     named = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
     return {"type": "function_call", "id": item_id, **named}
-
-
-def _event(kind: str, value: Message) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **value})}\n\n".encode()

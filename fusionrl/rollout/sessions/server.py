@@ -28,7 +28,6 @@ FIRST_PING_S, PING_S = 5.0, 10.0  # until a streamed answer begins with a sign o
 BLOCKED_S = 60.0  # without a sign of the agent's event loop, a request is refused
 _MOST_TOLD = 5  # requests without a key of which the log speaks
 
-
 # A protocol is a module with `read` for requests; `answer`, `events`, `error` and `error_event`; and KEEP_ALIVE.
 Api = ModuleType
 
@@ -52,7 +51,6 @@ class SessionServer:
         self._sessions[session.id] = self._sessions[session.api_key] = session
 
     def remove(self, session: Session) -> None:
-        """Answer requests of a session no more."""
         for name in (session.id, session.api_key):
             self._sessions.pop(name, None)
 
@@ -96,9 +94,11 @@ class SessionServer:
     def _session_of(self, request: web.Request) -> Session:
         parts = request.path.split("/")
         session = self._sessions.get(parts[2]) if len(parts) > 2 and parts[1] == "sessions" else None
-        if session is not None and any(
-            _is_key(candidate, session.api_key) for candidate in (parts[2], *_keys(request))
-        ):
+        # Anthropic's header, and the one of OpenAI and of Anthropic's tokens.
+        keys = request.headers.get("x-api-key", ""), request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # A header may be invalid Unicode.
+        candidates = [candidate.encode(errors="replace") for candidate in (*parts[2:3], *keys)]
+        if session is not None and any(hmac.compare_digest(c, session.api_key.encode()) for c in candidates):
             return session
         problem = (
             "no open session of this run has this address and key: an agent's client needs the base_url and the api_key"
@@ -141,27 +141,14 @@ class SessionServer:
         return web.json_response(page)
 
 
-def _keys(request: web.Request) -> tuple[str, str]:
-    """Return the keys of a request: Anthropic's header, and the one of OpenAI and of Anthropic's tokens."""
-    return request.headers.get("x-api-key", ""), request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
-def _is_key(candidate: str, key: str) -> bool:
-    return hmac.compare_digest(candidate.encode(errors="replace"), key.encode())  # a header may be invalid Unicode
-
-
 _starting = threading.Lock()
+_started = functools.cache(SessionServer)
 
 
 def process_server() -> SessionServer:
     """Return the server of this process; the first call starts it."""
     with _starting:
-        return _made()
-
-
-@functools.cache
-def _made() -> SessionServer:
-    return SessionServer()
+        return _started()
 
 
 class _Turn:
@@ -195,7 +182,6 @@ class _Turn:
         return None
 
     def cancel(self) -> None:
-        """End it, where it has not ended."""
         self._future.cancel()
 
 
