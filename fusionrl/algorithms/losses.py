@@ -16,7 +16,7 @@ class Loss:
 
     reads            fields of flags that only some losses read
     clips_sequences  its ratio is one of whole sequences, so it is sequences that it clips
-    selects          it chooses tokens by statistics of the whole mini-batch (`covariance.SELECTORS`)
+    selects          it chooses tokens by statistics of the whole mini-batch (`covariance.select`)
     """
 
     reads: tuple[str, ...] = ()

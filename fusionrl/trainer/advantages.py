@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,56 +13,26 @@ from torch import Tensor
 from fusionrl.algorithms.group_stages import leave_one_out
 from fusionrl.algorithms.log_ratio import reverse_kl_gap
 from fusionrl.algorithms.responses import Responses
-from fusionrl.algorithms.token_stages import TokenInputs, TokenOptions, TokenStage
+from fusionrl.algorithms.token_stages import TokenInputs, TokenOptions
 from fusionrl.algorithms.whitening import moments, whiten
 from fusionrl.config.config import Config
+from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.train_batch import TrainShard
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AdvantageOptions:
-    """The part of the configuration that advantages need.
-
-    stage      the estimator's token stage
-    constants  of the token stage
-    opd_coef   None: no teacher
-    """
-
-    stage: TokenStage
-    constants: TokenOptions
-    is_whitened: bool
-    opd_coef: float | None
-
-    @classmethod
-    def from_config(cls, config: Config) -> AdvantageOptions:
-        """The options of `config`."""
-        algorithm, estimator = config.algorithm, estimator_of(config.algorithm)
-        constants = TokenOptions(
-            gamma=algorithm.gamma,
-            lambd=algorithm.lambd,
-            bootstraps=algorithm.bootstrap_truncated,
-            kl_coef=algorithm.kl_coef,
-            kl_type=algorithm.kl_coef_type,
-            process_coef=config.prm.prm_process_coef,
-            outcome_coef=config.prm.prm_outcome_coef,
-        )
-        return cls(
-            stage=estimator.tokens,
-            constants=constants,
-            is_whitened=estimator.is_whitened or algorithm.normalize_advantages,
-            opd_coef=algorithm.opd_kl_coef if algorithm.use_opd else None,
-        )
-
-    @property
-    def needs_log_probs(self) -> bool:
-        """Return whether the trainers' log-probs go into them."""
-        return self.constants.kl_coef > 0 or self.opd_coef is not None
+from fusionrl.trainer.process_groups import gathered
 
 
-def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.device) -> dict[str, float]:
+def needs_log_probs(algorithm: AlgorithmGroup) -> bool:
+    """Return whether the trainers' log-probs go into the advantages."""
+    return algorithm.kl_coef > 0 or algorithm.use_opd
+
+
+def is_whitened(algorithm: AlgorithmGroup) -> bool:
+    """Return whether the advantages are whitened over the rollout."""
+    return estimator_of(algorithm).is_whitened or algorithm.normalize_advantages
+
+
+def add_advantages(shard: TrainShard, config: Config, device: torch.device) -> dict[str, float]:
     """Set the shard's `advantages`, and with a critic its `returns`. A collective of the data-parallel ranks.
 
     Returns:
@@ -79,7 +47,18 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     mask = columns["loss_mask"]
     responses = Responses(mask, torch.from_numpy(shard.response_lengths.astype(np.int64)))
     mean_of_others = functools.partial(_mean_of_others, shard)
-    computed = options.stage(TokenInputs(columns["rewards"], responses, columns, options.constants, mean_of_others))
+    algorithm = config.algorithm
+    options = TokenOptions(
+        gamma=algorithm.gamma,
+        lambd=algorithm.lambd,
+        bootstraps=algorithm.bootstrap_truncated,
+        kl_coef=algorithm.kl_coef,
+        kl_type=algorithm.kl_coef_type,
+        process_coef=config.prm.prm_process_coef,
+        outcome_coef=config.prm.prm_outcome_coef,
+    )
+    stage = estimator_of(algorithm).tokens
+    computed = stage(TokenInputs(columns["rewards"], responses, columns, options, mean_of_others))
     advantages = computed.advantages
     if computed.returns is not None:
         shard.fields["returns"] = computed.returns.float().numpy()
@@ -87,40 +66,32 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     sums[0] = float((mask != 0).sum())
     if computed.kl is not None:
         sums[1:3] = computed.kl
-    if options.is_whitened:
+    if is_whitened(algorithm):
         advantages = whiten(advantages, mask, _added_up(moments(advantages, mask), device))
-    if options.opd_coef is not None:
+    if algorithm.use_opd:
         if "teacher_log_probs" not in columns:
             raise ValueError(
                 "--use-opd: samples of this rollout have no teacher_log_probs; let a function set them for every sample"
                 " that trains, or give --opd-teacher-load"
             )
         to_teacher, excluded = reverse_kl_gap(columns["log_probs"], columns["teacher_log_probs"], mask)
-        advantages = advantages + options.opd_coef * to_teacher
+        advantages = advantages + algorithm.opd_kl_coef * to_teacher
         sums[3:5] = torch.stack([-to_teacher.double().sum(), excluded.double()])
     shard.fields["advantages"] = advantages.float().numpy()
     tokens, kl, kl_excluded, gap, gap_excluded = _added_up(sums, device).tolist()
     metrics: dict[str, float] = {}
-    if options.constants.kl_coef > 0:
+    if algorithm.kl_coef > 0:
         metrics |= {"kl": kl / max(tokens, 1.0), "kl_excluded": kl_excluded}
-    if options.opd_coef is not None:
+    if algorithm.use_opd:
         metrics |= {"opd_kl": gap / max(tokens, 1.0), "opd_excluded": gap_excluded}
     return metrics
-
-
-def gathered(values: T) -> list[T]:
-    """`values` of each data-parallel rank, on each of them, in their order."""
-    group = parallel_state.get_data_parallel_group()
-    everywhere = [values] * group.size()
-    dist.all_gather_object(everywhere, values, group=group)
-    return everywhere
 
 
 def _mean_of_others(shard: TrainShard, values: Tensor) -> Tensor:
     """The mean of the other samples' `values` [n] in each sample's group, wherever these are -> [n]."""
     group = shard.fields["group_index"]
     group = np.where(group < 0, -1 - shard.fields["position"], group)  # of no group: alone
-    everywhere = gathered((values.numpy(), group))
+    everywhere = gathered((values.numpy(), group), parallel_state.get_data_parallel_group())
     means = leave_one_out(*(np.concatenate(parts) for parts in zip(*everywhere, strict=True)))
     first = sum(len(part[0]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
     return torch.from_numpy(means[first : first + len(values)])

@@ -241,10 +241,8 @@ def read_description(path: str) -> dict[str, Any]:
         description = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not valid JSON ({error})") from error
-    except RecursionError:
-        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is nested too deeply") from None
     if not isinstance(description, dict):
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not a JSON object")
     if description.get("format") not in (FORMAT, WITHOUT_HASHES):
@@ -269,21 +267,13 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
         ValueError: on every rank, where one found a difference.
     """
     facts, where = description.get("files"), f"checkpoint {path}: it is damaged or incomplete"
-    size = dist.get_world_size()
-    problem: str | None = None
-    try:
+    with failing_together(ValueError, "{error}; resume from another one"):
         if isinstance(facts, dict) and facts:
             if _COMMON not in facts and os.path.lexists(Path(path) / _COMMON):
                 raise ValueError(f"{where}: {_COMMON} was not saved with it")
             names = sorted(facts)
-            facts = {name: facts[name] for name in names[rank % len(names) :: size]}
+            facts = {name: facts[name] for name in names[rank % len(names) :: dist.get_world_size()]}
         check_facts(Path(path), facts, where)
-    except ValueError as error:
-        problem = str(error)
-    everyone: list[str | None] = [None] * size
-    dist.all_gather_object(everyone, problem)
-    if problems := [text for text in everyone if text is not None]:
-        raise ValueError(f"{problems[0]}; resume from another one")
 
 
 def _check_backend(folder: str) -> None:
@@ -298,8 +288,10 @@ def _check_backend(folder: str) -> None:
 
 
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
-    """Restore a checkpoint; collective. Its own counters, and `rng_restored`: whether the layout was the
-    same. The options and rates of the optimizer are those that were saved (see `optimizer_flags`).
+    """Restore a checkpoint with its optimizer's options; collective.
+
+    Returns:
+        Its counters, and `rng_restored`: whether the layout was the same.
 
     Raises:
         ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.

@@ -10,6 +10,7 @@ memory that both see (a memfd), so that training continues once the copy is made
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import queue
@@ -26,13 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from fusionrl.base import cpu_wing
 from fusionrl.base.environment import child_environment
 from fusionrl.base.file_hashes import Facts, Written, facts_of
 from fusionrl.base.pipe_messages import frame, receive
 from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.trainer.process_groups import gathered
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -143,9 +144,7 @@ def _share(buckets: list[Bucket]) -> tuple[int, int, list[SharedBucket]]:
 
 
 def _view(memory: mmap.mmap, place: _Stored) -> torch.Tensor:
-    count = 1
-    for length in place.shape:
-        count *= length
+    count = math.prod(place.shape)
     if not count:
         return torch.empty(place.shape, dtype=place.dtype)
     return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
@@ -276,41 +275,36 @@ class PendingFiles:
         Raises:
             OSError: on every rank, where one could not write.
         """
-        if self._writer is not None:
-            try:
+        with failing_together():
+            if self._error is not None:
+                raise self._error
+            if self._writer is not None:
                 self._written = self._writer.result()
-            except OSError as error:
-                self._error = error
-        everyone: list[tuple[str | None, Facts]] = [(None, {})] * dist.get_world_size()
-        dist.all_gather_object(everyone, (str(self._error) if self._error else None, self._written.files))
-        _raise_first([error for error, _ in everyone])
         if self._request.async_fn is not None:
             self._results.put(self._written.reports)
-        self.files = {name: fact for _, files in everyone for name, fact in files.items()}
+        for files in gathered(self._written.files):
+            self.files |= files
         for finalize in self._request.finalize_fns:
             finalize()
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """An OSError within it on one rank is raised on every rank, at its end; collective. The code within it is not.
+def failing_together(
+    kind: type[Exception] = OSError, message: str = "trainer rank {rank} could not write its files ({error})"
+) -> Iterator[None]:
+    """Raise an error of this kind that occurs within it on one rank on every rank, at its end; collective.
 
-    Without it the others would wait for the rank that failed, in whatever is collective next.
+    The code within it is not. Without it the others would wait for the rank that failed, in whatever is collective
+    next.
     """
     problem: str | None = None
     try:
         yield
-    except OSError as error:
+    except kind as error:
         problem = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    _raise_first(everyone)
-
-
-def _raise_first(errors: list[str | None]) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise OSError(f"trainer rank {rank} could not write its files ({error})")
+    for rank, error_there in enumerate(gathered(problem)):
+        if error_there is not None:
+            raise kind(message.format(rank=rank, error=error_there))
 
 
 @contextmanager

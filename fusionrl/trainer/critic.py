@@ -26,11 +26,7 @@ class CriticTrainer(TrainerBase):
 
     @phase("values")
     def values(self, shard: ShardSource) -> Handed:
-        """Tell the value before each response token that is trained on, of this rank's shard.
-
-        Returns:
-            No metrics; the column values.
-        """
+        """Return the column values: the value before each response token of this rank's shard that is trained on."""
         from fusionrl.trainer.score import score_samples
         from fusionrl.trainer.shard_pull import pull
 
@@ -47,4 +43,4 @@ class CriticTrainer(TrainerBase):
         from fusionrl.trainer.stages import Prepared
 
         with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
-            return self.learn(rollout_id, Prepared(pulled)).metrics
+            return self.learn(rollout_id, Prepared(pulled))[0]

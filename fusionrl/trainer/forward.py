@@ -89,12 +89,7 @@ def whole_responses(batch: MicroBatch, output: Tensor | None, device: torch.devi
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
             dist.all_reduce(flat, group=group)
-    return torch.split(_from_last_stage(flat).cpu(), batch.response_lengths)
-
-
-def _from_last_stage(tensor: Tensor) -> Tensor:
-    """`tensor` as the last pipeline stage has it, on all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
-        dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-    return tensor
+        dist.broadcast(flat, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return torch.split(flat.cpu(), batch.response_lengths)

@@ -39,10 +39,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_grad: bool,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        """Return (log-probs [N], entropies [N]), fp32, from blocks of `width` rows of the vocabulary at a time.
-
-        The logits of the first `num_kept` blocks are saved for backward, which computes the others again.
-        """
+        """Of blocks of `width` rows the first `num_kept` save their logits for backward, which computes the others."""
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         # No block holds the rows that pad the vocabulary.
         num_valid = min(max(vocab_size - rank * weight.size(0), 0), weight.size(0))

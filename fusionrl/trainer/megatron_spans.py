@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,48 +32,26 @@ class MegatronSpans:
     def __init__(self, make_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         """`make_event`: on a GPU, an event that takes times."""
         self._make_event = make_event
-        self._begun: dict[str, int | torch.cuda.Event] = {}
-        self._numbers: dict[str, int] = {}
-        self._marked: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self.timers: dict[str, _Timer] = {}
+        self.marked: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
         """Return the timer of a name; all levels are recorded."""
-        return _Timer(self, name)
-
-    def start(self, name: str) -> None:
-        """Begin a span."""
-        if recorder() is None:
-            return
-        if name == _ALL:
-            self._numbers.clear()
-        self._begun[name] = self._now()
-
-    def stop(self, name: str) -> None:
-        """End a span."""
-        begun = self._begun.pop(name, None)
-        if begun is None:
-            return
-        number = self._numbers.get(name, 0)
-        self._numbers[name] = number + 1
-        now = self._now()
-        if isinstance(begun, int) and isinstance(now, int):
-            if name in _NUMBERED or name == _ALL or now - begun >= _NOTHING_NS:
-                _note(name, number, begun, now)
-        elif not isinstance(begun, int) and not isinstance(now, int):
-            self._marked.append((name, number, begun, now))
+        return self.timers.setdefault(name, _Timer(self, name))
 
     def settle(self) -> None:
         """Turn the events so far into spans; on a GPU, waits for it. To be called where it has been waited for."""
-        if self._make_event is None or not self._marked:
+        if self._make_event is None or not self.marked:
             return
         end = self._make_event()
         end.record()
         end.synchronize()
-        now, marked, self._marked = time.monotonic_ns(), self._marked, []
+        now, marked, self.marked = time.monotonic_ns(), self.marked, []
         for name, number, begun, ended in marked:
             _note(name, number, now - int(1e6 * begun.elapsed_time(end)), now - int(1e6 * ended.elapsed_time(end)))
 
-    def _now(self) -> int | torch.cuda.Event:
+    def now(self) -> int | torch.cuda.Event:
+        """Return the time, or on a GPU an event that marks it."""
         if self._make_event is None:
             return time.monotonic_ns()
         event = self._make_event()
@@ -80,17 +59,36 @@ class MegatronSpans:
         return event
 
 
+@dataclass
 class _Timer:
-    def __init__(self, spans: MegatronSpans, name: str) -> None:
-        self._spans, self._name = spans, name
+    """Spans of one name. Its methods never wait at a barrier, which would cost time."""
+
+    spans: MegatronSpans
+    name: str
+    begun: int | torch.cuda.Event | None = None
+    number: int = 0
 
     def start(self, barrier: bool = False) -> None:
-        """Begin; never with a barrier, which would cost time."""
-        self._spans.start(self._name)
+        """Begin a span."""
+        if recorder() is None:
+            return
+        if self.name == _ALL:
+            for timer in self.spans.timers.values():
+                timer.number = 0
+        self.begun = self.spans.now()
 
     def stop(self, barrier: bool = False) -> None:
-        """End."""
-        self._spans.stop(self._name)
+        """End it."""
+        begun, self.begun = self.begun, None
+        if begun is None:
+            return
+        number, self.number, now = self.number, self.number + 1, self.spans.now()
+        if not isinstance(begun, int) and not isinstance(now, int):
+            self.spans.marked.append((self.name, number, begun, now))
+            return
+        assert isinstance(begun, int) and isinstance(now, int)
+        if self.name in _NUMBERED or self.name == _ALL or now - begun >= _NOTHING_NS:
+            _note(self.name, number, begun, now)
 
 
 def _note(name: str, number: int, start_ns: int, end_ns: int) -> None:

@@ -1,9 +1,6 @@
-"""Stage 4, pack: from a prepared shard to the micro-batches of each optimizer step, on the device."""
+"""Stage 4, pack: from a prepared shard to the micro-batches of an optimizer step, on the device."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,14 +8,10 @@ from torch import Tensor
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
-from fusionrl.observe.spans import span
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.packed_batch import BatchOptions, MicroBatch, Selection
 from fusionrl.trainer.packed_row import pack_row
-from fusionrl.trainer.stages import Experts, PackedStep, Prepared
-
-if TYPE_CHECKING:
-    from fusionrl.trainer.selection import LookAhead
+from fusionrl.trainer.stages import Experts
 
 _COLUMNS: dict[str, torch.dtype] = {
     "positions": torch.int64,
@@ -29,21 +22,6 @@ _COLUMNS: dict[str, torch.dtype] = {
     "sequence_shares": torch.float32,
 }
 _TOKEN_FIELDS = tuple(name for name, spec in FIELDS.items() if spec.extent == "response" and spec.dtype == np.float32)
-
-
-def pack_steps(
-    prepared: Prepared, options: BatchOptions, layout: TrainerLayout, look_ahead: LookAhead | None = None
-) -> Iterator[PackedStep]:
-    """Yield each optimizer step's micro-batches, when the step before is taken: a look ahead needs its weights.
-
-    A look ahead sets columns of the shard for losses that must know a whole step before any of its tokens.
-    """
-    shard = prepared.shard
-    for index, step in enumerate(shard.steps):
-        metrics = look_ahead.at(shard, index, prepared.experts) if look_ahead is not None else {}
-        with span("pack"):
-            batches = build_micro_batches(shard, step, options, layout, prepared.experts)
-        yield PackedStep(index, step, shard, batches, metrics)
 
 
 def build_micro_batches(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -162,84 +161,56 @@ def build_model(
             "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             "vp_stage": stage,
         }
-        spec = _users_spec(config, transformer, plan, stage)
-        build = partial(_usual_chunk, config, transformer, shape, plan, place, spec)
-        is_users = config.model.custom_model_provider_path is not None
-        model = _users_chunk(config, transformer, plan, place, build) if is_users else build()
-        chunks.append(_finished(model, transformer, shape, device))
+        chunks.append(_finished(_build_chunk(config, transformer, shape, plan, place), transformer, shape, device))
     return chunks, transformer
 
 
-def _users_chunk(
-    config: Config,
-    transformer: TransformerConfig,
-    plan: TrainerPlan,
-    place: dict[str, Any],
-    build: Callable[[], GPTModel],
+def _build_chunk(
+    config: Config, transformer: TransformerConfig, shape: ModelShape, plan: TrainerPlan, place: dict[str, Any]
 ) -> GPTModel:
-    """The model of --custom-model-provider-path, `provider(pre_process, post_process, vp_stage)`.
+    """Build our own GPTModel, of our layers or of a user's, or what the user's functions build.
 
-    It may also take `config` (Megatron's), `args` (the flags) and `usual` (a function that builds what there would be
-    without it). Parameters that have Megatron's names are loaded, pushed and saved.
+    --custom-spec-path returns, once a stage, a spec of the layers or a function that builds the stage. The provider of
+    --custom-model-provider-path is called with `pre_process`, `post_process` and `vp_stage`; it may also take `config`
+    (Megatron's), `args` (the flags) and `usual` (a function that builds what there would be without it). Parameters
+    that have Megatron's names are loaded, pushed and saved.
 
     Raises:
-        HookError: the function raised, or returned no GPTModel.
+        HookError: a function raised, or returned something else.
     """
-    field, path = "custom_model_provider_path", str(config.model.custom_model_provider_path)
-    taken = inspect.signature(load_function(path)).parameters
-    extras = {"config": transformer, "args": config.to_args(**plan.answers), "usual": build}
-    model = call_hook(field, path, **place, **{name: value for name, value in extras.items() if name in taken})
-    return _checked_model(field, path, model)
+    spec_path, provider_path = config.model.custom_spec_path, config.model.custom_model_provider_path
+    spec = None
+    if spec_path is not None:
+        spec = call_hook("custom_spec_path", spec_path, config.to_args(**plan.answers), transformer, place["vp_stage"])
+    is_spec = isinstance(spec, ModuleSpec | TransformerBlockSubmodules)
+    if not (spec is None or is_spec or (callable(spec) and "pre_process" in inspect.signature(spec).parameters)):
+        raise HookError(
+            f"--custom-spec-path {spec_path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or a"
+            " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
+        )
 
+    def usual() -> GPTModel:
+        if spec is not None and not is_spec:
+            return _checked_model("custom_spec_path", str(spec_path), spec(**place))
+        return (ValueModel if shape.value_head else ChosenOutputs)(
+            transformer,
+            spec if is_spec else block_spec(transformer, shape, place["vp_stage"]),
+            vocab_size=settings.padded_vocab_size(shape.vocab_size, plan.layout.tp),
+            max_sequence_length=shape.max_position_embeddings,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=shape.rotary_percent,
+            rotary_base=shape.rope_theta,
+            **place,
+        )
 
-LayerSpec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
-
-
-def _users_spec(
-    config: Config, transformer: TransformerConfig, plan: TrainerPlan, vp_stage: int | None
-) -> LayerSpec | Callable[..., GPTModel] | None:
-    """Return what --custom-spec-path returns, once a stage: a spec of the layers, or a function that builds the stage.
-
-    Raises:
-        HookError: it raised, or returned neither.
-    """
-    field, path = "custom_spec_path", config.model.custom_spec_path
-    if path is None:
-        return None
-    spec = call_hook(field, path, config.to_args(**plan.answers), transformer, vp_stage)
-    builds_stage = callable(spec) and "pre_process" in inspect.signature(spec).parameters
-    if builds_stage or isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
-        return spec
-    raise HookError(
-        f"--custom-spec-path {path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or a"
-        " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
-    )
-
-
-def _usual_chunk(
-    config: Config,
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    plan: TrainerPlan,
-    place: dict[str, Any],
-    spec: LayerSpec | Callable[..., GPTModel] | None,
-) -> GPTModel:
-    """Our own GPTModel, of our layers or of a user's `spec`; or what the function that the user gave for it builds."""
-    if spec is None:
-        spec = block_spec(transformer, shape, place["vp_stage"])
-    elif not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
-        return _checked_model("custom_spec_path", str(config.model.custom_spec_path), spec(**place))
-    return (ValueModel if shape.value_head else ChosenOutputs)(
-        transformer,
-        spec,
-        vocab_size=settings.padded_vocab_size(shape.vocab_size, plan.layout.tp),
-        max_sequence_length=shape.max_position_embeddings,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_percent=shape.rotary_percent,
-        rotary_base=shape.rope_theta,
-        **place,
-    )
+    if provider_path is None:
+        return usual()
+    taken = inspect.signature(load_function(provider_path)).parameters
+    extras = {"config": transformer, "args": config.to_args(**plan.answers), "usual": usual}
+    extras = {name: value for name, value in extras.items() if name in taken}
+    field = "custom_model_provider_path"
+    return _checked_model(field, provider_path, call_hook(field, provider_path, **place, **extras))
 
 
 def _checked_model(field: str, path: str, model: object) -> GPTModel:

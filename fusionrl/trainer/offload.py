@@ -16,7 +16,7 @@ import mmap
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
-    """A backend of a process group, as far as it is needed here; torch's have these methods since 2.13."""
-
-    def name(self) -> str:
-        """ "nccl", "gloo", …"""
-
-    def suspend(self) -> None:
-        """Give its buffers away; a collective over its ranks."""
-
-    def resume(self) -> None:
-        """Take them back."""
+Backend: TypeAlias = Any  # torch's of a process group; it has `suspend` and `resume`, which are collective, since 2.13
 
 
 def suspend_nccl(backends: Iterable[Backend]) -> list[Backend]:

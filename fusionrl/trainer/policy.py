@@ -16,7 +16,7 @@ from fusionrl.trainer.sample_columns import Handed, SampleColumns, columns_of
 if TYPE_CHECKING:
     from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
-    from fusionrl.trainer.stages import Prepared, TrainReport
+    from fusionrl.trainer.stages import Prepared
     from fusionrl.trainer.steps import Stepping
 
 
@@ -25,12 +25,12 @@ class PolicyTrainer(PushSource):
 
     _scored     with a critic or reward model: what `score_ahead` made for the `prepare` or `train` of this rollout
     _prepared   with a critic: what `prepare` made for the `train` of this rollout
-    _report     of the last rollout, and its number
+    _samples    the number of the last rollout, and its samples' values
     """
 
     _scored: tuple[int, Prepared] | None = None
     _prepared: tuple[int, Prepared] | None = None
-    _report: tuple[int, TrainReport] | None = None
+    _samples: tuple[int, SampleColumns] = (-1, {})
 
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """Set up the model, and the reference and the teacher that the flags ask for."""
@@ -77,22 +77,18 @@ class PolicyTrainer(PushSource):
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
 
-        Args:
-            rollout_id: kept with the checkpoint.
-            shard: the shard, or `[ref]` with a Ray reference to it.
-            columns: what a process reward model's `process_rewards` gave on each of its data-parallel ranks.
+        `columns`: what a process reward model's `process_rewards` gave on each of its data-parallel ranks.
 
         Returns:
-            `train/…` metrics over all ranks, pooled over the optimizer steps (see `step_report.py`); the same on every
-            rank.
+            `train/…` metrics, pooled over the optimizer steps (see `step_report.py`); the same on every rank.
 
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
         with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
-            report = self.learn(rollout_id, self._prepare(rollout_id, pulled))
-        self._report = rollout_id, report
-        return report.metrics
+            metrics, samples = self.learn(rollout_id, self._prepare(rollout_id, pulled))
+        self._samples = rollout_id, samples
+        return metrics
 
     def score_ahead(self, rollout_id: int, shard: ShardSource) -> None:
         """Compute the log-probs that the `prepare` or `train` that follows needs, which do not need its columns.
@@ -105,10 +101,9 @@ class PolicyTrainer(PushSource):
                 self._scored = rollout_id, self._score(rollout_id, pulled)
 
     def prepare(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource]) -> Handed:
-        """With a critic: compute the advantages for the `train` that follows, and the critic's targets.
+        """With a critic: compute the advantages for the `train` that follows, and return the critic's targets.
 
-        Returns:
-            No metrics: `train` reports them; the columns values and returns.
+        These are the columns values and returns; `train` reports the metrics.
         """
         self._prepared = None
         with phase("prepare", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
@@ -121,7 +116,7 @@ class PolicyTrainer(PushSource):
 
         Given answers (mode sft) need neither.
         """
-        from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
+        from fusionrl.trainer.advantages import add_advantages
         from fusionrl.trainer.stages import Prepared
 
         earlier, self._prepared = self._prepared, None
@@ -131,13 +126,12 @@ class PolicyTrainer(PushSource):
             return Prepared(shard)
         scored = self._score(rollout_id, shard)
         with span("advantages"):
-            metrics = add_advantages(scored.shard, AdvantageOptions.from_config(self.config), self.device)
+            metrics = add_advantages(scored.shard, self.config, self.device)
         self.hooks.after_advantages(rollout_id, scored.shard, self.device)
         return replace(scored, metrics=metrics)
 
     def _score(self, rollout_id: int, shard: TrainShard) -> Prepared:
         """The stage score, or what `score_ahead` made of this rollout, with the shard's columns."""
-        from fusionrl.trainer.advantages import AdvantageOptions
         from fusionrl.trainer.routing import check_rollout_routing
         from fusionrl.trainer.score import needed_log_probs, score
 
@@ -145,30 +139,22 @@ class PolicyTrainer(PushSource):
         if earlier is not None and earlier[0] == rollout_id:
             shard.fields = earlier[1].shard.fields | shard.fields
             return replace(earlier[1], shard=shard)
-        config = self.config
-        if config.algorithm.use_rollout_routing_replay:
+        if self.config.algorithm.use_rollout_routing_replay:
             check_rollout_routing(shard, self.shape)
-        advantages = AdvantageOptions.from_config(config)
-        policy, records = needed_log_probs(config, self.loss, advantages, len(shard.steps))
+        policy, records = needed_log_probs(self.config, self.loss, len(shard.steps))
         return score(shard, self.scorer, self.hooks, policy=policy, records=records)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
-        """Return values of this rank's single samples from training on `rollout_id`, the last one. Not a collective.
+        """Return `sample_columns.sample_columns` of training on `rollout_id`, the last one. Not a collective.
 
         {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
-
-        Returns:
-            Position in the rollout -> name -> value, see `sample_columns.sample_columns`.
         """
-        return self._report[1].samples if self._report is not None and self._report[0] == rollout_id else {}
+        number, samples = self._samples
+        return samples if number == rollout_id else {}
 
     @phase("validate")
     def evaluate_loss(self, shard: ShardSource) -> dict[str, float]:
-        """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is trained.
-
-        Returns:
-            eval/loss and eval/num_tokens.
-        """
+        """Return eval/loss, the mean of -log p over all ranks' tokens with a loss mask, and eval/num_tokens."""
         from fusionrl.trainer.micro_batches import build_micro_batches
         from fusionrl.trainer.shard_pull import pull
         from fusionrl.trainer.step import evaluate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from fusionrl.base.imports import without_collections
 from fusionrl.base.torch_stores import join_group_store
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, megatron_versions
+
+T = TypeVar("T")
 
 
 def join_ranks(
@@ -31,7 +34,7 @@ def join_ranks(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu_wing.prepare_megatron()
     with without_collections():
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import parallel_state
 
     if device.type == "cpu":
         from fusionrl.cpu import megatron_patches
@@ -60,11 +63,24 @@ def join_ranks(
     )
     coordinates = layout.coordinates(rank)
     assert parallel_state.get_data_parallel_rank() == coordinates.dp, "TrainerLayout disagrees with Megatron"
-    seed += 100 * coordinates.pp
+    seed_rank(seed + 100 * coordinates.pp)
+
+
+def seed_rank(seed: int) -> None:
+    """Seed all random number generators of a rank that has met the others."""
+    from megatron.core import tensor_parallel
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return each rank's `value`, on each of them, in their order; of all ranks, or of a group's."""
+    everywhere = [value] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, value, group=group)
+    return everywhere
 
 
 def leave_ranks() -> None:

@@ -45,8 +45,8 @@ class ProcessRewardTrainer(TrainerBase):
             fields, scorer = pulled.fields, self.scorer
             fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
             fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
-            report = self.learn(rollout_id, Prepared(pulled))
+            metrics, _ = self.learn(rollout_id, Prepared(pulled))
         log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
         tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
         fields["process_rewards"] = implicit_rewards(*tensors, self.config.prm.prm_beta)[0].numpy()
-        return report.metrics, columns_of(pulled, ("process_rewards",))
+        return metrics, columns_of(pulled, ("process_rewards",))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ class RoutingReplay:
         self._has_free = False
         self._is_recording = False
         for index, router in enumerate(routers):
-            router.router_replay = _Choice(self, index)
+            # In place of Megatron-core's own `RouterReplay`.
+            router.router_replay = SimpleNamespace(get_replay_topk=partial(self._choose, index))
 
     def begin(self, experts: Tensor | None, record: bool = False) -> None:
         """Say what the next passes are of: `experts` [tokens, layers, topk] to choose, or with `record` to write to.
@@ -66,8 +68,20 @@ class RoutingReplay:
         """Room for what the routers choose for `num_tokens` tokens, of this rank's part of the sequence."""
         return torch.full((num_tokens, len(self.layers), self.topk), FREE, dtype=torch.int16, device=self.device)
 
-    def choose(self, index: int, scores: Tensor, by_itself: Callable[[], Chosen]) -> Chosen:
-        """(scores [tokens, topk] of the experts, the experts) for router `index`."""
+    def _choose(
+        self,
+        index: int,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default: Callable[..., Chosen],
+    ) -> Chosen:
+        """(scores of the experts, the experts) for router `index`; `default` computes the usual choice from `scores`.
+
+        scores [tokens, experts]
+        """
+        by_itself = partial(default, scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self._experts is None:
             return by_itself()
         if self._is_recording:
@@ -79,20 +93,6 @@ class RoutingReplay:
         if self._has_free:
             chosen = torch.where(chosen == FREE, by_itself()[1], chosen)
         return scores.gather(1, chosen), chosen
-
-
-class _Choice:
-    """The object that Megatron-core asks in place of its own `RouterReplay`."""
-
-    def __init__(self, replay: RoutingReplay, index: int) -> None:
-        self._replay, self._index = replay, index
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Chosen]
-    ) -> Chosen:
-        """As Megatron's: scores [tokens, experts], and what computes the usual choice from them."""
-        by_scores = partial(default, scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self._replay.choose(self._index, scores, by_scores)
 
 
 def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:

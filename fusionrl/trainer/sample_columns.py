@@ -30,7 +30,7 @@ def sample_columns(shard: TrainShard, scores: np.ndarray | None) -> SampleColumn
     mismatch        mean |trainer - engine| log-prob of those of these that the current weights sampled, nats; of the
                     trainers' log-probs before the first step: the shard's, or those that the first step's loss saw
 
-    Unknown values, and means over no token, are left out. `scores` [2, response tokens]: as of `StepsTaken`.
+    Unknown values, and means over no token, are left out. `scores` [2, response tokens]: as of `take_steps`.
     """
     fields, lengths, mask = shard.fields, shard.response_lengths, shard.fields["loss_mask"] > 0
     counts = _sums(mask, lengths)
@@ -88,9 +88,4 @@ def _over(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """[samples] fp64 sums of `values` [N], which stand sample after sample."""
-    sums = np.zeros(len(lengths))
-    filled = np.flatnonzero(lengths)  # an empty stretch has no sum of its own to reduceat
-    if filled.size:
-        starts = np.cumsum(lengths) - lengths
-        sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int64 if values.dtype == bool else np.float64)
-    return sums
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), values, len(lengths))

@@ -15,7 +15,7 @@ from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.spans import span
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.advantages import AdvantageOptions
+from fusionrl.trainer.advantages import needs_log_probs
 from fusionrl.trainer.forward import forward_log_probs, whole_responses
 from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.micro_batches import pack_groups, round_up
@@ -53,9 +53,7 @@ class Scores:
         return np.concatenate(self.samples) if self.samples else np.zeros(0, np.float32)
 
 
-def needed_log_probs(
-    config: Config, loss: LossOptions, advantages: AdvantageOptions, num_steps: int
-) -> tuple[bool, bool]:
+def needed_log_probs(config: Config, loss: LossOptions, num_steps: int) -> tuple[bool, bool]:
     """(whether the policy's log-probs of before the first step are needed, whether the experts of that pass are fixed).
 
     A single step runs with the weights that the pass would run with: there is nothing to hold fixed.
@@ -63,7 +61,7 @@ def needed_log_probs(
     algorithm = config.algorithm
     records = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
     is_off_policy = num_steps > 1 and (records or not loss.use_rollout_log_probs)
-    return is_off_policy or loss.needs_log_probs or advantages.needs_log_probs, records
+    return is_off_policy or loss.needs_log_probs or needs_log_probs(algorithm), records
 
 
 def score(shard: TrainShard, scorer: Scorer, hooks: TrainHooks, *, policy: bool, records: bool) -> Prepared:

@@ -6,55 +6,43 @@ its result is a column of the shard, so that no split over ranks and micro-batch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from megatron.core import parallel_state
 
-from fusionrl.algorithms.covariance import SELECTORS
+from fusionrl.algorithms.covariance import select
 from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.algorithms.losses import LOSSES
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.advantages import gathered
 from fusionrl.trainer.loss import LossOptions
+from fusionrl.trainer.process_groups import gathered
 from fusionrl.trainer.score import Scorer, score_samples
 from fusionrl.trainer.stages import Experts
 
 
-@dataclass(frozen=True)
-class LookAhead:
-    """Sets a column of the shard for the losses that choose tokens, or that compare the samples of a pair.
+def look_ahead(
+    shard: TrainShard, index: int, experts: Experts, config: Config, loss: LossOptions, scorer: Scorer, num_before: int
+) -> dict[str, float]:
+    """Set the column that the loss needs for step `index`, by the weights before it; return metrics. A collective.
 
-    seed  of the choice in the rollout's first step; the next step's is one higher
+    `num_before`: optimizer steps of the run before this one; with --seed they seed the choice of tokens. A loss that
+    neither chooses tokens nor compares the samples of a pair needs nothing.
     """
-
-    loss: LossOptions
-    scorer: Scorer
-    seed: int
-    dpo_beta: float
-    dpo_label_smoothing: float
-
-    @classmethod
-    def of(cls, config: Config, loss: LossOptions, scorer: Scorer, num_steps_before: int) -> LookAhead | None:
-        """Return the look-ahead of the configuration; None if its loss needs none."""
-        if loss.mode != "rl" or not (LOSSES[loss.policy_loss].selects or loss.policy_loss == "dpo"):
-            return None
-        algorithm, seed = config.algorithm, config.run.seed + num_steps_before
-        return cls(loss, scorer, seed, algorithm.dpo_beta, algorithm.dpo_label_smoothing)
-
-    def at(self, shard: TrainShard, index: int, experts: Experts) -> dict[str, float]:
-        """Set the column for step `index`, by the weights before it; return metrics. A collective."""
-        step = shard.steps[index]
-        if index == 0 and "log_probs" in shard.fields:
-            log_probs = shard.fields["log_probs"]
-        else:
-            alone = replace(shard, steps=[step])
-            log_probs = score_samples(alone, self.scorer, planned_only=True, routing="fixed", experts=experts).flat
-        if self.loss.policy_loss == "dpo":
-            return pair_advantages(shard, step, log_probs, self.dpo_beta, self.dpo_label_smoothing)
-        select_tokens(shard, step, log_probs, self.loss, self.seed + index)
+    is_dpo = loss.policy_loss == "dpo"
+    if loss.mode != "rl" or not (is_dpo or LOSSES[loss.policy_loss].selects):
         return {}
+    step = shard.steps[index]
+    if index == 0 and "log_probs" in shard.fields:
+        log_probs = shard.fields["log_probs"]
+    else:
+        alone = replace(shard, steps=[step])
+        log_probs = score_samples(alone, scorer, planned_only=True, routing="fixed", experts=experts).flat
+    if is_dpo:
+        return pair_advantages(shard, step, log_probs, config.algorithm.dpo_beta, config.algorithm.dpo_label_smoothing)
+    select_tokens(shard, step, log_probs, loss, config.run.seed + num_before)
+    return {}
 
 
 def select_tokens(shard: TrainShard, step: TrainStep, log_probs: np.ndarray, options: LossOptions, seed: int) -> None:
@@ -78,10 +66,11 @@ def select_tokens(shard: TrainShard, step: TrainStep, log_probs: np.ndarray, opt
         "position": np.arange(len(starts)) - starts,
         "clipped": clipped,
     }
-    everywhere = gathered({name: column[here] for name, column in columns.items()})
+    ranks = parallel_state.get_data_parallel_group()
+    everywhere = gathered({name: column[here] for name, column in columns.items()}, ranks)
     columns_everywhere = {name: np.concatenate([part[name] for part in everywhere]) for name in columns}
-    selected = SELECTORS[options.policy_loss](**columns_everywhere, seed=seed, options=constants)
-    first = sum(len(part["mask"]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
+    selected = select(options.policy_loss, **columns_everywhere, seed=seed, options=constants)
+    first = sum(len(part["mask"]) for part in everywhere[: ranks.rank()])
     column = shard.fields.get("selected", np.zeros(len(starts), np.float32)).copy()
     column[here] = selected[first : first + int(here.sum())]
     shard.fields["selected"] = column
@@ -108,8 +97,9 @@ def pair_advantages(
     groups, signs = shard.fields["group_index"], shard.fields["rewards"]
     trained = {i for i, mask in enumerate(shard.split("loss_mask")[: shard.num_samples]) if mask.any()}
     members_trained = [(int(groups[i]), float(signs[i]), float(parts[i].sum())) for i in members if i in trained]
+    ranks = parallel_state.get_data_parallel_group()
     slopes, metrics = pair_slopes(
-        (entry for part in gathered(members_trained) for entry in part), beta, label_smoothing
+        (entry for part in gathered(members_trained, ranks) for entry in part), beta, label_smoothing
     )
     column = shard.fields["advantages"].copy()
     ends = np.cumsum(shard.response_lengths)

@@ -6,8 +6,6 @@ that cuts and packs; nothing runs between this check and the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from fusionrl.config.hooks import HookError
@@ -16,47 +14,32 @@ from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.pipeline.knobs import Knobs
 
 
-@dataclass(frozen=True)
-class Bound:
-    """--max-staleness of a pipeline that runs ahead.
+def check_staleness(shard: TrainShard, step: TrainStep, rollout_id: int, knobs: Knobs) -> None:
+    """Hold the trained tokens of an optimizer step of rollout `rollout_id` to --max-staleness.
 
     Engines call their weights by the number of rollouts that had trained them; `fetches_per_push` of these make one
-    version.
+    version. Tokens of an unknown version pass; the Buffer counts them (`rollout/staleness/unknown`).
+
+    Raises:
+        HookError: names the first sample that is too old, its prompt, the token and its version.
     """
-
-    max_staleness: int
-    fetches_per_push: int
-
-    @classmethod
-    def of(cls, knobs: Knobs | None) -> Bound | None:
-        """Return the bound of a pipeline; None for one rollout after the other, which has none."""
-        return None if knobs is None else cls(knobs.max_staleness, knobs.fetches_per_push)
-
-    def check(self, shard: TrainShard, step: TrainStep, rollout_id: int) -> None:
-        """Hold the trained tokens of an optimizer step of rollout `rollout_id` to the bound.
-
-        Tokens of an unknown version pass; the Buffer counts them (`rollout/staleness/unknown`).
-
-        Raises:
-            HookError: names the first sample that is too old, its prompt, the token and its version.
-        """
-        if "weight_versions" not in shard.fields:
-            return
-        newest = rollout_id // self.fetches_per_push
-        versions, masks = shard.split("weight_versions"), shard.split("loss_mask")
-        for place in sorted(i for group in step.micro_batches for i in group):
-            sampled = versions[place]
-            counts = (masks[place] > 0) & (sampled != UNKNOWN_VERSION)
-            ages = newest - sampled // self.fetches_per_push
-            bad = np.flatnonzero(counts & (ages > self.max_staleness))
-            if bad.size:
-                token = int(bad[np.argmax(ages[bad])])
-                sample, prompt = (int(shard.fields[name][place]) for name in ("sample_index", "group_index"))
-                error = HookError(
-                    f"--max-staleness {self.max_staleness}: sample {sample} of prompt {prompt} has token {token} of its"
-                    f" response from version {sampled[token]}, and rollout {rollout_id} would train it, {ages[token]}"
-                    " versions later; it is not trained. A function that runs after the batch was taken must not bring"
-                    " older tokens, nor change weight_versions"
-                )
-                error.positions = [place]
-                raise error
+    if "weight_versions" not in shard.fields:
+        return
+    newest = rollout_id // knobs.fetches_per_push
+    versions, masks = shard.split("weight_versions"), shard.split("loss_mask")
+    for place in sorted(i for group in step.micro_batches for i in group):
+        sampled = versions[place]
+        counts = (masks[place] > 0) & (sampled != UNKNOWN_VERSION)
+        ages = newest - sampled // knobs.fetches_per_push
+        bad = np.flatnonzero(counts & (ages > knobs.max_staleness))
+        if bad.size:
+            token = int(bad[np.argmax(ages[bad])])
+            sample, prompt = (int(shard.fields[name][place]) for name in ("sample_index", "group_index"))
+            error = HookError(
+                f"--max-staleness {knobs.max_staleness}: sample {sample} of prompt {prompt} has token {token} of its"
+                f" response from version {sampled[token]}, and rollout {rollout_id} would train it, {ages[token]}"
+                " versions later; a function that runs after the batch was taken must not bring older tokens, nor"
+                " change weight_versions"
+            )
+            error.positions = [place]
+            raise error

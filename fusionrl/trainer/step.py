@@ -27,6 +27,7 @@ from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.megatron_spans import settle
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.packed_batch import MicroBatch
+from fusionrl.trainer.process_groups import gathered
 from fusionrl.trainer.step_report import StepReport
 
 _LARGEST = "maxima"
@@ -43,9 +44,7 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         names = sorted({(kind, name) for part in parts for kind in _KINDS for name in getattr(part, kind)})
         if not same_names:
-            everywhere: list[Any] = [None] * group.size()
-            dist.all_gather_object(everywhere, names, group=group)
-            names = sorted({name for reported in everywhere for name in reported})
+            names = sorted({name for reported in gathered(names, group) for name in reported})
         added, largest = (
             [name for name in names if (name[0] == _LARGEST) is is_maximum] for is_maximum in (False, True)
         )
@@ -111,25 +110,16 @@ class StepLoss:
         return value, torch.zeros((), dtype=torch.int, device=output.device), sums
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """The report of an optimizer step over all ranks, and this rank's sums, [] but on the last pipeline stage."""
+def train_step(
+    trained: Trained, batches: list[MicroBatch], loss: StepLoss, device: torch.device
+) -> tuple[StepReport, list[LossSums]]:
+    """Take one optimizer step over this rank's micro-batches.
 
-    report: StepReport
-    parts: list[LossSums]
+    A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay as they
+    are, and the report's number `skipped` is 1.
 
-    def bad_samples(self) -> list[int]:
-        """Of a skipped step the shard's samples whose loss is not finite."""
-        if not self.report.numbers["skipped"]:
-            return []
-        return sorted({sample for part in self.parts for sample in part.bad_samples()})
-
-
-def train_step(trained: Trained, batches: list[MicroBatch], loss: StepLoss, device: torch.device) -> StepOutcome:
-    """One optimizer step over this rank's micro-batches; its report over all ranks.
-
-    A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
-    as they are, and the report's number `skipped` is 1.
+    Returns:
+        (the report over all ranks, this rank's sums, [] but on the last pipeline stage)
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
@@ -149,7 +139,7 @@ def train_step(trained: Trained, batches: list[MicroBatch], loss: StepLoss, devi
             trained.optimizer.step_with_ready_grads()
             trained.scheduler.step(1)
     report.numbers.update({"lr": lr, "grad_norm": norm, "skipped": 0.0 if finite else 1.0})
-    return StepOutcome(report, parts)
+    return report, parts
 
 
 def _clip(optimizer: ChainedOptimizer, norm: float) -> None:

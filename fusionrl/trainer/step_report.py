@@ -47,10 +47,6 @@ class StepReport:
     maxima: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics of this step alone, without prefix."""
-        return pooled_metrics([self])
-
 
 def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> dict[str, float]:
     """Metrics of a rollout's optimizer steps, without prefix.
@@ -66,10 +62,7 @@ def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> d
         `…_min` and `…_max`.
     """
     later = steps[1:] if first_is_old and len(steps) > 1 else steps
-    metrics: dict[str, float] = {}
-    for name in _names([step.sums for step in steps]):
-        values = [step.sums[name] for step in steps if name in step.sums]
-        metrics[name] = sum(values) if name in COUNTED else sum(values) / len(values)
+    metrics = _over_steps([step.sums for step in steps])
     for kind, counter in (("token_sums", "tokens"), ("sequence_sums", "sequences")):
         for name in _names([getattr(step, kind) for step in steps]):
             if name != counter and not name.startswith(MISMATCH):
@@ -79,13 +72,11 @@ def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> d
     for name in _names([step.maxima for step in steps]):
         if not name.startswith(MISMATCH):
             metrics[name] = _extreme([step.maxima[name] for step in steps if name in step.maxima], max)
-    metrics |= _of_numbers([step.numbers for step in steps])
-    for name in WITH_MAXIMUM:
-        if values := _each(later if name in OFF_POLICY else steps, name):
-            metrics[f"{name}_max"] = _extreme(values, max)
-    for name in WITH_MINIMUM:
-        if values := _each(steps, name):
-            metrics[f"{name}_min"] = _extreme(values, min)
+    metrics |= _over_steps([step.numbers for step in steps])
+    for suffix, names, choose in (("max", WITH_MAXIMUM, max), ("min", WITH_MINIMUM, min)):
+        for name in names:
+            if values := _each(later if name in OFF_POLICY else steps, name):
+                metrics[f"{name}_{suffix}"] = _extreme(values, choose)
     return metrics
 
 
@@ -106,7 +97,8 @@ def _mismatch(steps: Sequence[StepReport]) -> dict[str, float]:
     return mismatch_metrics(torch.tensor(sums, dtype=torch.float64), torch.tensor([peak], dtype=torch.float64))
 
 
-def _of_numbers(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+def _over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Sums of what is `COUNTED`; means of the rest, over pairs or over the steps that have it."""
     metrics: dict[str, float] = {}
     for name in _names(steps):
         parts = [step for step in steps if name in step]
@@ -114,7 +106,7 @@ def _of_numbers(steps: Sequence[dict[str, float]]) -> dict[str, float]:
         if name in COUNTED:
             metrics[name] = sum(values)
         elif name in OF_PAIRS:
-            weights = [part["num_pairs"] for part in parts]
+            weights = [part.get("num_pairs", 1.0) for part in parts]  # a custom loss may have metrics of these names
             metrics[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1.0)
         else:
             metrics[name] = sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Stage 5, steps: one optimizer step for each packed step, and its report."""
+"""Stages 4 and 5, pack and steps: an optimizer step for each of a prepared shard's steps, and its report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.observe.spans import span
+from fusionrl.pipeline.knobs import Knobs
 from fusionrl.trainer.custom_loss import CustomLoss
 from fusionrl.trainer.loss import LossOptions, LossSums
 from fusionrl.trainer.loss_hooks import LossHooks
-from fusionrl.trainer.model import Trained
-from fusionrl.trainer.stages import PackedStep, StepsTaken
-from fusionrl.trainer.staleness_bound import Bound
+from fusionrl.trainer.micro_batches import build_micro_batches
+from fusionrl.trainer.process_groups import gathered
+from fusionrl.trainer.score import Scorer
+from fusionrl.trainer.selection import look_ahead
+from fusionrl.trainer.stages import Prepared
+from fusionrl.trainer.staleness_bound import check_staleness
 from fusionrl.trainer.step import StepLoss, train_step
 from fusionrl.trainer.step_report import StepReport
 from fusionrl.trainer.train_hooks import TrainHooks
@@ -31,58 +36,71 @@ logger = logging.getLogger(__name__)
 class Stepping:
     """The model, the loss and the hooks of a rank's optimizer steps.
 
+    num_before  optimizer steps of the run so far, those that were skipped included
     custom      makes the loss of a step of --loss-type custom_loss
     loss_hooks  a user's functions within the built-in loss
-    bound       on the staleness of what is trained; None: there is none
+    knobs       of a pipeline that runs ahead, with --max-staleness; None: one rollout after the other has no bound
     """
 
-    trained: Trained
-    device: torch.device
+    config: Config
+    model: Scorer
     loss: LossOptions
     hooks: TrainHooks
     skips: SkipWatch
+    num_before: int
     custom: Callable[[TrainShard, TrainStep], CustomLoss] | None = None
     loss_hooks: LossHooks | None = None
-    bound: Bound | None = None
+    knobs: Knobs | None = None
 
 
-def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int) -> StepsTaken:
+def take_steps(prepared: Prepared, stepping: Stepping, rollout_id: int) -> tuple[list[StepReport], np.ndarray | None]:
     """Take the optimizer steps of a rollout; collective over all ranks.
+
+    Returns:
+        (a report for each step; [2, response tokens] log-probs and entropies that the losses saw, NaN where they saw
+        none, or None of a loss that does not see them)
 
     Raises:
         FloatingPointError: too many steps in a row were skipped.
         HookError: a token is older than --max-staleness.
     """
+    shard, experts, fields = prepared.shard, prepared.experts, prepared.shard.fields
+    trained, options = stepping.model.trained, stepping.model.options
+    sees_tokens = stepping.loss.mode == "rl" and stepping.custom is None
+    scores = _TokenScores(shard.response_lengths, options.device) if sees_tokens else None
     reports: list[StepReport] = []
-    scores: _TokenScores | None = None
-    for batch in packed:
-        fields = batch.shard.fields
-        stepping.hooks.before_step(rollout_id, batch.index, stepping.trained)
-        if stepping.bound is not None:
-            stepping.bound.check(batch.shard, batch.step, rollout_id)
+    for index, step in enumerate(shard.steps):
+        # By the weights after the step before: a loss may have to know a whole step before any of its tokens.
+        ahead = look_ahead(
+            shard, index, experts, stepping.config, stepping.loss, stepping.model, stepping.num_before + index
+        )
+        with span("pack"):
+            batches = build_micro_batches(shard, step, options, stepping.model.layout, experts)
+        stepping.hooks.before_step(rollout_id, index, trained)
+        if stepping.knobs is not None:
+            check_staleness(shard, step, rollout_id, stepping.knobs)
         loss = StepLoss(
             options=stepping.loss,
             # After the first step the weights are no longer those that the rollout was made with.
-            compare=batch.index == 0 or "log_probs" in fields,
-            custom=None if stepping.custom is None else stepping.custom(batch.shard, batch.step),
+            compare=index == 0 or "log_probs" in fields,
+            custom=None if stepping.custom is None else stepping.custom(shard, step),
             hooks=stepping.loss_hooks,
         )
-        with span("optimizer step", index=batch.index, micro_batches=len(batch.batches)):
-            outcome = train_step(stepping.trained, batch.batches, loss, stepping.device)
-        report, bad = outcome.report, [int(fields["sample_index"][i]) for i in outcome.bad_samples()]
-        if stepping.loss.mode == "rl" and stepping.custom is None:
-            scores = scores or _TokenScores(batch.shard.response_lengths, stepping.device)
-            scores.add(outcome.parts)
-        del outcome  # it holds the micro-batches, which would stay on the device during the next step
-        stepping.skips.see(rollout_id, batch.index, report, bad)
+        with span("optimizer step", index=index, micro_batches=len(batches)):
+            report, parts = train_step(trained, batches, loss, options.device)
+        bad = {sample for part in parts for sample in part.bad_samples()} if report.numbers["skipped"] else set()
+        if scores is not None:
+            scores.add(parts)
+        del batches, parts  # or the micro-batches would stay on the device while the next ones are packed
+        stepping.skips.see(rollout_id, index, report, [int(fields["sample_index"][i]) for i in sorted(bad)])
         report.numbers.update(
-            num_tokens=float(batch.step.num_tokens),
-            num_samples=float(batch.step.num_samples),
-            masked_samples=float(batch.step.num_samples - round(report.sequence_sums["sequences"])),
-            **batch.look_ahead,
+            num_tokens=float(step.num_tokens),
+            num_samples=float(step.num_samples),
+            masked_samples=float(step.num_samples - round(report.sequence_sums["sequences"])),
+            **ahead,
         )
         reports.append(report)
-    return StepsTaken(reports, None if scores is None else scores.flat())
+    return reports, None if scores is None else scores.flat()
 
 
 class _TokenScores:
@@ -121,9 +139,8 @@ class _TokenScores:
 class SkipWatch:
     """Counts the skipped steps in a row; after `max_in_a_row` (--max-skipped-steps) it ends the run."""
 
-    def __init__(self, max_in_a_row: int, rank: int, world_size: int) -> None:
-        self.max_in_a_row, self.rank, self.world_size = max_in_a_row, rank, world_size
-        self._in_a_row = 0
+    def __init__(self, max_in_a_row: int, rank: int) -> None:
+        self.max_in_a_row, self.rank, self._in_a_row = max_in_a_row, rank, 0
 
     def see(self, rollout_id: int, index: int, report: StepReport, bad: list[int]) -> None:
         """Look at the report of optimizer step `index`; of a skipped one say which samples made it. Then a collective.
@@ -137,9 +154,7 @@ class SkipWatch:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        everyone: list[list[int]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(everyone, bad)
-        reason = _reason(report, sorted({sample for samples in everyone for sample in samples}))
+        reason = _reason(report, sorted({sample for samples in gathered(bad) for sample in samples}))
         message = f"step {rollout_id + 1}, optimizer step {index + 1} of this rollout: skipped, {reason}"
         if self._in_a_row >= self.max_in_a_row:
             raise FloatingPointError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fusionrl.trainer.sample_columns import SampleColumns
     from fusionrl.trainer.score import Scorer
     from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
-    from fusionrl.trainer.stages import Prepared, TrainReport
+    from fusionrl.trainer.stages import Prepared
     from fusionrl.trainer.steps import SkipWatch, Stepping
 
 
@@ -38,7 +38,7 @@ class TrainerBase(ModelRank):
         facts = super().setup(master_addr, master_port)
         from fusionrl.trainer.steps import SkipWatch
 
-        self._skips = SkipWatch(self.config.train.max_skipped_steps, self.rank, self.layout.world_size)
+        self._skips = SkipWatch(self.config.train.max_skipped_steps, self.rank)
         return facts
 
     @property
@@ -65,11 +65,10 @@ class TrainerBase(ModelRank):
     @property
     def stepping(self) -> Stepping:
         """The model, the loss and the hooks of this role's optimizer steps."""
-        from fusionrl.trainer.staleness_bound import Bound
         from fusionrl.trainer.steps import Stepping
 
-        bound = Bound.of(self.trainer_plan.knobs)
-        return Stepping(self.trained, self.device, self.loss, self.hooks, self._skips, bound=bound)
+        num_before, knobs = self.counters["optimizer_steps"] + self.counters["skipped"], self.trainer_plan.knobs
+        return Stepping(self.config, self.scorer, self.loss, self.hooks, self._skips, num_before, knobs=knobs)
 
     @phase("score")
     def score(self, shard: ShardSource, weights: str | None = None, only_weights: bool = False) -> list[np.ndarray]:
@@ -114,30 +113,30 @@ class TrainerBase(ModelRank):
                 error.add(f"the samples that it was at: {listing}{''.join(files[-1:])}")
             raise
 
-    def learn(self, rollout_id: int, prepared: Prepared) -> TrainReport:
-        """Train on a prepared shard: the stages pack, steps and report."""
-        from fusionrl.trainer.micro_batches import pack_steps
+    def learn(self, rollout_id: int, prepared: Prepared) -> tuple[dict[str, float], SampleColumns]:
+        """Train on a prepared shard: the stages pack and steps.
+
+        Returns:
+            The metrics of the rollout, the same on every rank, and values of this rank's single samples.
+        """
         from fusionrl.trainer.sample_columns import add_token_values, sample_columns
-        from fusionrl.trainer.selection import LookAhead
-        from fusionrl.trainer.stages import TrainReport
         from fusionrl.trainer.step_report import pooled_metrics
         from fusionrl.trainer.steps import take_steps
 
-        loss, counters = self.loss, self.counters
-        num_before = counters["optimizer_steps"] + counters["skipped"]
-        look_ahead = LookAhead.of(self.config, loss, self.scorer, num_before)
-        packed = pack_steps(prepared, self.batch_options, self.layout, look_ahead)
-        taken = take_steps(packed, self.stepping, rollout_id)
-        counters["skipped"] += taken.num_skipped
-        counters["optimizer_steps"] += len(taken.reports) - taken.num_skipped
+        counters, stepping = self.counters, self.stepping
+        reports, token_scores = take_steps(prepared, stepping, rollout_id)
+        num_skipped = sum(int(report.numbers["skipped"]) for report in reports)
+        counters["skipped"] += num_skipped
+        counters["optimizer_steps"] += len(reports) - num_skipped
         counters["rollout_id"] = rollout_id
         self.trained.is_amid = False
         # With the engine's log-probs as the old ones, the first step's ratios are not 1.
-        metrics = pooled_metrics(taken.reports, first_is_old=not loss.use_rollout_log_probs) | prepared.metrics
+        first_is_old = not stepping.loss.use_rollout_log_probs
+        metrics = pooled_metrics(reports, first_is_old=first_is_old) | prepared.metrics
         samples: SampleColumns = {}
         at = self.layout.coordinates(self.rank)
-        if loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
-            samples = sample_columns(prepared.shard, taken.token_scores)
+        if stepping.loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
+            samples = sample_columns(prepared.shard, token_scores)
             if self.config.run.save_token_values:
-                add_token_values(samples, prepared.shard, taken.token_scores)
-        return TrainReport({f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}, samples)
+                add_token_values(samples, prepared.shard, token_scores)
+        return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}, samples

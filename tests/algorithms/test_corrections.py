@@ -9,14 +9,14 @@ import torch
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
-from tests.algorithms.flat import Flat, TwoRanks, flat_batch, sequences_of
+from tests.algorithms.flat import Flat, flat_batch, sequences_of
 
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "mask", "none")
 RANGE = {"low": 0.7, "high": 1.4, "reject_low": 0.6, "reject_high": 1.8}
 
 
-def weigh(batch: Flat, options: CorrectionOptions, reduce=None):
-    return importance_weights(batch.log_probs, batch.old, batch.mask, sequences_of(batch, reduce), options)
+def weigh(batch: Flat, options: CorrectionOptions):
+    return importance_weights(batch.log_probs, batch.old, batch.mask, sequences_of(batch), options)
 
 
 def reference(batch: Flat, o: CorrectionOptions) -> tuple[list[float], list[bool]]:
@@ -65,12 +65,6 @@ def test_equals_a_loop(level: str, mode: str, reject: str | None, veto: float | 
     assert keep.tolist() == want_keep and weights.tolist() == pytest.approx(want_weights, rel=1e-12)
     assert all(value.isfinite().all() for value in metrics.values())
     assert torch.equal(metrics["is_dropped"] == 0, keep)
-
-    owner = batch.position % 2  # the same over two context-parallel ranks
-    parts = TwoRanks().run(lambda rank, reduce: weigh(batch.pick(owner == rank), options, reduce))
-    for rank, (own_weights, own_keep, _) in enumerate(parts):
-        assert torch.equal(own_keep, keep[owner == rank])
-        assert own_weights.tolist() == pytest.approx(weights[owner == rank].tolist(), rel=1e-12)
 
 
 def test_the_methods_by_name():
@@ -130,20 +124,12 @@ def test_decoupled_ppo():
 def test_opsm_masks_bad_sequences_that_are_far_off():
     batch = flat_batch(33, token_advantages=True)
     batch.old[2] = math.nan
-
-    def masked(part: Flat, reduce=None) -> torch.Tensor:
-        keep, metrics = opsm_mask(
-            part.log_probs, part.old, part.advantages, part.mask, sequences_of(part, reduce), delta=0.02
-        )
-        assert torch.equal(metrics["opsm_fraction"] > 0, ~keep)
-        return ~keep
-
-    got = masked(batch)
+    inputs = (batch.log_probs, batch.old, batch.advantages, batch.mask, sequences_of(batch))
+    keep, metrics = opsm_mask(*inputs, delta=0.02)
+    assert torch.equal(metrics["opsm_fraction"] > 0, ~keep)
+    got = ~keep
     for t in range(20):
         own = [i for i in range(20) if batch.index[i] == batch.index[t] and batch.mask[i] > 0 and i != 2]
         divergence = sum(float(batch.old[i] - batch.log_probs[i]) for i in own) / max(len(own), 1)
         assert bool(got[t]) == bool(batch.mask[t] > 0 and batch.advantages[t] < 0 and divergence > 0.02)
     assert 1 < got.sum() < (batch.advantages < 0).sum()
-    owner = batch.position % 2
-    parts = TwoRanks().run(lambda rank, reduce: masked(batch.pick(owner == rank), reduce))
-    assert torch.equal(parts[0], got[owner == 0]) and torch.equal(parts[1], got[owner == 1])

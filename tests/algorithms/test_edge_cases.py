@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
-from fusionrl.algorithms.covariance import SELECTORS
 from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.algorithms.group_stages import leave_one_out
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.algorithms.kl import KL_ESTIMATORS
 from fusionrl.algorithms.log_ratio import reverse_kl_gap
+from fusionrl.algorithms.losses import LOSSES
 from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards, prime_advantages
@@ -72,7 +72,7 @@ def responses_of(batch: Flat) -> Responses:
 
 def policy_loss(name: str) -> Callable[[Flat], Tokens]:
     def of(batch: Flat) -> Tokens:
-        extra = {"selected": batch.selected} if name in SELECTORS else {}
+        extra = {"selected": batch.selected} if LOSSES[name].selects else {}
         x = batch.log_probs.clone().requires_grad_()
         given = (batch.old, batch.advantages, batch.mask, sequences_of(batch), PolicyLossOptions(dual_clip=3.0))
         losses, metrics = POLICY_LOSSES[name](x, *given, **extra)

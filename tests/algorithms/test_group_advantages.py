@@ -75,11 +75,6 @@ def test_remax_takes_the_greedy_answers_reward() -> None:
     assert GROUP_STAGES["remax"](of).tolist() == [r - b for r, b in zip(of.rewards, of.baselines, strict=True)]
 
 
-def test_opo_weighs_a_group_without_tokens_evenly() -> None:
-    of = SampleBatch(np.array([1.0, 0.0, 0.0, 2.0, 0.0]), np.array([0, 0, 0, 1, 1]), np.array([0, 0, 0, 0, 7]))
-    assert GROUP_STAGES["opo"](of) == pytest.approx([2 / 3, -1 / 3, -1 / 3, 2.0, 0.0])
-
-
 @pytest.mark.parametrize("wrong", [0.0, -1.0])
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_pass_at_k_is_the_mean_over_all_teams(k: int, wrong: float) -> None:

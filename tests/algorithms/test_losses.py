@@ -35,14 +35,6 @@ def test_kl_estimators(name, formula):
         assert (got == 10.0).any(), "the bound must be met in this draw"
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_unbiased_kl_estimators_have_the_kl_as_their_mean(name):
-    policy, reference = draws(3, 1.0, 1.0, count=12)
-    log_p, log_q = policy.log_softmax(0), reference.log_softmax(0)
-    kl = float((log_p.exp() * (log_p - log_q)).sum())
-    assert float((log_p.exp() * KL_ESTIMATORS[name](log_p, log_q)).sum()) == pytest.approx(kl, rel=1e-12)
-
-
 def two_policies(seed, size=7):
     """Log-probs over a small vocabulary: (logits of the policy, of an older one, of the reference)."""
     return [draw[:size].clone() for draw in draws(seed, 1.0, 1.0, 1.0)]
@@ -55,9 +47,8 @@ def slope(of, logits):
     return logits.grad
 
 
-def true_kl(logits, reference, swapped=False):
+def true_kl(logits, reference):
     p, q = logits.log_softmax(0), reference.log_softmax(0)
-    p, q = (q, p) if swapped else (p, q)
     return (p.exp() * (p - q)).sum()
 
 
@@ -74,25 +65,6 @@ def test_weighted_kl_has_the_kl_and_its_gradient_as_means_over_an_old_policy(nam
     grad, want = slope(mean, policy), slope(lambda logits: true_kl(logits, reference), policy)
     assert exact == unbiased
     assert (float((grad - want).norm() / want.norm()) < 1e-12) == unbiased
-
-
-def test_gradients_of_the_plain_kl_estimators_are_what_the_docstrings_say():
-    """On policy: k1's is 0 on average, k2's that of KL(policy || reference), k3's of KL(reference || policy)."""
-    policy, _, reference = two_policies(6)
-    drawn = policy.softmax(0)
-
-    def mean_gradient(name):
-        return slope(
-            lambda logits: (drawn * KL_ESTIMATORS[name](logits.log_softmax(0), reference.log_softmax(0))).sum(),
-            policy,
-        )
-
-    assert mean_gradient("k1").abs().max() < 1e-15
-    forward = slope(lambda logits: true_kl(logits, reference), policy)
-    backward = slope(lambda logits: true_kl(logits, reference, swapped=True), policy)
-    assert torch.allclose(mean_gradient("k2"), forward, rtol=1e-12, atol=1e-15)
-    assert torch.allclose(mean_gradient("k3"), backward, rtol=1e-12, atol=1e-15)
-    assert float((forward - backward).norm()) > 0.01
 
 
 def test_weighted_kl_without_an_old_log_prob_or_within_the_bound():

@@ -1,4 +1,4 @@
-"""Every policy loss: against its paper's formula in a loop, finite differences and splits."""
+"""Every policy loss against its paper's formula in a loop, and finite differences. Splits: the trainer's tests."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import math
 import pytest
 import torch
 
-from fusionrl.algorithms.covariance import SELECTORS
+from fusionrl.algorithms.losses import LOSSES
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
-from fusionrl.config.presets import PRESETS
-from tests.algorithms.flat import Flat, TwoRanks, flat_batch, relative, sequences_of
+from tests.algorithms.flat import Flat, flat_batch, relative, sequences_of
 
 NAMES = sorted(POLICY_LOSSES)
 OPTIONS = PolicyLossOptions(eps_low=0.15, eps_high=0.25, dual_clip=1.6, sapo_tau_neg=1.3, kl_cov_coef=0.7)
 
 
 def call(name: str, batch: Flat, log_probs: torch.Tensor, sequences: Sequences, options: PolicyLossOptions = OPTIONS):
-    extra = {"selected": batch.selected} if name in SELECTORS else {}
+    extra = {"selected": batch.selected} if LOSSES[name].selects else {}
     return POLICY_LOSSES[name](log_probs, batch.old, batch.advantages, batch.mask, sequences, options, **extra)
 
 
-def gradient(name: str, batch: Flat, reduce=None) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient(name: str, batch: Flat) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, its gradient [N]) of one micro-batch on one rank."""
     x = batch.log_probs.clone().requires_grad_()
-    losses, _ = call(name, batch, x, sequences_of(batch, reduce))
+    losses, _ = call(name, batch, x, sequences_of(batch))
     loss = (batch.weights * losses).sum()
     loss.backward()
     return loss.detach(), x.grad
@@ -120,30 +119,6 @@ def test_the_two_forms_of_gspo_agree_where_the_paper_says_so():
     assert relative(gradient("gspo", mixed)[1], gradient("gspo_token", mixed)[1]) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_split_changes_loss_or_gradient(name: str, kind: str):
-    """Neither one of the sequences over micro-batches, nor one of their tokens over context-parallel ranks."""
-    batch = flat_batch(7, kind, token_advantages=True)
-    loss, whole = gradient(name, batch)
-    part_of = torch.randint(0, 3, (batch.count,), generator=torch.Generator().manual_seed(8))[batch.index]
-    total = torch.zeros_like(loss)
-    split = torch.zeros_like(whole)
-    for part in range(3):
-        value, split[part_of == part] = gradient(name, batch.pick(part_of == part).renumbered())
-        total += value
-    assert relative(split, whole) < 1e-9 and float(total) == pytest.approx(float(loss), rel=1e-9)
-
-    owner = (batch.position + batch.index) % 2
-    ranks = TwoRanks()
-    results = ranks.run(lambda rank, reduce: gradient(name, batch.pick(owner == rank), reduce))
-    for rank, (_, grad) in enumerate(results):
-        split[owner == rank] = grad
-    assert relative(split, whole) < 1e-9
-    assert float(results[0][0] + results[1][0]) == pytest.approx(float(loss), rel=1e-9)
-    assert (ranks.sums > 0) == (name in ("gspo", "gspo_token", "gmpo")), "these need the other rank's tokens"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_nan_of_the_trained_policy_is_not_hidden(name: str):
     batch = flat_batch(11)
@@ -180,9 +155,3 @@ def test_metrics_say_where_the_clip_took_the_gradient():
     assert "dual_clip_fraction" not in open_ended
     _, gate = call("sapo", batch, batch.old.clone(), sequences_of(batch))
     assert gate["gate"].tolist() == batch.mask.tolist(), "on policy the gate is wide open"
-
-
-def test_the_presets_ranges_are_the_papers_and_of_known_losses():
-    ranges = {name: (p["eps_clip"], p["eps_clip_high"]) for name, p in PRESETS.items() if "eps_clip" in p}
-    assert ranges == {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-    assert {"gspo", "cispo", PRESETS["remax"]["policy_loss"]} < set(POLICY_LOSSES)

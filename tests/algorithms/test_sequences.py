@@ -1,4 +1,4 @@
-"""Sums over sequences against loops, and over two pretend context-parallel ranks."""
+"""Sums over sequences against loops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 from fusionrl.algorithms.sequences import Sequences
-from tests.algorithms.flat import TwoRanks, flat_batch, relative, sequences_of
+from tests.algorithms.flat import flat_batch, sequences_of
 
 
 def of_lengths(lengths):
@@ -43,27 +43,6 @@ def test_long_sequences_of_fp32_are_added_in_fp64():
     x = torch.full((100_000,), 0.1)
     x[0] = 1e4
     assert float(of_lengths([100_000]).sum(x)) == float(x.double().sum().float())
-
-
-def test_two_ranks_have_the_sums_and_gradients_of_one():
-    batch = flat_batch(2)
-    whole = batch.log_probs.clone().requires_grad_()
-    sequences = sequences_of(batch)
-    mean = sequences.mean(whole, batch.mask)
-    (batch.weights * sequences.spread(mean.exp())).sum().backward()
-    owner = batch.position % 2
-
-    def work(rank, reduce):
-        part = batch.pick(owner == rank)
-        x = part.log_probs.clone().requires_grad_()
-        here = sequences_of(part, reduce)
-        got = here.mean(x, part.mask)
-        (part.weights * here.spread(got.exp())).sum().backward()
-        return got.detach(), x.grad
-
-    for rank, (got, grad) in enumerate(TwoRanks().run(work)):
-        assert relative(got, mean.detach()) < 1e-12
-        assert relative(grad, whole.grad[owner == rank]) < 1e-12
 
 
 def test_a_gradient_is_the_same_bit_by_bit_each_time() -> None:

@@ -11,61 +11,15 @@ from pathlib import Path
 import pytest
 
 import fusionrl
-from fusionrl.algorithms.covariance import SELECTORS
 from fusionrl.algorithms.estimators import ESTIMATORS, Estimator
 from fusionrl.algorithms.losses import LOSSES
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.parser import parse_args
-from fusionrl.config.presets import PRESETS
 from fusionrl.config.run_parts import estimator_of, policy_loss_name
 from fusionrl.cpu import megatron_patches
 
-# The flags of each --algorithm, by the papers; docs/guides/algorithms.md has the sources.
-ACCURACY = "fusionrl.rollout.filters.check_accuracy_in_range"
-NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
-FLAGS = {
-    "grpo": {
-        "advantage_estimator": "grpo",
-        "calculate_per_token_loss": False,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.04,
-        "kl_loss_type": "k3",
-    },
-    "dr_grpo": {"advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
-    "dapo": {
-        "advantage_estimator": "grpo",
-        "eps_clip": 0.2,
-        "eps_clip_high": 0.28,
-        "calculate_per_token_loss": True,
-        "dynamic_sampling_filter_path": NONZERO_STD,
-    },
-    "gspo": {
-        "advantage_estimator": "gspo",
-        "eps_clip": 3e-4,
-        "eps_clip_high": 4e-4,
-        "calculate_per_token_loss": False,
-    },
-    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
-    "rloo": {"advantage_estimator": "rloo", "loss_aggregation": "constant"},
-    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.01},
-    "reinforce_plus_plus_baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline",
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.001,
-        "kl_loss_type": "k2",
-    },
-    "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
-    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001},
-    "prime": {
-        "advantage_estimator": "prime",
-        "prm_beta": 0.05,
-        "calculate_per_token_loss": True,
-        "dynamic_sampling_filter_path": ACCURACY,
-    },
-    "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
-}
 # Of each --algorithm: estimator, policy loss, whitening, and the model besides the policy in a whole run.
 RUNS = {
     "grpo": ("grpo", "ppo", False, None),
@@ -100,10 +54,6 @@ STAGES = {
 }
 
 
-def test_the_flags_of_each_algorithm() -> None:
-    assert {name: PRESETS.get(name) for name in FLAGS} == FLAGS
-
-
 def test_the_stages_of_each_estimator() -> None:
     found = {}
     for name, estimator in ESTIMATORS.items():
@@ -116,12 +66,12 @@ def test_the_stages_of_each_estimator() -> None:
 def test_a_run_of_each_algorithm(name: str) -> None:
     config = parse_args(["--algorithm", name, "--n-samples-per-prompt", "4", "--rollout-max-response-len", "100"])
     megatron_patches.install()
-    from fusionrl.trainer.advantages import AdvantageOptions
+    from fusionrl.trainer.advantages import is_whitened
     from fusionrl.trainer.loss import LossOptions
 
-    options, loss = AdvantageOptions.from_config(config), LossOptions.from_config(config)
-    role = estimator_of(config.algorithm).role
-    assert (config.algorithm.advantage_estimator, loss.policy_loss, options.is_whitened, role) == RUNS[name]
+    algorithm, loss = config.algorithm, LossOptions.from_config(config)
+    facts = (algorithm.advantage_estimator, loss.policy_loss, is_whitened(algorithm), estimator_of(algorithm).role)
+    assert facts == RUNS[name]
 
 
 def test_an_entry_names_only_what_there_is() -> None:
@@ -142,7 +92,6 @@ def test_an_entry_has_no_field_that_nobody_sets() -> None:
 def test_losses_have_functions_and_their_constants_are_flags() -> None:
     """`eps_low`, `eps_high` and `dual_clip` are --eps-clip, --eps-clip-high and --eps-clip-c."""
     assert set(POLICY_LOSSES) == set(LOSSES) - {"dpo"}
-    assert {name for name, loss in LOSSES.items() if loss.selects} == set(SELECTORS)
     flags = {field for loss in LOSSES.values() for field in loss.reads}
     assert flags <= set(AlgorithmGroup.model_fields)
     assert set(PolicyLossOptions.__dataclass_fields__) - {"eps_low", "eps_high", "dual_clip"} <= flags

@@ -8,16 +8,9 @@ import pytest
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.test_weight_sets import LAYOUTS, critic_folder
-from tests.trainer.trainer_worker import Failed, Samples, config_of
+from tests.trainer.trainer_worker import Samples, config_of
 
 PPO = {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "normalize_advantages": False}
-
-
-def shards_of(samples: Samples, dp: int, micro: int = 2):
-    shards = samples.shards(dp, 1, micro)
-    for shard in shards:
-        shard.fields["position"] = shard.fields["sample_index"]
-    return shards
 
 
 def call(workers, layout, method, shards, *args):
@@ -55,21 +48,21 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
     layout = TrainerLayout(2)
     config = config_of(tmp_path / "critic", **PPO, lr=2e-3)
     workers.start(config, layout, role="critic")
-    values = columns(call(workers, layout, "values", shards_of(samples, 2)))
+    values = columns(call(workers, layout, "values", samples.shards(2, micro=2)))
     everything = {position: columns["values"] for part in values for position, columns in part.items()}
     assert sorted(everything) == list(range(6))
 
     # The actor has another layout: its ranks find their own samples' values.
     actor_layout = TrainerLayout(2, pp=2)
     workers.start(config_of(folder, **PPO), actor_layout)
-    prepared = columns(call(workers, actor_layout, "prepare", shards_of(samples, 1), 0, values))
+    prepared = columns(call(workers, actor_layout, "prepare", samples.shards(1, micro=2), 0, values))
     (targets,) = prepared
     for i in range(6):
         trained = samples.mask[i] > 0
         _, returns = gae_by_loops(samples.rewards[i], everything[i], samples.mask[i], 0.95, 0.9)
         assert np.abs(targets[i]["returns"][trained] - returns).max() < 1e-5
         assert np.all(targets[i]["returns"][~trained] == 0)
-    metrics = workers.train(shards_of(samples, 1), actor_layout, 0)
+    metrics = workers.train(samples.shards(1, micro=2), actor_layout, 0)
     wanted = [gae_by_loops(r, everything[i], samples.mask[i], 0.95, 0.9)[0] for i, r in enumerate(samples.rewards)]
     assert metrics["train/advantage_mean"] == pytest.approx(np.concatenate(wanted).mean(), abs=1e-5)
 
@@ -78,7 +71,7 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
     reference = None
     for layout in LAYOUTS:
         workers.start(config, layout, role="critic")
-        shards = shards_of(samples, layout.dp)
+        shards = samples.shards(layout.dp, micro=2)
         metrics = call(workers, layout, "train", shards, 0, prepared)[0]
         assert metrics["critic/loss"] == pytest.approx(0.5 * np.mean(masked.astype(np.float64) ** 2), rel=1e-5)
         assert metrics["critic/value_error"] == pytest.approx(np.abs(masked).mean(), rel=1e-5)
@@ -93,30 +86,13 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
         assert np.mean(gap**2) < np.mean(masked**2), "a step brings the values nearer to the returns"
 
 
-def test_a_critic_that_has_no_head_yet_starts_with_values_of_zero(workers, hf):
-    folder, _ = hf("llama", True)
-    samples = Samples(3, seed=72)
-    workers.start(config_of(folder, **PPO), TrainerLayout(1), role="critic")
-    (values,) = columns(call(workers, TrainerLayout(1), "values", shards_of(samples, 1)))
-    assert all(not one["values"].any() for one in values.values())
-
-
-def test_values_that_are_not_finite_are_named(workers, hf):
-    folder, _ = hf("llama", True)
-    samples = Samples(3, seed=73)
-    workers.start(config_of(folder, **PPO), TrainerLayout(1))
-    values = {i: {"values": np.full(n, np.nan, np.float32)} for i, n in enumerate(samples.response)}
-    with pytest.raises(Failed, match="value nan at response token"):
-        call(workers, TrainerLayout(1), "prepare", shards_of(samples, 1), 0, [values])
-
-
 def test_a_response_cut_at_its_limit_is_worth_its_last_value(workers, hf):
     folder, _ = hf("llama", True)
     samples = Samples(4, seed=74)
     random = np.random.default_rng(74)
     values = {i: {"values": random.normal(size=n).astype(np.float32)} for i, n in enumerate(samples.response)}
     truncated = [True, False, True, False]
-    (shard,) = shards_of(samples, 1)
+    (shard,) = samples.shards(1, micro=2)
     shard.fields["truncated"] = np.array(truncated)
     found = {}
     for bootstraps in (True, False):

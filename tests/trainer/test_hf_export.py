@@ -22,13 +22,10 @@ TWO = TrainerLayout(2, tp=2)
     ("family", "tied", "layout"),
     [
         ("llama", False, TrainerLayout(1)),
-        ("qwen2", True, TWO),
         ("qwen2", True, TrainerLayout(2, pp=2)),
-        ("qwen3", False, TWO),
         ("glm4", False, TWO),
         ("qwen2_moe", False, TrainerLayout(2, ep=2)),
         ("qwen3_moe", False, TrainerLayout(2, tp=2, etp=2)),
-        ("mixtral", False, TrainerLayout(2, pp=2)),
         ("glm4_moe", False, TrainerLayout(2, ep=2)),
         ("deepseek_v2", False, TWO),
         ("deepseek_v3", False, TrainerLayout(2, ep=2)),
@@ -53,10 +50,6 @@ def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
         assert torch.equal(loaded.get_buffer(name), buffer), name
     assert (out / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    workers.start(config_of(folder))
-    with pytest.raises(Failed, match="it exists already") as failure:
-        workers.call("save_hf", str(out))
-    assert failure.value.kind == "ValueError"
 
 
 @pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, pp=2)], ids=str)
@@ -90,6 +83,9 @@ def test_what_was_trained_is_what_is_saved(workers, hf, tmp_path):
             assert (want - torch.tensor(scores[i])).abs().max() <= 1e-5
             moved = max(moved, float((want - old).abs().max()))
     assert moved > 0.1
+    with pytest.raises(Failed, match="it exists already") as failure:
+        workers.call("save_hf", str(tmp_path / "out"))
+    assert failure.value.kind == "ValueError"
 
 
 @pytest.mark.parametrize(
@@ -130,8 +126,6 @@ def test_a_reference_of_another_shape_is_refused(workers, hf):
             {},
             "--lr-warmup-iters 3 is not below",
         ),
-        ({"device": "cuda"}, {}, "--device cuda: torch sees no CUDA device"),
-        ({"transformer_impl": "transformer_engine"}, {}, "use --transformer-impl local"),
         ({}, {"transformer": {"recompute_granularity": "nonsense"}}, "Megatron-core refuses"),
         ({"precision": "fp32"}, {"optimizer": {"no_such_field": 1}}, "Megatron-core refuses"),
     ],
@@ -142,20 +136,10 @@ def test_settings_that_cannot_be_are_refused(workers, hf, values, passed, messag
     assert failure.value.kind == "ValueError"
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (
-            TrainerLayout(2, tp=2),
-            "--tensor-model-parallel-size 2 does not divide the model's 3 attention heads",
-        ),
-        (TrainerLayout(2, pp=2), "--pipeline-model-parallel-size 2: 3 layers = 3, which 2 does not divide"),
-    ],
-)
-def test_sizes_that_do_not_divide_the_model_are_refused(workers, hf, layout, message):
+def test_sizes_that_do_not_divide_the_model_are_refused(workers, hf):
     sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 3}
-    with pytest.raises(Failed, match=message) as failure:
-        workers.start(config_of(hf("llama", True, **sizes)[0]), layout)
+    with pytest.raises(Failed, match="--tensor-model-parallel-size 2 does not divide") as failure:
+        workers.start(config_of(hf("llama", True, **sizes)[0]), TWO)
     assert failure.value.kind == "ValueError"
 
 

@@ -38,7 +38,7 @@ def pairs_of(samples: Samples) -> None:
     samples.rewards = np.array([1.0, -1.0] * (len(samples) // 2), np.float32)
 
 
-def gradients_of(actor, config, shard, thetas, olds, group_index):
+def gradients_of(actor, config, shard, thetas, olds):
     """Gradients of the first step's loss by each sample's log-probs, in float64, of this rank's tokens.
 
     thetas, olds  sample -> [response_length] float64 log-probs of the policy now, and of the one that acted
@@ -47,7 +47,7 @@ def gradients_of(actor, config, shard, thetas, olds, group_index):
 
     import torch
 
-    from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
+    from fusionrl.trainer.advantages import add_advantages
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
     from fusionrl.trainer.micro_batches import build_micro_batches
     from fusionrl.trainer.packed_batch import BatchOptions
@@ -57,10 +57,9 @@ def gradients_of(actor, config, shard, thetas, olds, group_index):
     shard = dataclasses.replace(shard, fields=dict(shard.fields))
     flat = [np.concatenate([np.zeros(0), *(table[i] for i in names)]) for table in (thetas, olds)]
     shard.fields["log_probs"], shard.fields["ref_log_probs"] = flat[1], flat[1] * 0.9
-    shard.fields["group_index"] = group_index[names]
     options = LossOptions.from_config(config)
     step = shard.steps[0]
-    add_advantages(shard, AdvantageOptions.from_config(config), actor.device)
+    add_advantages(shard, config, actor.device)
     if options.policy_loss in ("clip_cov", "kl_cov"):
         select_tokens(shard, step, flat[0], options, seed=3)
         shard.fields["selected"] = shard.fields["selected"].astype(np.float32)
@@ -100,16 +99,14 @@ def inputs_of(name):
 def gradients(workers, hf):
     """Loss -> its gradient, or its error, in each of `DIVISIONS`. The ranks of a division start once for all losses."""
     folder, _ = hf("llama", True)
-    groups, found = np.arange(8) // 2, {name: [] for name in LOSSES}
+    found = {name: [] for name in LOSSES}
     for layout, micro in DIVISIONS:
         workers.start(config_of(folder), layout)
         for name, flags in LOSSES.items():
             samples, thetas, olds = inputs_of(name)
             config, shards = config_of(folder, **flags), samples.shards(layout.dp, 1, micro)
-            calls = [
-                (gradients_of, config, shards[layout.dp_rank(rank)], thetas, olds, groups)
-                for rank in range(layout.world_size)
-            ]
+            of_ranks = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
+            calls = [(gradients_of, config, shard, thetas, olds) for shard in of_ranks]
             total = [np.zeros(n) for n in samples.response]
             try:
                 for rank in workers.run_each(calls):
@@ -149,7 +146,7 @@ def dpo_by_autograd(thetas, olds, samples):
     return np.concatenate([np.zeros(leaf.numel()) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves])
 
 
-@pytest.mark.parametrize("name", ["gspo", "clip_cov", "dpo", "tis-sequence"])
+@pytest.mark.parametrize("name", ["clip_cov", "dpo"])
 def test_whole_steps_of_the_trainer(workers, hf, name):
     folder, _ = hf("qwen3", False)
     samples = Samples(8, seed=62, share=2)
@@ -157,14 +154,6 @@ def test_whole_steps_of_the_trainer(workers, hf, name):
         pairs_of(samples)
         samples.mask = [np.ones_like(mask) for mask in samples.mask]
     values = LOSSES[name] | {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
-    original = samples.shard
-
-    def paired(steps, counts):
-        shard = original(steps, counts)
-        shard.fields["group_index"] = shard.fields["sample_index"] // 2
-        return shard
-
-    samples.shard = paired
     one = history(workers, folder, samples, TrainerLayout(1), micro=8, steps=2, **values)
     two = history(workers, folder, samples, TrainerLayout(2, cp=2), micro=2, steps=2, **values)
     assert_same(two, one, 1e-5)
@@ -215,14 +204,13 @@ def pair_advantages_of(actor, shard, log_probs, reference):
     """(advantages, metrics) of a shard's first step."""
     from fusionrl.trainer.selection import pair_advantages
 
-    zeros = np.zeros_like(log_probs)
-    shard.fields |= {"group_index": shard.fields["sample_index"] // 2, "ref_log_probs": reference, "advantages": zeros}
+    shard.fields |= {"ref_log_probs": reference, "advantages": np.zeros_like(log_probs)}
     return shard, pair_advantages(shard, shard.steps[0], log_probs, 0.3, 0.0)
 
 
 def test_a_pair_without_a_log_prob_is_left_out_and_counted(workers, hf):
     folder, _ = hf("llama", True)
-    samples = Samples(6, seed=65, low=25)
+    samples = Samples(6, seed=65, low=25, share=2)
     pairs_of(samples)
     samples.mask = [np.ones_like(mask) for mask in samples.mask]
     samples.mask[2][0] = 0.0
@@ -276,12 +264,11 @@ def test_a_users_parts_of_the_loss(workers, hf, by_hook, built_in):
         assert two[0][0]["train/mine"] == pytest.approx(one[0][0]["train/is_ratio"], rel=1e-5)
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-def test_a_correction_of_whole_responses_under_context_parallelism(workers, hf, per_token):
+def test_a_correction_of_whole_responses_under_context_parallelism(workers, hf):
     """Slime's helpers, the weights of responses and what is reported of them: as with one rank."""
     folder, _ = hf("llama", True)
     samples = Samples(8, seed=66)
-    values = {"custom_tis_function_path": f"{HOOKS}:sequence_weights", "calculate_per_token_loss": per_token}
+    values = {"custom_tis_function_path": f"{HOOKS}:sequence_weights", "calculate_per_token_loss": False}
     one = history(workers, folder, samples, TrainerLayout(1), micro=4, steps=2, **values)
     assert 0.1 < one[0][0]["train/kept"] < 0.9, "some responses are left out, some are not"
     assert one[0][0]["train/weight"] != pytest.approx(1.0, abs=0.05)

@@ -34,10 +34,10 @@ def test_there_and_back(workers, hf, tmp_path, convert, family):
     """Hugging Face → Megatron (the tool) → trainers at a layout that pads the vocabulary → Hugging Face (the tool)."""
     from safetensors.torch import load_file
 
-    convert = convert_anew if family == "qwen2" else convert
     folder, _ = hf(family, False, vocab_size=121)
     megatron, back = tmp_path / "megatron", tmp_path / "back"
-    done = convert("to-megatron", "--hf-checkpoint", str(folder), "--out", str(megatron), "--precision", "fp32")
+    flags = ("to-megatron", "--hf-checkpoint", str(folder), "--out", str(megatron), "--precision", "fp32")
+    done = convert_anew(*flags) if family == "qwen2" else convert(*flags)
     assert done.returncode == 0, done.stderr
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
 
@@ -128,15 +128,14 @@ def test_what_cannot_be_read_is_named(workers, hf, tmp_path, convert):
     assert "--megatron-checkpoint" in done.stderr
 
 
-@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2)], ids=["1", "tp2"])
-def test_a_reference_in_torch_dist(workers, hf, tmp_path, convert, layout):
+def test_a_reference_in_torch_dist(workers, hf, tmp_path, convert):
     """--ref-load of a Megatron checkpoint: its log-probs are the Hugging Face folder's, and the policy is untouched."""
     folder, _ = hf("qwen3", True, vocab_size=121)
     other, _ = hf("qwen3", True, vocab_size=121, seed=9)
     megatron = tmp_path / "megatron"
     done = convert("to-megatron", "--hf-checkpoint", str(other), "--out", str(megatron), "--precision", "fp32")
     assert done.returncode == 0, done.stderr
-    (shard,) = Samples(4, seed=47).shards()
+    (shard,), layout = Samples(4, seed=47).shards(), TrainerLayout(2, tp=2)
     found = {}
     for ref_load in (other, megatron):
         workers.start(config_of(folder, use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(ref_load)), layout)

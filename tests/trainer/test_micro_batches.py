@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fusionrl.cpu import megatron_patches
-from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.trainer_worker import Samples, config_of
 
 
@@ -30,26 +29,6 @@ def options(**values):
     slicing = Slicing(**{name: values.pop(name) for name in ("cp_size", "cp_rank") if name in values})
     is_local = values.pop("local_attention", True)
     return BatchOptions(slicing, torch.device(values.pop("device", "cpu")), 1.0, None, is_local, **values)
-
-
-def test_a_micro_batch_has_what_its_samples_have() -> None:
-    samples = Samples(6, seed=1, share=2)
-    from fusionrl.trainer.micro_batches import build_micro_batch
-
-    (shard,) = samples.shards(micro=2)
-    step, chosen = shard.steps[0], [3, 1]
-    batch = build_micro_batch(shard, chosen, step, options())
-    row, masks = batch.tokens[0].numpy(), [samples.mask[i] > 0 for i in chosen]
-    for i, start in zip(chosen, batch.starts, strict=True):
-        assert row[start] == samples.tokens[i][0]
-    targets = [samples.tokens[i][-len(mask) :][mask] for i, mask in zip(chosen, masks, strict=True)]
-    assert np.array_equal(batch.selection.targets.numpy(), np.concatenate(targets))
-    engine = [samples.log_probs[i][mask] for i, mask in zip(chosen, masks, strict=True)]
-    assert np.array_equal(batch.fields["rollout_log_probs"].numpy(), np.concatenate(engine))
-    assert batch.sequences.tolist() == [k for k, mask in enumerate(masks) for _ in range(mask.sum())]
-    assert float(batch.sequence_shares.sum()) == pytest.approx(sum(mask.any() for mask in masks))
-    every = build_micro_batch(shard, chosen, None, options(all_responses=True))
-    assert every.weights.tolist() == [0.0] * int(sum(samples.response[i] for i in chosen))
 
 
 def test_our_own_attention_is_for_short_sequences_on_a_cpu() -> None:
@@ -117,14 +96,6 @@ def check_both_attentions(actor, samples: Samples) -> None:
         assert (own - other).abs().max() < 1e-5 * other.abs().max() and other.any()
 
 
-def test_an_empty_micro_batch_weighs_nothing() -> None:
-    from fusionrl.trainer.micro_batches import build_micro_batch
-
-    (shard,) = Samples(3, seed=2).shards()
-    batch = build_micro_batch(shard, [], shard.steps[0], options())
-    assert batch.tokens.shape == (1, 1) and batch.samples == [] and batch.weights.numel() == 0
-
-
 def test_a_micro_batch_of_samples_without_a_token(rank) -> None:
     """Samples that failed before they had a token may be all that a rank gets."""
     rank(check_samples_without_tokens, Samples(3, seed=2))
@@ -168,78 +139,25 @@ def test_only_a_cpu_attends_with_a_mask_to_leave_out_a_long_prompt() -> None:
         assert any(bucket.mask is not None for bucket in row.layout.buckets) is has_mask
 
 
-def test_the_ranks_of_a_row_have_all_of_it() -> None:
-    from fusionrl.trainer.packed_row import pack_row
+def steps_taken(actor, shard) -> tuple[list[int], list[float]]:
+    """(optimizer steps that were taken when each look ahead was asked, what of it is reported)."""
+    from fusionrl.trainer import steps
+    from fusionrl.trainer.shard_pull import pull
 
-    samples = Samples(5, seed=5, share=2)
-    prompts = [int(total - response) for total, response in zip(samples.total, samples.response, strict=True)]
-    whole = pack_row(samples.tokens, prompts, options(share_prompts=False))
-    parts = [pack_row(samples.tokens, prompts, options(cp_size=2, cp_rank=rank)) for rank in range(2)]
-    places = np.concatenate([part.held.numpy() for part in parts])
-    assert sorted(places) == list(range(parts[0].local.numel())), "each place is on one rank"
-    row = np.zeros(places.size, np.int64)
-    row[places] = np.concatenate([part.tokens[0].numpy() for part in parts])
-    for tokens, mine, others in zip(samples.tokens, whole.rows, parts[0].rows, strict=True):
-        assert np.array_equal(whole.tokens[0].numpy()[mine], tokens[:-1]), "the last token predicts nothing"
-        assert np.array_equal(row[others], tokens[:-1])
-    # A shared prompt stands there once, and positions go on after it.
-    shared = pack_row(samples.tokens, prompts, options())
-    assert shared.local.numel() < whole.local.numel()
-    for tokens, mine in zip(samples.tokens, shared.rows, strict=True):
-        assert np.array_equal(shared.tokens[0].numpy()[mine], tokens[:-1])
-        assert np.array_equal(shared.position_ids[0].numpy()[mine], np.arange(tokens.size - 1))
-    entire = pack_row(samples.tokens, prompts, options(whole_sequences=True))
-    assert entire.tokens.numel() == sum(tokens.size for tokens in samples.tokens)
+    taken = []
 
-
-def test_experts_of_the_engine_stand_at_their_tokens() -> None:
-    from fusionrl.trainer.packed_row import pack_row
-
-    samples, random = Samples(4, seed=4, share=2), np.random.default_rng(4)
-    prompts = [int(total - response) for total, response in zip(samples.total, samples.response, strict=True)]
-    recorded = [random.integers(0, 8, (int(total), 3, 2)).astype(np.int16) for total in samples.total]
-    row = pack_row(samples.tokens, prompts, options(cp_size=2, cp_rank=0))
-    assert row.experts(recorded, options()) is None and row.experts([], options(replay_layers=[0])) is None
-    found = row.experts(recorded, options(replay_layers=[2, 0])).numpy()
-    padding = np.ones(row.held.numel(), bool)
-    for experts, places in zip(recorded, row.rows, strict=True):
-        here = row.local.numpy()[places]
-        assert np.array_equal(found[here[here >= 0]], experts[: places.size, [2, 0]][here >= 0])
-        padding[here[here >= 0]] = False
-    assert padding.any() and (found[padding] == -1).all()
-
-
-class Watch:
-    """In place of a look ahead: notes when it is asked, and sets a column."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def at(self, shard, index: int, experts) -> dict[str, float]:
-        self.asked.append(index)
-        shard.fields["selected"] = np.full(int(shard.response_lengths.sum()), index, np.float32)
+    def look_ahead(shard, index: int, *_: object) -> dict[str, float]:
+        taken.append(actor.trained.scheduler.num_steps)
         return {"num_pairs": 10.0 + index}
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "look_ahead", look_ahead)
+        reports, _ = steps.take_steps(actor._prepare(0, pull(shard)), actor.stepping, 0)
+    return taken, [report.numbers["num_pairs"] for report in reports]
 
-def test_steps_are_packed_one_after_the_other() -> None:
-    from fusionrl.trainer.micro_batches import pack_steps
-    from fusionrl.trainer.stages import Prepared
 
-    (shard,) = Samples(6, seed=5).shards(steps=2, micro=2)
-    recorded = {tuple(group): torch.tensor([k]) for k, group in enumerate(shard.steps[1].micro_batches)}
-    watch = Watch()
-    packed = pack_steps(Prepared(shard, recorded), options(), TrainerLayout(1), watch)
-    assert watch.asked == [], "the step before is taken first"
-    first = next(packed)
-    assert watch.asked == [0] and first.look_ahead == {"num_pairs": 10.0}
-    (second,) = list(packed)
-    assert [first.index, second.index] == [0, 1] and second.step is shard.steps[1]
-    for one in (first, second):
-        assert [batch.samples for batch in one.batches] == one.step.micro_batches
-        assert sum(float(batch.weights.sum()) for batch in one.batches) == pytest.approx(1.0), "a mean over tokens"
-        assert all((batch.fields["selected"] == one.index).all() for batch in one.batches)
-    assert [batch.experts for batch in first.batches] == [None, None]
-    assert [int(batch.experts) for batch in second.batches] == [0, 1]
+def test_a_look_ahead_sees_the_weights_after_the_step_before(rank) -> None:
+    assert rank(steps_taken, Samples(6, seed=5).shards(steps=2, micro=2)[0]) == ([0, 1], [10.0, 11.0])
 
 
 @pytest.mark.parametrize(

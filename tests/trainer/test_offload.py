@@ -98,8 +98,7 @@ def test_with_experts_and_stages(workers, hf, tmp_path):
     folder, _ = hf("qwen3_moe", False)
     for layout in (TrainerLayout(2, ep=2), TrainerLayout(2, pp=2)):
         workers.start(config_of(folder), layout)
-        samples = Samples(6, seed=2)
-        workers.train(samples.shards(layout.dp), layout)
+        workers.train(Samples(6, seed=2).shards(layout.dp), layout)
         before = workers.call("state_hashes")
         assert all(copied > 0 for copied in workers.call("offload"))
         assert workers.call("state_hashes") == before

@@ -101,7 +101,6 @@ def test_a_rank_without_samples_takes_part(workers, hf):
     [
         ("qwen2", True, {"tp": 2}),
         ("qwen2", True, {"pp": 2}),
-        ("qwen3", False, {"tp": 2}),
         ("qwen3", False, {"cp": 2}),
         ("glm4", False, {"tp": 2}),
         ("qwen3_moe", False, {"ep": 2}),
@@ -120,15 +119,9 @@ def test_model_parallel_layouts(workers, hf, sizes, family, tied):
     one = history(workers, folder, samples, TrainerLayout(1), steps=2)
     layout = TrainerLayout(2, **sizes)
     assert_same(history(workers, folder, samples, layout, steps=2), one, 1e-5, family)
-    (shard,) = samples.shards()
-    scores = workers.call("score", shard)
-    workers.start(config_of(folder, **COMMON))
-    expected = workers.call("score", shard)[0]
-    assert all(len(rank) == 6 for rank in scores)
-    # The weights differ by then; what must agree is what each rank says.
-    for i in range(6):
-        assert scores[0][i].shape == expected[i].shape
-        assert np.array_equal(scores[0][i], scores[1][i])
+    first, second = workers.call("score", samples.shards()[0])
+    assert [part.size for part in first] == samples.response.tolist()
+    assert all(map(np.array_equal, first, second)), "each rank says the same"
 
 
 def gradient_of_context_sum(actor):

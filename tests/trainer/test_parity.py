@@ -71,8 +71,8 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
 
 @pytest.mark.parametrize(
     "layout",
-    [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2), TrainerLayout(2)],
-    ids=["1 rank", "TP 2", "CP 2", "PP 2", "DP 2"],
+    [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)],
+    ids=str,
 )
 def test_each_sample_is_scored_at_its_own_temperature(workers, hf, layout):
     """Loss, entropy, KL and gradients; --rollout-temperature is that of samples that say nothing."""
@@ -98,7 +98,7 @@ def test_each_sample_is_scored_at_its_own_temperature(workers, hf, layout):
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["glm4", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["glm4", "deepseek_v3"])
 def test_divided_logits_equal_transformers(workers, model):
     """Packed and one sequence at a time, at one rank, TP 2, PP 2 and, with experts, EP 2."""
     results = run_logits([model], lambda entry: None, workers)
@@ -107,9 +107,9 @@ def test_divided_logits_equal_transformers(workers, model):
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False), ("mistral", False)]
+    ("family", "tied", "per_token"),
+    [("llama", True, True), ("qwen2", False, False), ("qwen3_moe", False, False), ("mistral", False, True)],
 )
-@pytest.mark.parametrize("per_token", [True, False])
 def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
     folder, model = hf(family, tied)
     samples = Samples(6, seed=4)
@@ -135,7 +135,7 @@ def test_llama3_rope_scaling(workers, hf):
     assert_scores(workers, samples.shards()[0], model, samples)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
 def test_yarn(workers, hf, family):
     """Log-probs of sequences beyond the original positions, and gradients through them."""
     scaling = {
@@ -154,23 +154,7 @@ def test_yarn(workers, hf, family):
         assert_step_equals(workers, metrics, model, samples, "sft", SFT_BOUND)
 
 
-def test_sequences_of_very_different_lengths(workers, hf):
-    """More than one attention call a layer: lengths over 64 and far apart."""
-    folder, model = hf("qwen3", False)
-    samples = Samples(6, seed=9)
-    for i, total in enumerate((3, 120, 70, 9, 118, 30)):
-        samples.total[i], samples.response[i] = total, total - 1
-        random = np.random.default_rng(i)
-        samples.tokens[i] = random.integers(0, 120, total).astype(np.int32)
-        samples.mask[i] = np.ones(total - 1, dtype=np.float32)
-        samples.log_probs[i] = np.zeros(total - 1, dtype=np.float32)
-    workers.start(config_of(folder, "sft"))
-    (shard,) = samples.shards(micro=6)
-    metrics = workers.train([shard])
-    assert_step_equals(workers, metrics, model, samples, "sft", SFT_BOUND)
-
-
-@pytest.mark.parametrize("high", [40, 200, 1000])
+@pytest.mark.parametrize("high", [40, 1000])
 def test_a_prompt_that_samples_share_is_computed_once(workers, hf, high):
     """Groups of four; with long ones, the rows of a group fall into different attention calls.
 

@@ -15,7 +15,7 @@ from tests.trainer.hf_models import clone, response_log_probs
 from tests.trainer.test_critic import call
 from tests.trainer.test_parity import assert_close
 from tests.trainer.test_weight_sets import LAYOUTS
-from tests.trainer.trainer_worker import Failed, Samples, config_of
+from tests.trainer.trainer_worker import Samples, config_of
 from tools.parity import checkpoint_gradients
 
 GROUP = 3
@@ -31,19 +31,10 @@ PRIME = {
 
 
 def samples_of(seed: int) -> Samples:
-    """Groups of three, of one sample in which nothing is trained on."""
+    """Groups of three, which span the ranks; nothing of one sample is trained on."""
     samples = Samples(8, seed=seed, share=GROUP)
     samples.mask[4][:] = 0.0
     return samples
-
-
-def shards_of(samples: Samples, dp: int, micro: int = 2):
-    """Samples go round the ranks, so that groups of three span them."""
-    shards = samples.shards(dp, 1, micro)
-    for shard in shards:
-        index = shard.fields["sample_index"]
-        shard.fields |= {"position": index, "group_index": index // GROUP}
-    return shards
 
 
 def in_float64(model, weights=None):
@@ -80,7 +71,7 @@ def test_it_learns_outcomes_against_its_starting_weights_and_then_rewards_tokens
     first = None
     for layout in LAYOUTS:
         workers.start(config, layout, "prm")
-        shards = shards_of(samples, layout.dp)
+        shards = samples.shards(layout.dp, micro=2)
         ((metrics, _), *_) = call(workers, layout, "process_rewards", shards, 0)
         # The model is its own reference yet: every reward is 0, and that says nothing.
         assert metrics["prm/loss"] == pytest.approx(math.log(2) * 7 / 8, rel=1e-6)
@@ -158,7 +149,7 @@ def test_advantages_have_baselines_over_groups_that_span_ranks(workers, hf):
     norm = None
     for layout in (TrainerLayout(1), TrainerLayout(2), TrainerLayout(2, pp=2), TrainerLayout(2, cp=2)):
         workers.start(config_of(folder, **PRIME), layout)
-        shards = shards_of(samples, layout.dp)
+        shards = samples.shards(layout.dp, micro=2)
         ranks = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
         parts = workers.run_each([(advantages_of, shard, columns) for shard in ranks])
         got = by_position(parts, "advantages")
@@ -175,26 +166,17 @@ def test_samples_of_no_group_are_alone(workers, hf):
     folder, _ = hf("llama", True)
     samples = Samples(3, seed=84)
     process = {i: {"process_rewards": np.full(n, i + 1, np.float32)} for i, n in enumerate(samples.response)}
-    (shard,) = shards_of(samples, 1)
+    (shard,) = samples.shards(1, micro=2)
     shard.fields |= {"group_index": np.full(3, -1), "rewards": np.zeros(3, np.float32)}
     workers.start(config_of(folder, **PRIME), TrainerLayout(1))
     (found,) = workers.run(advantages_of, shard, [process])
     assert all(np.all(columns["advantages"] == 0) for columns in found.values())
 
 
-def test_rewards_that_are_not_finite_are_named(workers, hf):
-    folder, _ = hf("llama", True)
-    samples = Samples(3, seed=85)
-    process = {i: {"process_rewards": np.full(n, np.nan, np.float32)} for i, n in enumerate(samples.response)}
-    workers.start(config_of(folder, **PRIME), TrainerLayout(1))
-    with pytest.raises(Failed, match="process reward nan at response token"):
-        call(workers, TrainerLayout(1), "train", shards_of(samples, 1), 0, [process])
-
-
 def test_a_resumed_one_is_measured_against_its_first_weights(workers, hf, tmp_path):
     folder, _ = hf("llama", True)
     config, layout = auxiliary_config(config_of(folder, **PRIME, prm_lr=5e-3), "prm"), TrainerLayout(2, pp=2)
-    shards = shards_of(samples_of(86), 1)
+    shards = samples_of(86).shards(1, micro=2)
     workers.start(config, layout, "prm")
     call(workers, layout, "process_rewards", shards, 0)
     workers.call("save", str(tmp_path / "prm"), 0)

@@ -63,7 +63,6 @@ def gathered(
     [
         ("llama", False, TrainerLayout(1)),
         ("qwen2", True, TWO),
-        ("qwen2", True, TrainerLayout(2, pp=2)),
         ("qwen3", False, TrainerLayout(2, cp=2)),
         ("glm4", False, TWO),
         ("qwen2_moe", False, TrainerLayout(2, ep=2)),

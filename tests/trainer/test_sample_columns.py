@@ -18,13 +18,6 @@ LAYOUTS = {
 }
 
 
-def shards_of(samples, layout, steps):
-    shards = samples.shards(layout.dp, steps)
-    for shard in shards:
-        shard.fields["position"] = shard.fields["sample_index"]
-    return shards
-
-
 def columns_of_all(workers, rollout_id=0):
     """Position -> columns; each sample is reported by one rank."""
     whole = {}
@@ -46,7 +39,7 @@ def test_values_of_samples_and_tokens_in_every_layout(workers, hf, steps):
     entropies = {}
     for name, layout in LAYOUTS.items():
         workers.start(config_of(folder, save_token_values=True), layout)
-        metrics = workers.train(shards_of(samples, layout, steps), layout)
+        metrics = workers.train(samples.shards(layout.dp, steps), layout)
         found = columns_of_all(workers)
         assert sorted(found) == list(range(7)), name
         sums = np.zeros(3)  # of entropies and mismatches of trained tokens, and their number
@@ -80,7 +73,7 @@ def test_a_custom_loss_has_the_token_values_that_the_shard_has(workers, hf):
     samples.mask[1][0] = 0.0
     path = "tests/trainer/train_hooks.py:of_logits"
     workers.start(config_of(folder, save_token_values=True, loss_type="custom_loss", custom_loss_function_path=path))
-    workers.train(shards_of(samples, TrainerLayout(1), 1))
+    workers.train(samples.shards(1, 1))
     for i, columns in columns_of_all(workers).items():
         assert columns.keys() & {"advantages", "log_probs", "entropy"} == {"advantages", "log_probs"}
         np.testing.assert_array_equal(np.isfinite(columns["log_probs"]), samples.mask[i] > 0)
@@ -93,7 +86,7 @@ def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf
     folder, _ = hf("qwen3", False)
     samples = Samples(6, seed=22)
     workers.start(config_of(folder, use_rollout_logprobs=True))
-    workers.train(shards_of(samples, TrainerLayout(1), 2))
+    workers.train(samples.shards(1, 2))
     found = columns_of_all(workers)
     assert [i for i in found if "mismatch" in found[i]] == [0, 1, 2]
     assert all("advantage" in columns for columns in found.values())
@@ -106,7 +99,7 @@ def test_with_the_engines_log_probs_as_the_old_ones_the_first_step_counts(worker
     found = []
     for steps in (1, 2):
         workers.start(config_of(folder, use_rollout_logprobs=True, lr=0.0))
-        found.append(workers.train(shards_of(samples, TrainerLayout(1), steps)))
+        found.append(workers.train(samples.shards(1, steps)))
     for name in ("train/ppo_kl", "train/clip_fraction"):
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-5) and abs(found[0][name]) > 0.01
 
@@ -115,7 +108,7 @@ def test_advantages_that_differ_from_token_to_token(workers, hf):
     folder, _ = hf("qwen3", False)
     samples = Samples(6, seed=23)
     workers.start(config_of(folder, advantage_estimator="reinforce_plus_plus", gamma=0.9))
-    workers.train(shards_of(samples, TrainerLayout(1), 1))
+    workers.train(samples.shards(1, 1))
     found = columns_of_all(workers)
     returns = []
     for reward, mask in zip(samples.rewards, samples.mask, strict=True):
@@ -132,7 +125,7 @@ def test_log_probs_that_are_no_numbers_and_samples_without_tokens(workers, hf):
     samples = at_the_edge()
     for steps in (1, 2):
         workers.start(config_of(folder))
-        workers.train(shards_of(samples, TrainerLayout(1), steps))
+        workers.train(samples.shards(1, steps))
         found = columns_of_all(workers)
         for i in (1, 2):
             assert set(found[i]) == {"num_trained", "trained_reward"} and found[i]["num_trained"] == 0
@@ -144,10 +137,10 @@ def test_only_the_last_rollout_that_was_trained_on(workers, hf):
     folder, _ = hf("llama", True)
     workers.start(config_of(folder))
     assert workers.call("sample_columns", 0) == [{}]
-    workers.train(shards_of(Samples(4, seed=24), TrainerLayout(1), 1), rollout_id=3)
+    workers.train(Samples(4, seed=24).shards(), rollout_id=3)
     assert workers.call("sample_columns", 2) == [{}] and len(workers.call("sample_columns", 3)[0]) == 4
     workers.start(config_of(folder, "sft"))
-    workers.train(shards_of(Samples(4, seed=24), TrainerLayout(1), 1))
+    workers.train(Samples(4, seed=24).shards())
     assert workers.call("sample_columns", 0) == [{}]
 
 
@@ -158,7 +151,7 @@ def test_tokens_of_older_weights_are_no_mismatch(workers, hf, steps):
     samples = Samples(6, seed=25)
     workers.start(config_of(folder))
     scores = workers.call("score", samples.shards()[0])[0]
-    shards = shards_of(samples, TrainerLayout(1), steps)
+    shards = samples.shards(1, steps)
     current = [(np.arange(n) >= n // 2).astype(np.float32) for n in samples.response]
     current[2][:] = 0.0
     shards[0].fields["current"] = np.concatenate(current)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from fusionrl.cpu import megatron_patches
-from tests.trainer.forked_program import ForkedProgram
-
-COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer.trainer_worker import LocalRanks, config_of
 
 
 def _module() -> Any:
@@ -27,73 +25,37 @@ def _module() -> Any:
     return checkpoint
 
 
-@pytest.mark.parametrize(
-    ("description", "refusal"),
-    [
-        ({"format": 2, "files": {}}, None),
-        ({"format": 1}, None),
-        ({"format": 1, "files": {}}, "has hashes, and the format that had none"),
-        ({"format": 3}, "this version reads 1 and 2"),
-        ({}, "format None"),
-    ],
-)
-def test_which_formats_are_read(description: dict[str, object], refusal: str | None, tmp_path: Path) -> None:
-    (tmp_path / "fusionrl.json").write_text(json.dumps({"counters": COUNTERS, **description}))
-    if refusal is None:
-        assert _module().read_description(str(tmp_path))["counters"] == COUNTERS
-        return
-    with pytest.raises(ValueError, match=refusal):
-        _module().read_description(str(tmp_path))
-
-
-# Two ranks finish a checkpoint whose files are there; rank 0 finds no room for what it writes alone.
-TWO_RANKS = """
-import datetime, errno, sys
-from pathlib import Path
-import torch.distributed as dist
-from fusionrl.trainer import checkpoint
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
-)
-
 class Files:
-    files = {}
-    def finish(self):
-        pass
+    """In place of `PendingFiles`: the shards are there already."""
 
-def no_room(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
+    files: ClassVar[dict[str, Any]] = {}
 
-saving = checkpoint.Saving(folder + "/trainer", rank, Files(), {})
-facts_of = checkpoint.facts_of
-checkpoint.facts_of = no_room
-try:
+    def finish(self) -> None: ...
+
+
+def finish_twice(actor: Any, folder: str) -> tuple[str, list[str]]:
+    """(the error of a save for whose last files rank 0 finds no room, the checkpoint's files when it has)."""
+    from fusionrl.trainer import checkpoint
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saving = checkpoint.Saving(f"{folder}/trainer", actor.rank, Files(), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "facts_of", no_room)
+        with pytest.raises(OSError, match="trainer rank 0 could not write") as failure:
+            saving.finish()
     saving.finish()
-except OSError as error:
-    print(error)
-checkpoint.facts_of = facts_of
-saving.finish()
-print(sorted(path.name for path in Path(folder, "trainer").iterdir()))
-dist.destroy_process_group()  # or gloo's threads, still alive at the exit, abort the process now and then
-"""
+    return str(failure.value), sorted(os.listdir(f"{folder}/trainer"))
 
 
-def test_what_rank_0_cannot_write_is_an_error_on_every_rank(forkserver: None, tmp_path: Path) -> None:
+def test_what_rank_0_cannot_write_is_an_error_on_every_rank(workers: LocalRanks, hf: Any, tmp_path: Path) -> None:
     (tmp_path / "trainer.partial").mkdir()
     (tmp_path / "trainer.partial" / "shard").write_text("weights")
-    ranks = [ForkedProgram(["-c", TWO_RANKS, str(rank), str(tmp_path)], tmp_path) for rank in range(2)]
-    try:
-        for program in ranks:
-            done = program.wait(150)
-            assert done.returncode == 0, done.stderr[-2000:]
-            said, names = done.stdout.splitlines()
-            assert "trainer rank 0 could not write" in said and "No space left" in said and "nothing was" in said
-            assert names == "['fusionrl.json', 'shard']"
-    finally:
-        for program in ranks:
-            program.process.kill()
+    workers.start(config_of(hf("llama", True)[0]), TrainerLayout(2))
+    for said, names in workers.run(finish_twice, str(tmp_path)):
+        assert "No space left" in said and "nothing was published" in said
+        assert names == ["fusionrl.json", "shard"]
 
 
 def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

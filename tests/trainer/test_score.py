@@ -85,10 +85,8 @@ def test_samples_of_no_step_are_left_out_where_only_planned_ones_count(workers, 
 )
 def test_the_policys_log_probs_are_scored_where_they_are_needed(values, num_steps, wanted):
     megatron_patches.install()
-    from fusionrl.trainer.advantages import AdvantageOptions
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.score import needed_log_probs
 
     config = config_of("model", **values)
-    options = LossOptions.from_config(config), AdvantageOptions.from_config(config)
-    assert needed_log_probs(config, *options, num_steps) == wanted
+    assert needed_log_probs(config, LossOptions.from_config(config), num_steps) == wanted

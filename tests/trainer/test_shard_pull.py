@@ -10,13 +10,6 @@ from fusionrl.trainer.shard_pull import pull
 from tests.trainer.trainer_worker import Samples
 
 
-def shards_of(samples: Samples, dp: int):
-    shards = samples.shards(dp)
-    for shard in shards:
-        shard.fields["position"] = shard.fields["sample_index"]
-    return shards
-
-
 def test_what_is_added_stays_with_the_trainer() -> None:
     (shard,) = Samples(4, seed=1).shards()
     names = set(shard.fields)
@@ -28,11 +21,11 @@ def test_what_is_added_stays_with_the_trainer() -> None:
 
 def test_columns_of_shards_that_are_cut_otherwise() -> None:
     samples = Samples(5, seed=2)
-    parts = shards_of(samples, 2)
+    parts = samples.shards(2)
     for shard in parts:
         shard.fields["values"] = shard.fields["rollout_log_probs"] * 2
         shard.fields["returns"] = shard.fields["loss_mask"] + 1
-    (whole,) = shards_of(samples, 1)
+    (whole,) = samples.shards()
     pulled = pull(whole, [columns_of(shard, ("values", "returns")) for shard in parts])
     assert np.array_equal(pulled.fields["values"], whole.fields["rollout_log_probs"] * 2)
     assert np.array_equal(pulled.fields["returns"], whole.fields["loss_mask"] + 1)
@@ -41,8 +34,8 @@ def test_columns_of_shards_that_are_cut_otherwise() -> None:
 
 def test_a_sample_that_nobody_gave_columns_for_is_an_error() -> None:
     samples = Samples(4, seed=3)
-    first, _ = shards_of(samples, 2)
-    (whole,) = shards_of(samples, 1)
+    first, _ = samples.shards(2)
+    (whole,) = samples.shards()
     with pytest.raises(KeyError):
         pull(whole, [columns_of(first, ("rollout_log_probs",))])
 

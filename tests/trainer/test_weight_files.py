@@ -21,7 +21,7 @@ from fusionrl.engines.local_copy import DamagedVersion, _check_file, pull_versio
 from fusionrl.engines.manifest import Manifest
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.weights.disk import DiskOptions, DiskWriter
-from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of, weights
+from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of, limit_files, weights
 
 
 # --- functions that run in a rank ---
@@ -43,12 +43,6 @@ def write(actor: Any, version: int, is_full: bool = False) -> dict[str, Any]:
 def drop(actor: Any, keep: int | None) -> None:
     if actor.rank == 0:
         actor.writer.drop(keep)
-
-
-def limit_files(actor: Any, rank: int, size: int) -> None:
-    """What a full disk does, but to one process alone."""
-    if actor.rank == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @dataclass
@@ -90,22 +84,13 @@ def trained(workers: LocalRanks, hf: Callable[..., Any], tmp_path: Path) -> Iter
         layout = layout or TrainerLayout(2, tp=2)
         source, model = hf(family, True)
         options = DiskOptions(str(tmp_path / "versions"), str(source), keeps_base, encoding, "xxh3-128", 20_000)
-        workers.start(config_of(source, lr=1e-6, **layout_flags(layout)), layout)
+        workers.start(config_of(source, lr=1e-6), layout)
         workers.run(make_writer, options)
         return Trained(workers, layout, Path(options.folder), options, model)
 
     yield make
     workers.run(limit_files, 0, resource.RLIM_INFINITY)
     workers.run(limit_files, 1, resource.RLIM_INFINITY)
-
-
-def layout_flags(layout: TrainerLayout) -> dict[str, int]:
-    return {
-        "actor_num_gpus_per_node": layout.world_size,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "expert_model_parallel_size": layout.ep,
-    }
 
 
 @contextmanager

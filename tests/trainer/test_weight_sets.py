@@ -112,7 +112,7 @@ def set_head(actor, value: float) -> None:
     actor.trained.optimizer.reload_model_params()
 
 
-@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, pp=2)], ids=str)
 def test_several_sets_of_weights(workers, hf, layout):
     """Reference, teacher and an older policy, each scored by the same model; what is trained stays bit by bit."""
     folder, _ = hf("qwen3", True)

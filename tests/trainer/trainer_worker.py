@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,13 @@ def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
     return [batch.tokens.numel() for batch in batches]
 
 
+def limit_files(actor: Any, rank: int, size: int, writer: bool = False) -> None:
+    """No files over `size` bytes: what a full disk does, but to one process of this rank alone."""
+    if actor.rank == rank:
+        pid = actor._writer._process.pid if writer else os.getpid()
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 def move_run(actor: Any, folder: str) -> None:
     """Let the rank look for the run's files in `folder`."""
     actor.run_dir = folder
@@ -99,8 +108,8 @@ class Samples:
         share: int = 1,
         nan_reward: bool = False,
     ) -> None:
-        """`count` samples of `low` to `high` tokens; every `share` of them have the same prompt."""
-        random = np.random.default_rng(seed)
+        """`count` samples of `low` to `high` tokens; every `share` of them are a group of one prompt."""
+        self.share, random = share, np.random.default_rng(seed)
         prompts = [random.integers(0, vocab, n) for n in random.integers(1, high // 2, -(-count // share))]
         self.tokens: list[np.ndarray] = []
         self.response = np.zeros(count, dtype=np.int32)
@@ -139,7 +148,8 @@ class Samples:
                 "rewards": self.rewards[ids],
                 "raw_rewards": self.rewards[ids],
                 "sample_index": np.array(ids, dtype=np.int64),
-                "group_index": np.array(ids, dtype=np.int64),
+                "position": np.array(ids, dtype=np.int64),
+                "group_index": np.array(ids, dtype=np.int64) // self.share,
                 "truncated": np.zeros(len(ids), dtype=np.bool_),
             },
             steps=[
