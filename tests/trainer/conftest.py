@@ -9,7 +9,7 @@ from tests.trainer.local_ranks import LocalRanks
 
 @pytest.fixture(scope="session")
 def workers(forkserver: None) -> Iterator[LocalRanks]:
-    """Two processes that all tests share; each test starts its own actors in them."""
-    pool = LocalRanks(2)
+    """Processes for two ranks, and for one alone, that all tests share; each test starts its own actors in them."""
+    pool = LocalRanks(3)
     yield pool
     pool.close()

@@ -51,7 +51,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
 
     trainers: dict[str | None, Any] = {None: PolicyTrainer, "critic": CriticTrainer, "prm": ProcessRewardTrainer}
     gc.freeze()  # each actor's end collects garbage; what was imported is none
-    actor: Any = None
+    groups, actor = _Groups(), None
     while True:
         command, args = connection.recv()
         try:
@@ -60,7 +60,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
             if command == "start":
                 if actor is not None:
                     actor.shutdown()
-                config, plan, rank, address, port, role = args
+                config, plan, rank, address, port, role, groups.stay = args
                 actor = trainers[role](config, plan, rank, "unused")
                 result = actor.setup(address, port)
             elif command == "call":
@@ -70,6 +70,28 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
             connection.send((True, result))
         except BaseException as error:  # the parent raises it
             connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class _Groups:
+    """A rank stays in its process groups, which take half a second to make, until it starts in another layout."""
+
+    def __init__(self) -> None:
+        from fusionrl.trainer import process_groups
+
+        self.stay = False
+        self._join, self._leave, self._seed = (
+            process_groups.join_ranks,
+            process_groups.leave_ranks,
+            process_groups.seed_rank,
+        )
+        process_groups.join_ranks, process_groups.leave_ranks = self.join, lambda: None
+
+    def join(self, layout: TrainerLayout, rank: int, *args: Any, seed: int, **options: Any) -> None:
+        if self.stay:
+            self._seed(seed + 100 * layout.coordinates(rank).pp)
+        else:
+            self._leave()
+            self._join(layout, rank, *args, seed=seed, **options)
 
 
 def _context() -> Any:
@@ -84,7 +106,7 @@ def _context() -> Any:
 
 
 class LocalRanks:
-    """`count` processes; rank i of a group of trainers is in process i.
+    """`count` processes; rank i of a group of trainers is in process i, and a rank that is alone in the last.
 
     Raises (by every method that asks the processes for something):
         Failed: one of them raised.
@@ -102,18 +124,21 @@ class LocalRanks:
             self._pipes.append(ours)
             self._processes.append(process)
         self._locks = [threading.Lock() for _ in range(count)]  # of `run_on`
-        self.world_size = 0
+        self._layouts: list[TrainerLayout | None] = [None] * count  # whose process groups each is in
+        self.world_size, self._group = 0, range(0)
 
     def _all(self, commands: Sequence[tuple[str, tuple]]) -> list[Any]:
-        for pipe, command in zip(self._pipes, commands, strict=False):
+        pipes = [self._pipes[index] for index in self._group]
+        for pipe, command in zip(pipes, commands, strict=True):
             pipe.send(command)
         answers = []
-        for pipe in self._pipes[: len(commands)]:
+        for pipe in pipes:
             if not pipe.poll(TIMEOUT_S):
                 raise TimeoutError(f"a trainer worker did not answer {commands[0][:2]} in {TIMEOUT_S} s")
             answers.append(pipe.recv())
         failed = [value for good, value in answers if not good]
         if failed:
+            self._layouts = [None] * len(self._layouts)  # collectives may have been left in the middle
             raise Failed(*failed[0])
         return [value for _, value in answers]
 
@@ -126,12 +151,15 @@ class LocalRanks:
         configured, detected = config.cluster.device, "cuda" if torch.cuda.is_available() else "cpu"
         device: Literal["cpu", "cuda"] = "cuda" if "cuda" in (configured, detected) and configured != "cpu" else "cpu"
         plan = trainer_plan(config, layout, device, len(os.sched_getaffinity(0)))
-        host = "127.0.0.1"
-        # The store of a group is the parent's, which outlives the actors.
-        self._store = create_group_store(host, TIMEOUT_S)
-        return self._all(
-            [("start", (config, plan, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
-        )
+        host, ranks = "127.0.0.1", range(layout.world_size)
+        self._group = ranks if len(ranks) > 1 else range(len(self._pipes) - 1, len(self._pipes))
+        stay = all(self._layouts[index] == layout for index in self._group)
+        if not stay:  # the store of a group is the parent's, which outlives the actors
+            self._store = create_group_store(host, TIMEOUT_S)
+        facts = self._all([("start", (config, plan, rank, host, self._store.port, role, stay)) for rank in ranks])
+        for index in self._group:
+            self._layouts[index] = layout
+        return facts
 
     def call(self, method: str, *args: object) -> list[object]:
         """Call a method with the same arguments on every rank."""
@@ -151,7 +179,7 @@ class LocalRanks:
 
         Calls of one rank come one after the other, also after one whose caller stopped waiting.
         """
-        pipe = self._pipes[rank]
+        pipe = self._pipes[self._group[rank]]
         try:
             with self._locks[rank]:
                 pipe.send(("run", (function, *args)))
