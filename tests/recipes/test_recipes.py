@@ -175,45 +175,8 @@ def test_the_teacher_is_in_the_plan(record: Recorded, capsys: pytest.CaptureFixt
     assert "it would with --opd-teacher-num-gpus-per-engine 2" in verdict
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "part"),
-    [
-        ("qwen3-4b-colocated", ["--tensor-model-parallel-size", "3"], "3"),
-        ("qwen3-235b-a22b", ["--num-layers-in-first-pipeline-stage", "22"], "94 layers"),
-        ("glm-4.5", ["--expert-model-parallel-size", "48"], "ep 48"),
-        ("qwen3-8b-async", ["--rollout-num-gpus", "5"], "9 devices of 8"),
-        ("qwen3-8b-colocated", ["--max-tokens-per-gpu", "8192"], "--max-tokens-per-gpu 8192"),
-        ("deepseek-r1", ["--rollout-num-gpus-per-engine", "3"], "128 attention heads"),
-    ],
-)
-def test_a_wrong_layout_is_refused(
-    name: str, flags: list[str], part: str, record: Recorded, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(record(name, "plan", *flags, MODEL=config_of(name))) == 2
-    assert part in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("qwen3-4b-colocated", ["--max-tokens-per-gpu", "16384"]),
-        ("qwen3-30b-a3b-2nodes", ["--expert-model-parallel-size", "1"]),
-        ("deepseek-r1", ["--cluster", "16x8xh100"]),
-    ],
-)
-def test_too_large_a_layout_is_seen(
-    name: str, changes: list[str], record: Recorded, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_large_a_layout_is_seen(record: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     """The memory verdict, which the recipes are held to, does change where the layout does."""
-    command = record(name, "plan", MODEL=config_of(name))
-    if changes[0] == "--cluster":
-        place = command.index("--cluster")
-        del command[place : place + 2]
-    assert cli.main([*command, *changes]) == 0
+    name = "qwen3-30b-a3b-2nodes"
+    assert cli.main([*record(name, "plan", MODEL=config_of(name)), "--expert-model-parallel-size", "1"]) == 0
     assert "DOES NOT FIT" in capsys.readouterr().out
-
-
-def test_a_recipe_is_of_its_model(record: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
-    command = record("glm-4.5-air", "plan", MODEL=str(CONFIGS / "qwen3-8b.json"))
-    assert cli.main(command) == 2
-    assert "--expert-model-parallel-size" in capsys.readouterr().err
