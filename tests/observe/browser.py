@@ -155,13 +155,4 @@ class Browser:
         self._process.wait(10)
 
 
-_CODES = {
-    "Enter": 13,
-    "Tab": 9,
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-    "End": 35,
-    "Home": 36,
-}
+_CODES = {"Enter": 13, "End": 35, "ArrowRight": 39}

@@ -102,9 +102,7 @@ def test_a_process_at_work_survives_the_question(start: Start, tmp_path: Path) -
         time.sleep(0.01)
     (found,) = look(tmp_path / "logs", answer_s=5.0)
     assert (found.pid, found.trouble) == (pid, ""), "it lives"
-    assert (
-        _functions(found).count("busy") >= 3 and found.thread is not None
-    )  # the answer to the last question may come late
+    assert _functions(found).count("busy") >= 3 and found.thread is not None, "the last answer may come late"
     assert [frame.function for frame in found.thread.frames] == ["<module>"]
 
 

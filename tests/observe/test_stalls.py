@@ -135,10 +135,8 @@ def test_names_and_numbers_are_taken_together() -> None:
     assert as_ranges([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
     names = [f"engine {index}: pause" for index in (1, 2)] + ["trainer 0", "the Buffer"]
     assert join_names(names, {}) == "engines 1-2: pause, trainer 0, the Buffer"
-    assert (
-        join_names([f"trainer rank {rank}" for rank in range(512)], {"trainer rank": 512})
-        == "trainer ranks 0-511 of 512"
-    )
+    ranks = [f"trainer rank {rank}" for rank in range(512)]
+    assert join_names(ranks, {"trainer rank": 512}) == "trainer ranks 0-511 of 512"
 
 
 def test_a_frame_is_fusionrl_s_by_the_package_s_files_and_not_by_the_name_of_a_folder() -> None:
@@ -147,11 +145,7 @@ def test_a_frame_is_fusionrl_s_by_the_package_s_files_and_not_by_the_name_of_a_f
 
     ours = ("/clones/fusionrl/fusionrl/trainer/loss.py", "/venv/lib/python3.12/site-packages/fusionrl/trainer/loss.py")
     assert [(one.is_fusionrl, str(one)) for one in map(frame, ours)] == [(True, "f (trainer/loss.py:9)")] * 2
-    users = (
-        "/clones/fusionrl/tests/runtime/test_watchdog.py",
-        "/home/fusionrl/my/reward.py",
-        "/home/me/fusionrl/loss.py",
-    )
+    users = ("/clones/fusionrl/tests/test_watchdog.py", "/home/fusionrl/my/reward.py", "/home/me/fusionrl/loss.py")
     assert not any(frame(file).is_fusionrl or frame(file).is_library for file in users)
     assert str(frame(users[1])) == "f (my/reward.py:9)"
     library = frame("/home/fusionrl/venv/lib/python3.12/site-packages/torch/nn/functional.py")
