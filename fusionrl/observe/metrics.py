@@ -220,11 +220,9 @@ def read_lines(run: Path, start: int = 0) -> list[Line]:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number of the attempt that starts now: 1 in a new folder, else one more than any attempt left a
-    trace of.
+    """The number of the attempt that starts now: one more than any attempt left a trace of.
 
-    Traces are metrics lines, rollout files and config files, since an attempt may die between any two of
-    them.
+    Traces are metrics lines, rollout files and config files, since an attempt may die between any two of them.
     """
     run_dir = Path(run_dir)
     seen = [0]

@@ -135,16 +135,8 @@ def test_tokens_by_keyboard(browser: Browser, run: Path) -> None:
     browser.key("ArrowRight")
     browser.key("ArrowRight")
     said = browser.js("document.querySelector('.details').textContent")
-    parts = [
-        "token 1 ",
-        "id ",
-        "engine -",
-        "trainer -",
-        "trainer − engine ",
-        "entropy 0.",
-        "advantage 0.25",
-        "weights 1",
-    ]
+    trained = ("trainer -", "trainer − engine ", "entropy 0.", "advantage 0.25")
+    parts = ("token 1 ", "id ", "engine -", *trained, "weights 1")
     assert [part for part in parts if part not in said] == []
     assert browser.js("document.querySelector('.tokens').getAttribute('aria-activedescendant')") == "t1"
     browser.click("[name=by][value=entropy]")
