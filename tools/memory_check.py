@@ -31,7 +31,7 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Packing, Recompute, chunk_bytes
+from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Recompute, chunk_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
@@ -179,7 +179,7 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     per_stage = layout.world_size // layout.pp
     expected_total = sum(
         options.optimizer_bytes
-        * (p.num_dense * per_stage // replicas["dense"] + p.num_expert * per_stage // replicas["expert"])
+        * ((p.count - sum(p.expert)) * per_stage // replicas["dense"] + sum(p.expert) * per_stage // replicas["expert"])
         for p in counted
     )
     is_equal &= total == expected_total  # of all ranks together the optimizer is exact
@@ -407,7 +407,7 @@ def measure_layer(case: LayerCase) -> dict[str, Any]:
             impl="local",
             precision=case.precision,
             on_cpu=True,
-            packing=Packing(longest=longest),
+            longest=longest,
             recompute=Recompute.of(case.transformer),
             sequence_parallel=case.transformer.get("sequence_parallel", True),
             imbalance=routed,
@@ -502,9 +502,7 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
         key=lambda event: event.start_ns(),
     )
     top = int(np.cumsum([event.nbytes() for event in events]).max())
-    activations = ActivationOptions(
-        "local", "fp32", True, Packing(num_tokens), Recompute.of(passed), own_attention=True
-    )
+    activations = ActivationOptions("local", "fp32", True, num_tokens, Recompute.of(passed), own_attention=True)
     (memory,) = trainer_memory(
         shape, layout, BatchOptions(num_tokens, count), StateOptions.of("fp32", {}, {}), activations, passed
     )
@@ -555,7 +553,7 @@ def check_published(only: Sequence[str], report: Callable[[dict[str, Any]], None
 
 
 def _published(case: published_peaks.Case) -> tuple[StageMemory, ...]:
-    options = ActivationOptions("transformer_engine", "bf16", False, Packing(case.sequence_length))
+    options = ActivationOptions("transformer_engine", "bf16", False, case.sequence_length)
     tokens = case.sequence_length // case.layout.cp
     # Transformer Engine's fused cross entropy keeps the logits in bf16 and overwrites them with their gradient: with
     # the output layer's own, 4 bytes a logit. The loss of `trainer/log_probs.py` is not in these figures.

@@ -138,7 +138,6 @@ def main(argv: list[str]) -> None:
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     if _is_on_cpu():
         from fusionrl.cpu import attention, sampling, scheduler_pause, sglang_layers, speculation, torch_device
-        from fusionrl.plan.speculation import FLAG
 
         keep_freed(_KEPT_BYTES)
         attention.register()
@@ -146,7 +145,7 @@ def main(argv: list[str]) -> None:
         sglang_layers.register()
         scheduler_pause.register()
         sampling.register()
-        if FLAG in argv:
+        if "--speculative-algorithm" in argv:
             speculation.register()
         _fork_children()
     try:

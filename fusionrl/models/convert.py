@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.models.families import Rule
+from fusionrl.models.families.rules import Share
 from fusionrl.models.shape import ModelShape
 
 
@@ -47,32 +48,45 @@ def pieces(rule: Rule, part: Tensor, shape: ModelShape, size: int = 1) -> list[T
     return list(part.reshape(groups, (per_group + 2) * d, *rest).split([per_group * d, d, d], dim=1))
 
 
-def split(rule: Rule, full: Tensor, rank: int, size: int) -> Tensor:
-    """The part of a whole Megatron tensor that tensor-parallel `rank` of `size` holds.
+def views(tensor: Tensor, share: Share) -> list[Tensor]:
+    """Return the parts of a whole tensor that a rank holds."""
+    return [tensor.narrow(share.dim, part.start, part.stop - part.start) for part in share.slices]
 
-    Rows are padded with zeros where `size` does not divide them (the vocabulary).
+
+def joined(parts: Sequence[Tensor], share: Share) -> Tensor:
+    """Return as one tensor what a rank holds, given the parts that `views` returns; zeros at its end included."""
+    if share.num_zeros:
+        parts = [*parts, parts[0].new_zeros(share.num_zeros, *parts[0].shape[1:])]
+    return torch.cat(list(parts), share.dim) if len(parts) > 1 else parts[0]
+
+
+def split(rule: Rule, full: Tensor, rank: int, size: int) -> Tensor:
+    """The part of a whole Megatron tensor that tensor-parallel `rank` of `size` holds."""
+    share = rule.share(tuple(full.shape), rank, size)
+    return joined(views(full, share), share)
+
+
+def fill(rule: Rule, full: Tensor, part: Tensor, rank: int, size: int) -> None:
+    """Copy `part`, the values of `rank` in order and without zeros at the end, into its places in `full`.
+
+    `full` is the Megatron tensor or one of `rule.hf`, and keeps its precision.
     """
-    if rule.split == "replicated" or size == 1:
-        return full
-    if rule.split == "columns":
-        return full.chunk(size, dim=1)[rank]
-    if rule.split == "paired_rows":
-        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
-    rows = -(-full.size(0) // size)
-    part = full[rank * rows : (rank + 1) * rows]
-    if part.size(0) < rows:
-        part = torch.cat([part, part.new_zeros(rows - part.size(0), *part.shape[1:])])
-    return part
+    places = views(full, rule.share(tuple(full.shape), rank, size))
+    for place, values in zip(places, part.chunk(len(places)), strict=True):
+        copy_values(place, values)
+
+
+def copy_values(target: Tensor, values: Tensor) -> None:
+    """Copy `values` in order. If their shape differs, `target` must be contiguous; so none of them moves twice."""
+    (target if target.shape == values.shape else target.view(values.shape)).copy_(values)
 
 
 def gather(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-    """The whole Megatron tensor of all ranks' parts, without padding; inverse of `split`."""
-    if rule.split == "replicated":
+    """The whole Megatron tensor of all ranks' parts, without zeros at the end; inverse of `split`."""
+    if rule.split == "replicated" or len(parts) == 1:
         return parts[0]
-    if rule.split == "columns":
-        return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
-    if rule.split == "paired_rows" and len(parts) > 1:
-        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-        return torch.cat([*gates, *ups])
-    full = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    return full[: sum(sizes[0] for sizes in rule.hf.values())]
+    full = parts[0].new_empty(rule.sizes)
+    for rank, part in enumerate(parts):
+        num_zeros = rule.share(rule.sizes, rank, len(parts)).num_zeros
+        fill(rule, full, part[: part.size(0) - num_zeros], rank, len(parts))
+    return full

@@ -89,27 +89,10 @@ def read_part(reader: HFReader, rule: families.Rule, shape: ModelShape, rank: in
         if rule.optional and name not in reader.names:
             assert rule.split == "replicated"
             tensors.append(torch.zeros(sizes))
-        elif rule.split == "replicated":
-            tensors.append(reader.get(name, sizes))
-        elif rule.split == "paired_rows" and rule.join == "copy":
-            half = sizes[0] // 2
-            share = _share(half, rank, size)
-            halves = (share, slice(half + share.start, half + share.stop))
-            tensors.append(torch.cat([reader.get(name, sizes, 0, rows) for rows in halves]))
         else:
-            dim = 1 if rule.split == "columns" else 0
-            share = _share(sizes[dim], rank, size)
-            tensor = reader.get(name, sizes, dim, share)
-            missing = -(-sizes[dim] // size) - tensor.size(dim)
-            if missing:  # of the vocabulary's rows
-                tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-            tensors.append(tensor)
+            share = rule.share(sizes, rank, size)
+            tensors.append(convert.joined([reader.get(name, sizes, share.dim, part) for part in share.slices], share))
     return convert.join(rule, tensors, shape, size)
-
-
-def _share(total: int, rank: int, size: int) -> slice:
-    width = -(-total // size)
-    return slice(min(rank * width, total), min((rank + 1) * width, total))
 
 
 def local_tensors(
@@ -144,11 +127,7 @@ def local_tensors(
 def read_local_weights(
     folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, flag: str = "--hf-checkpoint"
 ) -> Iterator[tuple[torch.Tensor, Tensor]]:
-    """(tensor, what `folder` has for it, cut to this rank's part of it) of this rank's part of the model.
-
-    Raises:
-        ValueError: see `HFReader`; also a tensor in the folder that the family does not have.
-    """
+    """(tensor, what `folder` has for it, cut to this rank's part of it) of this rank's part of the model."""
     reader, shapes = HFReader(folder, flag), families.hf_shapes(shape)
     ignored = families.ignored(shape)
     scales = {name + SCALE for name in reader.quantization.names} if reader.quantization else set()
@@ -220,21 +199,20 @@ def iter_hf_tensors(
     device = next(iter(local.values())).device if local else torch.device("cpu")
     rules = families.model_rules(shape)
     for rule in rules.values():
-        if rule.expert is not None and rule.expert >= experts_per_rank:
-            continue  # comes with the one of the same place on the first rank
-        same_place = [rule]
+        same_place, mine = [rule], rule
         if rule.expert is not None:
-            same_place = [rules[_of_expert(rule, rank * experts_per_rank)] for rank in range(ep_group.size())]
-        mine = same_place[ep_group.rank()] if rule.expert is not None else rule
+            if rule.expert >= experts_per_rank:
+                continue  # comes with the one of the same place on the first rank
+            numbers = range(rule.expert, experts_per_rank * ep_group.size(), experts_per_rank)
+            start, end = rule.megatron.split(f".local_experts.{rule.expert}.")
+            same_place = [rules[f"{start}.local_experts.{number}.{end}"] for number in numbers]
+            mine = same_place[ep_group.rank()]
         owner = next(index for index, names in enumerate(stages) if mine.megatron in names)
         tensors: list[Tensor] | None = None
         if owner == pp_group.rank():
             tensor = local[mine.megatron]
             full = _whole(rule, (tensor if value_of is None or rule.buffer else value_of(tensor)).detach())
-            wholes = [full]
-            if len(same_place) > 1:
-                wholes = [torch.empty_like(full) for _ in same_place]
-                dist.all_gather(wholes, full.contiguous(), group=ep_group)
+            wholes = [full] if rule.expert is None else _all_gather(full, ep_group)
             tensors = [
                 part
                 for placed, gathered in zip(same_place, wholes, strict=True)
@@ -252,19 +230,16 @@ def iter_hf_tensors(
         yield from zip((hf for hf, _ in names), tensors, strict=True)
 
 
-def _of_expert(rule: families.Rule, further: int) -> str:
-    """Name of the same tensor of the expert `further` places on."""
-    assert rule.expert is not None
-    return rule.megatron.replace(f".local_experts.{rule.expert}.", f".local_experts.{rule.expert + further}.")
-
-
 def _whole(rule: families.Rule, part: Tensor) -> Tensor:
-    group = _split_group(rule)
-    parts = [part]
-    if group.size() > 1 and rule.split != "replicated":
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-    return convert.gather(rule, parts)
+    return convert.gather(rule, [part] if rule.split == "replicated" else _all_gather(part, _split_group(rule)))
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor.contiguous(), group=group)
+    return tensors
 
 
 def save_hf(
@@ -280,9 +255,6 @@ def save_hf(
     Every rank iterates `tensors`; the one with `write` writes, into a temporary folder that is renamed at
     the end, so that a folder of that name is always complete. Files are split, and an index written, beyond
     `max_file_bytes`. config.json gets the dtype of the tensors.
-
-    Raises:
-        ValueError: `path` is there already.
     """
     path = Path(path)
     if not write:

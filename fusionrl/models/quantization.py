@@ -40,9 +40,6 @@ def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> Bloc
 
     Which weights are quantised is what its files have scales of: `modules_to_not_convert` (`ignored_layers`) says the
     same, and is only checked.
-
-    Raises:
-        ValueError: another quantisation than block-wise fp8, or files that contradict config.json; names `flag`.
     """
     quantization = read_hf_config(folder, flag).get("quantization_config")
     if not quantization:
@@ -64,37 +61,24 @@ def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> Bloc
 def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[ModelShape, BlockFp8 | None]:
     """The shape of a Hugging Face folder, or of its config.json alone, and the quantisation that it describes.
 
-    Raises:
-        ValueError: neither, or the config.json of an unsupported model; names `flag`.
+    Quantised are the projections of the layers, as in DeepSeek-V3's and Qwen3's fp8 checkpoints; routers, norms,
+    embedding and output layer are not. The files themselves may say otherwise: `read_quantization`.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"{flag} {path}: config.json is missing; give one, or a folder that has one")
     raw = read_json_object(file, f"{flag} {path}: it")
-    shape = shape_from_hf_config(raw, f"{flag} {path}")
-    return shape, described_quantization(raw, shape, f"{flag} {path}")
-
-
-def described_quantization(raw: HfConfig, shape: ModelShape, where: str) -> BlockFp8 | None:
-    """The quantisation that a config.json describes, where its files are elsewhere; None: it has none.
-
-    Quantised are the projections of the layers, as in DeepSeek-V3's and Qwen3's fp8 checkpoints; routers, norms,
-    embedding and output layer are not. The files themselves may say otherwise: `read_quantization`.
-
-    Raises:
-        ValueError: another quantisation than block-wise fp8; begins with `where`.
-    """
-    quantization = raw.get("quantization_config")
+    shape, quantization = shape_from_hf_config(raw, f"{flag} {path}"), raw.get("quantization_config")
     if not isinstance(quantization, Mapping) or not quantization:
-        return None
-    block = _checked_block(quantization, f"{where}: its config.json has a quantization_config with")
+        return shape, None
+    block = _checked_block(quantization, f"{flag} {path}: its config.json has a quantization_config with")
     ignored = _unconverted(quantization)
     names = frozenset(
         name
         for name, sizes in families.hf_shapes(shape).items()
         if len(sizes) == 2 and "_proj" in name and not any(f".{entry}." in f".{name}" for entry in ignored)
     )
-    return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", names)
+    return shape, BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", names)
 
 
 def _unconverted(quantization: HfConfig) -> list[str]:

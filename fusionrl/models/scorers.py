@@ -41,11 +41,7 @@ class ScorerModel:
 
 @functools.cache
 def read_scorer(folder: str, flag: str) -> ScorerModel:
-    """The model of `folder`.
-
-    Raises:
-        ValueError: no folder, or a config.json without architecture or sizes; names `flag`.
-    """
+    """The model of `folder`."""
     raw = read_hf_config(folder, flag)
     text = raw.get("text_config") or raw  # of a model that sees pictures as well
     architecture = str((raw.get("architectures") or [""])[0])

@@ -95,6 +95,20 @@ class ModelShape(BaseModel):
         """The same decoder as a critic; its embedding has no output layer to be tied to."""
         return self.model_copy(update={"value_head": True, "tie_word_embeddings": False})
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether this layer has experts in place of the dense MLP."""
+        return self.moe is not None and layer in self.moe.layers
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Return whether some layer has a dense MLP."""
+        return self.moe is None or len(self.moe.layers) < self.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer that has some; 0: the model has none."""
+        return self.moe.num_experts if self.moe else 0
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, embeddings counted once when they are tied."""
@@ -129,20 +143,12 @@ def shape_difference(path: str | Path, saved: Mapping[str, Any], shape: ModelSha
 
 
 def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
-    """Read the shape from `folder`/config.json.
-
-    Raises:
-        ValueError: no folder, no or malformed config.json, or a family that is not supported; names `flag`.
-    """
+    """Read the shape from `folder`/config.json."""
     return shape_from_hf_config(read_hf_config(folder, flag), f"{flag} {folder}")
 
 
 def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
-    """`folder`/config.json.
-
-    Raises:
-        ValueError: no folder, no config.json, or one that is not a JSON object; names `flag`.
-    """
+    """`folder`/config.json."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         meant = hint(Path(folder), Path.is_dir) or "; give a Hugging Face model folder"
@@ -153,11 +159,7 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
 
 
 def read_json_object(file: Path, subject: str) -> dict[str, Any]:
-    """Read a file that has a JSON object. `subject`: how messages name it.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Read a file that has a JSON object. `subject`: how messages name it."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -168,11 +170,7 @@ def read_json_object(file: Path, subject: str) -> dict[str, Any]:
 
 
 def shape_from_hf_config(raw: HfConfig, where: str = "config.json") -> ModelShape:
-    """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE).
-
-    Raises:
-        ValueError: family not supported, a size missing, or a feature that no trainer here computes.
-    """
+    """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE)."""
     try:
         family = families.get_family(raw.get("model_type", ""))
         if raw.get("hidden_act", "silu") != "silu":

@@ -24,19 +24,10 @@ def _of_moe(name: str) -> _Right:
     return lambda shape: 0 if shape.moe is None else getattr(shape.moe, name)
 
 
-def _has_dense(shape: ModelShape) -> bool:
-    return shape.moe is None or len(shape.moe.layers) < shape.num_layers
-
-
-def _layers(shape: ModelShape) -> list[int]:
-    layers = shape.moe.layers if shape.moe is not None else ()
-    return [int(number in layers) for number in range(shape.num_layers)]
-
-
-_RIGHT: dict[str, _Right] = {
+RIGHT_VALUES: dict[str, _Right] = {
     "num_layers": lambda s: s.num_layers,
     "hidden_size": lambda s: s.hidden_size,
-    "ffn_hidden_size": lambda s: s.ffn_hidden_size if _has_dense(s) else None,
+    "ffn_hidden_size": lambda s: s.ffn_hidden_size if s.has_dense_mlp else None,
     "num_attention_heads": lambda s: s.num_attention_heads,
     "group_query_attention": lambda s: s.num_query_groups < s.num_attention_heads,
     "num_query_groups": lambda s: s.num_query_groups,
@@ -72,7 +63,7 @@ _RIGHT: dict[str, _Right] = {
     "qk_pos_emb_head_dim": _of_mla("qk_pos_emb_head_dim"),
     "v_head_dim": _of_mla("v_head_dim"),
     "num_experts": _of_moe("num_experts"),
-    "moe_layer_freq": _layers,
+    "moe_layer_freq": lambda s: [int(s.has_experts(layer)) for layer in range(s.num_layers)],
     "moe_ffn_hidden_size": _of_moe("ffn_hidden_size"),
     "moe_router_topk": _of_moe("topk"),
     "moe_shared_expert_intermediate_size": _of_moe("shared_ffn_hidden_size"),
@@ -99,8 +90,8 @@ def claim_errors(shape: ModelShape, claims: Mapping[str, object], where: str = "
     for name, value in claims.items():
         if name == "vocab_size":
             right: object = None if _is_vocabulary(claims, shape.vocab_size) else shape.vocab_size
-        elif name in _RIGHT:
-            right = _RIGHT[name](shape)
+        elif name in RIGHT_VALUES:
+            right = RIGHT_VALUES[name](shape)
         else:
             continue
         if right is None and not (name in _OF_LATENT and shape.mla is None):

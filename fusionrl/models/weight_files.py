@@ -32,21 +32,13 @@ def is_megatron_folder(folder: str | Path) -> bool:
 
 
 def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> None:
-    """Check that every .safetensors file that the folder needs is there and whole.
-
-    Raises:
-        ValueError: no weights, a shard of the index that is missing, or a file that is cut off or no safetensors.
-    """
+    """Check that every .safetensors file that the folder needs is there and whole."""
     for path in _weight_files(Path(folder), flag):
         _header(path, flag)
 
 
 def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, StoredTensor]:
-    """Return the tensors of the folder by name, as a reader finds them: of a sharded one those that the index names.
-
-    Raises:
-        ValueError: as `check_weight_files`, or sizes that are not numbers.
-    """
+    """Return the tensors of the folder by name, as a reader finds them: of a sharded one those that the index names."""
     paths = _weight_files(Path(folder), flag)
     single = [path for path in paths if path.name == SINGLE]
     files = _read_index(Path(folder), flag) or {name: path for path in single or paths for name in _header(path, flag)}
@@ -71,11 +63,7 @@ def stored_tensor(path: Path, name: str, flag: str = "--hf-checkpoint") -> Store
 
 
 def tensor_files(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Path]:
-    """Return the file of each tensor. Those that an index names are not opened: a node may lack other stages' files.
-
-    Raises:
-        ValueError: neither an index nor a single file, or one that is malformed.
-    """
+    """Return the file of each tensor. Those that an index names are not opened: a node may lack other stages' files."""
     single = Path(folder) / SINGLE
     if (index := _read_index(Path(folder), flag)) is not None:
         return index

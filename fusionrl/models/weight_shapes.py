@@ -24,9 +24,6 @@ def shape_errors(
 
     Scales of `quantization` are checked too. `is_loaded`: trainers load the folder, so tensors that it lacks, or that
     the model does not have, are mistakes as well.
-
-    Raises:
-        ValueError: files that are missing or damaged, as `check_weight_files`.
     """
     raw, stored = read_hf_config(folder, flag), stored_tensors(folder, flag)
     expected = families.hf_shapes(shape)

@@ -75,11 +75,7 @@ def is_yarn(scaling: Mapping[str, object] | None) -> bool:
 
 
 def check_yarn(scaling: Mapping[str, object], rotary_percent: float) -> None:
-    """Refuse YaRN that the engines and the trainers would compute in different ways.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse YaRN that the engines and the trainers would compute in different ways."""
     factor = scaling.get("factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
         raise ValueError(f"rope_scaling {scaling}: yarn needs a factor of at least 1")

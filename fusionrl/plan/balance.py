@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -19,10 +18,6 @@ from fusionrl.models.shape import ModelShape
 # Exchanges between the costliest and the cheapest rank (or micro-batch) after the first division; each makes the
 # difference smaller, and beyond some hundreds nothing is left to gain.
 MAX_EXCHANGES = 600
-# Steps of simulated pipelines, over all trials of orders of micro-batches: a fifth of a second, about.
-MAX_PIPELINE_STEPS = 200_000
-# Items in a bin up to which the smallest number of bins is bounded by their sizes; beyond, by what they take together.
-MAX_IN_A_BIN = 16
 
 Limits = Sequence[int]
 
@@ -38,8 +33,10 @@ class SequenceCost:
     def of_shape(cls, shape: ModelShape) -> SequenceCost:
         """Forward and backward of a model: 6 operations a weight that a token passes, and causal attention.
 
-        Attention multiplies queries by keys and scores by values: 2 operations each for half of all pairs of tokens in
-        forward, twice that in backward. The embedding is a lookup and costs nothing; the output layer does cost.
+        Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1; PaLM, appendix B, adds attention: it
+        multiplies queries by keys and scores by values, 2 operations each for half of all pairs of tokens in forward,
+        twice that in backward. The embedding is a lookup and costs nothing; the output layer does cost. Recomputed work
+        counts once.
         """
         embedding = shape.vocab_size * shape.hidden_size
         weights = shape.num_active_parameters - (0 if shape.tie_word_embeddings else embedding)
@@ -88,14 +85,12 @@ def divide(
     do by it: their cost together is less than apart, but larger pieces divide less evenly.
 
     Args:
-        lengths: [n] tokens of each sample.
+        lengths: [n] tokens of each sample; with its padding none is over `max_tokens`.
         prompts: [n] tokens of each sample's prompt.
         groups: the samples, siblings together; every sample is in one group.
         ranks: data-parallel size.
-        balance: see there.
 
-    Returns:
-        rank → micro-batch → samples. No sample may be over `max_tokens` with its padding.
+    Returns rank → micro-batch → samples.
     """
     padded = balance.padded(lengths)
     assert int(padded.max(initial=0)) <= balance.max_tokens, "a sample over the cap"
@@ -136,70 +131,50 @@ def _divide(
     return most, [[sorted(i for unit in members for i in units[unit]) for members in bins] for bins in micro]
 
 
-def split_by_cost(costs: np.ndarray, count: int, *, equal_counts: bool = False) -> list[list[int]]:
+def split_by_cost(costs: np.ndarray, count: int) -> list[list[int]]:
     """Divide items into `count` parts of equal cost: the costliest first to the cheapest part, then exchanges.
 
-    Args:
-        costs: [n], not negative.
-        count: number of parts.
-        equal_counts: numbers of items may differ by at most one.
-
-    Returns:
-        The items of each part, ascending.
+    `costs` [n] are not negative. Returns the items of each part, ascending.
     """
-    order = np.argsort(-costs, kind="stable")
     parts: list[list[int]] = [[] for _ in range(count)]
-    if equal_counts:
-        loads = np.zeros(count)
-        # A round gives one item to each part, the costliest to the one that has the least so far.
-        for first in range(0, order.size, count):
-            chosen = order[first : first + count]
-            ranked = np.argsort(loads, kind="stable")[: chosen.size]
-            for part, item in zip(ranked.tolist(), chosen.tolist(), strict=True):
-                parts[part].append(item)
-            loads[ranked] += costs[chosen]
-    else:
-        heap = [(0.0, part) for part in range(count)]
-        for item in order.tolist():
-            load, part = heap[0]
-            parts[part].append(item)
-            heapq.heapreplace(heap, (load + float(costs[item]), part))
-    _exchange(parts, costs, moves=not equal_counts)
+    heap = [(0.0, part) for part in range(count)]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        load, part = heap[0]
+        parts[part].append(item)
+        heapq.heapreplace(heap, (load + float(costs[item]), part))
+    _exchange(parts, costs, np.zeros((costs.size, 0), np.int64), ())
     return [sorted(part) for part in parts]
 
 
-def _exchange(
-    parts: list[list[int]], costs: np.ndarray, *, moves: bool, needs: np.ndarray | None = None, limits: Limits = ()
-) -> None:
+def _exchange(parts: list[list[int]], costs: np.ndarray, needs: np.ndarray, limits: Limits) -> None:
     """Swap items (or move one) between the costliest part and a cheaper one while that brings them closer.
 
-    With `needs` [n, k], no part passes the k limits by it.
+    No part passes the k limits by it; `needs` [n, k] is what each item takes of them.
     """
     loads = np.array([costs[part].sum() for part in parts])
-    used = np.array([needs[part].sum(axis=0) for part in parts]) if needs is not None else None
+    used = np.array([needs[part].sum(axis=0) for part in parts])
     for _ in range(MAX_EXCHANGES):
-        high = int(loads.argmax())
+        high, room = int(loads.argmax()), np.array(limits) - used
         for low in np.argsort(loads, kind="stable")[:8].tolist():
             gap = float(loads[high] - loads[low])
             if low != high and gap > 1e-8 * loads[high]:
-                pair = _best_exchange(parts[high], parts[low], costs, gap, moves, needs, used, limits, high, low)
+                pair = _best_exchange(parts[high], parts[low], costs, gap, needs, room[high], room[low])
                 if pair is not None:
                     break
         else:
             return
         give, take = pair
-        change = float(costs[give]) - (float(costs[take]) if take is not None else 0.0)
+        change, moved = float(costs[give]), needs[give]
         parts[high].remove(give)
         parts[low].append(give)
         if take is not None:
+            change, moved = change - float(costs[take]), moved - needs[take]
             parts[low].remove(take)
             parts[high].append(take)
         loads[high] -= change
         loads[low] += change
-        if used is not None and needs is not None:
-            moved = needs[give] - (needs[take] if take is not None else 0)
-            used[high] -= moved
-            used[low] += moved
+        used[high] -= moved
+        used[low] += moved
 
 
 def _best_exchange(
@@ -207,28 +182,21 @@ def _best_exchange(
     taking: list[int],
     costs: np.ndarray,
     gap: float,
-    moves: bool,
-    needs: np.ndarray | None,
-    used: np.ndarray | None,
-    limits: Limits,
-    high: int,
-    low: int,
+    needs: np.ndarray,
+    giving_room: np.ndarray,
+    taking_room: np.ndarray,
 ) -> tuple[int, int | None] | None:
     """(item to give, item to take or None) whose difference in cost is nearest to half the gap; None: none helps."""
-    give = np.array(giving)
-    take = np.array([*taking, -1] if moves else taking)
-    if not give.size or not take.size:
+    give, take = np.array(giving), np.array([*taking, -1])  # -1: nothing is taken
+    if not give.size:
         return None
-    take_costs = np.where(take >= 0, costs[take], 0.0)
-    change = costs[give][:, None] - take_costs[None, :]
+    change = costs[give][:, None] - np.where(take >= 0, costs[take], 0.0)[None, :]
     badness = np.abs(change - gap / 2)
     # Beyond this nothing is gained: the two would only change places.
     badness[(change <= 0) | (change >= gap)] = np.inf
-    if needs is not None and used is not None:
-        for k, limit in enumerate(limits):
-            taken = np.where(take >= 0, needs[take, k], 0)
-            moved = needs[give, k][:, None] - taken[None, :]
-            badness[(used[low, k] + moved > limit) | (used[high, k] - moved > limit)] = np.inf
+    for k in range(needs.shape[1]):
+        moved = needs[give, k][:, None] - np.where(take >= 0, needs[take, k], 0)[None, :]
+        badness[(moved > taking_room[k]) | (-moved > giving_room[k])] = np.inf
     best = int(badness.argmin())
     if not np.isfinite(badness.flat[best]):
         return None
@@ -246,8 +214,7 @@ def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None
         limits: k of a bin.
         count: number of bins; the smallest that was found, if not given. More bins than items leave some empty.
 
-    Returns:
-        The items of each bin, ascending; None where `count` bins do not hold them (or no way was found).
+    Returns the items of each bin, ascending; None where `count` bins do not hold them (or no way was found).
     """
     assert not needs.size or (needs.max(axis=0) <= limits).all(), "an item over a limit"
     if count is not None:
@@ -255,9 +222,10 @@ def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None
         if len(bins) > count:
             return None
         bins += [[] for _ in range(count - len(bins))]
-        _exchange(bins, costs, moves=True, needs=needs, limits=limits)
+        _exchange(bins, costs, needs, limits)
         return [sorted(members) for members in bins]
-    low, high = _fewest(needs, limits), max(1, len(_first_fit(needs, limits)))
+    together = (-(-int(need.sum()) // limit) for need, limit in zip(needs.T, limits, strict=True))
+    low, high = max(1, *together), max(1, len(_first_fit(needs, limits)))
     while low < high:  # spreading may do with fewer
         middle = (low + high) // 2
         if _spread(needs, costs, limits, middle) is None:
@@ -265,16 +233,6 @@ def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None
         else:
             high = middle
     return pack(needs, costs, limits, high)
-
-
-def _fewest(needs: np.ndarray, limits: Limits) -> int:
-    """Bins that are needed at least: by what all take together, and as at most j of over limit / (j + 1) fit in one."""
-    num_batches = 1
-    for need, limit in zip(needs.T, limits, strict=True):
-        num_batches = max(num_batches, -(-int(need.sum()) // limit))
-        for j in range(1, MAX_IN_A_BIN + 1):
-            num_batches = max(num_batches, -(-int((need * (j + 1) > limit).sum()) // j))
-    return num_batches
 
 
 def _spread(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int) -> list[list[int]] | None:
@@ -313,7 +271,6 @@ def pack_ranks(
     *,
     stages: int = 1,
     multiple: int = 1,
-    min_count: int = 1,
 ) -> list[list[list[int]]]:
     """Micro-batches of every rank: the same number on each, in the order in which a pipeline runs them.
 
@@ -322,16 +279,13 @@ def pack_ranks(
         needs: [n, k] of each item, see `pack`.
         costs: [n] of each item.
         limits: k of a micro-batch.
-        stages: pipeline stages; of several there are at least `enough_for` them.
+        stages: pipeline stages; of several there are at least `enough_for` them, if a rank has as many items.
         multiple: their number is a multiple of this (interleaved stages want one of the pipeline's size).
-        min_count: their number at least; fewer where no rank has that many items.
     """
     rank_items = [np.array(items, dtype=np.int64) for items in per_rank]
     batches = [pack(needs[items], costs[items], limits) for items in rank_items]
     most_items = max((items.size for items in rank_items), default=0)
-    count = max(
-        *(len(bins) for bins in batches if bins is not None), min(max(min_count, enough_for(stages)), most_items)
-    )
+    count = max(*(len(bins) for bins in batches if bins is not None), min(enough_for(stages), most_items))
     while True:
         count = -(-count // multiple) * multiple
         for rank, items in enumerate(rank_items):
@@ -341,56 +295,12 @@ def pack_ranks(
         if all(bins is not None for bins in batches):
             break
         count += 1
-    members = [
-        [[int(items[i]) for i in members] for members in bins or []]
-        for items, bins in zip(rank_items, batches, strict=True)
-    ]
-    loads = [[float(costs[m].sum()) if m else 0.0 for m in bins] for bins in members]
-
-    def idle(mirrored: bool) -> float:
-        orders = [pipeline_order(np.array(load), mirrored) for load in loads]
-        return max(bubble([load[i] for i in order], stages) for load, order in zip(loads, orders, strict=True))
-
-    order = _best_order(loads, stages) if stages > 1 else list(range(count))
-    ranked = [np.argsort(-np.array(load), kind="stable") for load in loads]
-    if stages == 1:
-        ranked = [rank[pipeline_order(np.array(load)[rank])] for rank, load in zip(ranked, loads, strict=True)]
-    return [[bins[i] for i in rank[order]] for bins, rank in zip(members, ranked, strict=True)]
-
-
-def _best_order(loads: Sequence[Sequence[float]], stages: int) -> list[int]:
-    """Positions among the micro-batches by falling cost, the same on all ranks, with which the slowest idles least.
-
-    Starts from both pyramids and exchanges two places while that helps, as long as the trials are few.
-    """
-    falling = [sorted(load, reverse=True) for load in loads]
-    count = len(falling[0])
-
-    def idle(order: list[int], limit: float = 1.0) -> float:
-        worst = 0.0
-        for load in falling:
-            worst = max(worst, bubble([load[i] for i in order], stages))
-            if worst >= limit:
-                break
-        return worst
-
-    shape = -np.arange(count, dtype=np.float64)
-    starts = [pipeline_order(shape, mirrored) for mirrored in (False, True)]
-    best = min(starts, key=idle)
-    least, trials = idle(best), MAX_PIPELINE_STEPS // max(len(falling) * count * stages, 1)
-    improved = True
-    while improved and trials > 0:
-        improved = False
-        for i, j in combinations(range(count), 2):
-            if trials == 0:
-                break
-            trials -= 1
-            order = best.copy()
-            order[i], order[j] = order[j], order[i]
-            idle_time = idle(order, least)
-            if idle_time < least:
-                best, least, improved = order, idle_time, True
-    return best
+    ordered = []
+    for items, bins in zip(rank_items, batches, strict=True):
+        members = [items[places] for places in bins or []]
+        order = pipeline_order(np.array([costs[batch].sum() for batch in members]))
+        ordered.append([members[i].tolist() for i in order])
+    return ordered
 
 
 def enough_for(stages: int) -> int:
@@ -398,7 +308,7 @@ def enough_for(stages: int) -> int:
     return 4 * stages if stages > 1 else 1
 
 
-def pipeline_order(costs: np.ndarray, mirrored: bool = False) -> list[int]:
+def pipeline_order(costs: np.ndarray) -> list[int]:
     """Micro-batches so that neighbours are alike and the small ones are at both ends.
 
     While a pipeline fills and empties, stages wait for its first and last micro-batches: those should be short. The
@@ -406,37 +316,4 @@ def pipeline_order(costs: np.ndarray, mirrored: bool = False) -> list[int]:
     data-parallel ranks (experts are exchanged between them).
     """
     order = np.argsort(-costs, kind="stable").tolist()
-    return order[1::2][::-1] + order[::2] if mirrored else order[::2][::-1] + order[1::2]
-
-
-def bubble(costs: Sequence[float], stages: int) -> float:
-    """Share of the time that a 1F1B pipeline of `stages` equal stages stands idle (arXiv:2104.04473, section 2.2).
-
-    Simulates it: a stage takes a micro-batch's cost / stages for the forward pass and twice that for the backward; a
-    forward waits for that of the stage before, a backward for that of the stage after.
-    """
-    count = len(costs)
-    if not count or not sum(costs):
-        return 0.0
-    schedule = []
-    for stage in range(stages):
-        warm = min(stages - stage - 1, count)
-        steps = [("f", i) for i in range(warm)]
-        for i in range(count - warm):
-            steps += [("f", warm + i), ("b", i)]
-        schedule.append(steps + [("b", i) for i in range(count - warm, count)])
-    done: dict[tuple[str, int, int], float] = {}
-    clock, at = [0.0] * stages, [0] * stages
-    while any(at[stage] < len(schedule[stage]) for stage in range(stages)):
-        for stage in range(stages):
-            while at[stage] < len(schedule[stage]):
-                kind, i = schedule[stage][at[stage]]
-                before = (kind, stage - 1, i) if kind == "f" else (kind, stage + 1, i)
-                at_the_end = stage == 0 if kind == "f" else stage == stages - 1
-                if not at_the_end and before not in done:
-                    break
-                start = max(clock[stage], 0.0 if at_the_end else done[before])
-                clock[stage] = start + costs[i] * (1.0 if kind == "f" else 2.0)
-                done[kind, stage, i] = clock[stage]
-                at[stage] += 1
-    return 1.0 - 3.0 * float(sum(costs)) / max(clock)
+    return order[::2][::-1] + order[1::2]

@@ -39,11 +39,7 @@ def plan_batches(
     num_steps_per_rollout: int | None,
     dp_size: int,
 ) -> BatchPlan:
-    """Work out the missing one of --global-batch-size and --num-steps-per-rollout.
-
-    Raises:
-        ValueError: sizes that do not divide, with the arithmetic and the cure.
-    """
+    """Work out the missing one of --global-batch-size and --num-steps-per-rollout."""
     total = rollout_batch_size * n_samples_per_prompt
     product = (
         f"--rollout-batch-size {rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt} = {total} samples"

@@ -28,11 +28,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """The cluster of NODESxGPUSxKIND.
-
-        Raises:
-            ValueError: another form, or a kind that is not in the table.
-        """
+        """The cluster of NODESxGPUSxKIND."""
         match = _SPEC.fullmatch(text.strip())
         if match is None or not (int(match[1]) and int(match[2])):
             raise ValueError(f"--cluster {text}: give NODESxGPUSxKIND, e.g. 8x8xh200")
@@ -66,9 +62,6 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
 
     Trainers get all devices that nothing else asks for; where they are given and the engines are not, engines get the
     rest.
-
-    Raises:
-        ValueError: flags that contradict the cluster, or that do not say how it is divided.
     """
     flags, set_fields = config.cluster, set(config.cluster.model_fields_set)
     if serving_groups(config):  # they say how many
@@ -80,14 +73,12 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
     update: dict[str, Any] = {"num_gpus_per_node": cluster.num_gpus, "device": "cuda"}
     has_trainers = {"actor_num_nodes", "actor_num_gpus_per_node"} & set_fields
     shares = flags.colocate or config.run.mode == "sft" or config.run.debug_train_only
-    only_engines = not uses_trainers(config)
-    num_other_devices = _num_other_devices(config)
-    left = cluster.size - num_other_devices
-    if only_engines:
-        if "rollout_num_gpus" not in set_fields:
-            update["rollout_num_gpus"] = left
+    has_engines = "rollout_num_gpus" in set_fields
+    left = cluster.size - _num_other_devices(config)
+    if not uses_trainers(config):
+        update |= {} if has_engines else {"rollout_num_gpus": left}
     elif not has_trainers:
-        if not shares and "rollout_num_gpus" not in set_fields:
+        if not shares and not has_engines:
             raise ValueError(
                 f"--cluster: say how its {cluster.size} GPUs are divided: --colocate, or --rollout-num-gpus (the"
                 " trainers get the rest), or --actor-num-nodes and --actor-num-gpus-per-node"
@@ -98,10 +89,9 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
         whole_nodes = left % cluster.num_gpus == 0
         update["actor_num_nodes"] = left // cluster.num_gpus if whole_nodes else 1
         update["actor_num_gpus_per_node"] = cluster.num_gpus if whole_nodes else left
-    elif not shares and "rollout_num_gpus" not in set_fields:
-        nodes = flags.actor_num_nodes
+    elif not shares and not has_engines:
         each = flags.actor_num_gpus_per_node if "actor_num_gpus_per_node" in set_fields else cluster.num_gpus
-        left -= nodes * each
+        left -= flags.actor_num_nodes * each
         update["rollout_num_gpus"] = max(left - left % flags.rollout_num_gpus_per_engine, 1)
         update["actor_num_gpus_per_node"] = each
     elif "actor_num_gpus_per_node" not in set_fields:

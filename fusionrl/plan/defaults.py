@@ -6,13 +6,12 @@ from typing import Literal
 
 Precision = Literal["fp32", "bf16"]
 Impl = Literal["local", "transformer_engine"]
+WIDTHS: dict[str, int] = {"fp32": 4, "bf16": 2}  # bytes of a value
 
 
 def precision_or(precision: str, default: Precision) -> Precision:
     """Return the precision that a flag names, or the default for `auto`."""
-    if precision == "auto":
-        return default
-    return "fp32" if precision == "fp32" else "bf16"
+    return default if precision == "auto" else "fp32" if precision == "fp32" else "bf16"
 
 
 def trainer_precision(precision: str, device: str) -> Precision:

@@ -10,21 +10,18 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.run_parts import asks_for_routing, uses_engines, uses_trainers
 from fusionrl.models.quantization import BlockFp8
-from fusionrl.plan.speculation import ALGORITHMS
 
 FP32_ATTENTION = ("torch_native", "triton", "flex_attention")
 """SGLang's attention on GPUs that takes fp32; FlashAttention and its like are compiled for 16 bits and less."""
+CPU_DRAFTERS = ("NGRAM",)
+"""Values of SGLang's --speculative-algorithm with which an engine runs on a CPU (`cpu/speculation.py`)."""
 _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def check_device(
     config: Config, device: Literal["cpu", "cuda"], precision: str, rollout_dtype: str, quantization: BlockFp8 | None
 ) -> None:
-    """Refuse what the device cannot do.
-
-    Raises:
-        ValueError: names the flag.
-    """
+    """Refuse, by its flag, what the device cannot do."""
     if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
         raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
     if device == "cpu" and asks_for_routing(config):
@@ -83,10 +80,10 @@ def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
     drafter = args.get("speculative_algorithm")
     if drafter is None:
         return
-    if drafter not in ALGORITHMS:
+    if drafter not in CPU_DRAFTERS:
         raise ValueError(
             f"{prefix}speculative-algorithm {drafter}: SGLang's engines on a CPU lack the kernels of a draft model;"
-            f" use {' or '.join(ALGORITHMS)}, or leave it out"
+            f" use {' or '.join(CPU_DRAFTERS)}, or leave it out"
         )
     backends = [str(name) for name in map(args.get, _ATTENTION_FIELDS) if name is not None]
     if set(backends) - {ATTENTION_BACKEND}:
@@ -99,8 +96,7 @@ def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
 def check_placement(config: Config, device: Literal["cpu", "cuda"]) -> None:
     """On GPUs, engines that share the trainers' devices get the weights by IPC or files, and others never by IPC.
 
-    Raises:
-        ValueError: NCCL would meet itself on a device, or an engine would have no trainer on it.
+    Else NCCL would meet itself on a device, or an engine would have no trainer on it.
     """
     cluster, transport = config.cluster, config.weights.update_weight_transport
     if device == "cpu" or not (uses_trainers(config) and uses_engines(config)):

@@ -97,27 +97,3 @@ def host_memory(root: Path = Path("/")) -> float | None:
     except (ValueError, OSError):  # a system without these names
         pass
     return min([*sizes, *(group.limit for group in limited_groups(root))], default=None)
-
-
-StartOrder = Literal["together", "engines first", "trainers first"]
-
-
-def describe_start_order(order: StartOrder) -> str:
-    """Return who holds the shared devices when, for plan.txt."""
-    if order == "engines first":
-        return (
-            "engines start alone, then trainers; in a push and its check each side holds its weights alone; engines"
-            " generate alone; trainers train alone"
-        )
-    return "trainers start alone, then engines in what is left; engines keep their memory"
-
-
-def start_order(takes_turns: bool, engines_give_memory: bool) -> StartOrder:
-    """Return who starts before whom on the devices.
-
-    Engines that give their memory away start first, on empty devices. Engines that keep it start last, so that they
-    find what the trainers leave to them.
-    """
-    if not takes_turns:
-        return "together"
-    return "engines first" if engines_give_memory else "trainers first"

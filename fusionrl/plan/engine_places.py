@@ -1,4 +1,4 @@
-"""Devices of the engines that come after the trainers and the policy's own engines."""
+"""Devices of the engines: sizes that come out even, one after the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import FLAG, eval_group, serving_groups
+from fusionrl.config.run_parts import uses_engines, uses_trainers
 
 Bundles = tuple[tuple[int, ...], ...]
 
@@ -19,12 +20,8 @@ def place_one_by_one(
 ) -> Bundles:
     """Return the devices, from `first` on, of engines of these sizes: one after the other.
 
-    An engine larger than a node of `per_node` devices begins where a node does.
-
-    may_skip  leave devices idle, where one that fits on a node would span two
-
-    Raises:
-        ValueError: such an engine does not take whole nodes.
+    An engine larger than a node of `per_node` devices begins where a node does, and must take whole nodes. `may_skip`:
+    leave devices idle, where one that fits on a node would span two.
     """
     bundles = []
     for size in sizes:
@@ -38,11 +35,7 @@ def place_one_by_one(
 
 
 def place_evaluation(config: Config, first: int) -> Bundles:
-    """Return the devices, from `first` on, of the engines that evaluate and do nothing else (--eval-num-gpus).
-
-    Raises:
-        ValueError: they do not come out even.
-    """
+    """Return the devices, from `first` on, of the engines that evaluate and do nothing else (--eval-num-gpus)."""
     cluster, flag = config.cluster, SIZE_FLAG
     count, size, group = config.eval.eval_num_gpus, cluster.rollout_num_gpus_per_engine, eval_group(config)
     if group is not None:
@@ -52,32 +45,30 @@ def place_evaluation(config: Config, first: int) -> Bundles:
     return place_engines("--eval-num-gpus", flag, count, size, first, cluster.num_gpus_per_node)
 
 
-def engine_sizes(config: Config, count: int) -> list[int]:
-    """Return the devices of each of the policy's engines, which have `count` devices in all.
-
-    Raises:
-        ValueError: they do not come out even.
-    """
+def engine_sizes(config: Config) -> list[int]:
+    """Return the devices of each of the policy's engines."""
+    cluster = config.cluster
+    if not uses_engines(config):
+        return []
+    count = cluster.rollout_num_gpus or 1
+    if cluster.rollout_num_gpus is None and cluster.colocate and uses_trainers(config):
+        count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     if groups := serving_groups(config):
         total = sum(group.num_gpus for group in groups)
         if count != total:
             raise ValueError(f"--rollout-num-gpus {count}: the groups of {FLAG} have {total} devices; leave it out")
         return [group.per_engine for group in groups for _ in range(group.num_engines)]
-    size = config.cluster.rollout_num_gpus_per_engine
+    return _equal_sizes("--rollout-num-gpus", SIZE_FLAG, count, cluster.rollout_num_gpus_per_engine)
+
+
+def _equal_sizes(flag: str, size_flag: str, count: int, size: int) -> list[int]:
     if count % size:
-        raise ValueError(
-            f"--rollout-num-gpus {count} is not a multiple of --rollout-num-gpus-per-engine {size};"
-            f" {dividing(count, size)}"
-        )
+        raise ValueError(f"{flag} {count} is not a multiple of {size_flag} {size}; {dividing(count, size)}")
     return [size] * (count // size)
 
 
 def check_engine_size(size_flag: str, size: int, per_node: int) -> None:
-    """Check that an engine larger than a node takes whole nodes: SGLang wants as many ranks on each.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that an engine larger than a node takes whole nodes: SGLang wants as many ranks on each."""
     if size > per_node and size % per_node:
         below, above = size // per_node * per_node, -(-size // per_node) * per_node
         raise ValueError(
@@ -90,10 +81,5 @@ def place_engines(flag: str, size_flag: str, count: int, size: int, first: int, 
     """Return the devices of each engine, from `first` on: `count` devices (of `flag`), `size` an engine.
 
     None of them spans two nodes of `per_node` devices if it fits on one.
-
-    Raises:
-        ValueError: the engines do not come out even.
     """
-    if count % size:
-        raise ValueError(f"{flag} {count} is not a multiple of {size_flag} {size}; {dividing(count, size)}")
-    return place_one_by_one([size] * (count // size), first, per_node, size_flag, may_skip=True)
+    return place_one_by_one(_equal_sizes(flag, size_flag, count, size), first, per_node, size_flag, may_skip=True)

@@ -1,9 +1,4 @@
-"""FLOPs of a model's forward and backward passes, of the matrix products alone: the numerator of `perf/mfu`.
-
-A matrix of N parameters takes 2 N FLOPs a token in the forward pass and 4 N in the backward pass (Kaplan et al. 2020,
-"Scaling Laws for Neural Language Models", section 2.1; PaLM, appendix B, adds attention). Attention looks back alone,
-so a sequence of s tokens has s²/2 pairs. Recomputed work counts once.
-"""
+"""FLOPs of the optimizer steps, of the matrix products alone: the numerator of `perf/mfu`."""
 
 from __future__ import annotations
 
@@ -11,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.balance import SequenceCost
 from fusionrl.plan.devices import KINDS
-
-_TRAIN_BY_FORWARD = 3.0  # forward and backward
 
 
 @dataclass(frozen=True)
@@ -30,24 +24,10 @@ class Work:
         return cls(sum(lengths), sum(length**2 for length in lengths))
 
 
-def forward_flops(shape: ModelShape, work: Work) -> float:
-    """FLOPs of one forward pass over the sequences, logits included."""
-    embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    matrices = 2.0 * (shape.num_active_parameters - embedding) * work.tokens
-    key, value = _head_sizes(shape)
-    pairs = work.squares / 2
-    return matrices + 2.0 * shape.num_layers * shape.num_attention_heads * (key + value) * pairs
-
-
 def train_flops(shape: ModelShape, work: Work) -> float:
     """FLOPs of the optimizer steps on these sequences, each of which is trained on once."""
-    return _TRAIN_BY_FORWARD * forward_flops(shape, work)
-
-
-def _head_sizes(shape: ModelShape) -> tuple[int, int]:
-    if shape.mla is None:
-        return shape.head_dim, shape.head_dim
-    return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim, shape.mla.v_head_dim
+    cost = SequenceCost.of_shape(shape)
+    return cost.linear * work.tokens + cost.quadratic * work.squares
 
 
 def peak_flops(name: str, memory_bytes: float | None = None) -> float | None:

@@ -7,32 +7,26 @@ from typing import TYPE_CHECKING
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.shape_claims import RIGHT_VALUES
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan
 
 # What slime can do and fusionrl does not do: off, as slime's flags are where they are not given.
+_FALSE = """
+    ci_test use_wandb wandb_always_use_train_step use_distributed_post log_passrate log_multi_turn use_critic
+    use_pytorch_profiler record_memory_history keep_old_actor use_rollout_entropy
+    sglang_enable_deterministic_inference use_tensorboard allgather_cp
+"""
+_NONE = """
+    wandb_mode wandb_dir wandb_key wandb_host wandb_team wandb_group wandb_project wandb_run_id tb_project_name
+    tb_experiment_name tensorboard_dir dump_details save_debug_train_data multimodal_keys log_reward_category
+    sglang_model_routers sglang_speculative_algorithm eval_min_new_tokens rollout_buffer_url chat_template_path
+    load_forge_rollout_data
+"""
 _OFF: dict[str, object] = {
-    **dict.fromkeys(
-        (
-            "ci_test",
-            "use_wandb",
-            "wandb_always_use_train_step",
-            "use_distributed_post",
-            "log_passrate",
-            "log_multi_turn",
-        )
-        + ("use_critic", "use_pytorch_profiler", "record_memory_history", "keep_old_actor", "use_rollout_entropy")
-        + ("multi_latent_attention", "sglang_enable_deterministic_inference", "use_tensorboard", "allgather_cp"),
-        False,
-    ),
-    **dict.fromkeys(
-        ("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project")
-        + ("wandb_run_id", "tb_project_name", "tb_experiment_name", "tensorboard_dir", "dump_details")
-        + ("save_debug_train_data", "multimodal_keys", "log_reward_category", "sglang_model_routers")
-        + ("sglang_speculative_algorithm", "eval_min_new_tokens", "rollout_buffer_url", "chat_template_path")
-        + ("load_forge_rollout_data",)
-    ),
+    **dict.fromkeys(_FALSE.split(), False),
+    **dict.fromkeys(_NONE.split()),
     "wandb_random_suffix": True,
     "sglang_dp_size": 1,
     "qkv_format": "thd",
@@ -71,34 +65,20 @@ def slime_args(config: Config, plan: Plan) -> dict[str, object]:
 
 
 def _model(shape: ModelShape) -> Mapping[str, object]:
-    """Sizes of the model, under Megatron's names."""
-    moe = shape.moe
-    return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
+    """Sizes of the model, under Megatron's names; None for those of experts that it lacks."""
+    values = {name: right(shape) for name, right in RIGHT_VALUES.items()}
+    if shape.moe is None:
+        values |= dict.fromkeys(name for name in values if name == "num_experts" or name.startswith("moe_"))
+    return values | {
         "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "group_query_attention": shape.num_query_groups < shape.num_attention_heads,
         "kv_channels": shape.head_dim,
         "vocab_size": shape.vocab_size,
         "padded_vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
-        "norm_epsilon": shape.rms_norm_eps,
-        "rotary_base": shape.rope_theta,
         "rotary_percent": shape.rotary_percent,
-        "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
         "add_qkv_bias": shape.attention_bias,
-        "qk_layernorm": shape.qk_layernorm,
-        "post_self_attn_layernorm": shape.output_norms,
-        "post_mlp_layernorm": shape.output_norms,
-        "multi_latent_attention": shape.mla is not None,
-        "num_experts": moe.num_experts if moe else None,
-        "moe_router_topk": moe.topk if moe else None,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
         "moe_grouped_gemm": False,
         "moe_use_legacy_grouped_gemm": False,
         "mtp_num_layers": None,
-        "use_rope_scaling": bool(shape.rope_scaling),
         "fp16_lm_cross_entropy": False,
     }

@@ -41,9 +41,6 @@ class TrainerLayout:
     The rank of (tp, cp, dp, pp) is `tp + TP * (cp + CP * (dp + DP * pp))`. Expert layers divide the same
     ranks anew, as (etp, ep, expert dp, pp). Example: 8 ranks with tp 2 and pp 2 have dp 2, and rank 6 is
     (tp 0, cp 0, dp 1, pp 1). `vpp` is the number of model chunks that each pipeline rank holds (interleaved 1F1B).
-
-    Raises:
-        ValueError: a size below 1, or sizes that do not divide `world_size`.
     """
 
     world_size: int
@@ -71,19 +68,15 @@ class TrainerLayout:
             raise ValueError(
                 f"{flags['vpp']} {self.vpp} needs {flags['pp']} of at least 2: one stage has nothing to interleave"
             )
-        ranks = f"{flags['world_size']} is {self.world_size}, which"
-        if self.world_size % (self.tp * self.pp * self.cp):
-            raise ValueError(
-                f"{ranks} tp {self.tp} × pp {self.pp} × cp {self.cp} does not divide; "
-                f"change {flags['tp']}, {flags['pp']} or {flags['cp']}, or the number of ranks;"
-                f" {dividing(self.world_size, self.tp * self.pp * self.cp)}"
-            )
-        if self.world_size % (self.etp * self.ep * self.pp):
-            raise ValueError(
-                f"{ranks} etp {self.etp} × ep {self.ep} × pp {self.pp} does not divide; "
-                f"change {flags['ep']} or {flags['etp']}, or the number of ranks;"
-                f" {dividing(self.world_size, self.etp * self.ep * self.pp)}"
-            )
+        for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
+            product = math.prod(getattr(self, name) for name in names)
+            if self.world_size % product:
+                sizes = " × ".join(f"{name} {getattr(self, name)}" for name in names)
+                raise ValueError(
+                    f"{flags['world_size']} is {self.world_size}, which {sizes} does not divide; change"
+                    f" {', '.join(flags[name] for name in names)} or the number of ranks;"
+                    f" {dividing(self.world_size, product)}"
+                )
 
     @property
     def dp(self) -> int:
@@ -96,11 +89,7 @@ class TrainerLayout:
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Return the place of `rank`.
-
-        Raises:
-            ValueError: no such rank.
-        """
+        """Return the place of `rank`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of the trainer")
         rest, tp = divmod(rank, self.tp)
@@ -122,10 +111,7 @@ class TrainerLayout:
 def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, object]) -> list[str]:
     """List the sizes of the model that a layout does not divide, with the arithmetic, one line each.
 
-    Args:
-        layout: the parallel sizes.
-        shape: the model's sizes.
-        transformer: passed-through fields for the TransformerConfig (uneven first and last stages).
+    `transformer`: passed-through fields for the TransformerConfig (uneven first and last stages).
     """
     errors: list[str] = []
 
@@ -135,16 +121,15 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
             fitting = f"sizes that divide all that it splits: {fitting.partition(': ')[2]}"
         for name, count in counts.items():
             if size > 1 and count % size:
-                errors.append(
-                    f"{flag} {size} does not divide the model's {count} {name}: {count} = {_remainder(count, size)};"
-                    f" {fitting}"
-                )
+                remainder = f"{count} = {count // size} x {size} + {count % size}"
+                errors.append(f"{flag} {size} does not divide the model's {count} {name}: {remainder}; {fitting}")
 
-    tensor, expert = "--tensor-model-parallel-size", "--expert-model-parallel-size"
+    tensor = "--tensor-model-parallel-size"
+    expert, expert_tensor = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
     split = {"attention heads": shape.num_attention_heads}
     if shape.num_query_groups != shape.num_attention_heads:
         split["key-value heads"] = shape.num_query_groups
-    if shape.moe is None or len(shape.moe.layers) < shape.num_layers:
+    if shape.has_dense_mlp:
         split["rows of the MLP (intermediate_size)"] = shape.ffn_hidden_size
     if shape.moe is not None and shape.moe.shared_ffn_hidden_size:
         split["rows of the shared expert"] = shape.moe.shared_ffn_hidden_size
@@ -152,13 +137,13 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
     if shape.moe is not None:
         divide(expert, layout.ep, {"experts": shape.moe.num_experts})
         rows = {"rows of an expert (moe_intermediate_size)": shape.moe.ffn_hidden_size}
-        divide("--expert-tensor-parallel-size", layout.etp, rows)
-    elif layout.ep > 1:
-        errors.append(f"{expert} {layout.ep}: a {shape.model_type} model has no experts; leave it at 1")
-    if layout.etp > 1 and shape.moe is None:
-        errors.append(
-            f"--expert-tensor-parallel-size {layout.etp}: a {shape.model_type} model has no experts; leave it out"
-        )
+        divide(expert_tensor, layout.etp, rows)
+    else:
+        errors += [
+            f"{flag} {size}: a {shape.model_type} model has no experts; leave it out"
+            for flag, size in ((expert, layout.ep), (expert_tensor, layout.etp))
+            if size > 1
+        ]
     if layout.tp > 1 and transformer.get("sequence_parallel") is False and (shape.moe or shape.mla):
         needs = "experts need" if shape.moe else "latent attention needs"
         errors.append(f"{tensor} {layout.tp}: {needs} sequence parallelism; leave --no-sequence-parallel out")
@@ -222,7 +207,3 @@ def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping
         for name, value in ends.items()
         if value % layout.vpp
     ]
-
-
-def _remainder(count: int, size: int) -> str:
-    return f"{count // size} x {size} + {count % size}"

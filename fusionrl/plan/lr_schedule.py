@@ -29,11 +29,7 @@ def warm_up_notes(config: Config, num_steps: int) -> list[str]:
 
 
 def warm_up_steps(train: TrainGroup, num_steps: int | None) -> int:
-    """Return the optimizer steps of the warm-up; `num_steps`: of the whole run.
-
-    Raises:
-        ValueError: --lr-warmup-fraction of a run whose length is not known.
-    """
+    """Return the optimizer steps of the warm-up; `num_steps`: of the whole run."""
     if train.lr_warmup_fraction is None:
         return train.lr_warmup_iters
     steps = train.lr_decay_iters or num_steps
@@ -46,15 +42,9 @@ def warm_up_steps(train: TrainGroup, num_steps: int | None) -> int:
 
 
 def lr_decay_steps(train: TrainGroup, num_steps: int | None = None, prefix: str = "") -> int:
-    """Optimizer steps over which the learning rate decays.
+    """Optimizer steps over which the learning rate decays; `num_steps`: of the whole run, None: not known.
 
-    Args:
-        train: the flags.
-        num_steps: of the whole run, where --lr-decay-iters is not given; None: not known.
-        prefix: of the flags of a critic or a prm ("critic-", "prm-"), for the message.
-
-    Raises:
-        ValueError: a decay whose length nothing gives, or one not longer than the warm-up.
+    `prefix`: of the flags of a critic or a prm ("critic-", "prm-"), for the message.
     """
     steps = train.lr_decay_iters or num_steps
     if train.lr_decay_style == "constant":

@@ -1,11 +1,8 @@
 """NCCL's settings that the ranks of one group must share: trainers and engines, where weights are broadcast.
 
 An SGLang server that finds `NCCL_CUMEM_ENABLE` and `NCCL_NVLS_ENABLE` unset turns both off; NCCL by itself turns them
-on where the machine can. Ranks of one group that differ do not find a way to each other: the push fails, or it hangs.
-So both sides get both variables, with the same values.
-
-Without cuMem NCCL's buffers stay where they are when a group is suspended. That costs nothing here: trainers that share
-their device with engines push by IPC, are in no group with them, and keep NCCL's defaults.
+on where the machine can. Ranks of one group that differ cannot connect: the push fails, or it hangs. So both sides get
+both variables, with the same values. Trainers that push by IPC are in no group with engines, and keep NCCL's defaults.
 """
 
 from __future__ import annotations

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of, has_own_rollout, is_streamed
 from fusionrl.pipeline.knobs import IN_TURN, PIPELINES, Knobs
 
-
-class HasKnobs(Protocol):
-    """The part of the plan that is read here."""
-
-    @property
-    def knobs(self) -> Knobs | None:
-        """Return the controller's settings."""
+if TYPE_CHECKING:
+    from fusionrl.plan.plan import Plan
 
 
 # Their groups stay in flight from rollout to rollout.
@@ -36,11 +31,7 @@ FLAGS = {
 
 
 def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs:
-    """Return the knobs: the preset of --pipeline, and over it what the user gives.
-
-    Raises:
-        ValueError: flags that contradict each other, by their names.
-    """
+    """Return the knobs: the preset of --pipeline, and over it what the user gives."""
     rollout, knobs = config.rollout, vars(config.pipelining)
     assert rollout.rollout_batch_size is not None
     values: dict[str, object] = dict(PIPELINES[config.run.pipeline])
@@ -93,7 +84,7 @@ def keeps_groups_in_flight(config: Config) -> bool:
     return config.rollout.rollout_function_path in FULLY_ASYNC
 
 
-def pause_mode(config: Config, plan: HasKnobs) -> str:
+def pause_mode(config: Config, plan: Plan) -> str:
     """Return what a push does to running requests, as SGLang's /pause_generation calls it."""
     if plan.knobs is not None and plan.knobs.in_flight != "drain":
         return plan.knobs.in_flight

@@ -11,7 +11,7 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import EngineGroup, engine_groups
-from fusionrl.config.run_parts import is_streamed, uses_engines, uses_trainers
+from fusionrl.config.run_parts import is_streamed, uses_trainers
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.pipeline.knobs import Knobs
@@ -20,7 +20,7 @@ from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
 from fusionrl.plan.device_checks import check_device, check_placement
-from fusionrl.plan.devices import Machine, StartOrder, start_order
+from fusionrl.plan.devices import Machine
 from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_one_by_one
 from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
@@ -109,8 +109,15 @@ class Plan:
         return self.device == "cuda" and self.is_colocated
 
     @property
-    def start_order(self) -> StartOrder:
-        return start_order(self.takes_turns, self.engines_give_memory)
+    def start_order(self) -> Literal["together", "engines first", "trainers first"]:
+        """Return who starts before whom on the devices.
+
+        Engines that give their memory away start first, on empty devices. Engines that keep it start last, so that they
+        find what the trainers leave to them.
+        """
+        if not self.takes_turns:
+            return "together"
+        return "engines first" if self.engines_give_memory else "trainers first"
 
     @property
     def is_colocated(self) -> bool:
@@ -142,9 +149,6 @@ def make_plan(
     sandbox       the kind that this machine gives, for the plan's text
     machine       what the memory is compared with; None: nothing
     imbalance     of the experts: what the busiest rank gets, for each token of an even share
-
-    Raises:
-        ValueError: sizes that do not divide or do not fit, with the arithmetic.
     """
     plan = replace(_plan(config, shape, device, num_prompts, num_cores, quantization), sandbox=sandbox)
     report = memory_report(plan, config, machine, imbalance)
@@ -169,11 +173,7 @@ def _plan(
     num_cores: int,
     quantization: BlockFp8 | None,
 ) -> Plan:
-    """The plan without its memory.
-
-    Raises:
-        ValueError: sizes that do not divide or do not fit, with the arithmetic.
-    """
+    """The plan without its memory."""
     cluster, model = config.cluster, config.model
     precision = trainer_precision(model.precision, device)
     rollout_dtype = precision_or(model.rollout_dtype, precision)
@@ -181,7 +181,7 @@ def _plan(
     check_placement(config, device)
     layout = _checked_layout(config, shape)
     world_size = layout.world_size if layout else 0
-    sizes = _engine_sizes(config)
+    sizes = engine_sizes(config)
     first_engine = 0 if cluster.colocate else world_size
     num_engines = len(sizes)
     # Of one size they have always followed one another, and on several nodes the sizes are chosen to fit.
@@ -263,7 +263,7 @@ def plan_errors(
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
         lambda: _auxiliary(config, shape, "cpu", 0) if shape and layout else None,
-        lambda: _engine_sizes(config),
+        lambda: engine_sizes(config),
         lambda: plan_scorers(config, 0),
         lambda: place_evaluation(config, 0),
         lambda: _batch(config, layout),
@@ -329,7 +329,7 @@ def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> No
     if shape.moe is None or config.checkpoint.no_save or layout.pp == 1:
         return
     stages = stage_layers(layout, shape.num_layers, config.passthrough.transformer) or []
-    without = [stage for stage, layers in enumerate(stages) if not set(layers) & set(shape.moe.layers)]
+    without = [stage for stage, layers in enumerate(stages) if not any(map(shape.has_experts, layers))]
     if without:
         raise ValueError(
             f"--pipeline-model-parallel-size {layout.pp}: stage {without[0]} (layers {stages[without[0]][0]} to"
@@ -363,17 +363,6 @@ def _virtual_size(config: Config, shape: ModelShape | None) -> int:
             + ("" if shape.num_layers % stages else f"; {dividing(shape.num_layers // stages, layers)}")
         )
     return shape.num_layers // chunk
-
-
-def _engine_sizes(config: Config) -> list[int]:
-    """Devices of each engine of the policy."""
-    cluster = config.cluster
-    if not uses_engines(config):
-        return []
-    count = cluster.rollout_num_gpus or 1
-    if cluster.rollout_num_gpus is None and cluster.colocate and uses_trainers(config):
-        count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    return engine_sizes(config, count)
 
 
 def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:

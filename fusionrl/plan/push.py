@@ -1,6 +1,6 @@
-"""The plan of a weight push: whose source each tensor is, what travels together, in which order, and to whom.
+"""The plan of a weight push: whose source each tensor is, what travels together, and in which order.
 
-Pure: a function of the tensors, the trainers' places and the engines' places; no tensor is touched.
+Pure: no tensor is touched.
 
 A *source* is the first rank of a group that holds some tensors in parts: the tensor-parallel ranks of a pipeline stage,
 or for experts the expert-tensor-parallel ranks of one expert-parallel rank. The others of the group send it their
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from fusionrl.base.plurals import counted
-from fusionrl.models.families.rules import Rule, Sizes, Split
+from fusionrl.models.families.rules import Rule, Sizes
 from fusionrl.models.quantization import SCALE, BlockFp8
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 
@@ -32,17 +32,6 @@ if TYPE_CHECKING:
 BUFFERS = 2  # of a source: one bucket is sent while the next one is gathered
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _SCALE_WIDTH = 4  # fp32
-
-
-class _Array(Protocol):
-    """The part of a tensor's interface that is used here."""
-
-    def numel(self) -> int: ...
-
-    def element_size(self) -> int: ...
-
-
-T = TypeVar("T", bound=_Array)
 
 
 @dataclass(frozen=True)
@@ -100,13 +89,8 @@ class PushTensor:
 
     def part_shape(self, rank: int, size: int) -> Sizes:
         """Return the part that tensor-parallel `rank` of `size` has (the vocabulary's padding is not sent)."""
-        split: Split = self.rule.split
-        if split == "replicated" or size == 1:
-            return self.shape
-        if split == "columns":
-            return (self.shape[0], self.shape[1] // size, *self.shape[2:])
-        rows = -(-self.shape[0] // size)
-        return (max(0, min(rows, self.shape[0] - rank * rows)), *self.shape[1:])
+        share = self.rule.share(self.shape, rank, size)
+        return (*self.shape[: share.dim], share.length, *self.shape[share.dim + 1 :])
 
     def part_bytes(self, rank: int, size: int) -> int:
         """Bytes that tensor-parallel `rank` sends to rank 0, which is the source and has its own."""
@@ -121,7 +105,6 @@ class Bucket:
 
     number: int  # in the order of all buckets
     members: tuple[int, ...]  # trainer ranks that hold it in parts; the first one is the source
-    engines: tuple[int, ...]
     tensors: tuple[PushTensor, ...]
 
     @property
@@ -155,35 +138,22 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """All buckets of a push, in order."""
+    """All buckets of a push, in order; each goes to every engine."""
 
     buckets: tuple[Bucket, ...]
+    num_engines: int
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
         return tuple(sorted({bucket.source for bucket in self.buckets}))
 
-    @cached_property
+    @property
     def num_calls(self) -> int:
         """Requests to engines that carry weights."""
-        return sum(len(bucket.engines) for bucket in self.buckets)
-
-    @cached_property
-    def _last(self) -> dict[int, int]:
-        return {engine: bucket.number for bucket in self.buckets for engine in bucket.engines}
-
-    def completes(self, bucket: Bucket) -> tuple[int, ...]:
-        """The engines that have all weights with this bucket: it brings them the version.
-
-        Where the engines of each node have a source there, each node has a last bucket of its own.
-        """
-        return tuple(engine for engine in bucket.engines if self._last[engine] == bucket.number)
+        return len(self.buckets) * self.num_engines
 
     def of_source(self, rank: int) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.buckets if bucket.source == rank)
-
-    def engines_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(sorted({engine for bucket in self.of_source(rank) for engine in bucket.engines}))
 
     def gathers(self, rank: int) -> tuple[list[Bucket], list[Bucket]]:
         """The buckets that `rank` takes part in gathering, in the order in which it does: those that fit in the buffers
@@ -226,16 +196,14 @@ class PushPlan:
 
 
 def push_tensors(
-    shape: ModelShape, stage_of: Callable[[str], int], dtype: str, quantization: BlockFp8 | None = None
+    shape: ModelShape, stage_of: Callable[[Rule], int], dtype: str, quantization: BlockFp8 | None = None
 ) -> list[PushTensor]:
     """Every Hugging Face tensor of the model, once, in the order of export.
 
-    Args:
-        shape: the model's.
-        stage_of: Megatron name, as the whole model numbers it → pipeline rank.
-        dtype: the engines' precision. Buffers stay in fp32 (a router's balancing bias decides between experts whose
-            scores are close).
-        quantization: which of them engines hold in fp8.
+    stage_of      rule → pipeline rank that holds its tensor
+    dtype         the engines' precision; buffers stay in fp32 (a router's balancing bias decides between experts whose
+                  scores are close)
+    quantization  which of them engines hold in fp8
     """
     from fusionrl.models.families import model_rules
 
@@ -243,96 +211,56 @@ def push_tensors(
         return quantization.scale_shape(sizes) if quantization is not None and name in quantization.names else None
 
     return [
-        PushTensor(
-            name, sizes, "float32" if rule.buffer else dtype, rule, part, stage_of(rule.megatron), scales(name, sizes)
-        )
+        PushTensor(name, sizes, "float32" if rule.buffer else dtype, rule, part, stage_of(rule), scales(name, sizes))
         for rule in model_rules(shape).values()
         for part, (name, sizes) in enumerate(rule.hf.items())
     ]
 
 
-def stage_of_name(stages: Sequence[Sequence[int]]) -> Callable[[str], int]:
+def stage_of_rule(stages: Sequence[Sequence[int]]) -> Callable[[Rule], int]:
     """`stage_of` of `push_tensors` for layers dealt out as `plan.layout.stage_layers` says."""
     stage_of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
 
-    def stage_of(name: str) -> int:
-        if name.startswith("decoder.layers."):
-            return stage_of_layer[int(name.split(".")[2])]
-        return 0 if name.startswith("embedding.") else len(stages) - 1
+    def stage_of(rule: Rule) -> int:
+        if rule.layer is not None:
+            return stage_of_layer[rule.layer]
+        return 0 if rule.megatron.startswith("embedding.") else len(stages) - 1
 
     return stage_of
 
 
 def plan_push(
-    tensors: Sequence[PushTensor],
-    layout: TrainerLayout,
-    targets: Sequence[EngineTarget],
-    trainer_nodes: Sequence[str],
-    max_bytes: int,
-    num_experts: int = 0,
-    *,
-    by_node: bool,
+    tensors: Sequence[PushTensor], layout: TrainerLayout, num_engines: int, max_bytes: int, num_experts: int = 0
 ) -> PushPlan:
-    """Buckets of at most `max_bytes` (one larger tensor, or two of `TOGETHER`, stand alone), each tensor once to every
-    engine.
+    """Buckets of at most `max_bytes` (one larger tensor, or two of `TOGETHER`, stand alone), each tensor once.
 
-    Args:
-        tensors: all of the model's, in the order of export.
-        layout: the trainers'.
-        targets: the engines.
-        trainer_nodes: trainer rank → node.
-        max_bytes: see above.
-        num_experts: of one layer.
-        by_node: the engines of a node have sources of their own there, where replicas of the trainer make it possible,
-            as memory can be shared with them; else one source serves all engines.
+    `tensors` are all of the model's, in the order of export; `num_experts` is of one layer.
     """
-    places = sorted({target.node_id for target in targets}) if by_node else [None]
-    streams: dict[tuple[tuple[int, ...], tuple[int, ...]], list[PushTensor]] = {}
-    for place in places:
-        engines = tuple(target.index for target in targets if place is None or target.node_id == place)
-        chosen: dict[tuple[int, int | None], tuple[int, ...]] = {}
-        for tensor in tensors:
-            part = None if tensor.expert is None else tensor.expert * layout.ep // num_experts
-            if (tensor.stage, part) not in chosen:
-                chosen[tensor.stage, part] = _near(_holders(layout, tensor.stage, part), trainer_nodes, place)
-            streams.setdefault((chosen[tensor.stage, part], engines), []).append(tensor)
-    # Where places share a replica, one bucket goes to the engines of all of them.
-    joined: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[tuple[int, ...], list[PushTensor]]] = {}
-    for (members, engines), stream in streams.items():
-        key = members, tuple(tensor.name for tensor in stream)
-        joined[key] = (joined[key][0] if key in joined else ()) + engines, stream
-    cut: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], list[PushTensor]]]] = {}
-    for (members, _), (engines, stream) in joined.items():
-        buckets = cut.setdefault(members[0], [])
+    streams: dict[tuple[int, ...], list[PushTensor]] = {}
+    for tensor in tensors:
+        part = None if tensor.expert is None else tensor.expert * layout.ep // num_experts
+        streams.setdefault(_members(layout, tensor.stage, part), []).append(tensor)
+    cut: dict[int, list[tuple[tuple[int, ...], list[PushTensor]]]] = {}
+    for members, stream in streams.items():
         # A few buffers in another precision would otherwise end a bucket in every layer.
         stream = sorted(stream, key=lambda tensor: tensor.dtype)
-        buckets += [(members, engines, bucket) for bucket in _cut(stream, max_bytes)]
+        cut.setdefault(members[0], []).extend((members, bucket) for bucket in _cut(stream, max_bytes))
     # Evenly mixed, so that all sources are at work from the beginning to the end.
     mixed = sorted(
         ((i + 0.5) / len(buckets), source, i) for source, buckets in cut.items() for i in range(len(buckets))
     )
-    return PushPlan(
-        tuple(
-            Bucket(number, members, tuple(sorted(engines)), tuple(bucket))
-            for number, (_, source, i) in enumerate(mixed)
-            for members, engines, bucket in [cut[source][i]]
-        )
-    )
+    placed = [cut[source][i] for _, source, i in mixed]
+    buckets = (Bucket(number, members, tuple(bucket)) for number, (members, bucket) in enumerate(placed))
+    return PushPlan(tuple(buckets), num_engines)
 
 
-def _holders(layout: TrainerLayout, stage: int, expert_part: int | None) -> list[tuple[int, ...]]:
-    """The groups of ranks that hold the same tensors in parts: replicas of one another."""
-    per_stage = layout.world_size // layout.pp
+def _members(layout: TrainerLayout, stage: int, expert_part: int | None) -> tuple[int, ...]:
+    """The ranks that hold tensors in parts, of the first replica."""
+    first = stage * (layout.world_size // layout.pp)
     if expert_part is None:
-        firsts, size = range(0, per_stage, layout.tp), layout.tp
-    else:
-        first = layout.etp * expert_part
-        firsts, size = range(first, per_stage, layout.etp * layout.ep), layout.etp
-    return [tuple(range(stage * per_stage + first, stage * per_stage + first + size)) for first in firsts]
-
-
-def _near(holders: list[tuple[int, ...]], nodes: Sequence[str], place: str | None) -> tuple[int, ...]:
-    return next((members for members in holders if nodes[members[0]] == place), holders[0])
+        return tuple(range(first, first + layout.tp))
+    first += layout.etp * expert_part
+    return tuple(range(first, first + layout.etp))
 
 
 def own_experts(tensor: PushTensor, target: EngineTarget, rank: int, num_experts: int) -> bool:
@@ -355,11 +283,7 @@ class Feed:
 
 
 def plan_feeds(targets: Sequence[EngineTarget], trainer_bundles: Sequence[int]) -> list[Feed]:
-    """Match senders and engine ranks on GPUs: an engine rank reads the memory of the trainer rank on its own device.
-
-    Raises:
-        ValueError: an engine device that no trainer shares.
-    """
+    """Match senders and engine ranks on GPUs: an engine rank reads the memory of the trainer rank on its own device."""
     feeds = []
     for target in targets:
         missing = [b for b in target.bundles if b not in trainer_bundles]
@@ -396,33 +320,13 @@ def _units(tensors: Iterable[PushTensor]) -> Iterator[list[PushTensor]]:
     for tensor in rest:
         unit = [tensor]
         if tensor.name.endswith(TOGETHER[0]) and (following := next(rest, None)) is not None:
-            assert _are_together(tensor.name, following.name), f"{tensor.name} without its pair"
+            assert are_together(tensor.name, following.name), f"{tensor.name} without its pair"
             unit.append(following)
         yield unit
 
 
-def buckets(tensors: Iterable[tuple[str, T]], max_bytes: int) -> Iterator[list[tuple[str, T]]]:
-    """Consecutive (name, tensor) pairs of at most `max_bytes` together; a larger tensor stands alone.
-
-    Two that an engine joins while it loads them (`TOGETHER`), and a weight and its scales, come in one bucket, whatever
-    its size. A tensor begins at a multiple of its values' size, as if one followed the other in memory: SGLang takes no
-    other. Lazily: at most one bucket of gathered tensors is alive at a time.
-    """
-    bucket: list[tuple[str, T]] = []
-    size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        is_full = size + nbytes > max_bytes and not _are_together(bucket[-1][0] if bucket else "", name)
-        if bucket and (is_full or size % tensor.element_size()):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
-def _are_together(before: str, name: str) -> bool:
+def are_together(before: str, name: str) -> bool:
+    """Return whether tensors of these names, one after the other, must come in one bucket."""
     before, name = before.removesuffix(SCALE), name.removesuffix(SCALE)
     return before == name or (before.endswith(TOGETHER[0]) and name.endswith(TOGETHER[1]))
 
@@ -430,18 +334,15 @@ def _are_together(before: str, name: str) -> bool:
 def plan_for_layout(
     shape: ModelShape,
     layout: TrainerLayout,
-    engine_bundles: Sequence[Sequence[int]],
+    num_engines: int,
     max_bytes: int,
     dtype: str,
     stages: Sequence[Sequence[int]],
     quantization: BlockFp8 | None = None,
 ) -> PushPlan:
-    """The plan before anything runs, of one node: layers dealt out as `stage_layers` says."""
-    targets = [EngineTarget(i, None, "", tuple(bundles)) for i, bundles in enumerate(engine_bundles)]
-    tensors = push_tensors(shape, stage_of_name(stages), dtype, quantization)
-    num_experts = shape.moe.num_experts if shape.moe else 0
-    nodes = [""] * layout.world_size
-    return plan_push(tensors, layout, targets, nodes, max_bytes, num_experts, by_node=False)
+    """The plan before anything runs, layers dealt out as `stage_layers` says."""
+    tensors = push_tensors(shape, stage_of_rule(stages), dtype, quantization)
+    return plan_push(tensors, layout, num_engines, max_bytes, shape.num_experts)
 
 
 def planned_push(plan: Plan, config: Config) -> PushPlan | None:
@@ -451,7 +352,7 @@ def planned_push(plan: Plan, config: Config) -> PushPlan | None:
     if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
         return None
     limit, dtype = config.weights.update_weight_buffer_size, torch_name(plan.rollout_dtype)
-    return plan_for_layout(plan.shape, plan.layout, plan.engine_bundles, limit, dtype, stages, plan.quantization)
+    return plan_for_layout(plan.shape, plan.layout, plan.num_engines, limit, dtype, stages, plan.quantization)
 
 
 def torch_name(precision: Literal["fp32", "bf16"]) -> str:

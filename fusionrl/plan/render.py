@@ -10,12 +10,17 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
-from fusionrl.plan.devices import describe_start_order
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.pipeline_knobs import described as described_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import planned_push
+
+_TURNS = {
+    "engines first": "engines start alone, then trainers; in a push and its check each side holds its weights alone;"
+    " engines generate alone; trainers train alone",
+    "trainers first": "trainers start alone, then engines in what is left; engines keep their memory",
+}
 
 
 def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str:
@@ -34,7 +39,7 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         f"{'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
     ]
     if plan.start_order != "together":
-        lines.append(f"turns      {describe_start_order(plan.start_order)}")
+        lines.append(f"turns      {_TURNS[plan.start_order]}")
     if plan.knobs:
         lines.append(f"pipeline   {described_knobs(plan.knobs)}")
     if (loss := described_loss(config)) is not None:

@@ -38,13 +38,13 @@ class ScorerPlan:
         """Devices of one engine (its tensor parallel size)."""
         return len(self.bundles[0])
 
+    @property
+    def name(self) -> str:
+        return self.role.replace("-", " ")
+
 
 def plan_scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
-    """The engines that only read, on devices from `first` on.
-
-    Raises:
-        ValueError: the engines do not come out even.
-    """
+    """The engines that only read, on devices from `first` on."""
     if not uses_engines(config):
         return ()
     reward, algorithm, per_node = config.reward, config.algorithm, config.cluster.num_gpus_per_node

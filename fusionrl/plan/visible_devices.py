@@ -34,16 +34,8 @@ class Gpu:
         return {} if self.alone is None else {VARIABLE: self.alone}
 
 
-def is_slice(name: str) -> bool:
-    return name.startswith("MIG-")
-
-
 def visible_names(value: str | None) -> tuple[str, ...] | None:
-    """Return the names in a value of CUDA_VISIBLE_DEVICES, up to the first that is none; None: all GPUs are visible.
-
-    Raises:
-        ValueError: a GPU is named twice, with which CUDA sees none at all.
-    """
+    """Return the names in a value of CUDA_VISIBLE_DEVICES, up to the first that is none; None: all GPUs are visible."""
     if value is None:
         return None
     names: list[str] = []
@@ -63,11 +55,7 @@ def countable(value: str | None) -> int | None:
 
 
 def locate(value: str | None, name: str) -> Gpu:
-    """Return the GPU that Ray calls `name`, on a node whose Ray was started with this value of CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        ValueError: processes of that node do not see it.
-    """
+    """Return the GPU that Ray calls `name`, on a node whose Ray was started with this value of CUDA_VISIBLE_DEVICES."""
     names, name = visible_names(value), name.strip()
     if names is None:
         return Gpu(int(name), int(name))
@@ -77,15 +65,11 @@ def locate(value: str | None, name: str) -> Gpu:
             " of GPUs that the node has, or without"
         )
     position = names.index(name)
-    return Gpu(position, 0, name) if is_slice(name) else Gpu(position, position)
+    return Gpu(position, 0, name) if name.startswith("MIG-") else Gpu(position, position)
 
 
 def nth(value: str | None, number: int) -> Gpu:
-    """Return the GPU at this place of the list, for a run without Ray.
-
-    Raises:
-        ValueError: the list is shorter.
-    """
+    """Return the GPU at this place of the list, for a run without Ray."""
     names = visible_names(value)
     if names is not None and number >= len(names):
         raise ValueError(f"{VARIABLE}={value}: it names {len(names)} GPUs, and the run needs GPU {number}; name more")
@@ -93,11 +77,7 @@ def nth(value: str | None, number: int) -> Gpu:
 
 
 def refuse_slices(gpus: Sequence[Gpu], num_trainers: int, engine_size: int, transport: str | None) -> None:
-    """Refuse what slices of a GPU (MIG) cannot do: NCCL connects no two of them.
-
-    Raises:
-        ValueError: several trainers, an engine of several devices, or a push by broadcast, on slices.
-    """
+    """Refuse what slices of a GPU (MIG) cannot do: NCCL connects no two of them."""
     if all(gpu.alone is None for gpu in gpus):
         return
     cure = "MIG slices are not connected by NCCL; take whole GPUs"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.export import Exporter
-    from fusionrl.weights.rank_reports import SendReport, WriteReport
+    from fusionrl.weights.remote_calls import SendReport, WriteReport
     from fusionrl.weights.send import WeightSender
 
 

@@ -90,11 +90,7 @@ class Broadcast:
             start_thread(self.device, _leave, joined.result())
 
     def _check_external(self, targets: Sequence[EngineTarget]) -> None:
-        """Find external engines that do not answer, as they are announced before they have joined.
-
-        Raises:
-            RuntimeError: names the engine.
-        """
+        """Find external engines that do not answer, as they are announced before they have joined."""
         external = [target for target in targets if target.host]
         calls = [(f"engine {target.index}", target.handle.fault.remote()) for target in external]
         for target, fault in zip(external, wait_all(calls, self.timeout_s), strict=True):
@@ -110,9 +106,6 @@ class Broadcast:
         """Send `named`, which lie one after another in the bytes of `flat`; return when the engines have answered.
 
         Returns the number of calls.
-
-        Raises:
-            RuntimeError: an engine refused or died; names it.
         """
         assert self._group is not None
         payload = {

@@ -3,9 +3,8 @@
 SGLang keeps query, key and value in one tensor, gate and up in another, the two down projections of latent attention in
 a third, all experts of a layer in two, pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP
 to one of `CPU_MULTIPLE`), and splits over its tensor parallel ranks. What it computes from the weights when they are
-loaded (the two halves of latent attention's `kv_b_proj`) is not a tensor of the model: only log-probs
-check it. The hashes are those that its `/weights_checker` reports: `hash_tensor` of tensors in host
-memory, `hash_words` of those on a GPU.
+loaded (the two halves of latent attention's `kv_b_proj`) only log-probs check. The hashes are those that its
+`/weights_checker` reports: `hash_tensor` of tensors in host memory, `hash_words` of those on a GPU.
 """
 
 from __future__ import annotations
@@ -21,24 +20,17 @@ from fusionrl.models.shape import ModelShape
 
 CPU_MULTIPLE = 32
 _VOCABULARY_MULTIPLE = 64
+# Projection → the engine's tensor that it is a part of, which part, and of how many.
 _FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
+    **{name: ("qkv_proj", i, 3) for i, name in enumerate(("q_proj", "k_proj", "v_proj"))},
+    **{name: ("gate_up_proj", i, 2) for i, name in enumerate(("gate_proj", "up_proj"))},
+    **{name: ("fused_qkv_a_proj_with_mqa", i, 2) for i, name in enumerate(("q_a_proj", "kv_a_proj_with_mqa"))},
 }
-_FUSED_LATENT = {
-    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
-    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-_NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
 _MODULE = re.compile(r"(?P<prefix>.*)\.(?P<name>\w+)\.(?P<kind>weight|bias)")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight")
-# An expert's projections → the engine's tensor of all experts, and the place in it.
-_EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+_EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}  # of the engine's w13; the others are in w2
+_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
+_COLUMNS = ("o_proj", "down_proj", "w2")
 
 
 def engine_checksums(
@@ -51,39 +43,43 @@ def engine_checksums(
     """For each engine rank: engine tensor name → hash (`hash_tensor` if no other is given). `tensors` are (Hugging Face
     name, full tensor). The width of each rank's part of an MLP is a multiple of `mlp_multiple`."""
     hash_of = hash_of or hash_tensor
-    fused_of = _fused(shape)
-    experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
-    waiting: dict[str, dict[int, torch.Tensor]] = {}
+    waiting: dict[str, dict[tuple[int, int], tuple[str, torch.Tensor]]] = {}
     for name, full in tensors:
+        target, place, num_parts = _place(name, shape)
+        is_expert = _EXPERT.fullmatch(name) is not None
         tensor = _padded_mlp(name, full, mlp_multiple * tp_size)
-        if (expert := _EXPERT.fullmatch(name)) is not None:
-            parts_of_layer = experts.setdefault(expert["prefix"], {})
-            parts_of_layer[int(expert["expert"]), _EXPERT_PARTS[expert["name"]]] = tensor.clone()
-            assert shape.moe is not None
-            if len(parts_of_layer) == 3 * shape.moe.num_experts:
-                for rank in range(tp_size):
-                    held = _experts(expert["prefix"], parts_of_layer, shape, rank, tp_size)
-                    ranks[rank] |= {held_name: hash_of(both) for held_name, both in held.items()}
-                del experts[expert["prefix"]]
+        parts = waiting.setdefault(target, {})
+        parts[place] = name, tensor.clone() if is_expert else tensor
+        if len(parts) < num_parts:
             continue
-        match = _MODULE.fullmatch(name)
-        if match is None or match["name"] not in fused_of:
-            for rank in range(tp_size):
-                ranks[rank][name] = hash_of(_shard(name, tensor, shape, rank, tp_size))
-            continue
-        fused, part = fused_of[match["name"]]
-        parts = waiting.setdefault(f"{match['prefix']}.{fused}.{match['kind']}", {})
-        parts[part] = tensor
-        if len(parts) == _NUM_PARTS[fused]:
-            full_name = f"{match['prefix']}.{fused}.{match['kind']}"
-            del waiting[full_name]
-            for rank in range(tp_size):
-                pieces = [_rows(parts[i], shape, fused, i, rank, tp_size) for i in range(_NUM_PARTS[fused])]
-                ranks[rank][full_name] = hash_of(torch.cat(pieces))
-    assert not experts, f"incomplete experts: {sorted(experts)}"
+        del waiting[target]
+        experts = sorted({expert for expert, _ in parts})
+        for rank in range(tp_size):
+            held = [
+                torch.cat([_shard(*parts[key], shape, rank, tp_size) for key in sorted(parts) if key[0] == expert])
+                for expert in experts
+            ]
+            ranks[rank][target] = hash_of(torch.stack(held) if is_expert else held[0])
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
     return ranks
+
+
+def _place(name: str, shape: ModelShape) -> tuple[str, tuple[int, int], int]:
+    """(the engine's tensor that a Hugging Face tensor is a part of, its expert and which part, number of parts)."""
+    if (match := _EXPERT.fullmatch(name)) is not None:
+        assert shape.moe is not None
+        expert, part = int(match["expert"]), _EXPERT_PARTS.get(match["name"])
+        if part is None:
+            return f"{match['prefix']}.w2_weight", (expert, 0), shape.moe.num_experts
+        return f"{match['prefix']}.w13_weight", (expert, part), 2 * shape.moe.num_experts
+    match = _MODULE.fullmatch(name)
+    # With latent attention queries stand alone; where they are not compressed, so does the one down projection.
+    alone = () if shape.mla is None else ("q_proj", "" if shape.mla.q_lora_rank else "kv_a_proj_with_mqa")
+    if match is None or match["name"] not in _FUSED or match["name"] in alone:
+        return name, (0, 0), 1
+    fused, part, num_parts = _FUSED[match["name"]]
+    return f"{match['prefix']}.{fused}.{match['kind']}", (0, part), num_parts
 
 
 def _padded_mlp(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -95,29 +91,6 @@ def _padded_mlp(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     if name.endswith("gate_up_proj.weight"):
         return torch.cat([pad(half, (0, 0, 0, -half.size(0) % multiple)) for half in tensor.chunk(2)])
     return tensor
-
-
-def _fused(shape: ModelShape) -> dict[str, tuple[str, int]]:
-    """Projection → the engine's tensor that it is a part of, and which."""
-    if shape.mla is None:
-        return _FUSED
-    if shape.mla.q_lora_rank is None:  # queries are not compressed, and the one down projection stands alone
-        return {name: fused for name, fused in _FUSED_LATENT.items() if fused[0] == "gate_up_proj"}
-    return _FUSED_LATENT
-
-
-def _experts(
-    prefix: str, parts: dict[tuple[int, int], torch.Tensor], shape: ModelShape, rank: int, tp_size: int
-) -> dict[str, torch.Tensor]:
-    """The two tensors that hold all experts of one layer: gates over ups, and downs."""
-    assert shape.moe is not None
-    numbers = range(shape.moe.num_experts)
-    first = [torch.cat([parts[number, part].chunk(tp_size)[rank] for part in (0, 1)]) for number in numbers]
-    second = [parts[number, 2].chunk(tp_size, dim=1)[rank] for number in numbers]
-    return {
-        f"{prefix}.w13_weight": torch.stack(first),
-        f"{prefix}.w2_weight": torch.stack(second),
-    }
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
@@ -166,23 +139,16 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ words >> 16
 
 
-def _rows(tensor: torch.Tensor, shape: ModelShape, fused: str, part: int, rank: int, tp_size: int) -> torch.Tensor:
-    """This rank's rows of one part; key and value heads are repeated where there are fewer than ranks."""
-    if fused == "qkv_proj" and part > 0 and shape.num_query_groups < tp_size:
-        group = rank * shape.num_query_groups // tp_size
-        return tensor[group * shape.head_dim : (group + 1) * shape.head_dim]
-    if fused == "fused_qkv_a_proj_with_mqa":
-        return tensor
-    return tensor.chunk(tp_size)[rank]
-
-
 def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_size: int) -> torch.Tensor:
+    """What an engine's rank has of a Hugging Face tensor; key and value heads are repeated if fewer than ranks."""
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return pad(tensor, (0, 0, 0, -tensor.size(0) % _VOCABULARY_MULTIPLE)).chunk(tp_size)[rank]
-    if name.endswith("gate_up_proj.weight"):  # a checkpoint that has the two in one tensor
+    module = name.split(".")[-2]
+    if module in ("k_proj", "v_proj") and shape.num_query_groups < tp_size:
+        group = rank * shape.num_query_groups // tp_size
+        return tensor[group * shape.head_dim : (group + 1) * shape.head_dim]
+    if module == "gate_up_proj":  # a checkpoint that has the two in one tensor
         return torch.cat([half.chunk(tp_size)[rank] for half in tensor.chunk(2)])
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if module in _COLUMNS:
         return tensor.chunk(tp_size, dim=1)[rank]
-    if shape.mla is not None and name.endswith(("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")):
-        return tensor.chunk(tp_size)[rank]
-    return tensor
+    return tensor.chunk(tp_size)[rank] if module in _ROWS else tensor

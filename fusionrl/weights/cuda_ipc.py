@@ -11,6 +11,7 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Semaphore
@@ -23,71 +24,60 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from fusionrl.observe.spans import note
-from fusionrl.plan.push import BUFFERS, EngineTarget, Feed, buckets
+from fusionrl.plan.push import BUFFERS, EngineTarget, Feed
+from fusionrl.weights.gather import buckets, of_all_ranks
 from fusionrl.weights.push_threads import start_thread
-from fusionrl.weights.rank_reports import SendReport, new_send_report, note_sent
-from fusionrl.weights.remote_calls import stamp_of, wait_all
+from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, stamp_of, wait_all
 
 _Bucket = list[tuple[str, Tensor]]
 STORAGE_DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).index("storage_device")
 
 
+@dataclass
 class CudaIpc:
     """One trainer rank's part of a push."""
 
-    def __init__(
-        self, rank: int, object_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device
-    ) -> None:
-        self.rank, self.object_group, self.timeout_s, self.device = rank, object_group, timeout_s, device
-        self._failure: BaseException | None = None
-        self.report = new_send_report()
+    rank: int
+    object_group: dist.ProcessGroup | None
+    timeout_s: float
+    device: torch.device
+    targets: Sequence[EngineTarget]
+    feeds: Sequence[Feed]
+    version: int
+    report: SendReport = field(default_factory=new_send_report, init=False)
+    _queue: SimpleQueue[tuple[_Bucket, bool] | None] = field(default_factory=SimpleQueue, init=False)
+    _slots: Semaphore = field(default_factory=lambda: Semaphore(BUFFERS), init=False)
+    _failure: BaseException | None = field(default=None, init=False)
 
-    def send(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        buffer_size: int,
-        targets: Sequence[EngineTarget],
-        feeds: Sequence[Feed],
-        version: int,
-    ) -> SendReport:
+    def send(self, tensors: Iterator[tuple[str, Tensor]], buffer_size: int) -> SendReport:
         """Send `tensors`, whose iteration is collective, to every engine; see `WeightSender.send`. The next bucket is
         gathered while the engines copy this one: memory for two buckets, and for the tensor that is gathered."""
-        queue: SimpleQueue[tuple[_Bucket, bool] | None] = SimpleQueue()
-        slots = Semaphore(BUFFERS)
-        thread = start_thread(self.device, self._run, queue, slots, targets, feeds, version)
+        thread = start_thread(self.device, self._run)
         ended: list[bool] = []
         bucket_iterator = buckets(_noting_end(tensors, ended), buffer_size)
         try:
-            while slots.acquire() and (bucket := next(bucket_iterator, None)) is not None:
+            while self._slots.acquire() and (bucket := next(bucket_iterator, None)) is not None:
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
                 torch.cuda.current_stream().synchronize()  # before another process reads it
                 parts = zip(bucket, flat.split([tensor.nbytes for _, tensor in bucket]), strict=True)
                 views = [(name, part.view(tensor.dtype).view(tensor.shape)) for (name, tensor), part in parts]
-                queue.put((views, bool(ended)))
+                self._queue.put((views, bool(ended)))
                 del bucket, flat, parts, views  # only the thread holds it
         finally:
-            queue.put(None)
+            self._queue.put(None)
             thread.join()
         if self._failure is not None:
             raise self._failure
         return self.report
 
-    def _run(
-        self,
-        queue: SimpleQueue[tuple[_Bucket, bool] | None],
-        slots: Semaphore,
-        targets: Sequence[EngineTarget],
-        feeds: Sequence[Feed],
-        version: int,
-    ) -> None:
+    def _run(self) -> None:
         number = 0
-        while (item := queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
             bucket, is_last = item
-            stamp = stamp_of(version if is_last else None)
             start, start_ns = time.time(), time.monotonic_ns()
             # A rank that has failed still takes part in collectives, in which the other ranks may wait for it.
             try:
-                self._send_bucket(bucket, targets, feeds, stamp)
+                self._send_bucket(bucket, stamp_of(self.version if is_last else None))
             except BaseException as error:  # raised at the end, in the main thread
                 self._failure = self._failure or RuntimeError(f"weight push, bucket {number + 1}: {error}")
             note("send", start_ns, time.monotonic_ns(), "send", bucket=number)
@@ -96,20 +86,16 @@ class CudaIpc:
             num_bytes = sum(tensor.nbytes for _, tensor in bucket) if self.rank == 0 else 0
             note_sent(self.report, start, num_bytes=num_bytes, num_buckets=int(self.rank == 0))
             del item, bucket
-            slots.release()
+            self._slots.release()
 
-    def _send_bucket(
-        self, bucket: _Bucket, targets: Sequence[EngineTarget], feeds: Sequence[Feed], stamp: Mapping[str, object]
-    ) -> None:
-        by_index = {target.index: target for target in targets}
+    def _send_bucket(self, bucket: _Bucket, stamp: Mapping[str, object]) -> None:
+        handles = {target.index: target.handle for target in self.targets}
         calls = []
-        for feed in feeds:
+        for feed in self.feeds:
             payloads = self._payloads(feed, bucket)
             if self.rank == feed.leader and self._failure is None:
-                call = by_index[feed.engine].handle.update_weights_from_tensor.remote(
-                    payloads, load_format=None, **stamp
-                )
-                calls.append((f"engine {feed.engine}", call))
+                load = handles[feed.engine].update_weights_from_tensor.remote
+                calls.append((f"engine {feed.engine}", load(payloads, load_format=None, **stamp)))
         self.report["calls"] += len(calls)
         try:
             wait_all(calls, self.timeout_s)
@@ -120,13 +106,11 @@ class CudaIpc:
 
     def _payloads(self, feed: Feed, bucket: _Bucket) -> list[str]:
         """One payload for each rank of the engine; gathered to the leader where several trainer ranks send."""
-        own_payloads = {place: _serialize(bucket) for place, sender in enumerate(feed.senders) if sender == self.rank}
-        if set(feed.senders) == {feed.leader}:
-            return [own_payloads[i] for i in sorted(own_payloads)]
-        gathered: list[dict[int, str]] = [{}] * dist.get_world_size(self.object_group)
-        dist.all_gather_object(gathered, own_payloads, group=self.object_group)
-        merged = {place: payload for part in gathered for place, payload in part.items()}
-        return [merged[i] for i in sorted(merged)]
+        payloads = {place: _serialize(bucket) for place, sender in enumerate(feed.senders) if sender == self.rank}
+        if set(feed.senders) != {feed.leader}:
+            gathered = of_all_ranks(payloads, dist.get_world_size(self.object_group), self.object_group)
+            payloads = {place: payload for part in gathered for place, payload in part.items()}
+        return [payloads[place] for place in sorted(payloads)]
 
 
 def _noting_end(tensors: Iterator[tuple[str, Tensor]], ended: list[bool]) -> Iterator[tuple[str, Tensor]]:

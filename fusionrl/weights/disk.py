@@ -16,9 +16,8 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +28,9 @@ from torch import Tensor
 from fusionrl.engines.delta import Encoding, checksum_of, encode
 from fusionrl.engines.manifest import MANIFEST, Change, Manifest
 from fusionrl.models.hf_io import INDEX, copy_companions
-from fusionrl.plan.push import buckets
-from fusionrl.weights.rank_reports import WriteReport
+from fusionrl.weights.gather import buckets, of_all_ranks
+from fusionrl.weights.remote_calls import WriteReport
 
-T = TypeVar("T")
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -62,24 +60,19 @@ class _Report:
     error: str | None = None
 
 
+@dataclass(eq=False)
 class DiskWriter:
-    """One trainer rank's writer. All ranks call each method together, but for `drop`."""
+    """One trainer rank's writer. All ranks, which have the gloo group `group`, call each method together, but for
+    `drop`. `export` yields (Hugging Face name, whole tensor) in the engines' precision, in one order on all ranks."""
 
-    def __init__(
-        self,
-        options: DiskOptions,
-        *,
-        rank: int,
-        world_size: int,
-        export: Callable[[], Iterator[tuple[str, Tensor]]],
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """`export` yields (Hugging Face name, whole tensor) in the engines' precision, in one order on all ranks, which
-        have the gloo group `group`."""
-        self.options, self.rank, self.world_size = options, rank, world_size
-        self.export, self.group = export, group
-        self._state: str | None = None  # of the base, where it is whole on every rank
-        self._base: dict[int, dict[str, Tensor]] = {}  # number of a file -> tensors of this rank
+    options: DiskOptions
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    export: Callable[[], Iterator[tuple[str, Tensor]]]
+    group: dist.ProcessGroup | None = None
+    _state: str | None = field(default=None, init=False)  # of the base, where it is whole on every rank
+    _base: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)  # number of a file → tensors
 
     def write(self, version: int) -> WriteReport:
         """Write the weights as they are now: a delta where there is a base, else all of them.
@@ -174,35 +167,31 @@ class DiskWriter:
         """A new state's name, the folder to write in, and what it is called in the end."""
         folder = Path(self.options.folder, _name(version) + suffix)
         partial = folder.with_name(folder.name + ".partial")
-        state = uuid.uuid4().hex
-        error: str | None = None
+        state, error = uuid.uuid4().hex, None
         if self.rank == 0:
             try:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as failure:
                 error = str(failure)
-        state, error = self._from_first((state, error))
-        self._raise(0, error)
-        return state, partial, folder
+        first_state, first_error = of_all_ranks((state, error), self.world_size, self.group)[0]
+        self._raise([first_error])
+        return first_state, partial, folder
 
     def _publish(
         self, version: int, state: str, base: str | None, partial: Path, folder: Path, report: _Report
     ) -> WriteReport:
-        reports = [report] * self.world_size
-        dist.all_gather_object(reports, report, group=self.group)
-        rank, error = next(
-            ((rank, rank_report.error) for rank, rank_report in enumerate(reports) if rank_report.error), (0, None)
-        )
-        if error is None and self.rank == 0:
+        reports = of_all_ranks(report, self.world_size, self.group)
+        errors = [rank_report.error for rank_report in reports]
+        if self.rank == 0:
             try:
-                self._finish(version, state, base, partial, folder, reports)
+                if set(errors) == {None}:
+                    self._finish(version, state, base, partial, folder, reports)
             except OSError as failure:
-                error = str(failure)
-        rank, error = self._from_first((rank, error))
-        if error is not None and self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        self._raise(rank, error)
+                errors[0] = str(failure)
+            if set(errors) != {None}:
+                shutil.rmtree(partial, ignore_errors=True)
+        self._raise(of_all_ranks(errors, self.world_size, self.group)[0])
         elements = sum(rank_report.num_elements for rank_report in reports)
         return {
             "folder": str(folder),
@@ -238,17 +227,13 @@ class DiskWriter:
             shutil.rmtree(folder)
         partial.rename(folder)
 
-    def _from_first(self, value: T) -> T:
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
-
-    def _raise(self, rank: int, error: str | None) -> None:
-        if error is not None:
-            raise OSError(
-                f"trainer rank {rank} could not write the weights into {self.options.folder}"
-                f" (--update-weight-disk-dir): {error}"
-            )
+    def _raise(self, errors: list[str | None]) -> None:
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise OSError(
+                    f"trainer rank {rank} could not write the weights into {self.options.folder}"
+                    f" (--update-weight-disk-dir): {error}"
+                )
 
 
 def words_of(tensor: Tensor) -> np.ndarray:

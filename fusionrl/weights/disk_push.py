@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.push import RELEASE_TIMEOUT_S, call_failure, pause_engines
-from fusionrl.weights.rank_reports import WriteReport
-from fusionrl.weights.remote_calls import wait_all
+from fusionrl.weights.push import PushCalls, call_failures
+from fusionrl.weights.remote_calls import WriteReport, wait_all
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -43,21 +42,13 @@ def push_by_disk(
     sync/pause_s                    time from the first engine pausing until all have resumed
     sync/full_hosts                 hosts that a delta did not fit, and that got a full version
 
-    Args:
-        trainers: actors with `write_weights`, `write_full_weights` and `drop_weights`, one a rank.
-        targets: the engines; those with one `node_id` share a host's copy of the weights.
-        version: of the weights.
-        local_folder: of that copy, on each host; None: engines load what the trainers wrote.
-        keep_files: do not remove the folders of older versions.
-        pause_mode: mode of /pause_generation.
-        timeout_s: limit of the whole, seconds.
+    Targets with one `node_id` share a host's copy of the weights in `local_folder`; None: engines load what the
+    trainers wrote. `keep_files`: the folders of older versions stay.
 
-    Raises:
-        RuntimeError: a rank could not write, a host could not pull, or an engine not load; names it. The engines
-            resume; one that did not load keeps its weights. The next push is an ordinary one.
+    After a failure the engines resume; one that did not load keeps its weights. The next push is an ordinary one.
     """
     start = time.perf_counter()
-    push = _DiskPush(trainers, targets, version, local_folder, start + timeout_s)
+    push = _DiskPush(trainers, targets, start + timeout_s, version, local_folder)
     with span("write and pull"):
         written, paths, num_full = push.distribute()
     distributed = time.perf_counter()
@@ -82,18 +73,9 @@ def push_by_disk(
 
 
 @dataclass(frozen=True)
-class _DiskPush:
-    """One push: its participants, and its deadline by time.perf_counter."""
-
-    trainers: Sequence[ActorHandle]
-    targets: Sequence[EngineTarget]
+class _DiskPush(PushCalls):
     version: int
     local_folder: str | None
-    deadline: float
-
-    def left(self) -> float:
-        """Seconds that the push may still take."""
-        return max(1.0, self.deadline - time.perf_counter())
 
     def distribute(self) -> tuple[list[WriteReport], dict[str, str | None], int]:
         """Write the files, and let each host pull them, while the engines generate.
@@ -112,35 +94,26 @@ class _DiskPush:
         return written, paths, len(lacking)
 
     def load(self, paths: dict[str, str | None], pause_mode: str) -> float:
-        """Pause the engines, load, and resume them. Return when the first of them paused.
-
-        Raises:
-            RuntimeError: an engine did not pause, load or resume.
-        """
+        """Pause the engines, load, and resume them. Return when the first of them paused."""
         failed: list[str] = []
         try:
-            paused = pause_engines(self.targets, pause_mode, self.left())
+            paused = self.pause(pause_mode)
             stamp = str(self.version)
             loads = [
                 (f"engine {t.index}: load", t.handle.update_weights_from_disk.remote(paths[t.node_id], version=stamp))
                 for t in self.targets
             ]
             # Wait for every load even if one fails: an engine resumes only with complete old or complete new weights.
-            failed += [failure for name, call in loads if (failure := call_failure(name, call, self.left()))]
+            failed += call_failures(loads, self.left)
         finally:
-            releases = [(f"engine {t.index}: resume", t.handle.resume.remote()) for t in self.targets]
-            failed += [failure for name, call in releases if (failure := call_failure(name, call, RELEASE_TIMEOUT_S))]
+            failed += self.release("resume")
         if failed:
             raise RuntimeError("weight push: " + "; ".join(failed))
         return paused
 
     def _write(self, method: str) -> WriteReport:
-        handles = [target.handle for target in self.targets]
-        calls = [
-            (f"trainer {rank}", getattr(trainer, method).remote(self.version, handles))
-            for rank, trainer in enumerate(self.trainers)
-        ]
-        return wait_all(calls, self.left())[0]
+        written: list[WriteReport] = self.ask_trainers(method, self.version, [t.handle for t in self.targets])
+        return written[0]
 
     def _pull(self, hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
         """Host → the folder that its engines load; None where the delta in `folder` does not fit its copy."""
@@ -158,5 +131,4 @@ def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget],
         hosts = {target.node_id: target for target in targets}
         calls += [(f"engine {t.index}", t.handle.drop_local_copy.remote(local_folder)) for t in hosts.values()]
     deadline = time.monotonic() + _DROP_TIMEOUT_S
-    for name, call in calls:
-        call_failure(name, call, max(0.0, deadline - time.monotonic()))
+    call_failures(calls, lambda: max(0.0, deadline - time.monotonic()))

@@ -17,7 +17,7 @@ from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import PushPlan, PushTensor, push_tensors
-from fusionrl.weights.gather import DTYPES, PartGatherer
+from fusionrl.weights.gather import DTYPES, PartGatherer, of_all_ranks
 
 
 @dataclass
@@ -52,13 +52,10 @@ class Exporter:
     def tensors(self, group: dist.ProcessGroup | None) -> list[PushTensor]:
         """Every tensor of the model with the stage that holds it; collective over `group`, of all ranks."""
         own_names = {name for name, _, _ in local_tensors(self.chunks, self.shape)}
-        names: list[Any] = [own_names]
-        if self.layout.world_size > 1:
-            names = [None] * self.layout.world_size
-            dist.all_gather_object(names, own_names, group=group)
+        names = of_all_ranks(own_names, self.layout.world_size, group)
         # An output layer that is tied to the embedding stands on the last stage as well.
         stages = {name: self.layout.coordinates(rank).pp for rank, held in enumerate(names) for name in held}
-        return push_tensors(self.shape, stages.__getitem__, self.dtype, self.quantization)
+        return push_tensors(self.shape, lambda rule: stages[rule.megatron], self.dtype, self.quantization)
 
     def settle(self) -> None:
         """Before the first gather of a push, on all ranks: the weights are in memory, and of the last step."""

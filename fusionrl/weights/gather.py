@@ -7,7 +7,8 @@ every rank is `hf_io.iter_hf_tensors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,43 @@ from torch import Tensor
 from fusionrl.models import convert
 from fusionrl.models.families import Rule
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.push import Bucket, PushPlan, PushTensor
+from fusionrl.plan.push import Bucket, PushPlan, PushTensor, are_together
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 Parts = Sequence[tuple[PushTensor, str, Tensor]]
 """(of which tensor, name that engines know it by, view of a bucket's buffer)."""
 Convert = Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+
+
+def of_all_ranks(value: T, world_size: int, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the value of each rank; collective."""
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive (name, tensor) pairs of at most `max_bytes` together; a larger tensor stands alone.
+
+    Two that an engine joins while it loads them (`TOGETHER`), and a weight and its scales, come in one bucket, whatever
+    its size. A tensor begins at a multiple of its values' size, as if one followed the other in memory: SGLang takes no
+    other. Lazily: at most one bucket of gathered tensors is alive at a time.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        is_full = size + tensor.nbytes > max_bytes and not are_together(bucket[-1][0] if bucket else "", name)
+        if bucket and (is_full or size % tensor.element_size()):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def views_of(bucket: Bucket, flat: Tensor) -> Parts:
@@ -65,31 +95,6 @@ def _view(flat: Tensor, offset: int, tensor: PushTensor, sizes: Sequence[int]) -
     return flat[offset : offset + torch.Size(sizes).numel() * dtype.itemsize].view(dtype).view(sizes)
 
 
-def place_of(tensor: PushTensor, full: Tensor, rank: int, size: int) -> list[Tensor]:
-    """The views of a whole tensor that the part of tensor-parallel `rank` of `size` fills, in order."""
-    split = tensor.rule.split
-    if split == "replicated" or size == 1:
-        return [full]
-    if split == "columns":
-        return [full.chunk(size, dim=1)[rank]]
-    if split == "paired_rows" and tensor.rule.join == "copy":
-        return [half.chunk(size)[rank] for half in full.chunk(2)]
-    rows = -(-full.size(0) // size)
-    return [full[rank * rows : (rank + 1) * rows]]
-
-
-def fill(tensor: PushTensor, full: Tensor, part: Tensor, rank: int, size: int) -> None:
-    """Put what `rank` has of a tensor, its values in order, into its place in the whole; cast to its precision."""
-    views = place_of(tensor, full, rank, size)
-    for view, values in zip(views, part.chunk(len(views)), strict=True):
-        _copy(view, values)
-
-
-def _copy(target: Tensor, values: Tensor) -> None:
-    """`values` may have another shape than `target`, which then is contiguous: so none of them moves twice."""
-    (target if target.shape == values.shape else target.view(values.shape)).copy_(values)
-
-
 class PartGatherer:
     """Makes the buckets of a plan, of which this rank is the source or holds a part.
 
@@ -125,12 +130,7 @@ class PartGatherer:
     def gather(self, bucket: Bucket, flat: Tensor | None) -> None:
         """Bring the bucket's whole tensors into `flat` of its source; the other members send their parts.
 
-        Args:
-            bucket: one that this rank is a member of.
-            flat: uint8, at least `bucket.nbytes`; None on ranks that are not its source.
-
-        Raises:
-            RuntimeError: a member is gone.
+        `flat`: uint8, at least `bucket.nbytes`; None on members that are not its source.
         """
         place, size = bucket.members.index(self.rank), len(bucket.members)
         if size > 1 and bucket.source in self.mapped:
@@ -146,12 +146,12 @@ class PartGatherer:
         received = self._receive(bucket)
         full_tensors = [view for _, _, view in views_of(bucket, flat)]
         for tensor, full in zip(bucket.tensors, full_tensors, strict=True):
-            fill(tensor, full, self._part(tensor, size, full.size(0)), place, size)
+            convert.fill(tensor.rule, full, self._part(tensor, size, full.size(0)), place, size)
         for sender_place, (work, parts) in enumerate(received, start=1):
             work.wait()
             for (tensor, part), full in zip(parts, full_tensors, strict=True):
                 if part is not None:
-                    fill(tensor, full, part, sender_place, size)
+                    convert.fill(tensor.rule, full, part, sender_place, size)
 
     def _fill_together(self, bucket: Bucket, flat: Tensor | None, place: int, size: int) -> None:
         """Each member writes into the source's buffer, between the source's word that it is free and its own that it is
@@ -166,7 +166,8 @@ class PartGatherer:
                 dist.send(self._token, member, group=group)
         for tensor, _, full in views_of(bucket, flat):
             if place == 0 or tensor.rule.split != "replicated":
-                fill(tensor, full, self._part(tensor, size, tensor.part_shape(place, size)[0]), place, size)
+                part = self._part(tensor, size, tensor.part_shape(place, size)[0])
+                convert.fill(tensor.rule, full, part, place, size)
         if place > 0:
             dist.send(self._token, bucket.source, group=group)
             return
@@ -188,7 +189,7 @@ class PartGatherer:
     def _pack(self, bucket: Bucket, message: Tensor, place: int, size: int) -> None:
         for tensor, view in _parts(bucket, message, place):
             if view is not None:
-                _copy(view, self._part(tensor, size, view.size(0)))
+                convert.copy_values(view, self._part(tensor, size, view.size(0)))
 
     def _part(self, tensor: PushTensor, size: int, rows: int) -> Tensor:
         """Return this rank's part of a tensor, without the padding of a vocabulary."""

@@ -14,16 +14,14 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from functools import partial
+from types import SimpleNamespace
+from typing import Generic, TypeVar, overload
 
 from fusionrl.base.pending_calls import waiting
 from fusionrl.weights.remote_calls import Reference
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
 T = TypeVar("T")
-Call = tuple["Future[object]", Callable[..., object], tuple[object, ...], dict[str, object]]
 
 
 class LocalRef(Generic[T]):
@@ -96,38 +94,35 @@ class LocalActor:
 
     def __init__(self, make: Callable[[], object], name: str, num_threads: int = 1) -> None:
         """Make the object in the first of its threads; async methods run on an event loop of its own."""
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = queue.SimpleQueue()
         self._name, self._num_threads = name, num_threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         # Daemons: a thread in a debugger must not delay the end of the process.
         for number in range(num_threads):
             threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True).start()
-        self._target = self._submit(make, (), {}).future().result()
+        self._target = self._call(make).future().result()
 
-    def __getattr__(self, name: str) -> LocalMethod:
+    def __getattr__(self, name: str) -> SimpleNamespace:
         if name.startswith("_"):
             raise AttributeError(name)
-        return LocalMethod(self, getattr(self._target, name))
+        return SimpleNamespace(remote=partial(self._call, getattr(self._target, name)))
 
-    def _call(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> LocalRef:
-        if not inspect.iscoroutinefunction(method):
-            return self._submit(method, args, kwargs)
-        coroutine: Coroutine[object, object, object] = method(*args, **kwargs)
-        return LocalRef(asyncio.run_coroutine_threadsafe(coroutine, self._event_loop()))
-
-    def _submit(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> LocalRef:
+    def _call(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> LocalRef:
+        """Begin the call; returns at once."""
+        if inspect.iscoroutinefunction(method):
+            return LocalRef(asyncio.run_coroutine_threadsafe(method(*args, **kwargs), self._event_loop()))
         future: Future[object] = Future()
-        self._calls.put((future, method, args, kwargs))
+        self._calls.put((future, partial(method, *args, **kwargs)))
         return LocalRef(future)
 
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, method, args, kwargs = call
+        while (item := self._calls.get()) is not None:
+            future, call = item
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(method(*args, **kwargs))
+                future.set_result(call())
             except BaseException as error:  # raised by the caller that waits
                 future.set_exception(error)
 
@@ -138,27 +133,12 @@ class LocalActor:
                 threading.Thread(target=self._loop.run_forever, name=f"{self._name}-loop", daemon=True).start()
             return self._loop
 
-    def _end(self) -> None:
-        """Let its threads end when they have nothing to do."""
-        for _ in range(self._num_threads):
-            self._calls.put(None)
-        with self._lock:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
-
-
-class LocalMethod:
-    """A method of a `LocalActor`."""
-
-    def __init__(self, actor: LocalActor, method: Callable[..., object]) -> None:
-        self._actor, self._method = actor, method
-
-    def remote(self, *args: object, **kwargs: object) -> LocalRef:
-        """Begin the call; returns at once."""
-        return self._actor._call(self._method, args, kwargs)
-
 
 def end(actor: LocalActor) -> None:
-    """Let an actor's threads end."""
-    actor._end()
+    """Let an actor's threads end when they have nothing to do."""
+    for _ in range(actor._num_threads):
+        actor._calls.put(None)
+    with actor._lock:
+        if actor._loop is not None:
+            actor._loop.call_soon_threadsafe(actor._loop.stop)
+            actor._loop = None

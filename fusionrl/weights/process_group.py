@@ -1,11 +1,8 @@
 """Process groups between a trainer rank and SGLang's ranks, outside the trainer's default group.
 
-The engine's side is `/init_weights_update_group`: every SGLang rank opens the store at the given address (see
-`fusionrl.base.torch_stores` and `fusionrl.engines.rendezvous`), puts the group's name as a prefix before its keys, and
-makes a group of `world_size` ranks from it with torch's group constructor. Any process that does the same is a member;
-nothing of SGLang is needed.
-torch has no public call for a second, independent group, so the constructor behind `init_process_group` is
-used, on both sides the one of the installed torch, which keeps the keys equal.
+On the engine's side, `/init_weights_update_group`, every rank opens the store at the given address, puts the group's
+name as a prefix before its keys, and makes a group from it with torch's constructor. torch has no public call for a
+second, independent group, so both sides use the constructor behind `init_process_group` of the installed torch.
 """
 
 from __future__ import annotations
@@ -24,12 +21,8 @@ def init_external_group(
 ) -> dist.ProcessGroup:
     """Join the group `group_name`; blocks until all `world_size` ranks have. Its communicator is there afterwards.
 
-    `backend` is "gloo" or "nccl". `store` is the one that `fusionrl.base.torch_stores.create_group_store` made on rank
-    0. `timeout_s` bounds the meeting and every later collective. The default group may or may not exist. End with
-    `torch.distributed.destroy_process_group(group)`.
-
-    Raises:
-        RuntimeError: the others do not come in time, or the meeting is called off (`fusionrl.base.group_rendezvous`).
+    `store` is the one that `fusionrl.base.torch_stores.create_group_store` made on rank 0. `timeout_s` bounds the
+    meeting, which may be called off (`fusionrl.base.group_rendezvous`), and every later collective.
     """
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)

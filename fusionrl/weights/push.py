@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget, Feed
-from fusionrl.weights.rank_reports import SendReport
-from fusionrl.weights.remote_calls import future_of, wait_all
+from fusionrl.weights.remote_calls import SendReport, future_of, wait_all
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -44,38 +44,27 @@ def push_weights(
     sync/calls       requests to engines that carried weights
     sync/gb_per_s    1e9 bytes that all engines together received a second of the transfer
 
-    Raises:
-        RuntimeError: an engine or a trainer failed, or `timeout_s` seconds passed; names it. The engines
-        resume with the weights they hold, so that they can be pushed to again or shut down.
+    After a failure the engines resume with the weights they hold, so that they can be pushed to again or shut down.
     """
     start = time.perf_counter()
-
-    def left() -> float:
-        return max(1.0, timeout_s - (time.perf_counter() - start))
-
-    def of_trainers(method: str, *args: object) -> list[tuple[str, ObjectRef]]:
-        return [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
-
-    def ask_engines(method: str, *args: object) -> None:
-        calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
-        wait_all(calls, left())
-
+    push = PushCalls(trainers, targets, start + timeout_s)
     with span("prepare"):
-        wait_all(of_trainers("prepare_push", list(targets), transport), left())
+        push.ask_trainers("prepare_push", list(targets), transport)
     prepared = time.perf_counter()
     not_released: list[str] = []
     try:
         with span("pause engines"):
-            paused = pause_engines(targets, pause_mode, left())
+            paused = push.pause(pause_mode)
         try:
-            ask_engines("begin_weight_update")
-            calls = of_trainers("push_weights", list(targets), list(feeds), version, transport)
+            push.ask_engines("begin_weight_update")
             with span("transfer"):
-                sent: list[SendReport] = wait_all(calls, left())
+                sent: list[SendReport] = push.ask_trainers(
+                    "push_weights", list(targets), list(feeds), version, transport
+                )
         finally:
-            not_released += _release(targets, "end_weight_update")
+            not_released += push.release("end_weight_update")
     finally:
-        not_released += _release(targets, "resume")
+        not_released += push.release("resume")
     if not_released:
         raise RuntimeError("weight push: " + "; ".join(not_released))
     end = time.perf_counter()
@@ -86,6 +75,47 @@ def push_weights(
         "sync/version": float(version),
         **_totals(sent, len(targets)),
     }
+
+
+@dataclass(frozen=True)
+class PushCalls:
+    """The calls of one push: its participants, and its deadline by time.perf_counter."""
+
+    trainers: Sequence[ActorHandle]
+    targets: Sequence[EngineTarget]
+    deadline: float
+
+    def left(self) -> float:
+        """Seconds that the push may still take."""
+        return max(1.0, self.deadline - time.perf_counter())
+
+    def ask_trainers(self, method: str, *args: object) -> list[Any]:
+        """Return the answers of all ranks."""
+        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(self.trainers)]
+        return wait_all(calls, self.left())
+
+    def ask_engines(self, method: str) -> None:
+        """Wait for all engines."""
+        wait_all(self._engine_calls(method), self.left())
+
+    def _engine_calls(self, method: str) -> list[tuple[str, ObjectRef]]:
+        return [(f"engine {t.index}: {method}", getattr(t.handle, method).remote()) for t in self.targets]
+
+    def pause(self, mode: str) -> float:
+        """Pause all engines; return when the first of them paused, by `time.perf_counter`.
+
+        An engine that generates ends its forward pass before it pauses: that is work, and no pause.
+        """
+        times = list[float]()
+        calls = [(f"engine {t.index}: pause", future_of(t.handle.pause.remote(mode))) for t in self.targets]
+        for _, call in calls:
+            call.add_done_callback(lambda _: times.append(time.perf_counter()))
+        wait_all(calls, self.left())
+        return min(times, default=time.perf_counter())
+
+    def release(self, method: str) -> list[str]:
+        """Call `method` on every engine, whatever its state; return the failures."""
+        return call_failures(self._engine_calls(method), lambda: RELEASE_TIMEOUT_S)
 
 
 def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
@@ -102,37 +132,13 @@ def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
     }
 
 
-def _release(targets: Sequence[EngineTarget], method: str) -> list[str]:
-    """Call `method` on every engine, whatever its state; return the failures."""
-    calls = [(f"engine {target.index}: {method}", getattr(target.handle, method).remote()) for target in targets]
-    return [failure for name, call in calls if (failure := call_failure(name, call, RELEASE_TIMEOUT_S))]
-
-
-def call_failure(name: str, call: Future[object] | ObjectRef, timeout_s: float) -> str | None:
-    """Wait for one call; log and return its failure, or None. Where an error broke the push, that one is raised."""
-    try:
-        wait_all([(name, call)], timeout_s)
-    except RuntimeError as error:
-        logger.warning("weight push: %s", error)
-        return str(error)
-    return None
-
-
-def pause_engines(targets: Sequence[EngineTarget], mode: str, timeout_s: float) -> float:
-    """Pause all; return when the first of them paused, by `time.perf_counter`.
-
-    An engine that generates ends its forward pass before it pauses: that is work, and no pause.
-
-    Raises:
-        RuntimeError: one failed, or did not pause within `timeout_s` seconds; names it.
-    """
-    still = list[float]()
-
-    def note(_: Future[object]) -> None:
-        still.append(time.perf_counter())
-
-    calls = [(f"engine {target.index}: pause", future_of(target.handle.pause.remote(mode))) for target in targets]
-    for _, call in calls:
-        call.add_done_callback(note)
-    wait_all(calls, timeout_s)
-    return min(still, default=time.perf_counter())
+def call_failures(calls: Sequence[tuple[str, Future[object] | ObjectRef]], timeout_s: Callable[[], float]) -> list[str]:
+    """Wait for every call, also where one fails; log and return the failures."""
+    failures = []
+    for call in calls:
+        try:
+            wait_all([call], timeout_s())
+        except RuntimeError as error:
+            logger.warning("weight push: %s", error)
+            failures.append(str(error))
+    return failures

@@ -25,7 +25,8 @@ def start_thread(
     """Call `function` in a thread that works on `device` and does not keep the process alive."""
 
     def run() -> None:
-        use_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         function(*args, **kwargs)
 
     thread = threading.Thread(target=run, name="weight-push", daemon=True)
@@ -47,9 +48,3 @@ def in_thread(device: torch.device, function: Callable[P, T], *args: P.args, **k
 
     start_thread(device, run)
     return answer
-
-
-def use_device(device: torch.device) -> None:
-    """Let this thread work on `device`; nothing to do on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -1,11 +1,11 @@
-"""Wait for calls of other processes or threads."""
+"""Calls of other processes or threads, and what the ranks report on their part of a push."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Protocol, TypeVar
+from typing import NotRequired, Protocol, TypedDict, TypeVar
 
 from fusionrl.base.pending_calls import waiting
 
@@ -30,11 +30,7 @@ def future_of(call: Future[T] | Reference[T]) -> Future[T]:
 
 
 def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: float) -> list[T]:
-    """Results of all (what it is, started call), in order; raises as soon as one has failed, as others may wait for it.
-
-    Raises:
-        RuntimeError: one failed, or did not end within `timeout_s` seconds; with what it was.
-    """
+    """Results of all (what it is, started call), in order; raises once one has failed, as others may wait for it."""
     names = {future_of(call): name for name, call in calls}
     deadline = time.monotonic() + timeout_s
     pending = set(names)
@@ -50,3 +46,37 @@ def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: f
                     cause = getattr(error, "cause", None) or error  # of a Ray actor, whose text is its whole traceback
                     raise RuntimeError(f"{names[future]}: {cause}") from error
     return [future.result() for future in names]
+
+
+# ------------------------------------------------------------------------------------ reports of the ranks
+class SendReport(TypedDict):
+    """Report of one rank that sends over the network. Clocks are the machine's; a rank that sent nothing has none."""
+
+    bytes: int  # each once, however many engines received it
+    buckets: int
+    calls: int  # of engines
+    first_s: NotRequired[float]  # when the first byte left
+    last_s: NotRequired[float]  # when the last call ended
+
+
+class WriteReport(TypedDict):
+    """The files of one version that all ranks wrote together."""
+
+    folder: str
+    bytes: int
+    files: int
+    density: float  # the changed share of all elements
+
+
+def note_sent(report: SendReport, start: float, *, num_bytes: int, num_buckets: int = 1, num_calls: int = 0) -> None:
+    """Add a bucket whose calls began at `start`, by the machine's clock, and have ended now."""
+    report["bytes"] += num_bytes
+    report["buckets"] += num_buckets
+    report["calls"] += num_calls
+    report.setdefault("first_s", start)
+    report["last_s"] = time.time()
+
+
+def new_send_report() -> SendReport:
+    """The report of a rank that has sent nothing yet."""
+    return {"bytes": 0, "buckets": 0, "calls": 0}

@@ -1,21 +1,19 @@
 """The trainers' half of a weight push: bytes from trainer memory to the engines.
 
-`prepare` does what needs no standing engine: groups, buffers, the first gathers. `send` moves the bytes:
-
 broadcast  each source and all engine ranks form a group (NCCL or gloo); each bucket is one flat broadcast.
 ipc        on a CPU: each source writes its buckets into shared memory, or sends them by value to another node.
            CUDA: each engine rank maps the memory of the trainer rank on its own GPU (CUDA IPC), so every trainer rank
            has every tensor.
 
 The rank's main thread gathers (the trainer's process groups are used nowhere else), a second thread sends (so are the
-groups with the engines): the next bucket is gathered while this one is sent. Pausing, version and release are the
-protocol's business (`fusionrl.weights.push`), which runs in the driver.
+groups with the engines): the next bucket is gathered while this one is sent. The protocol, `fusionrl.weights.push`,
+runs in the driver.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -35,10 +33,9 @@ from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, ow
 from fusionrl.weights.broadcast import Broadcast
 from fusionrl.weights.cuda_ipc import CudaIpc
 from fusionrl.weights.export import Exporter
-from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, views_of
+from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, of_all_ranks, views_of
 from fusionrl.weights.push_threads import start_thread
-from fusionrl.weights.rank_reports import SendReport, new_send_report, note_sent
-from fusionrl.weights.remote_calls import stamp_of, wait_all
+from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, stamp_of, wait_all
 from fusionrl.weights.send_order import PushStopped, SendOrder
 
 T = TypeVar("T")
@@ -59,30 +56,26 @@ class _PreparedPush:
     free: SimpleQueue[SharedBuffer | Tensor] = field(default_factory=SimpleQueue)
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightSender:
-    """One trainer rank's sender. All ranks call `prepare`, and then `send`, together."""
+    """One trainer rank's sender. All ranks call `prepare`, and then `send`, together.
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        device: str,
-        backend: str,
-        host: str,
-        exporter: Exporter,
-        buffer_size: int,
-        timeout_s: float,
-        node_id: str = "",
-        object_group: dist.ProcessGroup | None = None,
-        overlapped: bool = True,
-    ) -> None:
-        """`host` is this node's address, `node_id` its name as the targets have it; `object_group` is a gloo group over
-        all trainer ranks (None: there is one). Without `overlapped` no bucket is gathered before the one before is
-        sent, to measure what that costs."""
-        self.rank, self.device, self.backend, self.host = rank, device, backend, host
-        self.exporter, self.node_id = exporter, node_id
-        self.buffer_size, self.timeout_s = buffer_size, timeout_s
-        self.object_group, self.overlapped = object_group, overlapped
+    host          this node's address
+    node_id       its name as the targets have it
+    object_group  a gloo group over all trainer ranks; None: there is one rank
+    """
+
+    rank: int
+    device: str
+    backend: str
+    host: str
+    exporter: Exporter
+    buffer_size: int
+    timeout_s: float
+    node_id: str = ""
+    object_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
         # Engines reached → their group: those that only evaluate take part in some pushes alone.
         self._broadcasts: dict[tuple[int, ...], Broadcast] = {}
         self._push: _PreparedPush | None = None
@@ -94,11 +87,7 @@ class WeightSender:
 
     # ------------------------------------------------------------------------------------ preparation
     def prepare(self, targets: Sequence[EngineTarget], transport: str) -> None:
-        """Make the plan and the groups, unless those of the last push still fit, and gather the first buckets.
-
-        Raises:
-            RuntimeError: an engine refused or died, or another rank failed.
-        """
+        """Make the plan and the groups, unless those of the last push still fit, and gather the first buckets."""
         self.exporter.settle()
         if transport == "ipc" and self.device == "cuda":
             return
@@ -116,12 +105,11 @@ class WeightSender:
             push = None  # what it alone has goes before the new one comes
             push = self._make_push(tuple(targets), transport)
         push.send_order.forget()  # of the last push, which is over on all ranks
-        store = self._store if len(push.plan.sources) > 1 or not self.overlapped else None
+        store = self._store if len(push.plan.sources) > 1 else None
         push.send_order = SendOrder(store, f"push-{self._num_pushes}", self.timeout_s)
         push.targets, push.ready, push.free = tuple(targets), SimpleQueue(), SimpleQueue()
         self._push = push
-        # Without overlap, a lone source has no store: it has one buffer and waits until that is sent.
-        for buffer in push.buffers[: 1 if self._is_alone and not self.overlapped else None]:
+        for buffer in push.buffers:
             push.free.put(buffer)
         try:
             try:
@@ -131,31 +119,23 @@ class WeightSender:
                 raise
             finally:
                 # Also after a failure: other ranks send their parts here.
-                for bucket in push.plan.gathers(self.rank)[0] if self.overlapped else ():
+                for bucket in push.plan.gathers(self.rank)[0]:
                     self._gather(push, bucket)
         except BaseException as error:  # raised again, when the others know
             self._give_up(error)
             raise
 
-    @property
-    def _is_alone(self) -> bool:
-        return self.exporter.layout.world_size == 1
-
     def _tell_all(self, fact: T) -> list[T]:
-        """Gather the reports of all ranks; collective."""
-        facts = [fact]
-        if not self._is_alone:
-            facts *= self.exporter.layout.world_size  # the places of the others'
-            dist.all_gather_object(facts, fact, group=self.object_group)
-        return facts
+        return of_all_ranks(fact, self.exporter.layout.world_size, self.object_group)
 
     def _meet(self) -> None:
         """Once: the store of the send order, and every rank's node."""
         if self._nodes:
             return
-        store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
+        is_alone = self.exporter.layout.world_size == 1
+        store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not is_alone else None
         facts = self._tell_all((self.node_id, self.host, store.port if store is not None else 0))
-        if not self._is_alone:
+        if not is_alone:
             self._store = store or join_group_store(facts[0][1], facts[0][2], self.timeout_s)
         self._nodes = [node for node, _, _ in facts]
 
@@ -164,11 +144,9 @@ class WeightSender:
         plan = plan_push(
             exporter.tensors(self.object_group),
             exporter.layout,
-            targets,
-            self._nodes,
+            len(targets),
             self.buffer_size,
-            self._num_experts,
-            by_node=transport == "ipc",
+            exporter.shape.num_experts,
         )
         buffers = self._make_buffers(plan, transport)
         gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
@@ -220,53 +198,37 @@ class WeightSender:
         }
         return mapped | ({self.rank: [buffer.flat for buffer in buffers]} if offered else {})
 
-    @property
-    def _num_experts(self) -> int:
-        moe = self.exporter.shape.moe
-        return moe.num_experts if moe else 0
-
     def _connect(self, push: _PreparedPush) -> None:
         """The sources' groups, one source after the other."""
         if push.transport != "broadcast" or self.rank not in push.plan.sources:
             return
         place = push.plan.sources.index(self.rank)
         push.send_order.wait(f"connected-{source}" for source in push.plan.sources[:place])
-        reached = push.plan.engines_of(self.rank)
-        targets = [target for target in push.targets if target.index in reached]
-        key = tuple(target.index for target in targets)
+        key = tuple(target.index for target in push.targets)
         # When external engines come or go, all groups with the earlier ones become useless.
-        external = {target.index for target in targets if target.host}
+        external = {target.index for target in push.targets if target.host}
         for old in [old for old, broadcast in self._broadcasts.items() if broadcast.external_engines != external]:
             self._broadcasts.pop(old).close()
         if key not in self._broadcasts:
             self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s, self.exporter.device)
         push.broadcast = self._broadcasts[key]
-        push.broadcast.connect(targets)
+        push.broadcast.connect(push.targets)
         push.send_order.done(f"connected-{self.rank}")
 
     def _gather(self, push: _PreparedPush, bucket: Bucket) -> None:
         with span("gather", bucket=bucket.number, source=bucket.source):
-            self._gather_now(push, bucket)
-
-    def _gather_now(self, push: _PreparedPush, bucket: Bucket) -> None:
-        if bucket.source != self.rank:
-            push.gatherer.gather(bucket, None)
-            return
-        buffer = push.free.get()
-        push.gatherer.gather(bucket, _flat(buffer))
-        parts = views_of(bucket, _flat(buffer))
-        if bucket.is_quantised:
-            parts = convert_in_place(parts, _flat(buffer), partial(quantized, spec=self.exporter.quantization))
-            assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
-        if self.device == "cuda":
-            torch.cuda.current_stream().synchronize()  # another thread reads it
-        push.ready.put((bucket, buffer, parts))
-
-    def _gather_in_turn(self, push: _PreparedPush) -> None:
-        for bucket in push.plan.buckets:
-            if self.rank in bucket.members:
-                push.send_order.wait(range(max(0, bucket.number - 1), bucket.number))
-                self._gather(push, bucket)
+            if bucket.source != self.rank:
+                push.gatherer.gather(bucket, None)
+                return
+            buffer = push.free.get()
+            push.gatherer.gather(bucket, _flat(buffer))
+            parts = views_of(bucket, _flat(buffer))
+            if bucket.is_quantised:
+                parts = convert_in_place(parts, _flat(buffer), partial(quantized, spec=self.exporter.quantization))
+                assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
+            if self.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # another thread reads it
+            push.ready.put((bucket, buffer, parts))
 
     # ------------------------------------------------------------------------------------ sending
     def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
@@ -274,23 +236,17 @@ class WeightSender:
         engine gets the version, and empties its KV cache.
 
         Returns what this rank sent.
-
-        Raises:
-            RuntimeError: an engine refused or died, another rank failed, or it took longer than the time limit.
         """
         if transport == "ipc" and self.device == "cuda":
-            executor = CudaIpc(self.rank, self.object_group, self.timeout_s, self.exporter.device)
-            return executor.send(self.exporter.whole(), self.buffer_size, targets, feeds, version)
+            who = (self.rank, self.object_group, self.timeout_s, self.exporter.device)
+            return CudaIpc(*who, targets, feeds, version).send(self.exporter.whole(), self.buffer_size)
         push = self._push
         assert push is not None, "prepare comes first"
         is_source = self.rank in push.plan.sources
-        sending = _Sending(push, self._send_one, version, self.exporter.device) if is_source else None
+        sending = _Sending(push, version, self.exporter, self.node_id) if is_source else None
         try:
-            if self.overlapped:
-                for bucket in push.plan.gathers(self.rank)[1]:
-                    self._gather(push, bucket)
-            else:
-                self._gather_in_turn(push)
+            for bucket in push.plan.gathers(self.rank)[1]:
+                self._gather(push, bucket)
             if sending is not None:
                 sending.finish()
         except BaseException as error:  # raised again, when the others know
@@ -299,24 +255,6 @@ class WeightSender:
             self._give_up(error)
             raise
         return sending.report if sending is not None else new_send_report()
-
-    def _send_one(
-        self, push: _PreparedPush, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, version: int
-    ) -> int:
-        left_s, complete = push.send_order.left_s(), push.plan.completes(bucket)
-        if push.transport == "broadcast":
-            assert complete in ((), bucket.engines), "one source serves all engines"
-            named = [(name, view) for _, name, view in parts]
-            stamp = stamp_of(version if complete else None)
-            assert push.broadcast is not None
-            return push.broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
-        reached = [
-            (target, stamp_of(version if target.index in complete else None))
-            for target in push.targets
-            if target.index in bucket.engines
-        ]
-        assert isinstance(buffer, SharedBuffer)
-        return _send_shared(parts, buffer, reached, self.node_id, self._num_experts, left_s)
 
     def _give_up(self, error: BaseException) -> None:
         """After a failure: the others stop, and the next push begins anew."""
@@ -335,17 +273,12 @@ class _Sending:
     """The thread that sends what the main thread gathers. After a failure it keeps taking buckets without sending
     them: the main thread, and so the gathers of other ranks, must not wait for a buffer."""
 
-    def __init__(
-        self,
-        push: _PreparedPush,
-        send: Callable[[_PreparedPush, Bucket, SharedBuffer | Tensor, Parts, int], int],
-        version: int,
-        device: torch.device,
-    ) -> None:
-        self.push, self._send, self._version = push, send, version
+    def __init__(self, push: _PreparedPush, version: int, exporter: Exporter, node_id: str) -> None:
+        self.push, self._version, self._node_id = push, version, node_id
+        self._num_experts = exporter.shape.num_experts
         self.report = new_send_report()
         self._failure: BaseException | None = None
-        self._thread = start_thread(device, self._run)
+        self._thread = start_thread(exporter.device, self._run)
 
     def _run(self) -> None:
         push = self.push
@@ -357,7 +290,7 @@ class _Sending:
             if self._failure is None:
                 try:
                     # Broadcasts are ordered. Engines that copy keep their own order, but the version comes last.
-                    is_last = bool(push.plan.completes(bucket))
+                    is_last = bucket is push.plan.buckets[-1]
                     before = range(bucket.number) if is_last else range(max(0, bucket.number - 1), bucket.number)
                     push.send_order.wait(before if push.transport == "broadcast" or is_last else ())
                     self._timed(bucket, buffer, parts)
@@ -371,12 +304,35 @@ class _Sending:
     def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts) -> None:
         start, total, start_ns = time.time(), len(self.push.plan.buckets), time.monotonic_ns()
         try:
-            calls = self._send(self.push, bucket, buffer, parts, self._version)
+            calls = self._send(bucket, buffer, parts)
         except RuntimeError as error:
             raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
         self.push.send_order.done(bucket.number)
         note("send", start_ns, time.monotonic_ns(), "send", bucket=bucket.number, bytes=bucket.sent_bytes)
         note_sent(self.report, start, num_bytes=bucket.sent_bytes, num_calls=calls)
+
+    def _send(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts) -> int:
+        """Let the engines load `parts` of `buffer`; return the number of calls when they have copied all."""
+        push, left_s = self.push, self.push.send_order.left_s()
+        stamp = stamp_of(self._version if bucket is push.plan.buckets[-1] else None)
+        if push.transport == "broadcast":
+            assert push.broadcast is not None
+            named = [(name, view) for _, name, view in parts]
+            return push.broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
+        assert isinstance(buffer, SharedBuffer)
+        calls = []
+        for target in push.targets:
+            # Engines of this node copy out of the shared memory; one on another node gets the bytes in the request.
+            is_here = target.node_id == self._node_id
+            payload_of, load_format = (buffer.payload, LOADER) if is_here else (by_value, None)
+            payloads = [
+                payload_of([(name, view) for t, name, view in parts if own_experts(t, target, rank, self._num_experts)])
+                for rank in range(target.tp_size)
+            ]
+            call = target.handle.update_weights_from_tensor.remote(payloads, load_format=load_format, **stamp)
+            calls.append((f"engine {target.index}", call))
+        wait_all(calls, left_s)
+        return len(calls)
 
     def finish(self) -> None:
         """Wait for the last bucket. Raises what went wrong in this thread."""
@@ -390,36 +346,6 @@ class _Sending:
         self.push.ready.put(None)
         if not isinstance(error, PushStopped):
             self._thread.join(5.0)
-
-
-def _send_shared(
-    parts: Parts,
-    buffer: SharedBuffer,
-    targets: Sequence[tuple[EngineTarget, Mapping[str, object]]],
-    node_id: str,
-    num_experts: int,
-    timeout_s: float,
-) -> int:
-    """Let `targets` load `parts` of `buffer`; return the number of calls when they have copied all.
-
-    Engines of this node copy them out of the shared memory; one on another node gets the bytes by value, in the
-    request. Each target comes with the other fields of its request (`stamp_of`). If an engine divides the experts, each
-    rank gets only its own.
-
-    Raises:
-        RuntimeError: an engine refused or died; names it.
-    """
-    calls = []
-    for target, stamp in targets:
-        payload_of, load_format = (buffer.payload, LOADER) if target.node_id == node_id else (by_value, None)
-        payloads = [
-            payload_of([(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)])
-            for rank in range(target.tp_size)
-        ]
-        call = target.handle.update_weights_from_tensor.remote(payloads, load_format=load_format, **stamp)
-        calls.append((f"engine {target.index}", call))
-    wait_all(calls, timeout_s)
-    return len(calls)
 
 
 def _process(target: EngineTarget) -> tuple[int, int, str]:

@@ -54,11 +54,7 @@ class Verification:
     _answers: list[list[Generation]] = field(default_factory=list, init=False)
 
     def compare_tensors(self) -> None:
-        """Compare the checksums of all tensors; both sides have their weights.
-
-        Raises:
-            WeightMismatch: names the engine and the tensors.
-        """
+        """Compare the checksums of all tensors; both sides have their weights."""
         self._num_tensors, self._wrong = _compare_checksums(self.trainers, self.targets)
         for text in self._wrong.values():
             if self.is_exact:
@@ -66,11 +62,7 @@ class Verification:
             logger.warning("%s (as the engine lays them out; the log-probs decide)", text)
 
     def ask_probe(self) -> None:
-        """Let each engine answer a few prompts; the engines are whole.
-
-        Raises:
-            WeightMismatch: one has another version than was pushed.
-        """
+        """Let each engine answer a few prompts; the engines are whole."""
         self._answers = asyncio.run(_ask(self.urls, self.api_key, self.vocab_size, self.temperature))
         for target, answers in zip(self.targets, self._answers, strict=True):
             # The version may be a name, which no push gave.
@@ -86,9 +78,6 @@ class Verification:
         Returns:
             sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
             sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
-
-        Raises:
-            WeightMismatch: names the engine and the difference.
         """
         shard = _shard(_prompts(self.vocab_size), self._answers)
         scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]

@@ -14,7 +14,7 @@ import torch
 
 from fusionrl.data.request_counts import SpecInfo
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.plan.speculation import ALGORITHMS
+from fusionrl.plan.device_checks import CPU_DRAFTERS
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = [
@@ -48,7 +48,7 @@ def engine(forked_engines: None, model: Path, tmp_path_factory: pytest.TempPathF
         seed=1,
         start_timeout_s=300.0,
         server_args={
-            "speculative_algorithm": ALGORITHMS[0],
+            "speculative_algorithm": CPU_DRAFTERS[0],
             "speculative_num_draft_tokens": 6,
             "speculative_ngram_max_bfs_breadth": 2,
             "max_total_tokens": 8192,

@@ -19,10 +19,10 @@ from fusionrl.models.fp8 import dequantize, held, quantize, quantized
 from fusionrl.models.hf_io import HFReader, read_part
 from fusionrl.models.quantization import SCALE, BlockFp8, read_quantization
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.plan import make_plan
-from fusionrl.plan.push import buckets
+from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.plan.render import render_plan
 from fusionrl.weights.checksums import hash_tensor
+from fusionrl.weights.gather import buckets
 from tests.tiny_model import make_fp8
 
 BLOCKS = [((70, 45), (16, 8)), ((64, 32), (16, 8)), ((5, 3), (128, 128)), ((130, 257), (128, 128)), ((33, 8), (1, 8))]
@@ -153,11 +153,10 @@ def test_another_quantisation_is_refused(
         read_quantization(tmp_path / "made", "--ref-load")
 
 
-def test_files_without_scales(tiny_model: Path, tmp_path: Path) -> None:
-    make_checkpoint(tiny_model, tmp_path / "made")
-    save_file(load_file(tiny_model / "model.safetensors"), tmp_path / "made" / "model.safetensors")
+def test_files_without_scales(tiny_model: Path, folder: Path) -> None:
+    save_file(load_file(tiny_model / "model.safetensors"), folder / "model.safetensors")
     with pytest.raises(ValueError, match="quant_method fp8, but none of its tensors has scales"):
-        read_quantization(tmp_path / "made")
+        read_quantization(folder)
     assert read_quantization(tiny_model) is None
 
 
@@ -181,14 +180,10 @@ def test_what_the_engines_are_sent(tiny_model: Path, folder: Path) -> None:
     spec, stored = read_quantization(folder), load_file(folder / "model.safetensors")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
     sent = dict(quantized(tensors.items(), spec))
-    ours, theirs = (
-        {
-            name: (t.shape, t.dtype if t.dtype == torch.float8_e4m3fn or SCALE in name else None)
-            for name, t in of.items()
-        }
-        for of in (sent, stored)
-    )
-    assert ours == theirs
+    assert sent.keys() == stored.keys()
+    for name, tensor in sent.items():
+        assert tensor.shape == stored[name].shape
+        assert tensor.dtype == stored[name].dtype or tensor.dtype == torch.bfloat16
     config = Config.from_flat({"hf_checkpoint": str(folder), "rollout_num_gpus": 1, "num_rollout": 1})
     plan = make_plan(config, read_model_shape(folder), device="cuda", num_prompts=1, quantization=spec)
     assert plan.push_bytes == sum(tensor.nbytes for tensor in sent.values())
@@ -228,11 +223,13 @@ def test_checksums_are_those_that_sglang_computes(folder: Path) -> None:
 
 def test_engines_in_fp8_need_a_gpu_and_bf16(folder: Path) -> None:
     shape, spec = read_model_shape(folder), read_quantization(folder)
-    config = Config.from_flat({"hf_checkpoint": str(folder)})
+
+    def plan(device: Any, **values: str) -> Plan:
+        config = Config.from_flat({"hf_checkpoint": str(folder)} | values)
+        return make_plan(config, shape, device=device, num_prompts=0, quantization=spec)
+
     with pytest.raises(ValueError, match="its weights are in fp8, .* this would be on cpu with --rollout-dtype fp32"):
-        make_plan(config, shape, device="cpu", num_prompts=0, quantization=spec)
-    config = Config.from_flat({"hf_checkpoint": str(folder), "rollout_dtype": "fp32"})
+        plan("cpu")
     with pytest.raises(ValueError, match="this would be on cuda with --rollout-dtype fp32"):
-        make_plan(config, shape, device="cuda", num_prompts=0, quantization=spec)
-    config = Config.from_flat({"hf_checkpoint": str(folder), "mode": "sft"})
-    assert make_plan(config, shape, device="cpu", num_prompts=0, quantization=spec).quantization == spec
+        plan("cuda", rollout_dtype="fp32")
+    assert plan("cpu", mode="sft").quantization == spec

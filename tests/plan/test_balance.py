@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusionrl.models.shape import shape_from_hf_config
-from fusionrl.plan.balance import Balance, SequenceCost, bubble, divide, pack, pack_ranks, pipeline_order, split_by_cost
+from fusionrl.plan.balance import Balance, SequenceCost, divide, pack, pack_ranks, pipeline_order, split_by_cost
 
 COST = SequenceCost(linear=24576.0, quadratic=1.0)
 
@@ -29,15 +29,12 @@ def flat(parts: list[list[int]]) -> list[int]:
     return sorted(item for part in parts for item in part)
 
 
-@pytest.mark.parametrize("equal_counts", [True, False])
-@pytest.mark.parametrize(("n", "ranks"), [(0, 3), (1, 3), (5, 5), (64, 4), (257, 8), (4096, 64)])
-def test_ranks_get_equal_cost(n, ranks, equal_counts):
+@pytest.mark.parametrize(("n", "ranks"), [(0, 3), (1, 3), (5, 5), (64, 4), (4096, 64)])
+def test_ranks_get_equal_cost(n, ranks):
     costs = COST(lengths(n))
-    parts = split_by_cost(costs, ranks, equal_counts=equal_counts)
-    assert len(parts) == ranks
-    assert flat(parts) == list(range(n))
-    if equal_counts:
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    parts = split_by_cost(costs, ranks)
+    assert len(parts) == ranks and flat(parts) == list(range(n))
+    assert parts == split_by_cost(costs.copy(), ranks), "the same everywhere"
     if n >= 16 * ranks:
         assert max(costs[part].sum() for part in parts) <= 1.001 * lower_bound(costs, ranks)
 
@@ -60,13 +57,8 @@ def test_one_long_sample_rules():
     assert max(costs[part].sum() for part in parts) == lower_bound(costs, 4)
 
 
-def test_the_same_every_time_and_in_any_order_of_equals():
-    costs = COST(lengths(300, 4))
-    assert split_by_cost(costs, 8) == split_by_cost(costs.copy(), 8)
-
-
-@pytest.mark.parametrize("cap", [8192, 10000, 33000])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cap", [8192, 33000])
+@pytest.mark.parametrize("seed", range(2))
 def test_no_bin_is_over_the_cap(seed, cap):
     tokens = lengths(200, seed)
     bins = pack(tokens[:, None], COST(tokens), (cap,))
@@ -113,11 +105,12 @@ def test_every_rank_runs_the_same_number(multiple):
 
 
 def test_more_micro_batches_for_a_pipeline():
+    """Four a stage, or as many as a rank has items."""
     tokens = np.full(40, 10)
     ranks = split_by_cost(COST(tokens), 2)
-    assert {len(bins) for bins in pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,))} == {1}
-    assert {len(bins) for bins in pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,), min_count=16)} == {16}
-    assert {len(bins) for bins in pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,), min_count=99)} == {20}
+    for stages, count in ((1, 1), (4, 16), (32, 20)):
+        micro = pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,), stages=stages)
+        assert {len(bins) for bins in micro} == {count}
 
 
 def test_nothing_to_train():
@@ -168,19 +161,6 @@ def test_small_micro_batches_stand_at_both_ends():
     top = ordered.index(max(ordered))
     assert ordered[: top + 1] == sorted(ordered[: top + 1])
     assert ordered[top:] == sorted(ordered[top:], reverse=True)
-
-
-@pytest.mark.parametrize(("count", "stages"), [(1, 1), (8, 4), (4, 4), (2, 4), (32, 2)])
-def test_the_bubble_of_equal_micro_batches_is_the_known_one(count, stages):
-    """(p - 1) / (m + p - 1), arXiv:2104.04473."""
-    assert bubble([2.0] * count, stages) == pytest.approx((stages - 1) / (count + stages - 1))
-
-
-def test_the_order_makes_the_bubble_smaller():
-    costs = np.random.default_rng(0).lognormal(0.0, 0.8, 16)
-    ordered = bubble([float(costs[i]) for i in pipeline_order(costs)], 4)
-    random = [bubble([float(c) for c in np.random.default_rng(s).permutation(costs)], 4) for s in range(20)]
-    assert ordered < np.mean(random)
 
 
 def test_cost_of_a_model():

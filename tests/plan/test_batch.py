@@ -8,11 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionrl.data.sample import Sample
+from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from tests.plan.shards import build_shards
 
 COST = SequenceCost(linear=10.0, quadratic=1.0)
+
+
+def shards_of(samples: list[Sample], plan: BatchPlan, balance: Balance) -> list[TrainShard]:
+    zeros = [0.0] * len(samples)
+    return build_shards(samples, zeros, zeros, plan, balance, rollout_id=0)
 
 
 @st.composite
@@ -81,16 +87,9 @@ def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int
 def test_fewer_samples_on_a_rank_than_micro_batches_on_another() -> None:
     """5 samples on 2 ranks, one a micro-batch: 3 and 2; the second rank runs an empty one."""
     samples = [Sample(index=i, tokens=[1, 2, 3], response_length=1) for i in range(5)]
-    shards = build_shards(
-        samples,
-        [0.0] * 5,
-        [0.0] * 5,
-        BatchPlan(5, 1, 1, 5, 2),
-        Balance(COST, max_tokens=99, max_samples=1),
-        rollout_id=0,
-    )
-    assert sorted(len(b) for b in shards[0].steps[0].micro_batches) == [1, 1, 1]
-    assert sorted(len(b) for b in shards[1].steps[0].micro_batches) == [0, 1, 1]
+    shards = shards_of(samples, BatchPlan(5, 1, 1, 5, 2), Balance(COST, max_tokens=99, max_samples=1))
+    sizes = [sorted(len(batch) for batch in shard.steps[0].micro_batches) for shard in shards]
+    assert sizes == [[1, 1, 1], [0, 1, 1]]
 
 
 def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
@@ -102,9 +101,7 @@ def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
         ]
         samples[0].rollout_log_probs = None
         vars(samples[0]).update(lacking)
-        plan = BatchPlan(4, 1, 1, 4, 2)
-        shards = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, Balance(COST, 99), rollout_id=0)
-        return [set(shard.fields) for shard in shards]
+        return [set(shard.fields) for shard in shards_of(samples, BatchPlan(4, 1, 1, 4, 2), Balance(COST, 99))]
 
     assert all("rollout_log_probs" not in fields for fields in build())
     # A failed sample trains nothing: it must not cost the others their log-probs.
@@ -117,8 +114,7 @@ def test_groups_of_any_size_stay_whole(sizes: list[int], num_steps: int, dp_size
     """Functions of users may make several samples for one prompt; all are trained on, siblings in one step."""
     groups = [g for g, size in enumerate(sizes) for _ in range(size)]
     samples = [Sample(index=i, group_index=g, tokens=[1, 2, 3], response_length=2) for i, g in enumerate(groups)]
-    zeros, plan = [0.0] * len(samples), BatchPlan(100, 1, num_steps, 100, dp_size)
-    shards = build_shards(samples, zeros, zeros, plan, Balance(COST, 99), rollout_id=0)
+    shards = shards_of(samples, BatchPlan(100, 1, num_steps, 100, dp_size), Balance(COST, 99))
     steps = [
         {int(shard.fields["sample_index"][i]) for shard in shards for b in shard.steps[step].micro_batches for i in b}
         for step in range(num_steps)
@@ -134,17 +130,16 @@ def test_groups_of_any_size_stay_whole(sizes: list[int], num_steps: int, dp_size
 
 
 def test_a_rollout_that_cannot_be_trained_on_is_refused() -> None:
-    alone = [Sample(tokens=[1, 2], response_length=1)]
+    one, small = BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9)
     with pytest.raises(ValueError, match=r"has 1 groups of samples for 2 optimizer steps \(--num-steps-per-rollout\)"):
-        build_shards(alone, [0.0], [0.0], BatchPlan(4, 1, 2, 2, 1), Balance(COST, 9), rollout_id=0)
-    bad = Sample(index=7, tokens=[1, 2], response_length=1, loss_mask=[1, 1])
+        shards_of([Sample(tokens=[1, 2], response_length=1)], BatchPlan(4, 1, 2, 2, 1), small)
     with pytest.raises(ValueError, match="sample 7: loss_mask has 2 values for 1 response tokens"):
-        build_shards([bad], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9), rollout_id=0)
+        shards_of([Sample(index=7, tokens=[1, 2], response_length=1, loss_mask=[1, 1])], one, small)
     long = Sample(index=8, tokens=list(range(10)), response_length=1)
-    with pytest.raises(ValueError, match=r"sample 8 has 10 tokens .*over the 9 .*raise --max-tokens-per-gpu"):
-        build_shards([long], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9), rollout_id=0)
+    with pytest.raises(ValueError, match="sample 8 has 10 tokens .*over the 9 .*raise --max-tokens-per-gpu"):
+        shards_of([long], one, small)
     with pytest.raises(ValueError, match=r"sample 8 has 10 tokens \(16 with padding\), over the 15"):
-        build_shards([long], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 15, pad_to=8), rollout_id=0)
+        shards_of([long], one, Balance(COST, 15, pad_to=8))
 
 
 @pytest.mark.parametrize(
@@ -161,14 +156,12 @@ def test_either_size_gives_the_other(batch: int | None, steps: int | None, wante
 
 def test_tokens_are_counted_beyond_what_a_float32_counts() -> None:
     lengths = [2**24 - 1, 2, 2, 2]
+    masks = [np.ones(n, np.float32) for n in lengths]
     samples = [
-        Sample(
-            index=i, group_index=i, tokens=np.zeros(n, np.int32), response_length=n, loss_mask=np.ones(n, np.float32)
-        )
-        for i, n in enumerate(lengths)
+        Sample(index=i, group_index=i, tokens=np.zeros(len(mask), np.int32), response_length=len(mask), loss_mask=mask)
+        for i, mask in enumerate(masks)
     ]
-    plan, balance = BatchPlan(4, 1, 1, 4, 1), Balance(COST, 2**25)
-    (shard,) = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0)
+    (shard,) = shards_of(samples, BatchPlan(4, 1, 1, 4, 1), Balance(COST, 2**25))
     assert shard.steps[0].num_tokens == sum(lengths) == 2**24 + 5
 
 
@@ -184,7 +177,7 @@ def test_the_engines_experts_reach_the_shards() -> None:
     samples[3].status = Sample.Status.FAILED
     recorded = [sample.rollout_routed_experts for sample in samples]
     plan, balance = BatchPlan(4, 1, 1, 4, 2), Balance(COST, 20)
-    for shard in build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0):
+    for shard in shards_of(samples, plan, balance):
         for index, part in zip(shard.fields["sample_index"], shard.split("rollout_routed_experts"), strict=True):
             given = recorded[index] or []
             assert part.shape[1:] == (3, 2)
@@ -195,4 +188,4 @@ def test_the_engines_experts_reach_the_shards() -> None:
         sample.__init__(index=0, tokens=[0] * (rows + 1), response_length=2, status=Sample.Status.COMPLETED)
         sample.rollout_routed_experts = np.zeros((rows, rows, 2))
     with pytest.raises(ValueError, match=r"rollout_routed_experts has \(4, 2\) values a token; others have"):
-        build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0)
+        shards_of(samples, plan, balance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -16,18 +17,14 @@ from fusionrl.plan.devices import this_machine
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs: a big one, and a small one that is cut into slices."""
     sizes = {0: 80, 1: 24, "MIG-x": 10, "GPU-small": 24}
-
-    class Memory:
-        def __init__(self, gib: int) -> None:
-            self.total = gib * 2**30
-
+    memory = {handle: SimpleNamespace(total=gib * 2**30) for handle, gib in sizes.items()}
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda number: {0: 0, 1: 1}[number])
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda name: {"MIG-x": "MIG-x", "GPU-small": 1}[name])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", {0: 0, 1: 1}.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"MIG-x": "MIG-x", "GPU-small": 1}.__getitem__)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: f"device {handle}")
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle: Memory(sizes[handle]))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.flops import Work, forward_flops, peak_flops, train_flops
+from fusionrl.plan.flops import Work, peak_flops, train_flops
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -24,16 +24,11 @@ def test_a_forward_and_a_backward_pass_as_torch_counts_them(hf: Any, family: str
         logits = model(torch.arange(length)[None] % shape.vocab_size).logits
     forward = counter.get_total_flops()
     pairs = 2 * shape.num_layers * shape.num_attention_heads * 2 * shape.head_dim * length**2 / 2
-    ours = forward_flops(shape, work) + pairs
-    assert ours == pytest.approx(forward, rel=0.02)  # the norms' parameters are no matrices
+    # The norms' parameters are no matrices.
+    assert train_flops(shape, work) / 3 + pairs == pytest.approx(forward, rel=0.02)
     with FlopCounterMode(display=False) as counter:
         logits.sum().backward()
     assert train_flops(shape, work) + 3 * pairs == pytest.approx(forward + counter.get_total_flops(), rel=0.05)
-
-
-def test_work_adds_up_and_attention_grows_with_the_square() -> None:
-    assert Work.of([3, 4]) == Work(7, 25)
-    assert Work.of([]) == Work(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +47,5 @@ def test_the_peak_of_a_card_by_its_name(name: str, gib: int, teraflops: float) -
     assert peak_flops(name, gib * 2.0**30) == teraflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA L40", "NVIDIA GeForce GT 1030", ""])
-def test_a_card_that_no_table_has_gets_no_peak(name: str) -> None:
-    assert peak_flops(name) is None
+def test_a_card_that_no_table_has_gets_no_peak() -> None:
+    assert [peak_flops(name) for name in ("NVIDIA H100 PCIe", "NVIDIA L40", "NVIDIA GeForce GT 1030", "")] == [None] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,23 +14,20 @@ from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
 
 
+def args_of(model: Path, **values: object) -> Any:
+    config = Config.from_flat({"hf_checkpoint": str(model), "rollout_batch_size": 4, "rm_type": "exact"} | values)
+    return config.to_args(**make_plan(config, read_model_shape(model), device="cpu", num_prompts=8).answers)
+
+
 def test_names_of_slime_have_the_run_s_values(tiny_model: Path) -> None:
-    values = {"hf_checkpoint": str(tiny_model), "rollout_batch_size": 4, "rollout_max_context_len": 64}
-    config = Config.from_flat(
-        {**values, "prompt_data": "p.jsonl", "rm_type": "exact", "disable_rewards_normalization": True}
-    )
+    args = args_of(tiny_model, rollout_max_context_len=64, prompt_data="p.jsonl", disable_rewards_normalization=True)
     shape = read_model_shape(tiny_model)
-    answers = make_plan(config, shape, device="cpu", num_prompts=8).answers
-    args = config.to_args(**answers)
     assert args.rollout_num_engines >= 1 and args.rollout_num_gpus >= 1
     assert args.eval_max_context_len == 64 and args.over_sampling_batch_size == 4
     assert args.grpo_std_normalization is True and args.rewards_normalization is False
     assert args.use_wandb is False and args.router_policy == "cache_aware" and args.multimodal_keys is None
-    assert (args.num_layers, args.hidden_size, args.vocab_size) == (
-        shape.num_layers,
-        shape.hidden_size,
-        shape.vocab_size,
-    )
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        assert getattr(args, name) == getattr(shape, name)
     assert args.num_experts is None and args.untie_embeddings_and_output_weights is not shape.tie_word_embeddings
     assert args.rm_type == "exact", "a flag of the run stays"
 
@@ -54,9 +52,7 @@ NAMES_READ = """
 
 
 def test_args_have_every_name_that_slime_s_user_level_code_reads(tiny_model: Path) -> None:
-    config = Config.from_flat({"hf_checkpoint": str(tiny_model), "rollout_batch_size": 4, "rm_type": "exact"})
-    answers = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=8).answers
-    args = config.to_args(**answers)
+    args = args_of(tiny_model)
     missing = [name for name in NAMES_READ.split() if not hasattr(args, name)]
     assert not missing
     assert args.sglang_enable_metrics is False and args.qkv_format == "thd" and args.chat_template_path is None

@@ -1,18 +1,28 @@
-"""The trainer's layout: Megatron's order of ranks, and sizes that cannot be."""
+"""The trainer's layout: Megatron's order of ranks; sizes that cannot be, or that the model does not divide into."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
-from fusionrl.plan.layout import RankCoordinates, TrainerLayout
+from fusionrl.models.shape import shape_from_hf_config
+from fusionrl.plan.layout import RankCoordinates, TrainerLayout, model_errors, stage_layers
+
+RAW: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 12, "hidden_size": 32, "intermediate_size": 66}
+RAW |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 101}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "intermediate_size": 64}
+LLAMA, MOE = shape_from_hf_config(RAW), shape_from_hf_config(RAW | EXPERTS | {"model_type": "qwen3_moe"})
+
+
+def ends(**sizes: int) -> dict[str, int]:
+    return {f"num_layers_in_{stage}_pipeline_stage": size for stage, size in sizes.items()}
 
 
 def test_order_of_ranks_is_tp_cp_dp_pp():
     layout = TrainerLayout(24, tp=2, cp=2, pp=3)
-    assert layout.dp == 2
-    assert layout.expert_dp == 8
+    assert (layout.dp, layout.expert_dp) == (2, 8)
     expected = [
         RankCoordinates(tp=tp, cp=cp, dp=dp, pp=pp)
         for pp, dp, cp, tp in itertools.product(range(3), range(2), range(2), range(2))
@@ -21,6 +31,8 @@ def test_order_of_ranks_is_tp_cp_dp_pp():
     assert [layout.rank(coordinates) for coordinates in expected] == list(range(24))
     assert layout.ranks_of_dp(1) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
     assert [layout.dp_rank(rank) for rank in (0, 3, 4, 23)] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="rank 24 is not one of the 24 ranks"):
+        layout.coordinates(24)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +41,7 @@ def test_order_of_ranks_is_tp_cp_dp_pp():
         ({"world_size": 4, "tp": 3}, "tp 3 × pp 1 × cp 1 does not divide"),
         ({"world_size": 4, "ep": 3}, "etp 1 × ep 3 × pp 1 does not divide"),
         ({"world_size": 4, "pp": 0}, "--pipeline-model-parallel-size is 0"),
+        ({"world_size": 2, "vpp": 2}, "--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size"),
     ],
 )
 def test_sizes_that_cannot_be(sizes, message):
@@ -36,6 +49,46 @@ def test_sizes_that_cannot_be(sizes, message):
         TrainerLayout(**sizes)
 
 
-def test_no_such_rank():
-    with pytest.raises(ValueError, match="rank 4 is not one of the 4 ranks"):
-        TrainerLayout(4).coordinates(4)
+@pytest.mark.parametrize(
+    ("shape", "layout", "fields", "parts"),
+    [
+        (LLAMA, TrainerLayout(3, tp=3), {}, ["8 attention heads: 8 = 2 x 3 + 2", "4 key-value heads: 4 = 1 x 3 + 1"]),
+        (LLAMA, TrainerLayout(8, tp=8), {}, ["4 key-value heads: 4 = 0 x 8 + 4", "66 rows of the MLP"]),
+        (LLAMA, TrainerLayout(5, pp=5), {}, ["--pipeline-model-parallel-size 5: 12 layers = 12, which 5"]),
+        (LLAMA, TrainerLayout(4, pp=4, vpp=2), {}, ["4 x 2 virtual stages: 12 layers = 12, which 8 does not divide"]),
+        (LLAMA, TrainerLayout(2, ep=2), {}, ["--expert-model-parallel-size 2: a llama model has no experts"]),
+        (MOE, TrainerLayout(4, ep=4), {}, ["--expert-model-parallel-size 4 does not divide the model's 6 experts"]),
+        (MOE, TrainerLayout(4, tp=4, etp=4), {}, ["10 rows of an expert (moe_intermediate_size): 10 = 2 x 4 + 2"]),
+        (LLAMA, TrainerLayout(4, pp=4), ends(first=2), ["3 further stages: 12 layers - "]),
+        (LLAMA, TrainerLayout(2, pp=2, vpp=2), ends(first=5, last=7), ["first-pipeline-stage 5 does not", "stage 7"]),
+        (MOE, TrainerLayout(2, tp=2, etp=2), {"sequence_parallel": False}, ["experts need sequence parallelism"]),
+        (LLAMA, TrainerLayout(2, etp=2), {}, ["--expert-tensor-parallel-size 2: a llama model has no experts"]),
+        (LLAMA, TrainerLayout(2, pp=2), {"account_for_loss_in_pipeline_split": True}, ["is not supported"]),
+        (LLAMA, TrainerLayout(1), ends(last=7), ["of at least 2"]),
+        (LLAMA, TrainerLayout(2, pp=2), ends(last=13), ["12 layers"]),
+        (LLAMA, TrainerLayout(8, tp=2, pp=2, cp=2), {}, []),
+        (LLAMA, TrainerLayout(3, pp=3, vpp=2), {}, []),
+        (LLAMA, TrainerLayout(4, pp=4), ends(first=2, last=4), []),
+        (LLAMA, TrainerLayout(2, pp=2), ends(first=5, last=7), []),
+        (LLAMA, TrainerLayout(3, pp=3), ends(last=2), []),
+        (MOE, TrainerLayout(6, ep=6), {}, []),
+        (MOE, TrainerLayout(4, tp=2, ep=2, etp=2), {}, []),
+    ],
+)
+def test_what_does_not_divide(shape, layout, fields, parts):
+    found = model_errors(layout, shape, fields)
+    assert len(found) == len(parts), found
+    assert all(part in error for part, error in zip(parts, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "stages"),
+    [
+        (TrainerLayout(2, pp=2), {}, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+        (TrainerLayout(2, pp=2, vpp=3), {}, [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]),
+        (TrainerLayout(3, pp=3), ends(last=2), [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]),
+        (TrainerLayout(2, pp=2), {"pipeline_model_parallel_layout": "x"}, None),
+    ],
+)
+def test_layers_of_stages(layout, fields, stages):
+    assert stage_layers(layout, 12, fields) == stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,36 +10,24 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_notes
 
+WARM_UP = {"lr_warmup_iters": 4, "lr": 1e-3}
+
 
 @pytest.mark.parametrize(
     ("values", "num_steps", "parts"),
     [
         ({}, 10, []),
-        (
-            {"lr_warmup_iters": 4, "lr": 1e-3},
-            10,
-            [
-                [
-                    "learning rate 0 at optimizer step 1, which changes no weights, 0.001 from step 5 on",
-                    "--lr-warmup-init",
-                ]
-            ],
-        ),
-        (
-            {"lr_warmup_iters": 4, "lr": 1e-3, "lr_warmup_init": 1e-4},
-            10,
-            [["learning rate 0.0001 at optimizer step 1, 0.001 from step 5 on"]],
-        ),
-        ({"lr_warmup_iters": 4}, 4, [["step 1"], ["--lr-warmup-iters 4: all 4 optimizer steps of the run"]]),
-        ({"lr_warmup_iters": 4, "mode": "eval"}, 0, []),
-        ({"lr_warmup_iters": 4, "mode": "reject-sampling"}, 4, []),
+        (WARM_UP, 10, ["rate 0 at optimizer step 1, which changes no weights, 0.001 from step 5 .*--lr-warmup-init"]),
+        (WARM_UP | {"lr_warmup_init": 1e-4}, 10, ["learning rate 0.0001 at optimizer step 1, 0.001 from step 5 on"]),
+        (WARM_UP, 4, ["step 1", "--lr-warmup-iters 4: all 4 optimizer steps of the run"]),
+        (WARM_UP | {"mode": "eval"}, 0, []),
+        (WARM_UP | {"mode": "reject-sampling"}, 4, []),
     ],
 )
-def test_notes(values: dict[str, Any], num_steps: int, parts: list[list[str]]) -> None:
-    found = warm_up_notes(Config.from_flat(values), num_steps)
-    assert len(found) == len(parts)
-    for note, wanted in zip(found, parts, strict=True):
-        assert all(part in note for part in wanted), note
+def test_notes(values: dict[str, Any], num_steps: int, parts: list[str]) -> None:
+    notes = warm_up_notes(Config.from_flat(values), num_steps)
+    assert len(notes) == len(parts)
+    assert all(re.search(part, note) for note, part in zip(notes, parts, strict=True)), notes
 
 
 @pytest.mark.parametrize(
@@ -55,13 +44,9 @@ def test_the_length_of_the_decay(values: dict[str, Any], num_steps: int | None, 
     assert lr_decay_steps(Config.from_flat(values).train, num_steps) == wanted
 
 
-@pytest.mark.parametrize(
-    ("values", "num_steps", "message"),
-    [
-        ({}, None, "the length of the run is not known; give --lr-decay-iters"),
-        ({"lr_warmup_iters": 12}, 12, "--critic-lr-warmup-iters 12 is not below the 12 steps"),
-    ],
-)
-def test_a_decay_that_cannot_be(values: dict[str, Any], num_steps: int | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lr_decay_steps(Config.from_flat(values | {"lr_decay_style": "linear"}).train, num_steps, "critic-")
+def test_a_decay_that_cannot_be() -> None:
+    linear = {"lr_decay_style": "linear"}
+    with pytest.raises(ValueError, match="the length of the run is not known; give --lr-decay-iters"):
+        lr_decay_steps(Config.from_flat(linear).train, None)
+    with pytest.raises(ValueError, match="--critic-lr-warmup-iters 12 is not below the 12 steps"):
+        lr_decay_steps(Config.from_flat(linear | {"lr_warmup_iters": 12}).train, 12, "critic-")

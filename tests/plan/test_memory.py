@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, layer_bytes
+from fusionrl.plan.memory.activations import ActivationOptions, Recompute, layer_bytes
 from fusionrl.plan.memory.advice import changes
+from fusionrl.plan.memory.bars import ENGINE_PROCESS, GPU_PROCESS
 from fusionrl.plan.memory.engine import engine_memory, kv_bytes, static_fraction
 from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
+from fusionrl.plan.memory.report import MemoryReport
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, in_flight, trainer_memory
 from fusionrl.plan.plan import Plan, make_plan
@@ -27,8 +30,13 @@ from tests.plan.shapes import SMALL
 
 QWEN3_30B = shape_from_hf_config(json.loads((Path(__file__).parent / "qwen3_30b_a3b.json").read_text()))
 DENSE = shape_from_hf_config(SMALL)
+QWEN3_8B = shape_from_hf_config(
+    {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    | {"max_position_embeddings": 40960}
+)
 BF16, FP32 = StateOptions.of("bf16", {}, {}), StateOptions.of("fp32", {}, {})
-FUSED = ActivationOptions("transformer_engine", "bf16", on_cpu=False, packing=Packing(4096))
+FUSED = ActivationOptions("transformer_engine", "bf16", on_cpu=False, longest=4096)
 
 
 def states(shape: ModelShape, layout: TrainerLayout, options: StateOptions = BF16) -> Any:
@@ -137,7 +145,7 @@ def test_recompute_as_megatrons_flags_say() -> None:
 def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
     """As Transformer Engine adds them; local layers, which cannot, keep the largest gradient on its way."""
     layout, batch, fused = TrainerLayout(1), BatchOptions(64, 1), {"gradient_accumulation_fusion": True}
-    local = ActivationOptions("local", "bf16", on_cpu=False, packing=Packing(4096))
+    local = ActivationOptions("local", "bf16", on_cpu=False, longest=4096)
     sizes = [
         trainer_memory(DENSE, layout, batch, BF16, options, passed)[0]
         for options, passed in ((FUSED, {}), (FUSED, fused), (local, {}), (local, fused))
@@ -179,10 +187,8 @@ def test_tokens_of_a_kv_cache() -> None:
 
 def test_it_fits() -> None:
     made = plan(DENSE, 80, colocate=True, actor_num_gpus_per_node=4)
-    assert made.memory.fits
-    assert made.memory.verdict().startswith("fits: ")
-    assert "of 80.0 GiB (a box; worst: " in made.memory.verdict()
-    assert memory_warnings(made) == []
+    assert made.memory.fits and memory_warnings(made) == []
+    assert re.match("fits: .* of 80.0 GiB \\(a box; worst: ", made.memory.verdict())
 
 
 def test_phases_that_alternate_are_not_summed() -> None:
@@ -194,16 +200,11 @@ def test_phases_that_alternate_are_not_summed() -> None:
     assert names == ["trainers, stage 0, backward", "trainers, stage 0, log-probs", "stage 0, push", "generation"]
     assert kept.worst.total > turns.worst.total + 50 * GIB
     assert kept.engine.kv_tokens < turns.engine.kv_tokens
-    offloaded = dict(turns.host_bars[0].parts)["offloaded trainers"]
-    assert offloaded == pytest.approx(8 * turns_states(turns), abs=8 * 2 * 64 * 2**20)
+    # Every step begins with gradients of zero, which nobody keeps.
+    parts, offloaded = dict(turns.device_bars[0].parts), dict(turns.host_bars[0].parts)["offloaded trainers"]
+    assert offloaded == pytest.approx(8 * (parts["weights"] + parts["optimizer"]), abs=8 * 2 * 64 * 2**20)
     assert offloaded % (64 * 2**20) == 0, "blocks of pinned memory"
     assert dict(kept.host_bars[0].parts)["offloaded trainers"] == 0
-
-
-def turns_states(report: Any) -> float:
-    """Weights and optimizer of a rank, from its bar: every step begins with gradients of zero, which nobody keeps."""
-    parts = dict(report.device_bars[0].parts)
-    return parts["weights"] + parts["optimizer"]
 
 
 def test_the_parts_that_are_shown_add_up() -> None:
@@ -215,30 +216,48 @@ def test_the_parts_that_are_shown_add_up() -> None:
         assert sum(figures) == pytest.approx(float(total), abs=0.05 * (len(figures) + 1)), bar.describe()
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SFT = {"mode": "sft", "rollout_max_response_len": None}
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "values", "words", "cure"),
+    [
+        (
+            *(QWEN3_30B, 90, SFT | {"actor_num_gpus_per_node": 8, "max_tokens_per_gpu": 32768}),
+            *("--recompute-granularity full", {"transformer": FULL}),
+        ),
+        # Supervised training of 8B on one H100: no layout helps, recompute and offload do.
+        (
+            *(QWEN3_8B, 79.6, SFT | {"actor_num_gpus_per_node": 1, "max_tokens_per_gpu": 8192}),
+            *("--optimizer-cpu-offload", {"transformer": FULL, "optimizer": {"optimizer_cpu_offload": True}}),
+        ),
+    ],
+    ids=["recompute", "offload"],
+)
+def test_the_least_change_that_fits_is_named_and_fits(
+    shape: ModelShape, memory: float, values: dict[str, Any], words: str, cure: dict[str, Any]
+) -> None:
+    values = values | {"expert_model_parallel_size": 8 if shape.moe else 1}
+    made = plan(shape, memory, **values)
+    assert made.memory.fits is False
+    (warning,) = memory_warnings(made)
+    assert "DOES NOT FIT" in warning and words in warning and words in str(made.memory.change)
+    assert plan(shape, memory, passed=PassThrough(**cure), **values).memory.fits
+
+
 def test_the_advice_does_not_stop_at_half_of_the_tokens() -> None:
     """A sample of 8193 tokens goes into a micro-batch of 12288, not into half of 16384."""
     values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 8, "expert_model_parallel_size": 8}
     values |= {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
     made = plan(QWEN3_30B, 141, **values, max_tokens_per_gpu=16384)
-    assert made.memory.fits is False
     assert str(made.memory.change).startswith("--max-tokens-per-gpu 12288 ")
 
 
-def test_the_least_change_that_fits_is_named_and_fits() -> None:
-    values = {"mode": "sft", "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8, "num_rollout": 1}
-    passed = PassThrough(transformer={"recompute_granularity": "full", "recompute_method": "uniform"})
-    made = plan(QWEN3_30B, 90, **values, max_tokens_per_gpu=32768, rollout_max_response_len=None)
-    assert made.memory.fits is False
-    assert "--recompute-granularity full" in str(made.memory.change)
-    passed.transformer["recompute_num_layers"] = 1
-    cured = plan(QWEN3_30B, 90, passed=passed, **values, max_tokens_per_gpu=32768, rollout_max_response_len=None)
-    assert cured.memory.fits
-    (warning,) = memory_warnings(made)
-    assert "DOES NOT FIT" in warning
-    assert "--recompute-granularity full" in warning
-    hopeless = plan(QWEN3_30B, 20, **values)
-    assert hopeless.memory.change is None
-    assert "take more devices" in hopeless.memory.verdict()
+def test_where_nothing_fits() -> None:
+    values = {"actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8}
+    hopeless = plan(QWEN3_30B, 20, **SFT, **values).memory
+    assert hopeless.change is None and "take more devices" in hopeless.verdict()
 
 
 def test_an_engine_without_room_for_one_sample() -> None:
@@ -288,7 +307,7 @@ def test_a_critic_and_a_reference_model_have_their_own_share() -> None:
 
 def test_the_pushs_memory_is_that_of_its_plan() -> None:
     made = plan(DENSE, 23, device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2)
-    push = plan_for_layout(DENSE, made.layout, made.engine_bundles, 512 * 2**20, "float32", [[0, 1, 2, 3]])
+    push = plan_for_layout(DENSE, made.layout, made.num_engines, 512 * 2**20, "float32", [[0, 1, 2, 3]])
     assert made.memory.push == max(push.peak_bytes(rank) for rank in push.sources)
 
 
@@ -321,29 +340,7 @@ def test_cuda_ipc_takes_its_buffers_and_the_largest_tensor_whatever_the_layout()
     assert "MB by broadcast: " in render_plan(apart, Config.from_flat({"rollout_batch_size": 8}))
 
 
-QWEN3_8B = shape_from_hf_config(
-    {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
-    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-    | {"max_position_embeddings": 40960}
-)
-
-
-def test_offloading_the_optimizer_is_proposed_and_fits() -> None:
-    """Supervised training of 8B on one H100: no layout helps, recompute and offload do."""
-    values = {"mode": "sft", "actor_num_gpus_per_node": 1, "max_tokens_per_gpu": 8192, "rollout_max_response_len": None}
-    made = plan(QWEN3_8B, 79.6, **values)
-    assert made.memory is not None and made.memory.fits is False
-    assert "--optimizer-cpu-offload" in str(made.memory.change) and "take more devices" not in made.memory.verdict()
-    passed = PassThrough(
-        transformer={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        optimizer={"optimizer_cpu_offload": True},
-    )
-    cured = plan(QWEN3_8B, 79.6, passed=passed, **values)
-    assert cured.memory is not None and cured.memory.fits and cured.memory.worst is not None
-    assert cured.memory.worst.total < 60 * GIB
-
-
-@pytest.mark.parametrize("memory", [60, 70, 75, 79.6, 90, 100, 120, 141])
+@pytest.mark.parametrize("memory", [70, 90, 141])
 def test_a_proposal_leaves_a_margin_and_room_for_a_prompt(memory: float) -> None:
     values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 4, "expert_model_parallel_size": 8}
     values |= {"rollout_max_response_len": 8192, "max_tokens_per_gpu": 16384}
@@ -367,19 +364,110 @@ def test_experts_may_be_divided_by_their_own_tensor_parallelism() -> None:
     assert not any("--expert-tensor-parallel-size" in flags for flags, _ in changes(config, QWEN3_8B))
 
 
-@pytest.mark.parametrize(
-    ("given", "share"),
-    [
-        ({"optimizer_cpu_offload": True}, 1.0),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, 0.5),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0}, 0.0),
-        ({"optimizer_cpu_offload": False}, 0.0),
-        ({}, 0.0),
-    ],
-)
-def test_offloading_means_the_whole_optimizer_unless_a_fraction_is_given(
-    given: dict[str, object], share: float
-) -> None:
-    passed = PassThrough(optimizer=given)
-    assert StateOptions.of("bf16", passed.optimizer, {}).host_share == share
-    assert PassThrough.model_validate(passed.model_dump()) == passed
+def test_offloading_means_the_whole_optimizer_unless_a_fraction_is_given() -> None:
+    for fraction, share in ((None, 1.0), (0.5, 0.5), (0.0, 0)):
+        given = {} if fraction is None else {"optimizer_offload_fraction": fraction}
+        passed = PassThrough(optimizer={"optimizer_cpu_offload": True} | given)
+        assert StateOptions.of("bf16", passed.optimizer, {}).host_share == share
+        assert PassThrough.model_validate(passed.model_dump()) == passed
+    assert StateOptions.of("bf16", {"optimizer_cpu_offload": False}, {}).host_share == 0
+
+
+# ------------------------------------------------------------------------------------ engines that only read
+# 32 B parameters: 60 GiB in bf16.
+LARGE = SMALL | {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64}
+LARGE |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+
+
+def folder(path: Path, raw: dict[str, Any]) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw))
+    return str(path)
+
+
+def report(memory: float, device: Any = "cuda", shape: ModelShape = DENSE, **values: Any) -> MemoryReport:
+    return plan(shape, memory, device, **values).memory
+
+
+def teacher(path: str, **sizes: int) -> dict[str, Any]:
+    return {"use_opd": True, "opd_type": "sglang", "opd_teacher_load": path} | sizes
+
+
+def test_a_teacher_has_devices_of_its_own(tmp_path: Path) -> None:
+    path = folder(tmp_path / "teacher", LARGE)
+    without = report(80)
+    made = report(80, **teacher(path, opd_teacher_num_gpus=2, opd_teacher_num_gpus_per_engine=2))
+    ((_, engine),) = made.scorers
+    count = shape_from_hf_config(LARGE).num_parameters
+    assert engine.weights == count  # of 2 bytes each, on 2 devices
+    (bar,) = (bar for bar in made.device_bars if bar.name == "teacher")
+    assert dict(bar.parts)["weights"] == count and bar.total < 80 * GIB
+    assert made.fits and made.worst == without.worst, "an engine takes what is there"
+    assert any(line.startswith("a device of an engine of the teacher: weights ") for line in made.lines())
+    processes = [dict(one.host_bars[0].parts)["processes"] for one in (without, made)]
+    assert processes[1] - processes[0] == 2 * GPU_PROCESS
+
+
+def test_a_teacher_that_does_not_fit_is_said_with_its_cure(tmp_path: Path) -> None:
+    path = folder(tmp_path / "teacher", LARGE)
+    made = report(60, **teacher(path))
+    assert made.fits is False
+    verdict = made.verdict()
+    assert "DOES NOT FIT: the teacher's engine's KV cache has room for 0 tokens" in verdict
+    change = "--opd-teacher-num-gpus-per-engine 2 --opd-teacher-num-gpus 2"
+    assert f"it would with {change}" in verdict
+    assert report(60, **teacher(path, opd_teacher_num_gpus=2, opd_teacher_num_gpus_per_engine=2)).fits
+    # Devices that are there are not asked for again.
+    assert report(60, **teacher(path, opd_teacher_num_gpus=4)).change.startswith(  # type: ignore[union-attr]
+        "--opd-teacher-num-gpus-per-engine 2 ("
+    )
+    # The user's own fields of SGLang's are its engine's.
+    assert report(80, **teacher(path)).fits
+    lean = report(80, **teacher(path), opd_teacher_server_args={"mem_fraction_static": 0.7})
+    assert "of 0.70 of the device" in lean.verdict()
+
+
+def test_both_engines_and_teacher_are_cured(tmp_path: Path) -> None:
+    path = folder(tmp_path / "teacher", LARGE)
+    trained = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8}
+    made = report(60, shape=shape_from_hf_config(LARGE), rollout_num_gpus=8, **trained, **teacher(path))
+    assert str(made.change).startswith(
+        "--rollout-num-gpus-per-engine 2 --opd-teacher-num-gpus-per-engine 2 --opd-teacher-num-gpus 2"
+    ), made.verdict()
+
+
+def test_on_a_cpu_it_is_in_its_nodes_memory(tmp_path: Path) -> None:
+    path = folder(tmp_path / "teacher", SMALL)
+    without, made = report(23, "cpu"), report(23, "cpu", **teacher(path))
+    bars = [dict(one.host_bars[0].parts) for one in (without, made)]
+    weights = 4 * shape_from_hf_config(SMALL).num_parameters
+    assert bars[1]["reward model's and teacher's weights"] == weights
+    assert bars[1]["KV caches"] == 2 * bars[0]["KV caches"] > 0
+    assert bars[1]["processes"] - bars[0]["processes"] == ENGINE_PROCESS
+    large = report(23, "cpu", **teacher(folder(tmp_path / "large", LARGE)))
+    assert large.fits is False and "DOES NOT FIT" in large.verdict()
+
+
+def test_a_reward_model_has_a_score_in_place_of_the_output_layer(tmp_path: Path) -> None:
+    rm = folder(tmp_path / "rm", SMALL | {"architectures": ["Qwen3ForSequenceClassification"]})
+    made = report(23, "cpu", rm_type="reward_model", rm_model=rm)
+    ((_, engine),) = made.scorers
+    assert engine.weights == 4 * (shape_from_hf_config(SMALL).num_parameters - 512 * 64 + 64)
+    assert any(line.startswith("a device of an engine of the reward model: ") for line in made.lines())
+
+
+def test_an_fp8_teacher_counts_as_fp8(tmp_path: Path) -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    plain = report(80, **teacher(folder(tmp_path / "bf16", LARGE)))
+    half = report(80, **teacher(folder(tmp_path / "fp8", LARGE | fp8)))
+    sizes = [one.scorers[0][1].weights for one in (plain, half)]  # type: ignore[union-attr]
+    assert 0.5 < sizes[1] / sizes[0] < 0.56  # the embeddings stay in bf16
+
+
+@pytest.mark.parametrize(("raw", "reason"), [({"model_type": "gemma2"}, "gemma2"), (None, "config.json is missing")])
+def test_a_model_that_only_sglang_knows(raw: dict[str, Any] | None, reason: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "elsewhere") if raw is None else folder(tmp_path / "rm", raw)
+    made = report(80, rm_type="reward_model", rm_model=path)
+    assert made.fits and made.scorers[0][1] is None
+    (line,) = (line for line in made.lines() if line.startswith("the reward model: not estimated ("))
+    assert reason in line and f"--rm-model {path}" in line

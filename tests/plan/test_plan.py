@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.critic import auxiliary_config
-from fusionrl.plan.device_checks import check_device
+from fusionrl.plan.defaults import layer_impl
+from fusionrl.plan.engine_places import place_engines, place_one_by_one
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import render_plan
 from tests.plan.shapes import SMALL
@@ -19,42 +20,51 @@ from tests.plan.shapes import SMALL
 SHAPE = shape_from_hf_config(SMALL)
 
 
-def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, **values: Any) -> Plan:
-    values = {"rollout_batch_size": 8, "num_rollout": 3} | values
-    config = Config.from_flat({k: v for k, v in values.items() if v is not None})
+BASE: dict[str, Any] = {"rollout_batch_size": 8, "num_rollout": 3}
+
+
+def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, passed: Any = None, **values: Any) -> Plan:
+    config = Config.from_flat({k: v for k, v in (BASE | values).items() if v is not None}, passed)
     made = make_plan(config, SHAPE, device=device, num_prompts=num_prompts, num_cores=num_cores)
     assert render_plan(made, config).count("\n") >= 5
     return made
 
 
+def text_of(made: Plan, **values: Any) -> str:
+    return render_plan(made, Config.from_flat({"rollout_batch_size": 8, **values}))
+
+
+def fields(made: Plan, names: str) -> tuple[Any, ...]:
+    return tuple(getattr(made, name) for name in names.split())
+
+
 def test_one_of_a_kind_has_no_plural() -> None:
     """No text of the smallest run says "1 ranks"."""
     values = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "num_rollout": 1, "debug_train_only": True}
-    text = render_plan(plan(**values), Config.from_flat(values))
-    assert "1 rollout step\n" in text and "1 device, apart\n" in text and "1 rank = TP 1" in text
-    assert "1 prompt x 1 sample = 1 sample a rollout = 1 optimizer step x 1 sample, over 1 rank\n" in text
+    text = text_of(plan(**values), **values)
+    assert "1 rollout step\n" in text and "1 rank = TP 1" in text
     assert not re.findall(r"\b1 \w+s\b", text)
-    text = render_plan(plan(**values | {"rollout_batch_size": 2}), Config.from_flat(values))
+    text = text_of(plan(**values | {"rollout_batch_size": 2}), **values)
     assert "2 prompts x 1 sample = 2 samples a rollout" in text
 
 
-def test_apart() -> None:
+PLACES = "trainer_bundles engine_bundles num_bundles is_colocated transport backend precision rollout_dtype"
+
+
+def test_apart_and_colocated() -> None:
     made = plan(actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
-    assert made.trainer_bundles == (0, 1)
-    assert made.engine_bundles == ((2, 3), (4, 5))
-    assert made.num_bundles == 6
-    assert made.num_engines == 2
-    assert not made.is_colocated
-    assert made.transport == "broadcast"
-    assert made.backend == "gloo"
-    assert made.precision == "fp32"
+    assert fields(made, PLACES) == ((0, 1), ((2, 3), (4, 5)), 6, False, "broadcast", "gloo", "fp32", "fp32")
+    assert "turns " not in text_of(made)
+    made = plan("cuda", actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
+    assert fields(made, PLACES) == ((0, 1, 2, 3), ((0, 1), (2, 3)), 4, True, "ipc", "nccl", "bf16", "bf16")
+    assert "turns      engines start alone, then trainers; " in text_of(made)
+    assert fields(plan(precision="bf16"), "precision rollout_dtype") == ("bf16", "bf16")
 
 
 def test_the_text_says_what_in_place_costs() -> None:
-    made = plan(rollout_num_gpus=1)
-    for mode, is_told in (("in_place", True), ("retract", False)):
-        text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, "pause_generation_mode": mode}))
-        assert ("no prefix cache, for --pause-generation-mode in_place" in text) == is_told
+    made, cost = plan(rollout_num_gpus=1), "no prefix cache, for --pause-generation-mode in_place"
+    assert cost in text_of(made, pause_generation_mode="in_place")
+    assert cost not in text_of(made, pause_generation_mode="retract")
 
 
 @pytest.mark.parametrize(
@@ -67,8 +77,8 @@ def test_the_text_says_what_in_place_costs() -> None:
     ],
 )
 def test_the_loss_of_older_tokens_is_told(values: dict[str, Any], told: str | None) -> None:
-    given = {"rollout_batch_size": 8, "n_samples_per_prompt": 2, **values}
-    text = render_plan(plan(**given), Config.from_flat(given))
+    given = {"n_samples_per_prompt": 2, **values}
+    text = text_of(plan(**given), **given)
     assert re.search(told, text) if told else "\nloss " not in text
     # Ranks learn of the bound, of each role.
     assert (plan(**given).trainer_plan().knobs is None) == (told is None)
@@ -76,65 +86,66 @@ def test_the_loss_of_older_tokens_is_told(values: dict[str, Any], told: str | No
 
 def test_the_push_is_told() -> None:
     values = {"actor_num_gpus_per_node": 4, "pipeline_model_parallel_size": 2, "update_weight_buffer_size": 100_000}
-    made = plan(**values, num_gpus_per_node=4, rollout_num_gpus=2)
-    text = render_plan(made, Config.from_flat(values))
+    text = text_of(plan(**values, num_gpus_per_node=4, rollout_num_gpus=2), **values)
     assert "MB by broadcast: 10 buckets of at most 0.1 MB, 20 calls; extra memory at most 0.3 MB (rank 0)" in text
     assert "sent by rank 0 0." in text and ", rank 2 0." in text
 
 
+DRAFTS = {"engine_group": ["g:num_gpus=1,speculative-algorithm=EAGLE"]}
+NATIVE = {"engine_group": ["g:num_gpus=1,attention-backend=torch_native"]}
+PAIR = {"engine_group": ["first:num_gpus=1,role=prefill", "then:num_gpus=1,role=decode"], "rollout_num_gpus": 2}
+FA3 = {"engine_group": ["a:num_gpus=1,attention-backend=fa3"]}
+TORCH_BATCHED = {"engine_group": ["a:num_gpus=1,attention-backend=torch_batched"]}
+REPLAY = {"use_rollout_routing_replay": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "values", "sglang", "message"),
+    [
+        ("cpu", {}, {"speculative_algorithm": "EAGLE"}, "--sglang-speculative-algorithm EAGLE: .* use NGRAM"),
+        (
+            *("cpu", {}, {"speculative_algorithm": "NGRAM", "attention_backend": "torch_native"}),
+            "--sglang-attention-backend torch_native: on a CPU only torch_batched",
+        ),
+        ("cpu", DRAFTS, {}, "--engine-group g: speculative-algorithm EAGLE: .* use NGRAM"),
+        ("cpu", NATIVE, {"speculative_algorithm": "NGRAM"}, "--engine-group g: .* torch_native: on a CPU only"),
+        ("cpu", {"engine_group": ["g:num_gpus=1,speculative-algorithm=NGRAM"]}, {}, None),
+        ("cpu", {}, {"speculative_algorithm": "NGRAM"}, None),
+        ("cuda", {}, {"speculative_algorithm": "EAGLE"}, None),
+        ("cpu", REPLAY, {}, "--use-rollout-routing-replay: SGLang records which experts it chose on a GPU"),
+        ("cuda", REPLAY, {}, None),
+        ("cpu", REPLAY | {"custom_generate_function_path": "mine.py:generate"}, {}, None),
+        ("cuda", REPLAY | PAIR, {}, "--use-rollout-routing-replay with --engine-group role=prefill"),
+        ("cpu", PAIR, {}, "--engine-group first: role=prefill on a CPU"),
+        ("cuda", PAIR, {}, None),
+        (
+            *("cuda", {"precision": "fp32", "transformer_impl": "transformer_engine"}, {}),
+            "--transformer-impl transformer_engine with --precision fp32",
+        ),
+        ("cuda", {"precision": "fp32"}, {"attention_backend": "fa3"}, "--sglang-attention-backend fa3: .* in fp32"),
+        ("cuda", {"precision": "fp32"}, {"decode_attention_backend": "flashinfer"}, "--sglang-decode-attention-back"),
+        ("cuda", {"precision": "fp32"}, {"attention_backend": "triton"}, None),
+        ("cuda", {"precision": "fp32", "rollout_dtype": "bf16"}, {"attention_backend": "fa3"}, None),
+        ("cuda", {"transformer_impl": "transformer_engine"}, {"attention_backend": "fa3"}, None),
+        ("cuda", {}, {"attention_backend": "torch_batched"}, "torch_batched: it is for engines on a CPU"),
+        ("cuda", FA3 | {"precision": "fp32"}, {}, "--engine-group a: attention-backend fa3: the engines are in fp32"),
+        ("cuda", FA3, {}, None),
+        ("cuda", TORCH_BATCHED, {}, "--engine-group a: attention-backend torch_batched: it is for engines on a CPU"),
+    ],
+)
+def test_what_a_device_refuses(
+    device: str, values: dict[str, Any], sglang: dict[str, Any], message: str | None
+) -> None:
+    passed = PassThrough(sglang=sglang)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        plan(device, passed=passed, **{"rollout_num_gpus": 1} | values)
+
+
 def test_the_optimizer_has_no_gpu_to_leave_on_a_cpu() -> None:
-    config = Config.from_flat(
-        {"rollout_batch_size": 8, "num_rollout": 3}, PassThrough(optimizer={"optimizer_cpu_offload": True})
-    )
+    passed = PassThrough(optimizer={"optimizer_cpu_offload": True})
     with pytest.raises(ValueError, match="--optimizer-cpu-offload: there is no GPU memory to save"):
-        make_plan(config, SHAPE, device="cpu", num_prompts=100)
-    make_plan(config, SHAPE, device="cuda", num_prompts=100)
-
-
-def test_engines_on_a_cpu_speculate_with_n_grams_alone() -> None:
-    def plan(device: Any, group: str = "", **sglang: str) -> Plan:
-        flags: dict[str, Any] = {"rollout_batch_size": 8, "num_rollout": 3, "rollout_num_gpus": 1}
-        flags |= {"engine_group": [f"g:num_gpus=1,{group}"]} if group else {}
-        config = Config.from_flat(flags, PassThrough(sglang=dict(sglang)))
-        return make_plan(config, SHAPE, device=device, num_prompts=100)
-
-    with pytest.raises(ValueError, match="--sglang-speculative-algorithm EAGLE: .* use NGRAM, or leave it out"):
-        plan("cpu", speculative_algorithm="EAGLE")
-    with pytest.raises(ValueError, match="--sglang-attention-backend torch_native: on a CPU only torch_batched"):
-        plan("cpu", speculative_algorithm="NGRAM", attention_backend="torch_native")
-    with pytest.raises(ValueError, match="--engine-group g: speculative-algorithm EAGLE: .* use NGRAM, or leave it"):
-        plan("cpu", "speculative-algorithm=EAGLE")
-    with pytest.raises(ValueError, match="--engine-group g: .* torch_native: on a CPU only torch_batched"):
-        plan("cpu", "attention-backend=torch_native", speculative_algorithm="NGRAM")
-    plan("cpu", "speculative-algorithm=NGRAM")
-    plan("cpu", speculative_algorithm="NGRAM")
-    plan("cuda", speculative_algorithm="EAGLE")
-
-
-def test_engines_record_their_experts_on_a_gpu_alone() -> None:
-    flags = {"rollout_batch_size": 8, "num_rollout": 3, "use_rollout_routing_replay": True}
-    with pytest.raises(
-        ValueError, match="--use-rollout-routing-replay: SGLang records which experts it chose on a GPU"
-    ):
-        make_plan(Config.from_flat(flags), SHAPE, device="cpu", num_prompts=100)
-    make_plan(Config.from_flat(flags), SHAPE, device="cuda", num_prompts=100)
-    own = flags | {"custom_generate_function_path": "mine.py:generate"}
-    make_plan(Config.from_flat(own), SHAPE, device="cpu", num_prompts=100)
-
-
-def test_colocated() -> None:
-    made = plan("cuda", actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
-    assert made.trainer_bundles == (0, 1, 2, 3)
-    assert made.engine_bundles == ((0, 1), (2, 3))
-    assert made.num_bundles == 4
-    assert made.is_colocated
-    assert made.transport == "ipc"
-    assert made.backend == "nccl"
-    assert made.precision == "bf16"
-    assert made.rollout_dtype == "bf16"
-    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8}))
-    assert "turns      engines start alone, then trainers; in a push and its check each side holds its weights" in text
-    assert "turns " not in render_plan(plan(rollout_num_gpus=1), Config.from_flat({"rollout_batch_size": 8}))
+        plan("cpu", passed=passed)
+    plan("cuda", passed=passed)
 
 
 @pytest.mark.parametrize(
@@ -148,34 +159,12 @@ def test_colocated() -> None:
 def test_placements_that_gpus_refuse(values: dict[str, Any], told: str) -> None:
     """Whatever --device says: with auto a GPU is found, and the run would end at its first push."""
     for device in ("auto", "cuda"):
-        flags = {"rollout_batch_size": 8, "num_rollout": 3, "device": device} | values
+        flags = BASE | {"device": device} | values
         assert [error for error in plan_errors(Config.from_flat(flags), 4, SHAPE, "cuda") if told in error]
         with pytest.raises(ValueError, match=told):
             make_plan(Config.from_flat(flags), SHAPE, device="cuda", num_prompts=4)
     plan("cpu", **values)
-    assert plan_errors(Config.from_flat(values | {"rollout_batch_size": 8, "num_rollout": 3}), 4, SHAPE) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "sglang", "told"),
-    [
-        ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine with --precision fp32"),
-        ({}, {"attention_backend": "fa3"}, "--sglang-attention-backend fa3: the engines are in fp32"),
-        ({}, {"decode_attention_backend": "flashinfer"}, "--sglang-decode-attention-backend flashinfer"),
-        ({}, {"attention_backend": "triton"}, None),
-        ({"rollout_dtype": "bf16"}, {"attention_backend": "torch_batched"}, "torch_batched: it is for engines on a"),
-        ({"rollout_dtype": "bf16"}, {"attention_backend": "fa3"}, None),
-        ({"precision": "bf16", "transformer_impl": "transformer_engine"}, {"attention_backend": "fa3"}, None),
-    ],
-)
-def test_fp32_on_a_gpu(values: dict[str, Any], sglang: dict[str, Any], told: str | None) -> None:
-    flags = {"rollout_batch_size": 8, "num_rollout": 3, "rollout_num_gpus": 1, "precision": "fp32"} | values
-    config = Config.from_flat(flags).model_copy(update={"passthrough": PassThrough(sglang=sglang)})
-    if told is None:
-        make_plan(config, SHAPE, device="cuda", num_prompts=4)
-        return
-    with pytest.raises(ValueError, match=told):
-        make_plan(config, SHAPE, device="cuda", num_prompts=4)
+    assert plan_errors(Config.from_flat(BASE | values), 4, SHAPE) == []
 
 
 SCORERS = {"rm_model": "RM", "use_opd": True, "opd_teacher_load": "TEACHER"}
@@ -185,22 +174,12 @@ def scorers(made: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {scorer.role: scorer.bundles for scorer in made.scorers}
 
 
-def test_weights_in_fp8_need_a_gpu_and_bf16() -> None:
-    fp8 = BlockFp8((128, 128), False, frozenset())
-    config: Any = Config.from_flat({"hf_checkpoint": "m", "rollout_batch_size": 8, "rollout_num_gpus": 1})
-    check_device(config, "cuda", "bf16", "bf16", fp8)
-    for device, rollout_dtype in (("cuda", "fp32"), ("cpu", "fp32")):
-        told = f"its weights are in fp8, .* this would be on {device} with --rollout-dtype fp32"
-        with pytest.raises(ValueError, match=told):
-            check_device(config, device, "fp32", rollout_dtype, fp8)  # type: ignore[arg-type]
-
-
 def test_engines_that_only_read_come_after_the_policy_s() -> None:
     made = plan(**SCORERS, actor_num_gpus_per_node=2, rollout_num_gpus=2)
     assert made.engine_bundles == ((2,), (3,))
     assert scorers(made) == {"reward-model": ((4,),), "teacher": ((5,),)}
     assert made.num_bundles == 6
-    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **SCORERS}))
+    text = text_of(made, **SCORERS)
     assert "rm         1 x TP 1 of RM: [4]\n" in text
     assert "teacher    1 x TP 1 of TEACHER: [5]\n" in text
     colocated = plan("cuda", **SCORERS, actor_num_gpus_per_node=4, colocate=True, rm_num_gpus=2)
@@ -215,9 +194,7 @@ def test_no_engine_that_reads_spans_two_nodes() -> None:
     assert made.engine_bundles == ((4,),)
     assert scorers(made) == {"reward-model": ((5, 6), (8, 9)), "teacher": ((12, 13, 14, 15),)}
     assert made.num_bundles == 16
-    assert "idle [7, 10, 11] so that no engine spans more nodes than it needs" in render_plan(
-        made, Config.from_flat(SCORERS)
-    )
+    assert "idle [7, 10, 11] so that no engine spans more nodes than it needs" in text_of(made, **SCORERS)
 
 
 def test_a_process_reward_model_s_trainers() -> None:
@@ -227,14 +204,13 @@ def test_a_process_reward_model_s_trainers() -> None:
     own = {**prime, "prm_num_gpus": 2, "prm_tensor_model_parallel_size": 2, "prm_context_parallel_size": 1}
     made = plan(**own)
     assert made.auxiliary is not None and made.auxiliary.bundles == (3, 4) and not made.shares_with_auxiliary
-    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **own}))
+    text = text_of(made, **own)
     assert "prm        2 ranks = TP 2 x CP 1 x PP 1 x DP 1 (EP 1) on devices [3, 4]\n" in text and "idle" not in text
     assert plan(advantage_estimator="prime", mode="sft").auxiliary is None
     provided = Config.from_flat({"custom_model_provider_path": "mine.py:model", "prm_load": "elsewhere"})
     assert auxiliary_config(provided, "prm").model.custom_model_provider_path is None, "it builds the policy alone"
     assert auxiliary_config(provided, "prm").model.hf_checkpoint == "elsewhere"
-    wrong = Config.from_flat({"rollout_batch_size": 8, "num_rollout": 3, **own, "prm_num_gpus": 3})
-    (error,) = plan_errors(wrong, num_prompts=4, shape=SHAPE)
+    (error,) = plan_errors(Config.from_flat(BASE | own | {"prm_num_gpus": 3}), num_prompts=4, shape=SHAPE)
     assert error.startswith("prm (--prm-num-gpus, --prm-…-parallel-size): ")
 
 
@@ -274,7 +250,7 @@ def test_engines_that_evaluate_alone_come_last() -> None:
     assert (made.engine_bundles, scorers(made)) == (((2,),), {"reward-model": ((3,),)})
     assert (made.eval_bundles, made.num_engines, made.num_bundles) == (((4,), (5,)), 1, 6)
     assert made.all_engine_bundles == ((2,), (4,), (5,))
-    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **values}))
+    text = text_of(made, **values)
     assert "placement  6 devices" in text
     assert "evaluation 2 x TP 1, while training continues: engine 1 on [4], engine 2 on [5]\n" in text
     without = plan(**values | {"eval_num_gpus": 0})
@@ -285,23 +261,23 @@ def test_engines_that_evaluate_alone_come_last() -> None:
 def test_no_engine_that_evaluates_spans_two_nodes() -> None:
     values = {"num_gpus_per_node": 4, "actor_num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 2}
     made = plan("cuda", **values, rollout_num_gpus=2, eval_num_gpus=2)
-    assert (made.engine_bundles, made.eval_bundles, made.num_bundles) == (((1, 2),), ((4, 5),), 6)
-    assert "idle [3] so that" in render_plan(made, Config.from_flat(values))
+    assert fields(made, "engine_bundles eval_bundles num_bundles") == (((1, 2),), ((4, 5),), 6)
+    assert "idle [3] so that" in text_of(made, **values)
 
 
-def test_engines_that_evaluate_alone_do_not_come_out_even() -> None:
-    values = {"rollout_batch_size": 8, "num_rollout": 3, "eval_num_gpus": 3, "rollout_num_gpus_per_engine": 2}
-    values["rollout_num_gpus"] = 2
-    assert plan_errors(Config.from_flat(values), num_prompts=4) == [
-        "--eval-num-gpus 3 is not a multiple of --rollout-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
-    ]
-
-
-def test_devices_of_theirs_that_do_not_divide() -> None:
-    values = {"rollout_batch_size": 8, "num_rollout": 3, **SCORERS, "rm_num_gpus": 3, "rm_num_gpus_per_engine": 2}
-    assert plan_errors(Config.from_flat(values), num_prompts=4) == [
-        "--rm-num-gpus 3 is not a multiple of --rm-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
-    ]
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        (
+            {"eval_num_gpus": 3, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2},
+            ("--eval-num-gpus 3", "--rollout-num-gpus-per-engine 2"),
+        ),
+        ({**SCORERS, "rm_num_gpus": 3, "rm_num_gpus_per_engine": 2}, ("--rm-num-gpus 3", "--rm-num-gpus-per-engine 2")),
+    ],
+)
+def test_devices_of_theirs_that_do_not_divide(values: dict[str, Any], flags: tuple[str, str]) -> None:
+    (error,) = plan_errors(Config.from_flat(BASE | values), num_prompts=4)
+    assert error == "{} is not a multiple of {}; sizes that divide 3: 1 and 3".format(*flags)
 
 
 @pytest.mark.parametrize(
@@ -319,12 +295,8 @@ def test_modes_take_only_the_devices_they_use(
     values: dict[str, Any], bundles: int, engines: int, has_layout: bool, transport: str | None
 ) -> None:
     made = plan(**values)
-    assert (made.num_bundles, made.num_engines, made.layout is not None, made.transport) == (
-        bundles,
-        engines,
-        has_layout,
-        transport,
-    )
+    assert fields(made, "num_bundles num_engines transport") == (bundles, engines, transport)
+    assert (made.layout is not None) == has_layout
     assert any(bar.name == "training" for bar in made.memory.host_bars) is has_layout
 
 
@@ -344,28 +316,18 @@ def test_cores_are_shared_out_over_the_ranks_of_a_node() -> None:
 
 
 def test_sft_trains_each_conversation_once() -> None:
-    made = plan(mode="sft", n_samples_per_prompt=4)
-    assert made.batch.num_samples == 8
+    assert plan(mode="sft", n_samples_per_prompt=4).batch.num_samples == 8
 
 
 def test_all_sizes_that_do_not_fit_are_found_at_once() -> None:
-    config = Config.from_flat(
-        {
-            "actor_num_gpus_per_node": 3,
-            "tensor_model_parallel_size": 2,
-            "rollout_num_gpus": 3,
-            "rollout_num_gpus_per_engine": 2,
-            "rollout_batch_size": 8,
-            "global_batch_size": 3,
-            "num_epoch": 1,
-        }
-    )
-    found = plan_errors(config, num_prompts=4)
+    values = {"actor_num_gpus_per_node": 3, "tensor_model_parallel_size": 2, "rollout_num_gpus": 3}
+    values |= {"rollout_num_gpus_per_engine": 2, "rollout_batch_size": 8, "global_batch_size": 3, "num_epoch": 1}
+    found = plan_errors(Config.from_flat(values), num_prompts=4)
     assert len(found) == 4
     for part in ("tp 2", "--rollout-num-gpus 3", "--global-batch-size 3", "--num-epoch 1"):
         assert any(part in error for error in found)
     with pytest.raises(ValueError, match="tp 2"):
-        make_plan(config, SHAPE, device="cpu", num_prompts=4)
+        plan(num_rollout=None, **values)
 
 
 def test_trainers_and_hooks_get_the_plans_answers() -> None:
@@ -385,10 +347,10 @@ def test_groups_of_engines_have_their_own_sizes_flags_and_numbers() -> None:
     values = {"engine_group": groups, "rollout_num_gpus": 5, "eval_num_gpus": 2}
     made = plan(**values)
     assert made.engine_bundles == ((1, 2), (3, 4), (5,)) and made.eval_bundles == ((6,), (7,))
-    assert (made.num_engines, made.engine_size, made.num_bundles) == (3, 1, 8)
+    assert fields(made, "num_engines engine_size num_bundles") == (3, 1, 8)
     numbered = [made.group_of(engine) for engine in range(5)]
     assert [group.name for group in numbered if group] == ["wide", "wide", "small", "tests", "tests"]
-    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **values}))
+    text = text_of(made, **values)
     assert "engines    3 in groups: engine 0 on [1, 2], engine 1 on [3, 4], engine 2 on [5]" in text
     assert "           wide: 2 x TP 2, generate, --max-running-requests 8\n" in text
     assert made.answers["rollout_num_engines"] == 3
@@ -404,14 +366,6 @@ def test_devices_that_contradict_the_groups_are_refused() -> None:
         plan(**tests, eval_num_gpus=1)
 
 
-def test_engines_that_prefill_are_for_gpus() -> None:
-    pair = ["first:num_gpus=2,per_engine=2,role=prefill", "then:num_gpus=4,per_engine=4,role=decode"]
-    made = plan("cuda", engine_group=pair, rollout_num_gpus=6)
-    assert made.has_pairs and made.engine_bundles == ((1, 2), (3, 4, 5, 6))
-    with pytest.raises(ValueError, match="--engine-group first: role=prefill on a CPU"):
-        plan("cpu", engine_group=pair, rollout_num_gpus=6)
-
-
 def test_an_engine_larger_than_a_node_begins_where_a_node_does() -> None:
     made = plan(
         "cuda", actor_num_gpus_per_node=2, num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4
@@ -421,13 +375,27 @@ def test_an_engine_larger_than_a_node_begins_where_a_node_does() -> None:
         plan("cuda", num_gpus_per_node=2, rollout_num_gpus=3, rollout_num_gpus_per_engine=3)
 
 
-def test_a_group_s_attention_takes_what_the_engines_compute_in() -> None:
-    group = {"engine_group": ["a:num_gpus=1,attention-backend=fa3"], "rollout_num_gpus": 1}
-    with pytest.raises(ValueError, match="--engine-group a: attention-backend fa3: the engines are in fp32"):
-        plan("cuda", **group, precision="fp32")
-    assert plan("cuda", **group, precision="bf16").num_engines == 1
-    with pytest.raises(ValueError, match="--engine-group a: attention-backend torch_batched: it is for engines on a C"):
-        plan("cuda", engine_group=["a:num_gpus=1,attention-backend=torch_batched"], rollout_num_gpus=1)
-    pair = ["first:num_gpus=1,role=prefill", "then:num_gpus=1,role=decode"]
-    with pytest.raises(ValueError, match="--use-rollout-routing-replay with --engine-group role=prefill"):
-        plan("cuda", engine_group=pair, rollout_num_gpus=2, use_rollout_routing_replay=True)
+def test_engines_leave_devices_idle_before_they_span_nodes() -> None:
+    """One that fits on a node spans none; a larger one takes whole nodes."""
+    assert place_engines("--n", "--size", 6, 3, 2, 4) == ((4, 5, 6), (8, 9, 10))
+    assert place_engines("--n", "--size", 16, 8, 2, 4) == (tuple(range(4, 12)), tuple(range(12, 20)))
+    assert place_one_by_one([8], 0, 4) == (tuple(range(8)),), "colocated it has the trainers' nodes"
+    assert place_one_by_one([1, 2, 2], 4, 4, may_skip=True) == ((4,), (5, 6), (8, 9))
+    assert place_one_by_one([1, 2, 2], 4, 4) == ((4,), (5, 6), (7, 8))
+    with pytest.raises(ValueError, match=r"--size 6: .* whole ones, of --num-gpus-per-node 4 devices; take 4 or 8"):
+        place_one_by_one([6], 0, 4, "--size")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "has_fused_layers", "precision", "impl"),
+    [
+        ("auto", "cpu", True, "bf16", "local"),
+        ("auto", "cuda", True, "bf16", "transformer_engine"),
+        ("auto", "cuda", True, "fp32", "local"),  # Transformer Engine has no packed attention in it
+        ("auto", "cuda", False, "bf16", "local"),
+        ("local", "cuda", True, "bf16", "local"),
+        ("transformer_engine", "cuda", False, "bf16", "transformer_engine"),
+    ],
+)
+def test_layers(wanted: str, device: str, has_fused_layers: bool, precision: str, impl: str) -> None:
+    assert layer_impl(wanted, device, has_fused_layers, precision) == impl

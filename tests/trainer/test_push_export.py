@@ -11,7 +11,7 @@ import torch
 from fusionrl.models.fp8 import quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.push import EngineTarget, plan_push, push_tensors, stage_of_name
+from fusionrl.plan.push import plan_push, push_tensors, stage_of_rule
 from tests.trainer.trainer_worker import config_of
 
 TWO = TrainerLayout(2, tp=2)
@@ -41,9 +41,8 @@ def gathered(
     )
     exporter.settle()
     tensors = exporter.tensors(dist.group.WORLD)
-    target = EngineTarget(0, None, "", (0,))
     experts = actor.shape.moe.num_experts if actor.shape.moe else 0
-    plan = plan_push(tensors, actor.layout, [target], [""] * 2, MAX_BYTES, experts, by_node=False)
+    plan = plan_push(tensors, actor.layout, 1, MAX_BYTES, experts)
     gatherer, found = exporter.gatherer(plan, {}), {}
     flat = torch.full((plan.buffer_bytes(actor.rank)[0],), 255, dtype=torch.uint8)  # what is not written is a NaN
     early, late = plan.gathers(actor.rank)
@@ -95,7 +94,7 @@ def test_the_sources_together_have_every_tensor_once(workers, hf, family, tied, 
     shape = read_model_shape(folder)
     stages = stage_layers(layout, shape.num_layers, {})
     assert stages is not None
-    told = push_tensors(shape, stage_of_name(stages), "float32")
+    told = push_tensors(shape, stage_of_rule(stages), "float32")
     assert [f"{t.name} {t.stage} {t.nbytes}" for t in told] == answers[0][1]
 
 

@@ -7,40 +7,23 @@ from typing import Any
 import psutil
 
 
-class Striking:
-    """A handle's target that kills a process when a method is called for the n-th time; picklable with its count."""
+class Faulty:
+    """A handle's target on which something happens when `method` is called for the n-th time; picklable with its count:
+    the process `pid` is killed, or without one the call is refused."""
 
-    def __init__(self, target: Any, method: str, number: int, pid: int) -> None:
-        self._target, self._strikes_at, self._number, self._pid = target, method, number, pid
+    def __init__(self, target: Any, method: str, number: int = 1, pid: int | None = None) -> None:
+        self._target, self._method, self._number, self._pid = target, method, number, pid
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name == self._strikes_at:
-                self._number -= 1
-                if self._number == 0:
-                    psutil.Process(self._pid).kill()
+            self._number -= name == self._method
+            if name == self._method and self._number == 0:
+                if self._pid is None:
+                    raise RuntimeError(f"no {name} today")
+                psutil.Process(self._pid).kill()
             return getattr(self._target, name)(*args, **kwargs)
 
         return call
-
-
-class Refusing:
-    """A handle's target that refuses a method the first time that it is called."""
-
-    def __init__(self, target: Any, method: str) -> None:
-        self._target, self._method = target, method
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name != self._method:
-            return getattr(self._target, name)
-        self._method = ""
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError(f"no {name} today")
-
-        return refuse

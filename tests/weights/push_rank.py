@@ -14,19 +14,14 @@ def _sender(actor: Any, buffer_size: int, timeout_s: float) -> Any:
     from fusionrl.weights.send import WeightSender
 
     if not hasattr(actor, "sender"):
-        trained = actor.trained
+        trained, device = actor.trained, actor.device
         exporter = Exporter(
-            trained.chunks, trained.transformer, actor.shape, actor.layout, actor.rank, "float32", actor.device
+            trained.chunks, trained.transformer, actor.shape, actor.layout, actor.rank, "float32", device
         )
+        settings = {"device": "cpu", "backend": "gloo", "host": "127.0.0.1", "buffer_size": buffer_size}
+        group = dist.new_group(backend="gloo")
         actor.sender = WeightSender(
-            rank=actor.rank,
-            device="cpu",
-            backend="gloo",
-            host="127.0.0.1",
-            exporter=exporter,
-            buffer_size=buffer_size,
-            timeout_s=timeout_s,
-            object_group=dist.new_group(backend="gloo"),
+            rank=actor.rank, exporter=exporter, timeout_s=timeout_s, object_group=group, **settings
         )
     return actor.sender
 

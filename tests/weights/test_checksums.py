@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from fusionrl.models.shape import MLAShape, ModelShape
+from fusionrl.models.shape import MLAShape, ModelShape, MoEShape, shape_from_hf_config
 from fusionrl.weights.checksums import engine_checksums, hash_tensor, hash_words
 from fusionrl.weights.verify import compare_checksums
 
@@ -15,22 +15,9 @@ HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 8, 12, 4, 2, 4, 70
 
 
 def shape(groups: int = GROUPS) -> ModelShape:
-    return ModelShape(
-        model_type="qwen2",
-        num_layers=1,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        head_dim=HEAD_DIM,
-        vocab_size=VOCAB,
-        max_position_embeddings=32,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        tie_word_embeddings=False,
-        attention_bias=True,
-        qk_layernorm=False,
-    )
+    raw = {"model_type": "qwen2", "num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": FFN}
+    raw |= {"num_attention_heads": HEADS, "num_key_value_heads": groups, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
+    return shape_from_hf_config(raw)
 
 
 def random(*size: int) -> torch.Tensor:
@@ -44,20 +31,17 @@ def sha(tensor: torch.Tensor) -> str:
 
 
 def hf_tensors(groups: int = GROUPS) -> dict[str, torch.Tensor]:
-    layer = "model.layers.0."
+    sizes = {"q": HEADS * HEAD_DIM, "k": groups * HEAD_DIM, "v": groups * HEAD_DIM}
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     return {
         "model.embed_tokens.weight": random(VOCAB, HIDDEN),
-        layer + "input_layernorm.weight": random(HIDDEN),
-        layer + "self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.q_proj.bias": random(HEADS * HEAD_DIM),
-        layer + "self_attn.k_proj.weight": random(groups * HEAD_DIM, HIDDEN),
-        layer + "self_attn.k_proj.bias": random(groups * HEAD_DIM),
-        layer + "self_attn.v_proj.weight": random(groups * HEAD_DIM, HIDDEN) + 1,
-        layer + "self_attn.v_proj.bias": random(groups * HEAD_DIM) + 1,
-        layer + "self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
-        layer + "mlp.gate_proj.weight": random(FFN, HIDDEN),
-        layer + "mlp.up_proj.weight": random(FFN, HIDDEN) + 1,
-        layer + "mlp.down_proj.weight": random(HIDDEN, FFN),
+        "model.layers.0.input_layernorm.weight": random(HIDDEN),
+        **{f"{attention}{x}_proj.weight": random(size, HIDDEN) + (x == "v") for x, size in sizes.items()},
+        **{f"{attention}{x}_proj.bias": random(size) + (x == "v") for x, size in sizes.items()},
+        attention + "o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+        mlp + "gate_proj.weight": random(FFN, HIDDEN),
+        mlp + "up_proj.weight": random(FFN, HIDDEN) + 1,
+        mlp + "down_proj.weight": random(HIDDEN, FFN),
         "model.norm.weight": random(HIDDEN) + 1,
         "lm_head.weight": random(VOCAB, HIDDEN) + 1,
     }
@@ -126,12 +110,10 @@ def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
         "model.layers.0.mlp.gate_proj.weight": random(FFN, HIDDEN),
         "model.layers.0.mlp.up_proj.weight": random(FFN, HIDDEN) + 1,
     }
+    queries = {"q_a_proj": (6, HIDDEN), "q_b_proj": (HEADS * (nope + rope), 6)}
     if q_lora_rank is None:
-        tensors[of + "q_proj.weight"] = random(HEADS * (nope + rope), HIDDEN)
-    else:
-        tensors[of + "q_a_proj.weight"] = random(q_lora_rank, HIDDEN)
-        tensors[of + "q_a_layernorm.weight"] = random(q_lora_rank)
-        tensors[of + "q_b_proj.weight"] = random(HEADS * (nope + rope), q_lora_rank)
+        queries = {"q_proj": (HEADS * (nope + rope), HIDDEN)}
+    tensors |= {f"{of}{name}.weight": random(*size) for name, size in queries.items()}
     found = engine_checksums(tensors.items(), shape().model_copy(update={"mla": mla}), tp)
     assert len(found) == tp
     for rank in range(tp):
@@ -155,11 +137,26 @@ def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
         if q_lora_rank is None:
             wanted |= {of + "q_proj.weight": rows("q_proj.weight", nope + rope), of + "kv_a_proj_with_mqa.weight": down}
         else:
-            wanted[of + "q_a_layernorm.weight"] = tensors[of + "q_a_layernorm.weight"]
             wanted[of + "q_b_proj.weight"] = rows("q_b_proj.weight", nope + rope)
             both = torch.cat([tensors[of + "q_a_proj.weight"], down])
             wanted[of + "fused_qkv_a_proj_with_mqa.weight"] = both
         assert found[rank] == {name: sha(tensor) for name, tensor in wanted.items()}, rank
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+def test_experts_stand_in_two_tensors(names: tuple[str, str, str]) -> None:
+    """Gates over ups of all experts, and their downs; each rank has a part of every expert."""
+    moe = MoEShape(num_experts=3, topk=1, ffn_hidden_size=FFN, layers=(0,), norm_topk_prob=True)
+    gate, up, down = names
+    of = "model.layers.0.mlp.experts"
+    tensors = {f"{of}.{i}.{name}.weight": random(FFN, HIDDEN) + i for i in (2, 0, 1) for name in (up, gate)}
+    tensors |= {f"{of}.{i}.{down}.weight": random(HIDDEN, FFN) + i for i in (1, 2, 0)}
+    found = engine_checksums(tensors.items(), shape().model_copy(update={"moe": moe}), 2)
+    for rank, rows in enumerate((slice(0, 6), slice(6, 12))):
+        firsts = [torch.cat([tensors[f"{of}.{i}.{name}.weight"][rows] for name in (gate, up)]) for i in range(3)]
+        seconds = [tensors[f"{of}.{i}.{down}.weight"][:, rows] for i in range(3)]
+        wanted = {"w13_weight": torch.stack(firsts), "w2_weight": torch.stack(seconds)}
+        assert found[rank] == {f"{of}.{name}": sha(tensor) for name, tensor in wanted.items()}
 
 
 def test_mlps_that_a_cpu_s_engine_pads() -> None:
@@ -180,15 +177,10 @@ def test_mlps_that_a_cpu_s_engine_pads() -> None:
     assert all(found[0][name] == value for name, value in plain[0].items() if ".mlp." not in name)
 
 
-def test_the_order_of_the_parts_does_not_matter() -> None:
+def test_parts_in_another_order_and_one_that_never_comes() -> None:
     tensors = hf_tensors()
-    assert engine_checksums(reversed(list(tensors.items())), shape(), 2) == engine_checksums(
-        tensors.items(), shape(), 2
-    )
-
-
-def test_a_part_that_never_came() -> None:
-    tensors = hf_tensors()
+    backwards = reversed(list(tensors.items()))
+    assert engine_checksums(backwards, shape(), 2) == engine_checksums(tensors.items(), shape(), 2)
     del tensors["model.layers.0.mlp.up_proj.weight"]
     with pytest.raises(AssertionError, match="gate_up_proj"):
         engine_checksums(tensors.items(), shape(), 1)
@@ -204,11 +196,8 @@ def test_one_bit_shows() -> None:
 
 
 def test_missing_and_foreign_tensors_are_differences() -> None:
-    assert compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "4", "d": "5"}) == [
-        "b",
-        "c",
-        "d",
-    ]
+    found = compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "4", "d": "5"})
+    assert found == ["b", "c", "d"]
 
 
 def test_the_hash_is_that_of_the_values_not_of_the_memory() -> None:

@@ -73,24 +73,24 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], object]]:
     return calls
 
 
-def push(sent: list[tuple[list[str], object]], engine: object, feed: Feed) -> dict:
+def push(sent: list[tuple[list[str], object]], feed: Feed, error: Exception | None = None) -> dict:
     """Three tensors, of which two fit into a bucket, from rank 0."""
 
     def update(payloads: list[str], *, load_format: None, **stamp: object) -> object:
         def call() -> None:
             sent.append((payloads, stamp))
-            if engine is not None:
-                raise engine
+            if error is not None:
+                raise error
 
         return call
 
     target = SimpleNamespace(index=0, handle=SimpleNamespace(update_weights_from_tensor=SimpleNamespace(remote=update)))
     tensors = iter([(name, torch.zeros(4)) for name in "abc"])
-    return CudaIpc(0, None, 5.0, torch.device("cpu")).send(tensors, 32, [target], [feed], version=7)
+    return CudaIpc(0, None, 5.0, torch.device("cpu"), [target], [feed], version=7).send(tensors, 32)
 
 
 def test_an_engine_gets_each_bucket_once_for_each_of_its_ranks(sent: list) -> None:
-    report = push(sent, None, Feed(0, (0, 0), 0))
+    report = push(sent, Feed(0, (0, 0), 0))
     assert [payloads for payloads, _ in sent] == [["a+b", "a+b"], ["c", "c"]]
     assert [stamp == stamp_of(7) for _, stamp in sent] == [False, True], "the last bucket has the version"
     assert (report["bytes"], report["buckets"], report["calls"]) == (48, 2, 2)
@@ -98,7 +98,7 @@ def test_an_engine_gets_each_bucket_once_for_each_of_its_ranks(sent: list) -> No
 
 def test_a_failure_is_told_with_its_bucket_and_ends_the_calls(sent: list) -> None:
     with pytest.raises(RuntimeError, match="weight push, bucket 1: it has no room"):
-        push(sent, RuntimeError("it has no room"), Feed(0, (0,), 0))
+        push(sent, Feed(0, (0,), 0), RuntimeError("it has no room"))
     assert len(sent) == 1, "no further call; the rest is gathered, as other ranks may wait for it"
 
 
@@ -108,5 +108,5 @@ def test_payloads_of_several_ranks_come_to_the_leader(sent: list, monkeypatch: p
 
     monkeypatch.setattr(cuda_ipc.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(cuda_ipc.dist, "all_gather_object", gather)
-    push(sent, None, Feed(0, (1, 0), 0))
+    push(sent, Feed(0, (1, 0), 0))
     assert [payloads for payloads, _ in sent] == [["of rank 1", "a+b"], ["of rank 1", "c"]]

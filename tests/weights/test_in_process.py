@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -16,7 +15,7 @@ from fusionrl.weights.remote_calls import wait_all
 
 class Counter:
     def __init__(self, start: int) -> None:
-        self.value, self.made_by = start, threading.current_thread().name
+        self.value = start
         self.entered = threading.Event()
         self.go = threading.Event()
 
@@ -44,8 +43,6 @@ def test_calls_of_one_thread_queue_in_order() -> None:
     actor = LocalActor(lambda: Counter(1), "trainer")
     refs = [actor.add.remote(2), actor.add.remote(3, times=2)]
     assert get(refs) == [3, 9]
-    target = Counter(0)
-    assert get(actor.add.remote(0)) == 9 and target.made_by != "trainer-0"
     actor.release.remote()
     assert get(actor.hold.remote()) == "trainer-0", "as the only thread of a trainer's actor"
     end(actor)
@@ -87,10 +84,8 @@ def test_a_wait_ends_with_the_first() -> None:
     held, quick = actor.hold.remote(), actor.add.remote(1)
     done, pending = wait([held, quick], num_returns=1, timeout=5)
     assert done == [quick] and pending == [held]
-    since = time.monotonic()
     with pytest.raises(TimeoutError):
         get(held, timeout=0.05)
-    assert time.monotonic() - since < 5
     actor.release.remote()
     assert len(wait([held, quick], num_returns=2, timeout=5)[0]) == 2
     assert get([]) == []

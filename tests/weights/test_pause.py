@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.push import pause_engines
+from fusionrl.weights.push import PushCalls
 from tools.threaded import Threaded
 
 
@@ -25,8 +25,9 @@ class Engine:
         self.end_of_pass.wait(60.0)
 
 
-def targets(*ends: threading.Event | None) -> list[EngineTarget]:
-    return [EngineTarget(i, Threaded(Engine(one)), "host", (i,), 0, 1, "host") for i, one in enumerate(ends)]
+def pause(limit_s: float, *ends: threading.Event | None) -> float:
+    targets = [EngineTarget(i, Threaded(Engine(end)), "host", (i,)) for i, end in enumerate(ends)]
+    return PushCalls([], targets, time.perf_counter() + limit_s).pause("retract")
 
 
 def test_the_pause_begins_with_the_first_engine_that_stands_still() -> None:
@@ -35,16 +36,14 @@ def test_the_pause_begins_with_the_first_engine_that_stands_still() -> None:
 
     def end_passes() -> None:
         """Of the second engine, and of the first when the second has paused for a while."""
-        time.sleep(0.1)
-        times.append(time.perf_counter())
-        second.set()
-        time.sleep(0.5)
-        times.append(time.perf_counter())
-        first.set()
+        for event in (second, first):
+            time.sleep(0.3)
+            times.append(time.perf_counter())
+            event.set()
 
     ending = threading.Thread(target=end_passes)
     ending.start()
-    still = pause_engines(targets(first, second), "retract", 60.0)
+    still = pause(60.0, first, second)
     ending.join()
     assert times[0] <= still < times[1]
 
@@ -53,7 +52,7 @@ def test_an_engine_that_does_not_pause_is_named() -> None:
     ended, never = threading.Event(), threading.Event()
     ended.set()
     with pytest.raises(RuntimeError, match=r"engine 1: pause: no such mode"):
-        pause_engines(targets(ended, None), "retract", 60.0)
-    with pytest.raises(RuntimeError, match=r"engine 0: pause: no end after 0 s"):
-        pause_engines(targets(never), "retract", 0.1)
+        pause(60.0, ended, None)
+    with pytest.raises(RuntimeError, match=r"engine 0: pause: no end after 1 s"):
+        pause(0.1, never)
     never.set()  # its thread ends

@@ -24,7 +24,7 @@ from fusionrl.weights.push import push_weights
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.trainer_worker import config_of
-from tests.weights.faults import Striking
+from tests.weights.faults import Faulty
 from tests.weights.push_rank import Pusher
 from tools.threaded import Threaded
 
@@ -72,6 +72,15 @@ def push(trainers: list[Any], target: EngineTarget, version: int, transport: str
     )
 
 
+def assert_ends(trainers: list[Any], engine: EngineActor, victim: int, num_restarts: int, who: str) -> None:
+    """A push in whose middle a process is killed ends in time, and names it."""
+    faulty = Faulty(AttachedEngine(0, engine.url, 1, KEY), "update_weights_from_distributed", 2, victim)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=who):
+        push(trainers, EngineTarget(0, Threaded(faulty), "", (0,), num_restarts), 100, "broadcast")
+    assert time.monotonic() - start < LIMIT_S
+
+
 def assert_serves(engine: EngineActor, path: Path, version: int) -> None:
     """Its log-probs are transformers' of the weights in `path`; a cache of other weights would show."""
     from transformers import AutoModelForCausalLM
@@ -110,11 +119,7 @@ def test_whoever_is_killed_in_the_middle_of_a_push_the_next_one_works(
         assert engine._server is not None
         pid = engine._server.pid
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        striking = Striking(AttachedEngine(0, engine.url, 1, KEY), "update_weights_from_distributed", 2, pid)
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="engine 0"):
-            push(trainers, EngineTarget(0, Threaded(striking), "", (0,)), 4, "broadcast")
-        assert time.monotonic() - start < LIMIT_S
+        assert_ends(trainers, engine, pid, 0, "engine 0")
         assert not psutil.wait_procs(family, timeout=30)[1], "its processes end with it"
         engine.shutdown()
         engine.start()
@@ -123,11 +128,7 @@ def test_whoever_is_killed_in_the_middle_of_a_push_the_next_one_works(
         assert_serves(engine, models[1], 5)
 
         survivor, victim = ranks[0].run(process_id)
-        striking = Striking(AttachedEngine(0, engine.url, 1, KEY), "update_weights_from_distributed", 2, victim)
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="trainer"):
-            push(trainers, EngineTarget(0, Threaded(striking), "", (0,), num_restarts=1), 6, "broadcast")
-        assert time.monotonic() - start < LIMIT_S
+        assert_ends(trainers, engine, victim, 1, "trainer")
         psutil.Process(survivor).kill()  # as the run, which ends
         ranks[1].start(config_of(models[0]), TrainerLayout(2, pp=2))
         push(pushers(ranks[1]), restarted, 7, "broadcast")

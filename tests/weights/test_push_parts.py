@@ -42,18 +42,17 @@ def halves(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
 
 def test_a_bucket_is_converted_where_it_lies() -> None:
     """Each tensor aligned to its values, none overwritten before it is read, and it is known which tensor it was."""
-    sizes = [(3,), (5, 7), (9,), (11, 3)]
-    rules = [Rule(f"m{i}", {f"t{i}": size}) for i, size in enumerate(sizes)]
-    tensors = tuple(PushTensor(f"t{i}", size, "bfloat16", rules[i], 0, 0) for i, size in enumerate(sizes))
-    bucket = Bucket(0, (0,), (0,), tensors)
+    values = {f"t{i}": torch.randn(size).bfloat16() for i, size in enumerate([(3,), (5, 7), (9,), (11, 3)])}
+    sizes = {name: tuple(value.shape) for name, value in values.items()}
+    rules = {name: Rule(name, {name: size}) for name, size in sizes.items()}
+    tensors = tuple(PushTensor(name, size, "bfloat16", rules[name], 0, 0) for name, size in sizes.items())
+    bucket = Bucket(0, (0,), tensors)
     flat = torch.zeros(bucket.nbytes + 40, dtype=torch.uint8)
-    values = [torch.randn(size, generator=torch.Generator().manual_seed(i)).bfloat16() for i, size in enumerate(sizes)]
-    for (_, _, view), value in zip(views_of(bucket, flat), values, strict=True):
-        view.copy_(value)
+    for _, name, view in views_of(bucket, flat):
+        view.copy_(values[name])
     found = convert_in_place(views_of(bucket, flat), flat, halves)
-    want = dict(halves((f"t{i}", value) for i, value in enumerate(values)))
+    want, end = dict(halves(iter(values.items()))), 0
     assert {name for _, name, _ in found} == {"t0", "t1", "t1_scale", "t2", "t3", "t3_scale"}
-    end = 0
     for tensor, name, view in found:
         assert tensor.name == name.removesuffix("_scale")
         assert torch.equal(view, want[name]), name
@@ -115,39 +114,68 @@ def test_the_first_failure_ends_the_wait_for_the_others() -> None:
         wait_all([("engine 0", never)], 0.05)
 
 
+def broadcast() -> Broadcast:
+    return Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu"))
+
+
 class Joining:
-    """An engine that joins a group as SGLang does, with a limit of half an hour."""
+    """An engine that joins a group as SGLang does, with a limit of half an hour; and how its call ends."""
+
+    def __init__(self) -> None:
+        self.end: Future[None] = Future()
 
     def init_weights_update_group(self, **values: Any) -> None:
         sizes = (values["world_size"], values["rank_offset"], values["group_name"])
         store = join_group_store(values["master_address"], values["master_port"], 1800.0)
-        init_external_group(values["backend"], store, *sizes, 1800.0)
+        try:
+            init_external_group(values["backend"], store, *sizes, 1800.0)
+        except RuntimeError as error:
+            self.end.set_exception(error)
+            raise
 
 
 class Unwilling:
+    """An engine that answers with a fault, or refuses to join after `seconds`."""
+
+    def __init__(self, fault: str | None = None, seconds: float = 0.0) -> None:
+        self._fault, self._seconds = fault, seconds
+
+    def fault(self) -> str | None:
+        return self._fault
+
     def init_weights_update_group(self, **values: Any) -> None:
+        assert self._fault is None, "own ranks wait for it until their time is up"
+        time.sleep(self._seconds)
         raise RuntimeError("no group today")
 
 
-def test_an_engine_that_refuses_to_join_sets_the_others_free() -> None:
+@pytest.mark.parametrize(
+    ("index", "host", "seconds", "error"),
+    [
+        (1, "", 0.0, CalledOff),
+        # They sat in gloo's constructor, since the guest was said to be there, for SGLang's limit of half an hour.
+        (5, "127.0.0.1", 1.0, RuntimeError),
+    ],
+    ids=["own", "guest"],
+)
+def test_an_engine_that_refuses_to_join_sets_the_others_free(
+    index: int, host: str, seconds: float, error: type[RuntimeError]
+) -> None:
     """Before, they sat in the constructor of their group, and answered nothing, up to torch's own limit."""
-    joining, start = Threaded(Joining()), time.monotonic()
-    calls: list[Future[Any]] = []
-
-    class Noting:
-        """Keeps the call, to see how it ends."""
-
-        def remote(self, **values: Any) -> Future[Any]:
-            calls.append(joining.init_weights_update_group.remote(**values))
-            return calls[-1]
-
-    handles = [SimpleNamespace(init_weights_update_group=Noting()), Threaded(Unwilling())]
-    targets = [EngineTarget(index, handle, "", (index,)) for index, handle in enumerate(handles)]
-    with pytest.raises(RuntimeError, match="engine 1: joining the group: no group today"):
-        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(targets)
-    with pytest.raises(CalledOff, match="no group today"):
-        calls[0].result(20)
+    joining, unwilling, start = Joining(), Threaded(Unwilling(None, seconds)), time.monotonic()
+    targets = [EngineTarget(0, Threaded(joining), "n", (0,)), EngineTarget(index, unwilling, "", (1,), host=host)]
+    with pytest.raises(RuntimeError, match=f"engine {index}: joining the group: no group today"):
+        broadcast().connect(targets)
+    with pytest.raises(error):
+        joining.end.result(20)
     assert time.monotonic() - start < 20
+
+
+def test_engines_of_others_are_asked_before_anybody_joins() -> None:
+    unwilling = Threaded(Unwilling("connection refused"))
+    targets = [EngineTarget(0, unwilling, "n", (0,)), EngineTarget(5, unwilling, "n", (0,), host="127.0.0.1")]
+    with pytest.raises(RuntimeError, match="engine 5: connection refused"):
+        broadcast().connect(targets)
 
 
 class Gloo:
@@ -212,13 +240,13 @@ def test_an_engine_that_waits_for_bytes_is_let_go_when_another_is_dead(no_collec
             return SimpleNamespace(remote=note)
 
     targets = [EngineTarget(0, Dying(dying), "", (0,)), EngineTarget(1, Noting(waiting), "", (0,))]
-    broadcast = Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu"))
-    broadcast.connect(targets)
+    source = broadcast()
+    source.connect(targets)
     flat = torch.arange(4, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="engine 0: connection refused") as raised:
-        broadcast.send([("weight", flat)], flat, {}, 30.0)
+        source.send([("weight", flat)], flat, {}, 30.0)
     assert not begun[0].done()
-    broadcast.close()
+    source.close()
     with pytest.raises(RuntimeError, match="onnection"):
         begun[0].result(20)
     assert raised.value is not None, "the error, and what its traceback holds, lives until here"
@@ -234,9 +262,7 @@ def test_a_group_that_came_into_being_though_an_engine_failed_is_left(monkeypatc
             raise RuntimeError("died after it joined")
 
     with pytest.raises(RuntimeError, match="engine 0: joining the group: died after it joined"):
-        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(
-            [EngineTarget(0, Threaded(Failing()), "", (0,))]
-        )
+        broadcast().connect([EngineTarget(0, Threaded(Failing()), "", (0,))])
     deadline = time.monotonic() + 20
     while not left and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -274,7 +300,7 @@ def test_a_group_with_engines_that_came_or_went_is_left(monkeypatch: pytest.Monk
     )
     sender._broadcasts = {}
     send_order = SimpleNamespace(wait=lambda names: None, done=lambda name: None)
-    plan = SimpleNamespace(sources=[0], engines_of=lambda rank: range(99))
+    plan = SimpleNamespace(sources=[0])
 
     def push(*indices: int) -> None:
         targets = [EngineTarget(index, None, "n", (0,), host="" if index < 3 else "other") for index in indices]
@@ -290,51 +316,3 @@ def test_a_group_with_engines_that_came_or_went_is_left(monkeypatch: pytest.Monk
         assert [*sender._broadcasts] == [(0, 1, guest)]
     push(0, 1)
     assert closed == [[0, 1, 2], [0, 1], *([0, 1, guest] for guest in range(3, 9))]
-
-
-def test_engines_of_others_are_asked_before_anybody_joins() -> None:
-    class Engine:
-        def fault(self) -> str:
-            return "connection refused"
-
-        def init_weights_update_group(self, **values: Any) -> None:
-            raise AssertionError("own ranks wait for it until their time is up")
-
-    targets = [
-        EngineTarget(0, Threaded(Engine()), "n", (0,)),
-        EngineTarget(5, Threaded(Engine()), "n", (0,), host="127.0.0.1"),
-    ]
-    with pytest.raises(RuntimeError, match="engine 5: connection refused"):
-        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(targets)
-
-
-def test_a_guest_that_dies_while_it_joins_sets_the_runs_own_engines_free() -> None:
-    """They sat in gloo's constructor, since the guest was said to be there, for SGLang's limit of half an hour."""
-    calls: list[Future[Any]] = []
-
-    class Own(Joining):
-        def init_weights_update_group(self, **values: Any) -> None:
-            calls.append(Future())
-            try:
-                super().init_weights_update_group(**values)
-            except RuntimeError as error:
-                calls[0].set_exception(error)
-                raise
-
-    class Guest:
-        def fault(self) -> None:
-            return None
-
-        def init_weights_update_group(self, **values: Any) -> None:
-            time.sleep(1.0)  # the others are in the constructor meanwhile
-            raise RuntimeError("the connection was reset")
-
-    targets = [
-        EngineTarget(0, Threaded(Own()), "n", (0,)),
-        EngineTarget(5, Threaded(Guest()), "guest 127.0.0.1", (-1,), host="127.0.0.1"),
-    ]
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="engine 5: joining the group: the connection was reset"):
-        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(targets)
-    assert isinstance(calls[0].exception(20), RuntimeError)
-    assert time.monotonic() - start < 20

@@ -24,7 +24,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import BUFFERS, EngineTarget, push_tensors
 from fusionrl.weights.push import push_weights
 from tests.trainer import hf_models
-from tests.weights.faults import Refusing, Striking
+from tests.weights.faults import Faulty
 from tools.bench.push_processes import RankOptions, Ranks, Receivers, whole_tensor
 from tools.threaded import Threaded
 
@@ -52,6 +52,13 @@ def push(ranks: Ranks, targets: list[EngineTarget], transport: str, version: int
     return push_weights(
         ranks.handles, targets, [], version=version, transport=transport, pause_mode="abort", timeout_s=timeout_s
     )
+
+
+def assert_received(receivers: Receivers, shape: ModelShape, version: int) -> None:
+    """Every rank of every engine has all weights of the version, and goes on."""
+    for facts in [rank for engine in receivers.received() for rank in engine]:
+        assert (facts["version"], facts["is_released"]) == (str(version), True)
+        assert facts["hashes"] == hashes(shape, version)
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +117,14 @@ def test_every_byte_arrives(receivers: Receivers, family: str, layout: TrainerLa
 
 
 @pytest.mark.slow
-def test_engines_of_each_node_get_the_version(receivers: Receivers) -> None:
-    """By shared memory, engines of two nodes have sources and a last bucket of their own."""
+def test_an_engine_of_another_node_gets_its_weights_by_value(receivers: Receivers) -> None:
+    """It shares no memory with the source."""
     shape = shape_of("qwen3")
     targets = [replace(target, node_id=node) for target, node in zip(receivers.targets, "ab", strict=True)]
     with Ranks(RankOptions(shape, TrainerLayout(2), buffer_size=7_000, nodes=("a", "b"))) as ranks:
         ranks.call("fill", 5)
         push(ranks, targets, "ipc", 5)
-        assert ranks.call("plan_facts")[0]["sources"] == [0, 1]
-        for facts in [rank for engine in receivers.received() for rank in engine]:
-            assert facts["hashes"] == hashes(shape, 5)
-            assert facts["version"] == "5"
+        assert_received(receivers, shape, 5)
 
 
 @pytest.mark.slow
@@ -157,11 +161,10 @@ def struck(receivers: Receivers, phase: str, victim: int, pid: int, transport: s
     method, number = PHASES[phase]
     if transport == "ipc":
         method = method.replace("from_distributed", "from_tensor")
-    first, second = receivers.targets
-    inner = Threaded(Striking(receivers.engines[victim], method, number, pid))
-    target = receivers.targets[victim]
-    replaced = EngineTarget(victim, inner, "", target.bundles, target.num_restarts)
-    return [replaced, second] if victim == 0 else [first, replaced]
+    targets = list(receivers.targets)
+    faulty = Threaded(Faulty(receivers.engines[victim], method, number, pid))
+    targets[victim] = replace(targets[victim], handle=faulty)
+    return targets
 
 
 @pytest.mark.slow
@@ -190,8 +193,7 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
                 ranks.call("fill", version)
                 push(ranks, receivers.targets[1:], transport, version, LIMIT_S)
                 facts = receivers.engines[1].ranks[0].post("/received")
-                assert facts["version"] == str(version), phase
-                assert facts["is_released"], phase
+                assert (facts["version"], facts["is_released"]) == (str(version), True), phase
                 assert facts["hashes"] == hashes(shape, version), phase
                 made = made or segments(ranks)
                 assert len(made) == 2 * BUFFERS, phase
@@ -214,13 +216,12 @@ def test_an_engine_that_refuses_gets_the_next_version(receivers: Receivers, tran
     with Ranks(RankOptions(shape, TrainerLayout(4, tp=2, pp=2), buffer_size=3_000, timeout_s=LIMIT_S)) as ranks:
         for version, method in enumerate(methods[::-1], start=1):
             two, one = receivers.targets
-            refusing = EngineTarget(1, Threaded(Refusing(receivers.engines[1], method)), "", (0,))
+            refusing = replace(one, handle=Threaded(Faulty(receivers.engines[1], method)))
             with pytest.raises(RuntimeError, match=f"engine 1.*no {method} today"):
                 push(ranks, [two, refusing], transport, 100 + version, LIMIT_S)
             ranks.call("fill", version)
             push(ranks, [two, one], transport, version, LIMIT_S)
-            (first, second), (third,) = receivers.received()
-            assert first["hashes"] == second["hashes"] == third["hashes"] == hashes(shape, version)
+            assert_received(receivers, shape, version)
 
 
 @pytest.mark.slow
@@ -245,7 +246,4 @@ def test_a_trainer_rank_that_dies_in_any_phase_ends_the_push() -> None:
             ranks.call("fill", version)
             receivers.received()
             push(ranks, receivers.targets, "broadcast", version, LIMIT_S)
-            for (facts,) in receivers.received():
-                assert facts["version"] == str(version), phase
-                assert facts["is_released"], phase
-                assert facts["hashes"] == hashes(shape, version), phase
+            assert_received(receivers, shape, version)

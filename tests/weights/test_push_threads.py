@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 import threading
 from pathlib import Path
 
@@ -13,16 +14,10 @@ import fusionrl.weights
 from fusionrl.weights.push_threads import in_thread, start_thread
 
 
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.device]:
-    """Thread → the GPU that it has set; torch has no GPU here."""
-    found: dict[int, torch.device] = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.update({threading.get_ident(): device}))
-    return found
-
-
-def test_each_thread_sets_its_gpu_first(chosen: dict[int, torch.device]) -> None:
-    device = torch.device("cuda", 3)
+def test_each_thread_sets_its_gpu_first_and_hands_its_failure_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[int, torch.device] = {}  # thread → the GPU that it has set; torch has no GPU here
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): device}))
+    device, cpu = torch.device("cuda", 3), torch.device("cpu")
     seen: list[torch.device | None] = []
 
     def work(number: int) -> int:
@@ -33,16 +28,10 @@ def test_each_thread_sets_its_gpu_first(chosen: dict[int, torch.device]) -> None
     assert in_thread(device, work, number=2).result(10) == 3
     assert seen == [device, device]
     chosen.clear()  # a number of a thread is given away again
-    start_thread(torch.device("cpu"), work, 1).join(10)
+    start_thread(cpu, work, 1).join(10)
     assert seen[2] is None
-
-
-def test_a_failure_is_handed_over() -> None:
-    def fail() -> None:
-        raise SystemExit("the engine is gone")
-
     with pytest.raises(SystemExit, match="the engine is gone"):
-        in_thread(torch.device("cpu"), fail).result(10)
+        in_thread(cpu, sys.exit, "the engine is gone").result(10)
 
 
 def test_no_thread_is_started_in_another_way() -> None:

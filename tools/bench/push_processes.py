@@ -37,7 +37,7 @@ from fusionrl.models.fp8 import quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_name
+from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_rule
 from fusionrl.weights.gather import DTYPES, PartGatherer
 from fusionrl.weights.process_group import init_external_group
 from fusionrl.weights.send import WeightSender
@@ -66,7 +66,7 @@ class Parts:
         self.device = torch.device(options.device)
         stages = stage_layers(layout, shape.num_layers, {})
         assert stages is not None
-        self._stage_of = stage_of_name(stages)
+        self._stage_of = stage_of_rule(stages)
         per_stage = layout.world_size // layout.pp
         self._stage, inner = divmod(rank, per_stage)
         self._tp, self._etp, self._ep = inner % layout.tp, inner % layout.etp, inner // layout.etp % layout.ep
@@ -81,7 +81,7 @@ class Parts:
     def fill(self, seed: int) -> None:
         """Give every tensor other values."""
         for rule in model_rules(self.shape).values():
-            if self._stage_of(rule.megatron) != self._stage:
+            if self._stage_of(rule) != self._stage:
                 continue
             place, size = self._tp, self.layout.tp
             if rule.expert is not None:
@@ -151,10 +151,9 @@ class Rank:
         self.options, self.rank = options, rank
         self.parts = Parts(options, rank)
         self._object_group = dist.new_group(backend="gloo")
-        self._senders: dict[tuple[int, bool], WeightSender] = {}
-        self.configure(options.buffer_size, True)
+        self.configure(options.buffer_size)
 
-    def configure(self, buffer_size: int, overlapped: bool) -> None:
+    def configure(self, buffer_size: int) -> None:
         """Use buckets of this size, from the next push on."""
         if hasattr(self, "sender"):
             self.sender.disconnect()
@@ -168,7 +167,6 @@ class Rank:
             buffer_size=buffer_size,
             timeout_s=self.options.timeout_s,
             object_group=self._object_group,
-            overlapped=overlapped,
         )
 
     def fill(self, seed: int) -> None:

@@ -9,9 +9,7 @@ out once). All of a row is measured in one run, alternating; figures are medians
 ratios within a turn. A push that is counted is the second of two, whose plan, groups and buffers stand, as in a run:
 
 broadcast, ipc   first byte sent to last byte received, after the preparation; `pause` is how long the engines wait
-serial           the same by broadcast where no bucket is gathered before the one before is sent; compared by the pause,
-                 and by the whole, which counts the buckets that are gathered before the pause
-tensor-by-tensor one gather, one call and one broadcast for each tensor, one at a time, as verl and early slime
+tensor-by-tensor one gather, one call and one broadcast for each tensor, as verl and early slime
 raw broadcast    the same bytes out of one buffer to as many receivers, with nothing else
 raw memcpy       the same bytes from buffer to buffer
 
@@ -88,15 +86,13 @@ class Bench:
         self.ranks, self.receivers, self.device = ranks, receivers, device
         self.num_bytes = 2 * sum(torch.Size(sizes).numel() for sizes in hf_shapes(shape).values())
         self._version = 0
-        self._configured: tuple[int, bool] | None = None
+        self._configured: int | None = None
 
-    def push(
-        self, transport: str, bucket: int, overlapped: bool = True, targets: Sequence[EngineTarget] | None = None
-    ) -> dict[str, Any]:
+    def push(self, transport: str, bucket: int, targets: Sequence[EngineTarget] | None = None) -> dict[str, Any]:
         """One push; its metrics, and `transfer_s` to the last byte that a receiver got."""
-        if self._configured != (bucket, overlapped):
-            self.ranks.call("configure", bucket, overlapped)
-            self._configured = bucket, overlapped
+        if self._configured != bucket:
+            self.ranks.call("configure", bucket)
+            self._configured = bucket
         self._version += 1
         metrics: dict[str, Any] = push_weights(
             self.ranks.handles,
@@ -107,7 +103,6 @@ class Bench:
             pause_mode="abort",
             timeout_s=TIMEOUT_S,
         )
-        metrics["total_s"] = metrics["perf/time_sync_s"]
         if targets is None:
             received = self.receivers.received()
             metrics["received"] = [[rank["bytes"] for rank in engine] for engine in received]
@@ -180,10 +175,8 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         "raw broadcast": lambda: {"transfer_s": bench.raw_broadcast(bucket)},
         **{name: (lambda name=name: bench.second_push(name, bucket)) for name in transports},
     }
-    if bench.device == "cpu":
-        measured["serial"] = lambda: bench.second_push("broadcast", bucket, overlapped=False)
-        if baseline:
-            measured["tensor-by-tensor"] = lambda: bench.push("broadcast", 1, overlapped=False)
+    if baseline and bench.device == "cpu":
+        measured["tensor-by-tensor"] = lambda: bench.push("broadcast", 1)
     samples = by_turns(turns, measured)
     key = "transfer_s"
     ratios = {
@@ -192,9 +185,6 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         "pause / transfer, broadcast": _ratio(samples["broadcast"], "sync/pause_s", samples["broadcast"], key),
         "pause / transfer, ipc": _ratio(samples["ipc"], "sync/pause_s", samples["ipc"], key),
     }
-    if "serial" in samples:
-        ratios["overlapped / serial, pause"] = _ratio(samples["broadcast"], "sync/pause_s", samples["serial"])
-        ratios["overlapped / serial, whole"] = _ratio(samples["broadcast"], "total_s", samples["serial"])
     if "tensor-by-tensor" in samples:
         ratios["broadcast / tensor-by-tensor"] = _ratio(samples["tensor-by-tensor"], key, samples["broadcast"])
     values = medians(samples)

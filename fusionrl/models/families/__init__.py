@@ -24,11 +24,7 @@ BUILT_IN = {family.model_type: family for family in (*llama.FAMILIES, *mixtures.
 
 
 def get_family(model_type: str) -> Family:
-    """The family of config.json's `model_type`.
-
-    Raises:
-        ValueError: none of that name here or in plugins/models, or a plugin without a `FAMILY`.
-    """
+    """The family of config.json's `model_type`."""
     if isinstance(model_type, str) and model_type in BUILT_IN:
         return BUILT_IN[model_type]
     module = f"plugins.models.{model_type}"

@@ -98,7 +98,7 @@ def layer(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule
     yield from (attention if shape.mla is None else latent_attention)(shape, number)
     if shape.output_norms:
         yield norm(f"{to}.self_attention.output_norm", f"{of}.post_self_attn_layernorm", shape.hidden_size)
-    if is_expert_layer(shape, number):
+    if shape.has_experts(number):
         yield from experts(shape, number, names.experts, names.expert, names.shared)
     else:
         yield from mlp(shape, number, names)
@@ -181,7 +181,7 @@ def mlp(shape: ModelShape, layer: int, names: Names = LLAMA) -> Iterator[Rule]:
 
 def is_expert_layer(shape: ModelShape, layer: int) -> bool:
     """Return whether this layer has experts in place of the dense MLP."""
-    return shape.moe is not None and layer in shape.moe.layers
+    return shape.has_experts(layer)
 
 
 def experts(

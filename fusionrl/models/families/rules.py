@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fusionrl.models.families.hf_config import HfConfig
 
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 Join = Literal["copy", "qkv", "concat"]
 Split = Literal["replicated", "rows", "columns", "paired_rows"]
 Sizes = tuple[int, ...]
+
+
+class Share(NamedTuple):
+    """The part of a tensor that a tensor-parallel rank holds: `slices` of its dimension `dim`, then zeros."""
+
+    dim: int
+    slices: list[slice]
+    num_zeros: int = 0
+
+    @property
+    def length(self) -> int:
+        """Size of the dimension without the zeros."""
+        return sum(part.stop - part.start for part in self.slices)
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,36 @@ class Rule:
     def numel(self) -> int:
         """Number of its values."""
         return sum(prod(sizes) for sizes in self.hf.values())
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the whole Megatron tensor."""
+        first, *_ = self.hf.values()
+        return (sum(sizes[0] for sizes in self.hf.values()), *first[1:])
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the decoder layer that it belongs to; None: the embedding, or what comes after the last layer."""
+        match = _LAYER.match(self.megatron)
+        return None if match is None else int(match[1])
+
+    def share(self, sizes: Sizes, rank: int, size: int) -> Share:
+        """Return what tensor-parallel `rank` of `size` holds of the Megatron tensor, or of one of `hf`, of these sizes.
+
+        Zeros pad the rows where `size` does not divide them (the vocabulary).
+        """
+        if self.split == "replicated" or size == 1:
+            return Share(0, [slice(0, sizes[0])])
+        if self.split == "columns":
+            width = sizes[1] // size
+            return Share(1, [slice(rank * width, (rank + 1) * width)])
+        # Gate over up in one tensor: a rank holds rows of both.
+        num_halves = 2 if self.split == "paired_rows" and sizes[0] == self.sizes[0] else 1
+        rows = sizes[0] // num_halves
+        width = -(-rows // size)
+        start, stop = min(rank * width, rows), min((rank + 1) * width, rows)
+        slices = [slice(half * rows + start, half * rows + stop) for half in range(num_halves)]
+        return Share(0, slices, width - (stop - start))
 
 
 @dataclass(frozen=True)

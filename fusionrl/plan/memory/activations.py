@@ -17,27 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.defaults import Impl
+from fusionrl.plan.defaults import WIDTHS, Impl
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.upstream_fields import passed
 
 LONGEST_ROW = 512
 """Tokens of a sequence up to which our own attention on a CPU (`cpu/row_attention.py`) is the faster one, as
 measured. The trainer takes it for micro-batches without a longer one."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The arrangement of a micro-batch's sequences in the local attention.
-
-    longest    tokens of its longest sequence: what is quadratic in it counts
-    cells      places in the padded attention calls for each token
-    is_padded  sequences of different lengths: they are copied into the padded calls
-    """
-
-    longest: int
-    cells: float = 1.0
-    is_padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,23 +61,28 @@ class ActivationOptions:
     impl       see above
     precision  "fp32" or "bf16"
     on_cpu     torch's CPU kernels: attention in fp32, and that of latent attention keeps its probabilities
+    longest    tokens of a micro-batch's longest sequence: what is quadratic in it counts
     sequence_parallel  Megatron's field; it counts where tp > 1
     imbalance  tokens that the busiest expert-parallel rank gets, for each that a rank gets where all get the same
     own_attention  on a CPU: our kernel attends where no sequence is longer than `LONGEST_ROW` (it drops nothing out)
+    cells      places in the local attention's padded calls for each token
+    is_padded  sequences of different lengths: they are copied into the padded calls
     """
 
     impl: Impl
     precision: str
     on_cpu: bool
-    packing: Packing
+    longest: int
     recompute: Recompute = Recompute()
     sequence_parallel: bool = True
     imbalance: float = 1.0
     own_attention: bool = False
+    cells: float = 1.0
+    is_padded: bool = False
 
     @property
     def width(self) -> int:
-        return 2 if self.precision == "bf16" else 4
+        return WIDTHS[self.precision]
 
 
 def layer_bytes(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, *, has_experts: bool) -> float:
@@ -128,18 +119,6 @@ class _Layer:
         assert moe is not None
         return moe.topk * layout.etp * self.options.imbalance / self.split
 
-    def total(self, has_experts: bool) -> float:
-        return self.attention() + (self.experts() if has_experts else self.mlp())
-
-    def attention(self) -> float:
-        raise NotImplementedError
-
-    def mlp(self) -> float:
-        raise NotImplementedError
-
-    def experts(self) -> float:
-        raise NotImplementedError
-
 
 class _LocalLayer(_Layer):
     """`trainer/layers.py`. Norms keep their input and each row's scale; torch's on a GPU, in fp32, and its
@@ -150,7 +129,7 @@ class _LocalLayer(_Layer):
         if self.shape.output_norms:
             # Their output only enters the residual sum; the MLP's is a part of it, and recomputed with it.
             norms += (1 if "mlp" in self.modules else 2) * self._normed(self.hidden, self.split)
-        return norms + super().total(has_experts)
+        return norms + self.attention() + (self.experts() if has_experts else self.mlp())
 
     def _norm(self, size: float, split: float, drops: str | None = None) -> float:
         """A norm over `size` values a token with the linear layer that reads it; recomputed, it keeps its input."""
@@ -197,19 +176,19 @@ class _LocalLayer(_Layer):
 
     def _kernel(self, query: float, key: float, width: int) -> float:
         """Attention's inputs, its output and the log-sum-exp of each query."""
-        packing, cp, n = self.options.packing, self.layout.cp, self.heads
+        options, cp, n = self.options, self.layout.cp, self.heads
         if cp > 1:
             # The query is in one tensor; keys and values of all ranks, a mask a sequence, and the output joined.
-            mask = packing.longest * width
+            mask = options.longest * width
             return width * (query + 2 * key * cp + 2 * query) + 4 * n + mask + 8 * cp
         once = width * (2 * query + 2 * key) + 4 * n
-        copies = width * (2 * query + 2 * self.groups * self.shape.head_dim) if packing.is_padded else 0.0
-        return once * packing.cells + copies
+        copies = width * (2 * query + 2 * self.groups * self.shape.head_dim) if options.is_padded else 0.0
+        return once * options.cells + copies
 
     def _latent(self) -> float:
         mla, width, options = self.shape.mla, self.width, self.options
         assert mla is not None
-        n, packing, split = self.heads, options.packing, self.split
+        n, split = self.heads, self.split
         query = n * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         value = n * mla.v_head_dim
         # The norm's input is a part of a tensor that holds the positional part as well, unless it is cast.
@@ -231,15 +210,15 @@ class _LocalLayer(_Layer):
             return saved + (query + cp * (query + value)) * kernel + 4 * n
         # Heads of different sizes: torch's CPU kernel computes and keeps the probabilities.
         # Recomputed up-projections free the value's tensor but not the kernel's copies of query and key.
-        held = value if "mla_up_proj" not in self.modules or cp > 1 or packing.is_padded else 0.0
-        sizes = query + cp * (query + held) + n * packing.longest
-        copies = inputs if packing.is_padded else 0.0
-        return saved + sizes * kernel * packing.cells + copies + (8 * cp if cp > 1 else 0)
+        held = value if "mla_up_proj" not in self.modules or cp > 1 or options.is_padded else 0.0
+        sizes = query + cp * (query + held) + n * options.longest
+        copies = inputs if options.is_padded else 0.0
+        return saved + sizes * kernel * options.cells + copies + (8 * cp if cp > 1 else 0)
 
     @property
     def _has_rows(self) -> bool:
         """Our own attention: it reads queries, keys and values where they are, and keeps no copies."""
-        return self.options.own_attention and self.layout.cp == 1 and self.options.packing.longest <= LONGEST_ROW
+        return self.options.own_attention and self.layout.cp == 1 and self.options.longest <= LONGEST_ROW
 
     def mlp(self) -> float:
         # Recomputed, it keeps its input, which the norm before it has counted.
@@ -268,6 +247,9 @@ class _LocalLayer(_Layer):
 
 class _FusedLayer(_Layer):
     """Transformer Engine: a norm with the linear layer after it keeps its input and its output."""
+
+    def total(self, has_experts: bool) -> float:
+        return self.attention() + (self.experts() if has_experts else self.mlp())
 
     def attention(self) -> float:
         mla, d, n, g = self.shape.mla, self.shape.head_dim, self.heads, self.groups
@@ -309,15 +291,14 @@ def chunk_bytes(
     layers, `block` that of each of the first `num_layers`. One piece (of selective recompute: what it leaves out of one
     layer) at a time is computed again in backward.
     """
-    experts = set(shape.moe.layers) if shape.moe is not None else set()
-    sizes = [layer_bytes(shape, layout, options, has_experts=layer in experts) for layer in layers]
-    recompute = options.recompute
+    kinds, recompute = [shape.has_experts(layer) for layer in layers], options.recompute
+    sizes = [layer_bytes(shape, layout, options, has_experts=kind) for kind in kinds]
     if not recompute.is_full:
         plain = replace(options, recompute=Recompute())
-        without_recompute = [layer_bytes(shape, layout, plain, has_experts=layer in experts) for layer in layers]
-        return sum(sizes), max(
-            (all_ - saved for all_, saved in zip(without_recompute, sizes, strict=True)), default=0.0
+        recomputed = (
+            layer_bytes(shape, layout, plain, has_experts=kind) - size for kind, size in zip(kinds, sizes, strict=True)
         )
+        return sum(sizes), max(recomputed, default=0.0)
     checkpoint, run = checkpoint_bytes(shape, layout, options), max(recompute.num_layers or 1, 1)
     if recompute.method == "block":
         again = sizes[:run]

@@ -19,15 +19,12 @@ Change = tuple[str, Config]
 def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config], MemoryReport | None]) -> str | None:
     """Flags of the first change that fits with a margin, from the cheapest to the dearest; None: none of them does.
 
-    Args:
-        config: of the plan that does not fit.
-        shape: its model's.
-        try_plan: the estimate of another configuration; None: such a plan cannot be.
+    `config` is of the plan that does not fit; `try_plan` estimates another one, None: such a plan cannot be.
     """
     report, prefix = try_plan(config), ""
     while report is not None and report.starved is not None:
         # Nothing that the trainers do helps an engine: these first, one after the other.
-        cure = _engine_cure(config, report.starved.role, try_plan)
+        cure = _engine_cure(config, report.starved[0], try_plan)
         if cure is None:
             break
         flags, config, report = cure
@@ -48,32 +45,23 @@ def _told(flags: str, report: MemoryReport) -> str:
 
 def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Changes to try: what costs nothing, then what costs time, then what takes another layout of the same devices."""
-    cluster = config.cluster
-    single: list[Change] = []
+    cluster, passed = config.cluster, config.passthrough
     if cluster.colocate and not cluster.offload_rollout:
-        single.append(("--offload-rollout", _with(config, "cluster", offload_rollout=True)))
+        yield "--offload-rollout", _with(config, "cluster", offload_rollout=True)
     if cluster.colocate and cluster.offload_train == "never":
-        single.append(("--offload-train auto", _with(config, "cluster", offload_train="auto")))
-    yield from single
-    fewer = list(_fewer_tokens(config, shape))
+        yield "--offload-train auto", _with(config, "cluster", offload_train="auto")
+    fewer, wider = list(_fewer_tokens(config, shape)), list(_wider(config, shape))
+    as_is = [("", config)]
+    fully: list[Change] = []  # with all layers recomputed: as they are, with fewer tokens, wider
+    if passed.transformer.get("recompute_granularity") != "full":
+        fully = [(f"{FULL_FLAGS} {flags}".strip(), _passed(c, **FULL)) for flags, c in [*as_is, *fewer, *wider]]
     yield from fewer
-    full = ("", config)
-    if config.passthrough.transformer.get("recompute_granularity") != "full":
-        full = (FULL_FLAGS, _passed(config, **FULL))
-        yield full
-        for flags, changed in fewer:
-            yield f"{FULL_FLAGS} {flags}", _passed(changed, **FULL)
-    wider = list(_wider(config, shape))
+    yield from fully[: 1 + len(fewer)]
     yield from wider
-    if full[0]:
-        for flags, changed in wider:
-            yield f"{flags} {FULL_FLAGS}", _passed(changed, **FULL)
-    if not config.passthrough.optimizer.get("optimizer_cpu_offload"):
-        for flags, changed in [("", config), *([full] if full[0] else []), *wider]:
+    yield from fully[1 + len(fewer) :]
+    if not passed.optimizer.get("optimizer_cpu_offload"):
+        for flags, changed in [*as_is, *fully[:1], *wider, *fully[1:]]:
             yield f"{OFFLOAD_FLAG} {flags}".strip(), _with_host_optimizer(changed)
-        if full[0]:
-            for flags, changed in [*fewer, *wider]:
-                yield f"{OFFLOAD_FLAG} {FULL_FLAGS} {flags}", _with_host_optimizer(_passed(changed, **FULL))
     if config.model.precision in ("fp32", "auto"):
         changed = _with(config, "model", precision="bf16", rollout_dtype="bf16")
         yield "--precision bf16 --rollout-dtype bf16", changed
@@ -138,7 +126,7 @@ def _engine_cure(
     """The smallest engines of a role that have room: their flags, the configuration and its estimate."""
     for flags, changed in _engines(config, role):
         report = try_plan(changed)
-        if report is not None and (report.starved is None or report.starved.role != role):
+        if report is not None and (report.starved is None or report.starved[0] != role):
             return flags, changed, report
     return None
 

@@ -5,16 +5,18 @@ Those of a GPU, of a node of GPUs, and of a node of CPUs, whose processes share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.devices import GIB
-from fusionrl.plan.memory.engine import EngineMemory, ScorerMemory, node_bytes
+from fusionrl.plan.memory.engine import EngineMemory
 from fusionrl.plan.memory.pinned import pinned_bytes
 from fusionrl.plan.memory.trainer import StageMemory
+from fusionrl.plan.scorers import ScorerPlan
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan
@@ -29,6 +31,10 @@ TRAINER_PROCESS, ENGINE_PROCESS, OTHER_PROCESSES = 0.8 * GIB, 2.0 * GIB, 2.0 * G
 GPU_PROCESS = 4.0 * GIB
 # Of a rollout in the Buffer: tokens, masks and log-probs as Python numbers.
 BYTES_A_SAMPLED_TOKEN = 150
+
+
+Scorers = Sequence[tuple[ScorerPlan, EngineMemory | None]]
+"""The engines that only read, and one device of each; None: not estimated."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def gpu_bars(
     engine: EngineMemory | None,
     push: float,
     engine_parts: list[tuple[str, float]],
-    scorers: Sequence[ScorerMemory],
+    scorers: Scorers,
 ) -> tuple[Bar, ...]:
     """Return the bars of GPUs. `engine_parts`: the trainers' parts while engines generate."""
     cluster, bars = config.cluster, []
@@ -151,9 +157,9 @@ def gpu_bars(
         # An engine also keeps a reserve for activations and graphs; it is given out, not measured.
         parts = (("weights", engine.weights), ("KV cache", engine.pool))
         bars.append(Bar("generation", (*parts, *engine_parts, contexts), fills=True))
-    for scorer in scorers:
-        if scorer.engine is not None:
-            parts = (("weights", scorer.engine.weights), ("KV cache", scorer.engine.pool))
+    for scorer, memory in scorers:
+        if memory is not None:
+            parts = (("weights", memory.weights), ("KV cache", memory.pool))
             bars.append(Bar(scorer.name, (*parts, ("context", CONTEXT_BYTES)), fills=True))
     return tuple(bars)
 
@@ -163,16 +169,20 @@ def _with_margin(name: str, parts: tuple[tuple[str, float], ...], beside: list[t
     return Bar(name, (*parts, ("fragments", margin), *beside))
 
 
-def _nodes(plan: Plan, config: Config) -> int:
-    """Devices of a node of CPUs; on one machine all of them are its own."""
-    if config.cluster.ray_address is None:
-        return max(plan.num_bundles, 1)
-    return config.cluster.num_gpus_per_node
-
-
-def _on_node(bundles: Sequence[int], node: int, per_node: int) -> list[int]:
-    """Places in `bundles` of those on the node."""
-    return [place for place, bundle in enumerate(bundles) if bundle // per_node == node]
+def _nodes(
+    plan: Plan, groups: list[Group], scorers: Scorers, per_node: int
+) -> Iterator[tuple[int, list[tuple[Group, StageMemory]], int, list[EngineMemory | None]]]:
+    """(number, ranks, devices of the policy's engines, an entry for each device of engines that only read) by node."""
+    for node in range(-(-plan.num_bundles // per_node)):
+        ranks = [
+            (group, group.stage_of(rank))
+            for group in groups
+            for rank, bundle in enumerate(group.bundles)
+            if bundle // per_node == node
+        ]
+        served = [b for bundles in plan.all_engine_bundles for b in bundles if b // per_node == node]
+        readers = [memory for s, memory in scorers for bundles in s.bundles for b in bundles if b // per_node == node]
+        yield node, ranks, len(served), readers
 
 
 def cpu_bars(
@@ -181,24 +191,21 @@ def cpu_bars(
     groups: list[Group],
     engine: EngineMemory | None,
     push: float,
-    scorers: Sequence[ScorerMemory],
+    scorers: Scorers,
 ) -> tuple[Bar, ...]:
     """Bars of the node that needs most, where all processes share its memory. Nothing is given back between phases but
     what --offload-train writes to files."""
-    per_node, bars = _nodes(plan, config), []
+    bars = []
+    # On one machine all devices are its own.
+    per_node = max(plan.num_bundles, 1) if config.cluster.ray_address is None else config.cluster.num_gpus_per_node
     away = config.cluster.offload_train == "always" and bool(plan.num_engines)
-    for node in range(-(-plan.num_bundles // per_node)):
-        ranks = [
-            (group, group.stage_of(place)) for group in groups for place in _on_node(group.bundles, node, per_node)
-        ]
-        num_engines = [bool(_on_node(bundles, node, per_node)) for bundles in plan.all_engine_bundles].count(True)
-        devices = [bundle for bundles in plan.all_engine_bundles for bundle in bundles if bundle // per_node == node]
-        read_weights, read_caches, num_read = node_bytes(scorers, node, per_node)
-        processes = TRAINER_PROCESS * len(ranks) + ENGINE_PROCESS * (len(devices) + num_read) + OTHER_PROCESSES
+    for node, ranks, num_devices, readers in _nodes(plan, groups, scorers, per_node):
+        processes = TRAINER_PROCESS * len(ranks) + ENGINE_PROCESS * (num_devices + len(readers)) + OTHER_PROCESSES
+        known = [memory for memory in readers if memory is not None]
         served = [
-            ("engines' weights", engine.weights * len(devices) if engine else 0.0),
-            ("KV caches", (engine.pool * len(devices) if engine else 0.0) + read_caches),
-            ("reward model's and teacher's weights", read_weights),
+            ("engines' weights", engine.weights * num_devices if engine else 0.0),
+            ("KV caches", (engine.pool * num_devices if engine else 0.0) + sum(memory.pool for memory in known)),
+            ("reward model's and teacher's weights", float(sum(memory.weights for memory in known))),
         ]
         sets = [("reference weights", float(sum(g.num_sets * s.states.weights for g, s in ranks)))]
         fixed = [*served, *sets, ("processes", processes)]
@@ -210,7 +217,7 @@ def cpu_bars(
             bars.append(Bar(f"{where}training", (*training, *fixed)))
         if plan.transport and ranks:
             bars.append(Bar(f"{where}weight push", (*states, ("push", push), *fixed)))
-        if num_engines:
+        if num_devices:
             rollout = ("rollout", _rollout_bytes(plan, config))
             bars.append(Bar(f"{where}generation", (*(() if away else states), rollout, *fixed)))
     names = dict.fromkeys(bar.name.split(", ")[-1] for bar in bars)
@@ -222,10 +229,9 @@ def _training_plain(stage: StageMemory) -> tuple[tuple[str, float], ...]:
 
 
 def _sum(rows: list[tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], ...]:
-    total: dict[str, float] = {}
+    total: Counter[str] = Counter()
     for row in rows:
-        for name, size in row:
-            total[name] = total.get(name, 0.0) + size
+        total.update(dict(row))
     return tuple(total.items())
 
 
@@ -234,24 +240,19 @@ def _rollout_bytes(plan: Plan, config: Config) -> float:
     return float(size * count * longest_sample(config, plan.shape) * BYTES_A_SAMPLED_TOKEN)
 
 
-def gpu_host_bars(plan: Plan, config: Config, groups: list[Group], scorers: Sequence[ScorerMemory]) -> tuple[Bar, ...]:
+def gpu_host_bars(plan: Plan, config: Config, groups: list[Group], scorers: Scorers) -> tuple[Bar, ...]:
     """The host memory of the GPU node that needs most."""
     per_node, offloads = config.cluster.num_gpus_per_node, plan.trainers_give_memory
     saves = config.checkpoint.async_save and not config.checkpoint.no_save
     bars = []
-    for node in range(-(-plan.num_bundles // per_node)):
-        ranks = [
-            (group, group.stage_of(place)) for group in groups for place in _on_node(group.bundles, node, per_node)
-        ]
-        served = [b for bundles in plan.all_engine_bundles for b in bundles if b // per_node == node]
-        num_read = node_bytes(scorers, node, per_node)[2]
+    for node, ranks, num_devices, readers in _nodes(plan, groups, scorers, per_node):
         parts = (
             ("reference weights", float(sum(g.num_sets * pinned_bytes(s.states.weights) for g, s in ranks))),
             ("optimizer", float(sum(s.states.host_optimizer for _, s in ranks))),
             ("offloaded trainers", float(sum(_offloaded(s) for _, s in ranks)) if offloads else 0.0),
             ("a checkpoint's copy", float(sum(_saved(s) for _, s in ranks)) if saves else 0.0),
             ("rollout", _rollout_bytes(plan, config) if node == 0 else 0.0),
-            ("processes", GPU_PROCESS * (len(ranks) + len(served) + num_read) + OTHER_PROCESSES),
+            ("processes", GPU_PROCESS * (len(ranks) + num_devices + len(readers)) + OTHER_PROCESSES),
         )
         bars.append(Bar("host memory", parts))
     return (max(bars, key=lambda bar: bar.total),) if bars else ()

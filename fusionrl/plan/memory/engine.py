@@ -5,14 +5,14 @@ A reward model's and a teacher's engines only read, and have devices of their ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.push import push_tensors, torch_name
-from fusionrl.plan.scorers import ScorerPlan, ScorerRole
+from fusionrl.plan.scorers import ScorerPlan
 from fusionrl.plan.upstream_fields import passed
 
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
@@ -77,17 +77,12 @@ def engine_memory(
     on_cpu: bool,
     resident: float = 0.0,
 ) -> EngineMemory | None:
-    """One device of an engine; None: the device's memory is not known.
+    """One device of an engine of `tp` devices; None: the device's memory is not known.
 
-    Args:
-        shape: the model's.
-        weight_bytes: of all its weights, as engines hold them.
-        tp: devices of the engine.
-        dtype: "fp32" or "bf16".
-        server_args: the user's fields of ServerArgs.
-        device_memory: bytes of a device.
-        on_cpu: the engine's pool has a fixed number of tokens there.
-        resident: bytes of others on the device; SGLang leaves them out of its fraction.
+    weight_bytes  of all weights of the model, as engines hold them
+    dtype         "fp32" or "bf16"
+    on_cpu        the engine's pool has a fixed number of tokens there
+    resident      bytes of others on the device; SGLang leaves them out of its fraction
     """
     kind = str(server_args.get("kv_cache_dtype", "auto"))
     token = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, _TORCH_WIDTHS[dtype]))
@@ -101,35 +96,14 @@ def engine_memory(
     return EngineMemory(weights, min(room, limit) if limit else room, token, fraction)
 
 
-@dataclass(frozen=True)
-class ScorerMemory:
-    """One device of an engine that only reads.
-
-    role     whose it is
-    bundles  devices of all engines of the role
-    engine   None: not estimated
-    unknown  the reason why not; empty where the devices' memory is not known
-    """
-
-    role: ScorerRole
-    bundles: tuple[int, ...]
-    engine: EngineMemory | None
-    unknown: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.role.replace("-", " ")
-
-
 def scorer_memory(
     scorer: ScorerPlan, dtype: Literal["fp32", "bf16"], machine: Machine | None, *, on_cpu: bool
-) -> ScorerMemory:
-    """The estimate for the engines of a reward model or a teacher. `dtype` is that of all engines."""
-    bundles = tuple(bundle for engine in scorer.bundles for bundle in engine)
+) -> EngineMemory | None:
+    """One device of the engines of a reward model or a teacher; None: not estimated. `dtype` is that of all engines."""
     if scorer.shape is None:
-        return ScorerMemory(scorer.role, bundles, None, scorer.unknown)
+        return None
     tensors = push_tensors(scorer.shape, lambda _: 0, torch_name(dtype), scorer.quantization)
-    engine = engine_memory(
+    return engine_memory(
         scorer.shape,
         float(sum(tensor.sent_bytes for tensor in tensors)),
         scorer.size,
@@ -138,16 +112,3 @@ def scorer_memory(
         device_memory=machine.device_memory if machine is not None else None,
         on_cpu=on_cpu,
     )
-    return ScorerMemory(scorer.role, bundles, engine)
-
-
-def node_bytes(scorers: Sequence[ScorerMemory], node: int, per_node: int) -> tuple[float, float, int]:
-    """(bytes of weights, bytes of KV caches, devices) on one node of `per_node` devices."""
-    weights = caches = 0.0
-    count = 0
-    for scorer in scorers:
-        here = sum(bundle // per_node == node for bundle in scorer.bundles)
-        count += here
-        if scorer.engine is not None:
-            weights, caches = weights + here * scorer.engine.weights, caches + here * scorer.engine.pool
-    return weights, caches, count

@@ -11,11 +11,8 @@ def block_sizes(num_tokens: int, hidden_size: int, num_rows: int, chunk_size: in
 
     A block is fp32 logits [num_tokens, rows]. The trainer's loss (`trainer/log_probs.py`) is cut by this function.
 
-    Args:
-        num_tokens: tokens whose log-probs are computed.
-        hidden_size: width of the output layer's input.
-        num_rows: rows of the output layer on this rank, V/tp.
-        chunk_size: --log-probs-chunk-size; None: blocks of `BLOCK_BYTES`, of which `KEPT_BYTES` are kept.
+    num_rows    of the output layer on this rank, V/tp
+    chunk_size  --log-probs-chunk-size; None: blocks of `BLOCK_BYTES`, of which `KEPT_BYTES` are kept
     """
     column_bytes = 4 * max(num_tokens, 1)
     if chunk_size is None:

@@ -15,12 +15,22 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.critic import auxiliary_config
-from fusionrl.plan.defaults import layer_impl
+from fusionrl.plan.defaults import WIDTHS, layer_impl
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute
-from fusionrl.plan.memory.bars import Bar, Group, bounds_samples, cpu_bars, gib, gpu_bars, gpu_host_bars, longest_sample
-from fusionrl.plan.memory.engine import EngineMemory, ScorerMemory, engine_memory, scorer_memory
+from fusionrl.plan.memory.activations import ActivationOptions, Recompute
+from fusionrl.plan.memory.bars import (
+    Bar,
+    Group,
+    Scorers,
+    bounds_samples,
+    cpu_bars,
+    gib,
+    gpu_bars,
+    gpu_host_bars,
+    longest_sample,
+)
+from fusionrl.plan.memory.engine import EngineMemory, engine_memory, scorer_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.push import BUFFERS, planned_push
@@ -31,14 +41,6 @@ if TYPE_CHECKING:
 
 LOCAL_PADDING = 1.25  # places of the local attention's padded calls, for each token of unlike sequences
 NEAR = 0.95  # of a memory: an estimate this close may be wrong either way
-
-
-@dataclass(frozen=True)
-class CacheShortage:
-    """An engine that has no room although the devices have: whose, and the explanation."""
-
-    role: Literal["engine"] | ScorerRole
-    text: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class MemoryReport:
     machine: Machine | None
     longest: int
     push: float
-    scorers: tuple[ScorerMemory, ...] = ()
+    scorers: Scorers = ()
     change: str | None = None
 
     @property
@@ -79,19 +81,18 @@ class MemoryReport:
         return self.machine.device_memory if self.device_bars else self.machine.host_memory
 
     @property
-    def starved(self) -> CacheShortage | None:
-        """Return the first engine without room for the longest sample."""
+    def starved(self) -> tuple[Literal["engine"] | ScorerRole, str] | None:
+        """Return the first engine without room for the longest sample although the devices have: whose, and why."""
         engines: list[tuple[Literal["engine"] | ScorerRole, str, EngineMemory | None]] = [
             ("engine", "engine", self.engine),
-            *((scorer.role, f"{scorer.name}'s engine", scorer.engine) for scorer in self.scorers),
+            *((scorer.role, f"{scorer.name}'s engine", memory) for scorer, memory in self.scorers),
         ]
         for role, name, engine in engines:
             if engine is not None and engine.fraction is not None and engine.kv_tokens < self.longest:
-                text = (
+                return role, (
                     f"the {name}'s KV cache has room for {max(engine.kv_tokens, 0)} tokens, and a sample may have"
                     f" {self.longest}: weights take {gib(engine.weights)} GiB of {engine.fraction:.2f} of the device"
                 )
-                return CacheShortage(role, text)
         return None
 
     @property
@@ -99,7 +100,7 @@ class MemoryReport:
         """Return what does not fit, in words."""
         worst, limit, host_limit = self.worst, self._limit, self.machine.host_memory if self.machine else None
         if self.starved is not None:
-            return self.starved.text
+            return self.starved[1]
         if worst is not None and limit is not None and worst.total > limit:
             return self._usage(worst, limit)
         over = next((bar for bar in self.host_bars if host_limit is not None and bar.total > host_limit), None)
@@ -137,12 +138,9 @@ class MemoryReport:
         """The bars, for plan.txt."""
         lines = [f"a device, {bar.name}: {bar.describe()}" for bar in self.device_bars]
         lines += [f"a node, {bar.name}: {bar.describe()}" for bar in self.host_bars]
-        named = [
-            ("an engine", self.engine),
-            *((f"an engine of the {scorer.name}", scorer.engine) for scorer in self.scorers),
-        ]
+        named = [("an engine", self.engine), *((f"an engine of the {s.name}", memory) for s, memory in self.scorers)]
         lines += [f"a device of {name}: {_described(engine)}" for name, engine in named if engine is not None]
-        lines += [f"the {scorer.name}: not estimated ({scorer.unknown})" for scorer in self.scorers if scorer.unknown]
+        lines += [f"the {s.name}: not estimated ({s.unknown})" for s, _ in self.scorers if s.unknown]
         return lines
 
 
@@ -156,14 +154,10 @@ def _described(engine: EngineMemory) -> str:
 def memory_report(
     plan: Plan, config: Config, machine: Machine | None, imbalance: float = 1.0, push: float | None = None
 ) -> MemoryReport:
-    """The estimate of `plan`.
+    """The estimate of `plan`, whose own `memory` is not read.
 
-    Args:
-        plan: the plan; its own `memory` is not read.
-        config: what it was made from.
-        machine: what to compare with.
-        imbalance: of the experts, see `ActivationOptions`.
-        push: bytes of a weight push, where they are known; to work them out takes seconds for a large model.
+    imbalance  of the experts, see `ActivationOptions`
+    push       bytes of a weight push, where they are known; to work them out takes seconds for a large model
     """
     groups = _groups(plan, config, machine is None or machine.has_fused_layers, imbalance)
     engine_parts = _beside_engines(plan, config, groups)
@@ -172,8 +166,8 @@ def memory_report(
         push = _push_bytes(plan, config) if plan.transport else 0.0
     longest = longest_sample(config, plan.shape)
     on_cpu = plan.device == "cpu"
-    scorers = tuple(scorer_memory(scorer, plan.rollout_dtype, machine, on_cpu=on_cpu) for scorer in plan.scorers)
-    if plan.device == "cpu":
+    scorers = tuple((s, scorer_memory(s, plan.rollout_dtype, machine, on_cpu=on_cpu)) for s in plan.scorers)
+    if on_cpu:
         bars = cpu_bars(plan, config, groups, engine, push, scorers)
         return MemoryReport((), bars, engine, machine, longest, push, scorers)
     of_devices = gpu_bars(plan, config, groups, engine, push, engine_parts, scorers)
@@ -216,16 +210,13 @@ def _stages(
         # A step of few short samples never fills its micro-batches.
         tokens = min(tokens, -(-num_samples * longest_sample(config, shape) // layout.cp))
     packs = config.train.micro_batch_size != 1
-    packing = Packing(
-        min(longest_sample(config, shape), config.train.max_tokens_per_gpu * layout.cp),
-        cells=LOCAL_PADDING if packs else 1.0,
-        is_padded=packs,
-    )
     activations = ActivationOptions(
         impl=impl,
         precision=plan.precision,
         on_cpu=on_cpu,
-        packing=packing,
+        longest=min(longest_sample(config, shape), config.train.max_tokens_per_gpu * layout.cp),
+        cells=LOCAL_PADDING if packs else 1.0,
+        is_padded=packs,
         recompute=Recompute.of(passed.transformer),
         sequence_parallel=passed.transformer.get("sequence_parallel", True) is not False,
         imbalance=imbalance,
@@ -259,7 +250,7 @@ def _engine(
         return None
     return engine_memory(
         plan.shape,
-        float(plan.push_bytes if plan.quantization else plan.shape.num_parameters * _width(plan)),
+        float(plan.push_bytes if plan.quantization else plan.shape.num_parameters * WIDTHS[plan.rollout_dtype]),
         plan.engine_size,
         plan.rollout_dtype,
         _server_args_of_smallest(plan, config),
@@ -280,11 +271,6 @@ def _push_bytes(plan: Plan, config: Config) -> float:
     """Return a weight push's memory without the weights, on the rank that needs most."""
     push = planned_push(plan, config)
     if push is None:
-        largest = max(rule.numel for rule in model_rules(plan.shape).values()) * _width(plan)
+        largest = max(rule.numel for rule in model_rules(plan.shape).values()) * WIDTHS[plan.rollout_dtype]
         return float(BUFFERS * max(config.weights.update_weight_buffer_size, largest) + largest)
     return float(max(push.peak_bytes(rank) for rank in push.sources))
-
-
-def _width(plan: Plan) -> int:
-    """Bytes of a value in the engines."""
-    return 2 if plan.rollout_dtype == "bf16" else 4

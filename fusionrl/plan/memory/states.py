@@ -10,6 +10,7 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.families.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.push import stage_of_rule
 from fusionrl.plan.upstream_fields import passed
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
@@ -85,57 +86,38 @@ class StageParameters:
     expert: tuple[int, ...]
 
     @property
-    def num_dense(self) -> int:
-        return sum(self.dense) + sum(self.shared)
-
-    @property
-    def num_expert(self) -> int:
-        return sum(self.expert)
-
-    @property
     def count(self) -> int:
-        return self.num_dense + self.num_expert
+        return sum(self.dense) + sum(self.shared) + sum(self.expert)
 
 
 def stage_parameters(
     shape: ModelShape, layout: TrainerLayout, stages: Sequence[Sequence[int]]
 ) -> tuple[StageParameters, ...]:
     """Parameters of a rank of each stage; `stages`: layers of each, as `plan.layout.stage_layers` says."""
-    stage_of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-    last = len(stages) - 1
+    stage_of = stage_of_rule(stages)
     dense: list[list[int]] = [[] for _ in stages]
     shared: list[list[int]] = [[] for _ in stages]
     expert: list[list[int]] = [[] for _ in stages]
-    embedding = "embedding.word_embeddings.weight"
     for rule in model_rules(shape).values():
         if rule.buffer:
             continue
         if rule.expert is not None:
             assert shape.moe is not None
             if rule.expert < shape.moe.num_experts // layout.ep:  # all expert-parallel ranks have as many
-                expert[stage_of_layer[int(rule.megatron.split(".")[2])]].append(part_size(rule, layout.etp))
-            continue
-        size = part_size(rule, layout.tp)
-        if rule.megatron == embedding and shape.tie_word_embeddings:
-            for stage in {0, last}:  # the output layer of the last stage is a copy of it
-                shared[stage].append(size)
-        elif rule.megatron.startswith("decoder.layers."):
-            dense[stage_of_layer[int(rule.megatron.split(".")[2])]].append(size)
+                expert[stage_of(rule)].append(part_size(rule, layout.etp))
+        elif rule.megatron.startswith("embedding.") and shape.tie_word_embeddings:
+            for stage in {0, len(stages) - 1}:  # the output layer of the last stage is a copy of it
+                shared[stage].append(part_size(rule, layout.tp))
         else:
-            dense[0 if rule.megatron == embedding else last].append(size)
-    return tuple(
-        StageParameters(tuple(dense[stage]), tuple(shared[stage]), tuple(expert[stage])) for stage in range(len(stages))
-    )
+            dense[stage_of(rule)].append(part_size(rule, layout.tp))
+    groups = zip(dense, shared, expert, strict=True)
+    return tuple(StageParameters(*(tuple(numels) for numels in stage)) for stage in groups)
 
 
 def part_size(rule: Rule, size: int) -> int:
     """Values of a tensor on one of `size` tensor-parallel ranks; the vocabulary is padded to a multiple of them."""
-    if rule.split == "replicated" or size == 1:
-        return rule.numel
-    if rule.split == "rows":
-        rows = sum(sizes[0] for sizes in rule.hf.values())
-        return -(-rows // size) * (rule.numel // rows)
-    return rule.numel // size
+    share = rule.share(rule.sizes, 0, size)
+    return rule.numel // rule.sizes[share.dim] * (share.length + share.num_zeros)
 
 
 def buffer_size(numels: Sequence[int], num_ranks: int, *, is_distributed: bool = True) -> int:

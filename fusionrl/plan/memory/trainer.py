@@ -128,7 +128,10 @@ def _stage(
     largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
     layer_now += largest
     transient_of = "head" if head_now > layer_now else "layer"
-    scoring = tokens * _forward_of_a_layer(shape, layout, activations, layers)
+    # Without gradients a layer's tensors are given back as soon as they have been used: at most all of them.
+    kinds = {shape.has_experts(layer) for layer in layers}
+    widths = (layer_bytes(shape, layout, activations, has_experts=kind) for kind in kinds)
+    scoring = tokens * max(widths, default=0.0)
     return StageMemory(
         stage=stage,
         states=state_bytes(parameters, layout, states),
@@ -153,20 +156,11 @@ def _head(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> tupl
 def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
     """Values a token of the widest gradient within a layer."""
     moe = shape.moe
-    dense = shape.ffn_hidden_size / layout.tp if moe is None or len(moe.layers) < shape.num_layers else 0.0
+    dense = shape.ffn_hidden_size / layout.tp if shape.has_dense_mlp else 0.0
     if moe is None:
         return dense
     routed = moe.topk * layout.etp * options.imbalance / (layout.tp if options.sequence_parallel else 1)
     return max(dense, routed * max(moe.ffn_hidden_size / layout.etp, shape.hidden_size / 3))
-
-
-def _forward_of_a_layer(
-    shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, layers: Sequence[int]
-) -> float:
-    """Bytes a token of a layer whose tensors are given back as soon as they have been used: at most all of them."""
-    experts = set(shape.moe.layers) if shape.moe is not None else set()
-    kinds = {layer in experts for layer in layers}
-    return max((layer_bytes(shape, layout, options, has_experts=kind) for kind in kinds), default=0.0)
 
 
 def _weight_gradients(
