@@ -145,24 +145,25 @@ def _session(tokenizer: Any, messages: list[Message], tools: Any) -> str:
     return str(Segments(tokenizer, {}, Sample()).begun(conversation, {}).prompt)
 
 
-def check(template: Path, tokenizer: Any) -> tuple[Counter[str], list[str]]:
-    """Return how many conversations are rendered and refused, and those with two renderings."""
+def check(template: Path, tokenizer: Any) -> tuple[Counter[str], list[str], list[str]]:
+    """Return how many conversations are rendered and refused, those with two renderings, and each refusal."""
     tokenizer.chat_template = template.read_text(encoding="utf-8")
     tokenizer.name_or_path = template.stem
     counts: Counter[str] = Counter()
-    differences = []
+    differences, refused = [], []
     for name in conversations():
         masks: dict[str, list[str]] = {"whole": [], "prompt": []}
         for way, text in texts(tokenizer, name):
             masks[way].append(text)
-        is_refused = False
+        all_refusals: set[str] = set()
         for way, several in masks.items():
             refusals = [text for text in several if text.startswith("refused: ")]
-            is_refused |= bool(refusals)
+            all_refusals |= set(refusals)
             if len(set(several)) > 1 and len(refusals) < len(several):
                 differences.append(f"{template.stem}: {name}: {way}: " + " | ".join(repr(text) for text in several))
-        counts["refused" if is_refused else "same"] += 1
-    return counts, differences
+        counts["refused" if all_refusals else "same"] += 1
+        refused += [f"    {name}: {text[:300]}" for text in sorted(all_refusals)]
+    return counts, differences, refused
 
 
 def find_templates(folder: Path | None) -> list[Path]:
@@ -189,14 +190,12 @@ def main() -> int:
     for template in find_templates(args.templates):
         tokenizer = make_byte_tokenizer(1 << 16)
         tokenizer.bos_token = tokenizer.eos_token  # some templates write it
-        counts, different = check(template, tokenizer)
+        counts, different, refused = check(template, tokenizer)
         total += counts
         differences += different
         print(f"{template.stem:34} {counts['same']:3} the same {counts['refused']:3} refused")
         if args.verbose:
-            for name in conversations():
-                for text in sorted({text for _, text in texts(tokenizer, name) if text.startswith("refused: ")}):
-                    print(f"    {name}: {text[:300]}")
+            print("\n".join(refused))
     print("\n".join(differences))
     print(
         f"{sum(total.values())} conversations: {total['same']} the same, {total['refused']} refused, "

@@ -28,8 +28,8 @@ from fusionrl.buffer.stream_messages import StreamMessages
 from fusionrl.buffer.trained_values import TrainedColumns
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, user_code
-from fusionrl.data.auto_tokenizer import import_auto_tokenizer
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import import_auto_tokenizer
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan

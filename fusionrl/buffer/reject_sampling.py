@@ -11,7 +11,7 @@ from typing import Any
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_rollout
 from fusionrl.data.sample import Sample, Status, response_mask
-from fusionrl.data.token_rows import token_columns
+from fusionrl.data.supervised import token_columns
 from fusionrl.observe.json_values import json_line, write_atomically
 from fusionrl.rollout.weight_versions import num_unsampled
 

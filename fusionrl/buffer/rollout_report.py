@@ -16,8 +16,8 @@ from fusionrl.buffer.scores import Scored
 from fusionrl.buffer.token_metrics import token_numbers
 from fusionrl.config.config import Config
 from fusionrl.data.attempts import attempt_shares, attempts_of
-from fusionrl.data.request_counts import SpecInfo
 from fusionrl.data.sample import Sample, Status, lacks_reward
+from fusionrl.data.sample_fields import SpecInfo
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost

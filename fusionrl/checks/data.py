@@ -11,10 +11,11 @@ from fusionrl.checks.long_rows import count_tokens, fewest_bytes
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
-from fusionrl.data.prompts import FileCheck, PromptColumns, check_file, load_prompts, template_probe
+from fusionrl.data.findings import Findings
+from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.rows import Row, parse_sets, read_rows
-from fusionrl.data.token_rows import holds_tokens
+from fusionrl.data.supervised import holds_tokens
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.scorers import has_chat_template
 from fusionrl.rewards.labels import LabelCheck
@@ -66,7 +67,7 @@ def check_set(
     flags: tuple[str, str],
     vocab_size: int | None,
     ask_reward: LabelCheck | None,
-) -> FileCheck:
+) -> Findings:
     """Read one set and check its rows, also by the chat template. `flags`: those of the set and of its column."""
     (flag, key_flag), is_sft, probe = flags, config.run.mode == "sft", None
 

@@ -22,7 +22,7 @@ from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
 from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of
-from fusionrl.data.shards import SUFFIXES, choose_split, find_splits
+from fusionrl.data.rows import SUFFIXES, choose_split, find_splits
 from fusionrl.models.weight_files import check_weight_files
 
 # Flags that name a Hugging Face folder.

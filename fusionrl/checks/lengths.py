@@ -30,7 +30,7 @@ from fusionrl.config.run_parts import (
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
 from fusionrl.data.rows import Row, scan_rows
-from fusionrl.data.token_rows import TOKENS, holds_tokens
+from fusionrl.data.supervised import TOKENS, SupervisedSamples, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import sequence_multiple
@@ -297,8 +297,6 @@ def _conversation_limit(config: Config, positions: int) -> Limit:
 
 
 def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int]:
-    from fusionrl.data.supervised import SupervisedSamples
-
     @functools.cache
     def supervised(tokenizer: PreTrainedTokenizerBase) -> SupervisedSamples:
         return SupervisedSamples(tokenizer, config.data.loss_mask_type, config.data.apply_chat_template_kwargs)

@@ -16,7 +16,6 @@ import numpy as np
 
 from fusionrl.data.findings import Finding, FindingError
 from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT, Rendered, objects, render_messages
-from fusionrl.data.sample import Sample, Status
 from fusionrl.data.tokenizer import call_template
 
 if TYPE_CHECKING:
@@ -45,6 +44,11 @@ MARKS: dict[str, Marks] = {
     "distill_qwen": Marks("<｜Assistant｜>", ("<｜end▁of▁sentence｜>",)),
 }
 LOSS_MASK_TYPES = ("auto", *MARKS, "prefix", "template")
+
+
+def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """Return the length of each mask from its first 1 on; 0 for a mask without one."""
+    return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
 class MultiTurnLossMaskGenerator:
@@ -124,9 +128,7 @@ class MultiTurnLossMaskGenerator:
         edges = np.flatnonzero(np.diff([0, *loss_masks, 0]))
         return [self.tokenizer.decode(token_ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
-    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Of each mask, the number of tokens from its first 1 on; 0 where it has none."""
-        return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
+    get_response_lengths = staticmethod(get_response_lengths)
 
     # -------------------------------------------------------------------------------- the template
     def _render(self, messages: Sequence[Mapping[str, object]], tools: object = None, prompt: bool = False) -> Rendered:
@@ -275,30 +277,6 @@ def _said(message: Mapping[str, object]) -> list[str]:
     calls = objects(message.get("tool_calls") or [])
     texts = [part.split("</think>")[-1].strip() for part in parts] + [str(call["function"]["name"]) for call in calls]
     return [text for text in texts if text]
-
-
-def conversation_to_sample(
-    messages: list[dict[str, object]], masks: MultiTurnLossMaskGenerator, tools: object = None
-) -> Sample:
-    """A sample of a conversation: the response begins at the first trained token; what follows the last is left out.
-
-    Raises:
-        ValueError: nothing to train on, or no right mask can be made (see `get_loss_mask`).
-    """
-    tokens, mask = masks.get_loss_mask(messages, tools)
-    if 1 not in mask:
-        raise ValueError(f"the conversation has nothing to train on: {STEP_LOSS_MASK} or {WEIGHT} of every turn is 0")
-    first, last = mask.index(1), len(mask) - mask[::-1].index(1)
-    sample = Sample(
-        prompt=messages,
-        tokens=np.asarray(tokens[:last], np.int32),
-        response_length=last - first,
-        loss_mask=np.asarray(mask[first:last], np.int32),
-        reward=0.0,
-        status=Status.COMPLETED,
-    )
-    sample.validate()
-    return sample
 
 
 _MARK = "assistantsays"

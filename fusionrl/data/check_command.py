@@ -20,8 +20,7 @@ from fusionrl.data.prompts import (
 from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding
 from fusionrl.data.sample import response_mask
 from fusionrl.data.strict_json import Row
-from fusionrl.data.supervised import SupervisedSamples
-from fusionrl.data.token_rows import LOSS_MASK, TOKENS, holds_tokens, token_sample
+from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,10 +59,12 @@ class _Group:
 
 
 class Findings:
-    """Findings in the rows of one set."""
+    """Findings in the rows of one set, whose name `where` begins each text; `failures` ended its reading."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
         self.num_rows = 0
+        self.failures: list[str] = []
+        self._where = where
         self._groups: dict[tuple[str, bool], _Group] = {}
 
     def add(self, place: str, finding: Finding) -> None:
@@ -73,10 +74,12 @@ class Findings:
         if len(group.places) < NUM_PLACES:
             group.places.append(place)
 
+    @property
     def errors(self) -> list[str]:
         """One text a cause for which rows cannot be trained on."""
-        return self._texts(is_warning=False)
+        return self._texts(is_warning=False) + self.failures
 
+    @property
     def warnings(self) -> list[str]:
         """One text a cause that rows can be trained on with."""
         return self._texts(is_warning=True)
@@ -84,19 +87,15 @@ class Findings:
     def _texts(self, is_warning: bool) -> list[str]:
         groups = [group for group in self._groups.values() if group.first.is_warning == is_warning]
         more = [f"and {len(groups) - MAX_CAUSES:,} more causes"] if len(groups) > MAX_CAUSES else []
-        return [self._text(group) for group in groups[:MAX_CAUSES]] + more
+        return [f"{self._where}: {text}" for text in (*map(self._text, groups[:MAX_CAUSES]), *more)]
 
     def _text(self, group: _Group) -> str:
         first = group.first
         if group.count == 1:
             return f"{group.places[0]}: {first}"
         more = ", …" if group.count > len(group.places) else ""
-        text = f"{first.cause} in {group.count:,} of {self.num_rows:,} rows ({_places(group.places)}{more}"
+        word = group.places[0].partition(" ")[0]  # `line 1`, `line 2` → `lines 1, 2`
+        places = ", ".join(place.partition(" ")[2] for place in group.places)
+        text = f"{first.cause} in {group.count:,} of {self.num_rows:,} rows ({word}s {places}{more}"
         text += f"; {group.places[0]}: {first.detail})" if first.detail else ")"
         return text + (f"; {first.hint}" if first.hint else "")
-
-
-def _places(places: Sequence[str]) -> str:
-    """`line 1`, `line 2` → `lines 1, 2`."""
-    word = places[0].partition(" ")[0]
-    return f"{word}s {', '.join(place.partition(' ')[2] for place in places)}"

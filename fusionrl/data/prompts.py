@@ -6,10 +6,10 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from fusionrl.data.row_checks import (
 from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.strict_json import Row
+from fusionrl.data.supervised import holds_tokens, token_sample
 from fusionrl.data.template_probe import TemplateProbe
-from fusionrl.data.token_rows import holds_tokens, token_sample
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -45,23 +45,15 @@ class PromptDataset:
     num_too_long: int
 
 
-@dataclass
-class FileCheck:
-    """Findings of one look at all rows of a set: one text a cause, each with its places."""
-
-    num_rows: int
-    errors: list[str]
-    warnings: list[str]
-
-
 def check_file(
     path: str | Path,
     flag: str,
     checker: RowChecker,
     more: Callable[[str, Row, list[Finding]], list[Finding]] | None = None,
-) -> FileCheck:
+) -> Findings:
     """Check every row of a set; `more` returns further findings of a row, of its place and what the checker found."""
-    findings, errors, where = Findings(), list[str](), f"{flag} {path}".strip()
+    where = f"{flag} {path}".strip()
+    findings = Findings(where)
     try:
         for place, row in scan_rows(path, flag):
             findings.num_rows += 1
@@ -71,11 +63,10 @@ def check_file(
             for finding in row_findings:
                 findings.add(place, finding)
     except ValueError as error:
-        errors.append(str(error).strip())
-    if not findings.num_rows and not errors:
-        errors.append(f"{where}: it has no rows")
-    errors = [f"{where}: {text}" for text in findings.errors()] + errors
-    return FileCheck(findings.num_rows, errors, [f"{where}: {text}" for text in findings.warnings()])
+        findings.failures.append(str(error).strip())
+    if not findings.num_rows and not findings.failures:
+        findings.failures.append(f"{where}: it has no rows")
+    return findings
 
 
 def template_probe(
@@ -133,6 +124,19 @@ def metadata_and_tools(
     return metadata, tools_of(metadata)
 
 
+def _checked_rows(
+    path: str | Path, checker: RowChecker, flag: str
+) -> Iterator[tuple[str, Row, Any, dict[str, object], list[dict[str, object]] | None]]:
+    """Yield (place, row, label, metadata, tools) of each row; raises ValueError at the first that has a mistake."""
+    columns = checker.columns
+    for place, row in read_rows(path, flag):
+        where = f"{flag} {path}: {place}"
+        if problem := checker.error(row):
+            raise ValueError(f"{where}: {problem}")
+        label = row.get(columns.label_key) if columns.label_key else None
+        yield where, row, label, *metadata_and_tools(row, columns)
+
+
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
     """Read rows for supervised training: the prompt stays a list of messages, or text with its response as label.
 
@@ -142,12 +146,7 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
         ValueError: a malformed row, with its line number.
     """
     samples: list[Sample] = []
-    checker = RowChecker(columns, is_sft=True)
-    for place, row in read_rows(path, flag):
-        if error := checker.error(row):
-            raise ValueError(f"{flag} {path}: {place}: {error}")
-        metadata, _ = metadata_and_tools(row, columns)
-        label = row.get(columns.label_key) if columns.label_key else None
+    for _, row, label, metadata, _ in _checked_rows(path, RowChecker(columns, is_sft=True), flag):
         if holds_tokens(row):
             prompt = row.get(columns.input_key)
             samples.append(token_sample(row, prompt if isinstance(prompt, str | list) else ""))
@@ -170,11 +169,8 @@ def load_prompts(
     samples: list[Sample] = []
     too_long = 0
     checker = RowChecker(columns, special_tokens=special_tokens_of(tokenizer))
-    for place, row in read_rows(path, flag):
-        if problem := checker.error(row):
-            raise ValueError(f"{flag} {path}: {place}: {problem}")
-        prompt, (metadata, tools) = row[columns.input_key], metadata_and_tools(row, columns)
-        label = row.get(columns.label_key) if columns.label_key else None
+    for where, row, label, metadata, tools in _checked_rows(path, checker, flag):
+        prompt = row[columns.input_key]
         if columns.keeps_messages and not columns.apply_chat_template and isinstance(prompt, list):
             samples.append(Sample(prompt=prompt, label=label, metadata=metadata))
             continue
@@ -184,7 +180,7 @@ def load_prompts(
                 too_long += 1
                 continue
         except ValueError as error:
-            raise ValueError(f"{flag} {path}: {place}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         if columns.max_prompt_len is not None and len(tokens) > columns.max_prompt_len:
             too_long += 1

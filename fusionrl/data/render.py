@@ -172,16 +172,11 @@ def decoded(arguments: object) -> object:
     """
     if not isinstance(arguments, str) or not arguments.strip():
         return arguments if isinstance(arguments, list | dict) else {}
-    value = _object_of(arguments)
-    return arguments if value is None else value
-
-
-def _object_of(text: str) -> Message | None:
     try:
-        value = json.loads(text)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def normal_tools(tools: object) -> object:

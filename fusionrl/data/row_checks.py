@@ -8,6 +8,7 @@ tokenizer inside a message (some data sets quote them on purpose), a role that m
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +18,8 @@ from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
 from fusionrl.data.render import decoded, tools_of
 from fusionrl.data.strict_json import MAX_DEPTH, StrictDecoder
+from fusionrl.data.supervised import holds_tokens, token_finding
 from fusionrl.data.template_probe import TemplateProbe, signature
-from fusionrl.data.token_rows import holds_tokens, token_finding
 
 # A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
 MAX_PROMPT_CHARACTERS = 1_000_000
@@ -52,6 +53,7 @@ class PromptColumns:
     keeps_messages: bool = False
 
 
+@dataclass
 class RowChecker:
     """Checks rows of one set.
 
@@ -63,24 +65,17 @@ class RowChecker:
     ask_reward      asks the reward that will grade with the label, where it is a built-in one
     """
 
-    def __init__(
-        self,
-        columns: PromptColumns,
-        key_flag: str = "--input-key",
-        *,
-        is_sft: bool = False,
-        special_tokens: Iterable[str] = (),
-        probe: TemplateProbe | None = None,
-        vocab_size: int | None = None,
-        ask_reward: AskReward | None = None,
-    ) -> None:
-        self.vocab_size, self.ask_reward = vocab_size, ask_reward
-        self.columns, self.key_flag, self.is_sft, self.probe = columns, key_flag, is_sft, probe
-        self.label_flag = key_flag.replace("input", "label")
-        self.special_tokens = tuple(special_tokens)
-        # A search for two characters is many times faster than one for each of hundreds of tokens.
-        self._starts = tuple({token[:2] for token in self.special_tokens})
-        self._roles: dict[str, Finding | None] = {}
+    columns: PromptColumns
+    key_flag: str = "--input-key"
+    is_sft: bool = False
+    special_tokens: tuple[str, ...] = ()
+    probe: TemplateProbe | None = None
+    vocab_size: int | None = None
+    ask_reward: AskReward | None = None
+
+    def __post_init__(self) -> None:
+        self.label_flag = self.key_flag.replace("input", "label")
+        self._special = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def findings(self, row: Mapping[str, object]) -> list[Finding]:
         """Return the findings of a row; an empty list for a good one."""
@@ -104,7 +99,7 @@ class RowChecker:
             cause = f"column {key!r} is text: name the column of its response with {self.label_flag}"
             findings.append(Finding(cause))
         if self.ask_reward is not None and all(finding.is_warning for finding in findings):
-            reward_findings = _reward_findings(self, row)
+            reward_findings = self._reward_findings(self.ask_reward, row)
             # A reward that says what is wrong with a null label makes the general warning needless.
             return (
                 reward_findings or findings
@@ -141,16 +136,12 @@ class RowChecker:
         findings.append(Finding(cause, f"{num_characters:,}", hint))
 
     def _check_special(self, text: str, findings: list[Finding]) -> bool:
-        for start in self._starts:
-            if start in text:
-                token = next((token for token in self.special_tokens if token in text), None)
-                if token is None:
-                    return False
-                cause = f"column {self.columns.input_key!r} holds a special token of the tokenizer inside a message"
-                hint = "the model reads it as a control token, not as text"
-                findings.append(Finding(cause, repr(token), hint, is_warning=True))
-                return True
-        return False
+        token = self._special.search(text)
+        if token is not None:
+            cause = f"column {self.columns.input_key!r} holds a special token of the tokenizer inside a message"
+            hint = "the model reads it as a control token, not as text"
+            findings.append(Finding(cause, repr(token[0]), hint, is_warning=True))
+        return token is not None
 
     def _check_template(
         self,
@@ -213,9 +204,7 @@ class RowChecker:
             if type(role) is not str or type(content) not in _CONTENTS:
                 findings.append(Finding(f"column {key!r} is neither text nor a list of messages"))
                 return
-            if role not in self._roles:
-                self._roles[role] = self._role_finding(role)
-            if (finding := self._roles[role]) is not None and finding not in findings:
+            if (finding := self._role_finding(role)) is not None and finding not in findings:
                 findings.append(finding)
             self._check_message(message, findings)
             for text in _texts(message):
@@ -245,7 +234,7 @@ class RowChecker:
         cause, role_text = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
         if not role or not role.isprintable() or " " in role or len(role) > 80:
             return Finding(f"{cause} is not one word", role_text)
-        if any(token in role for token in self.special_tokens):
+        if self._special.search(role):
             return Finding(f"{cause} holds a special token of the tokenizer", role_text)
         if role not in ROLES:
             hint = "models know system, user, assistant and tool"
@@ -288,29 +277,26 @@ class RowChecker:
         elif not masks:
             findings.append(Finding(f"column {key!r} is a conversation without an assistant turn to train on"))
 
+    def _reward_findings(self, ask_reward: AskReward, row: Mapping[str, object]) -> list[Finding]:
+        """Return the finding of the built-in reward that will grade with the label; an empty list for none."""
+        columns, label_flag = self.columns, self.label_flag
+        label = None if columns.label_key is None else row.get(columns.label_key)
+        problem = ask_reward(label, read_metadata(row.get(columns.metadata_key), columns.metadata_key))
+        if problem is None:
+            return []
+        if problem.is_about_label and columns.label_key is None:
+            hint = _columns_hint(columns, "label", row, label_flag, LABEL_NAMES)
+            return [Finding(f"no label for {problem.reward}", hint=hint, is_warning=problem.is_warning)]
+        of_label, of_metadata = (columns.label_key, label_flag), (columns.metadata_key, "--metadata-key")
+        key, flag = of_label if problem.is_about_label else of_metadata
+        text = f"column {key!r} ({flag}) does not fit {problem.reward}"
+        return [Finding(text, problem.reason, is_warning=problem.is_warning)]
+
 
 def column_finding(key: str, error: Exception) -> Finding:
     """Return a mistake in the messages of a row as one of their column; mistakes of one kind have one cause."""
     finding = error.finding if isinstance(error, FindingError) else Finding(str(error))
     return replace(finding, cause=f"column {key!r}: {finding.cause}")
-
-
-def _reward_findings(checker: RowChecker, row: Mapping[str, object]) -> list[Finding]:
-    """Return the finding of the built-in reward that will grade with the label; an empty list for none."""
-    columns, label_flag = checker.columns, checker.label_flag
-    if checker.ask_reward is None:
-        return []
-    label = None if columns.label_key is None else row.get(columns.label_key)
-    problem = checker.ask_reward(label, read_metadata(row.get(columns.metadata_key), columns.metadata_key))
-    if problem is None:
-        return []
-    if problem.is_about_label and columns.label_key is None:
-        hint = _columns_hint(columns, "label", row, label_flag, LABEL_NAMES)
-        return [Finding(f"no label for {problem.reward}", hint=hint, is_warning=problem.is_warning)]
-    of_label, of_metadata = (columns.label_key, label_flag), (columns.metadata_key, "--metadata-key")
-    key, flag = of_label if problem.is_about_label else of_metadata
-    text = f"column {key!r} ({flag}) does not fit {problem.reward}"
-    return [Finding(text, problem.reason, is_warning=problem.is_warning)]
 
 
 def _columns_hint(
@@ -368,8 +354,6 @@ def text_problem(text: str) -> tuple[str, str] | None:
 
 def value_problem(value: object) -> tuple[str, str] | None:
     """(what is wrong with a value of a column, the detail), or None: it must be what JSON can hold."""
-    if type(value) is str:
-        return None if value.isascii() and "\0" not in value else text_problem(value)
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         item, depth = left.pop()

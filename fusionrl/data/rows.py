@@ -1,8 +1,8 @@
 """Paths of prompts, `[NAME=]PATH[:SPLIT][@[START:STOP]]`, and the rows that such a path names.
 
-PATH is a .jsonl, .json or .parquet file, a folder of such files with its splits in their names (`data.shards`), or a
-folder that `datasets.save_to_disk` wrote. The last is read by pyarrow alone: its `state.json` lists Arrow stream files,
-its `dataset_dict.json` the splits.
+PATH is a .jsonl, .json or .parquet file, a folder of such files as data sets are published (`find_splits`), or a folder
+that `datasets.save_to_disk` wrote. The last is read by pyarrow alone: its `state.json` lists Arrow stream files, its
+`dataset_dict.json` the splits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from fusionrl.base.packages import install_hint
 from fusionrl.base.spelling import hint
 from fusionrl.data.findings import Finding
-from fusionrl.data.shards import choose_split, find_splits
 from fusionrl.data.strict_json import MAX_LINE_BYTES, DuplicateKey, Row, StrictDecoder, read_array, read_lines
 
 if TYPE_CHECKING:
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from pyarrow.ipc import RecordBatchStreamReader
 
 FORMATS = "a .jsonl, .json or .parquet file, a folder of such files (FOLDER:SPLIT), or one of datasets.save_to_disk"
+SUFFIXES = (".parquet", ".jsonl", ".json")
+_SHARD = re.compile(r"(.+?)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?")
+_ABOUT = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")  # of a data set, not its rows
 _SPEC = re.compile(r"(?:([\w-]+)=)?(.+?)(?:@\[(-?\d+)?:(-?\d+)?\])?")
 
 
@@ -44,7 +46,7 @@ class PromptSet:
         """The name that was given, or one made of the path: `data/gsm 8k.jsonl` → `gsm-8k`."""
         if self.given_name is not None:
             return self.given_name
-        stem = self.path.stem if self.path.suffix in (".jsonl", ".json", ".parquet") else self.path.name
+        stem = self.path.stem if self.path.suffix in SUFFIXES else self.path.name
         return re.sub(r"[^\w-]+", "-", stem + (f"-{self.split}" if self.split else ""))
 
 
@@ -123,13 +125,10 @@ def _read(prompt_set: PromptSet) -> Iterator[tuple[str, Row | ValueError]]:
         return _read_folder(path, prompt_set.split)
     if not path.is_file():
         raise ValueError(f"there is no such file{hint(path)}")
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix not in (".jsonl", ".json"):
+    readers = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": read_lines}
+    if path.suffix not in readers:
         raise ValueError(f"unknown suffix {path.suffix!r}; give {FORMATS}")
-    if path.suffix == ".json":
-        return _read_json(path)
-    return read_lines(path)
+    return readers[path.suffix](path)
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
@@ -245,3 +244,51 @@ def _without_nulls(value: object) -> object:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
+
+
+# ------------------------------------------------------------------------------------------------ splits of a folder
+def find_splits(folder: Path) -> dict[tuple[str, str], list[Path]]:
+    """(configuration, split) -> its files, in order; the configuration is "" for files in `folder` or its data/.
+
+    A split is one or several files, a configuration a folder: train.jsonl, data/test-00000-of-00001.parquet,
+    main/train-00001-of-00002.parquet, default/train/0000.parquet.
+    A split of which a part is missing, as the files' names number them, is left out.
+    """
+    files_of: dict[tuple[str, str], list[Path]] = {}
+    totals: dict[tuple[str, str], int] = {}
+    for path in sorted(folder.rglob("*")):
+        place = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in place.parts)
+        if path.suffix not in SUFFIXES or path.name in _ABOUT or is_hidden or not path.is_file():
+            continue
+        parts, stem = list(place.parts[:-1]), path.stem
+        shard = _SHARD.fullmatch(stem)
+        if shard is not None:
+            split = shard[1]
+        elif stem.isdecimal() and parts:
+            split = parts.pop()
+        else:
+            split = stem
+        configuration = "/".join(part for part in parts if part != "data")
+        files_of.setdefault((configuration, split), []).append(path)
+        if shard is not None:
+            totals[configuration, split] = int(shard[3])
+    return {key: files for key, files in files_of.items() if totals.get(key, len(files)) == len(files)}
+
+
+def choose_split(folder: Path, split: str | None, where: str) -> list[Path]:
+    """The files of a split of `folder`; a configuration's only where the folder itself has none of that name.
+
+    where  how the folder is called in messages
+
+    Raises:
+        ValueError: no such split, or several; names those that there are.
+    """
+    splits = find_splits(folder)
+    fitting = [key for key in splits if split is not None and key[1] == split]
+    if len(fitting) == 1 or ("", split) in fitting:
+        return splits[min(fitting)]
+    if not splits:
+        raise ValueError(f"{where}: it has no whole split in {', '.join(SUFFIXES)} files")
+    names = [f"{where}{'/' + subset if subset else ''}:{name}" for subset, name in sorted(fitting or splits)]
+    raise ValueError(f"{where}: choose one of its splits: {', '.join(names)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from fusionrl.data.request_counts import PrefixCacheInfo, SpecInfo
-from fusionrl.data.sample_fields import DefaultField, ListField, PromptField
+from fusionrl.data.sample_fields import DefaultField, ListField, PrefixCacheInfo, PromptField, SpecInfo
 from fusionrl.data.token_versions import (
     UNKNOWN_VERSION,
     extended_versions,
@@ -47,7 +47,7 @@ COUNTS: dict[str, type[SpecInfo] | type[PrefixCacheInfo]] = {
     "prefix_cache_info": PrefixCacheInfo,
 }
 _MADE: dict[str, Callable[[], object]] = {"apply_chat_template_kwargs": dict, **COUNTS}  # in place of None
-_ARRAY_DTYPES = {
+_DTYPES = {
     "tokens": np.int32,
     "loss_mask": np.int32,
     "rollout_log_probs": np.float32,
@@ -56,7 +56,6 @@ _ARRAY_DTYPES = {
     "rollout_routed_experts": np.int16,
     "prompt_tokens": np.int32,
 }
-_DTYPES = {name: np.dtype(dtype) for name, dtype in _ARRAY_DTYPES.items()}
 LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")  # lists to a hook, arrays elsewhere
 # slime's fields that most samples leave at their defaults, and then leave out of files.
 _RARE: dict[str, object] = {
@@ -176,12 +175,8 @@ class Sample:
         if versions is not None and not len(versions):
             self.weight_versions = None
         for name in LIST_FIELDS:
-            value = self.__dict__[name]
-            if value is not None and not isinstance(value, np.ndarray):
-                try:
-                    self.__dict__[name] = _packed(name, value)
-                except (TypeError, ValueError, OverflowError):
-                    continue
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                self.__dict__[name] = self.array(name)
 
     def append_response_tokens(
         self,
@@ -233,11 +228,10 @@ class Sample:
         new_log_probs = (
             np.zeros(count, np.float32) if log_probs is None or not trainable else np.array(log_probs, np.float32)
         )
-        is_whole = isinstance(versions, np.ndarray) and versions.shape == (count,)
-        version = np.array(versions, np.int32) if is_whole else np.full(count, versions, np.int32)
+        new_versions = np.full(count, versions, np.int32)
         self._extend("loss_mask", mask, 1)
         self._extend("rollout_log_probs", new_log_probs, 0)
-        self._extend_versions(version)
+        self._extend_versions(new_versions)
         self.tokens = np.concatenate([held, ids])
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it scores all of them again
@@ -282,7 +276,7 @@ class Sample:
         if isinstance(held, list):
             held += new.tolist()
         elif held is None:
-            held = np.full(self.response_length, default, _ARRAY_DTYPES[name])
+            held = np.full(self.response_length, default, _DTYPES[name])
             self.__dict__[name] = _joined(held, new)
         else:
             self.__dict__[name] = _joined(_packed(name, held), new)
@@ -347,7 +341,7 @@ class Sample:
                 out[name] = value
             elif name in COUNTS:
                 out[name] = value.to_dict()
-            elif name in _ARRAY_DTYPES:
+            elif name in _DTYPES:
                 out[name] = np.asarray(value)
             else:  # what hooks put into metadata, rewards and attributes may hold arrays and numpy scalars
                 out[name] = to_jsonable(value)
@@ -359,7 +353,7 @@ class Sample:
         field_names = {f.name for f in fields(cls)}
         values: dict[str, Any] = dict(data)
         values["status"] = Status(values.get("status", "pending"))
-        for name, dtype in _ARRAY_DTYPES.items():
+        for name, dtype in _DTYPES.items():
             if values.get(name) is not None:
                 values[name] = _packed(name, values[name]) if name == "loss_mask" else np.asarray(values[name], dtype)
         for name, kind in COUNTS.items():
@@ -452,7 +446,7 @@ def _packed(name: str, value: object) -> np.ndarray:
         if not is_too_long:
             raise TypeError(f"{name} holds what is no number")
     is_share = name == "loss_mask" and array.dtype.kind == "f"
-    dtype = np.dtype(np.float32 if is_share else _ARRAY_DTYPES[name])
+    dtype = np.dtype(np.float32 if is_share else _DTYPES[name])
     if dtype.kind == "i" and array.size and array.dtype.kind in "iuO" and array.dtype != dtype:
         least, most = -(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1
         wrong = next((number for number in (array.max(), array.min()) if not least <= number <= most), None)

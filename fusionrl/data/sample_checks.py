@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from fusionrl.data.sample import Sample
 
@@ -97,14 +98,17 @@ def _read_sample(line: bytes) -> Sample:
     row = _read_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not a JSON object with a sample's fields")
-    _check_row(row)
     try:
+        _Row.model_validate(row)
         return Sample.from_dict(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]} is {first['input']!r:.80}: {first['msg']}") from error
     except (TypeError, OverflowError) as error:
         raise ValueError(f"its fields do not make a sample ({error})") from error
 
 
-def _read_json(line: bytes) -> object:
+def _read_json(line: bytes) -> Any:
     """Not by orjson: it rounds numbers of over 64 bits, and refuses half a surrogate pair, which a label may hold."""
 
     def refuse(text: str) -> None:
@@ -118,50 +122,23 @@ def _read_json(line: bytes) -> object:
         raise ValueError(f"not valid JSON ({error})") from error
 
 
-# Lists that become arrays: what they hold is looked at before, as a cast would round 1.5 to 1.
-_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs", "prompt_tokens")
-_TEXTS: dict[str, tuple[type, ...]] = {"response": (str,), "prompt": (str, list)}
+_Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+_Reward = FiniteFloat | bool
 
 
-def _check_row(row: Mapping[str, object]) -> None:
-    for name in _LISTS:
-        values = row.get(name)
-        if values is None:
-            continue
-        if not isinstance(values, list):
-            raise ValueError(f"{name} is {values!r:.80}, not a list of numbers")
-        needs_integers = name not in ("rollout_log_probs", "teacher_log_probs", "loss_mask")
-        kinds: tuple[type, ...] = (int,) if needs_integers else (int, float)
-        wrong = next((value for value in values if type(value) not in kinds), None)
-        if wrong is not None or None in values:
-            raise ValueError(f"{name} holds {wrong!r:.80}, not a {'whole ' if needs_integers else ''}number")
-        if needs_integers and values and not (min(values) >= -(1 << 31) and max(values) < 1 << 31):
-            raise ValueError(f"{name} holds {max(values, key=abs)}, which no 32-bit number can be")
-    for name, kinds in _TEXTS.items():
-        if name in row and not isinstance(row[name], kinds):
-            raise ValueError(f"{name} is {row[name]!r:.80}, not text")
-    length = row.get("response_length", 0)
-    if type(length) is not int or length < 0:
-        raise ValueError(f"response_length is {length!r:.80}, not a number of tokens")
-    if not isinstance(row.get("metadata", {}), dict):
-        raise ValueError(f"metadata is {row['metadata']!r:.80}, not a JSON object")
-    for name in ("reward", "baseline_reward"):
-        _check_reward(name, row.get(name))
+class _Row(BaseModel, strict=True):
+    """Fields of a saved sample as its line must have them: a cast to an array would round 1.5 to 1."""
 
-
-def _check_reward(name: str, reward: object) -> None:
-    """Check a reward. A dict may also hold texts and null: the reward `dapo` keeps the answer that it found."""
-    if isinstance(reward, dict) and name == "reward":
-        for key, value in reward.items():
-            if isinstance(value, int | float):
-                _check_reward(f"reward[{key!r:.40}]", value)
-        return
-    if reward is not None and not (isinstance(reward, int | float) and _is_finite(reward)):
-        raise ValueError(f"{name} is {reward!r:.80}, not a finite number{' or a dict of such' * (name == 'reward')}")
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # a whole number that no float can be
-        return False
+    tokens: list[_Whole] | None = None
+    prompt_tokens: list[_Whole] | None = None
+    weight_versions: list[_Whole] | None = None
+    loss_mask: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    teacher_log_probs: list[float] | None = None
+    prompt: str | list[Any] = ""
+    response: str = ""
+    response_length: NonNegativeInt = 0
+    metadata: dict[str, Any] = {}
+    # A dict may also hold texts and null: the reward `dapo` keeps the answer that it found.
+    reward: _Reward | dict[str, _Reward | str | list[Any] | dict[str, Any] | None] | None = None
+    baseline_reward: _Reward | None = None

@@ -1,9 +1,10 @@
-"""Fields of `Sample` that are more than plain attributes."""
+"""Fields of `Sample` that are more than plain attributes, and slime's counts of a sample's requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,3 +64,71 @@ class PromptField(_StoredField):
         if attributes.get("prompt_tokens") is not None and attributes["prompt"] != value:
             attributes["prompt_tokens"] = None
         attributes["prompt"] = value
+
+
+# ------------------------------------------------------------------------------------------------ counts
+# Names in SGLang's answers: since 0.5.20, and before.
+_SPEC_NAMES = {
+    "spec_accept_token_num": ("spec_num_correct_drafts", "spec_accept_token_num"),
+    "spec_draft_token_num": ("spec_num_proposed_drafts", "spec_draft_token_num"),
+}
+
+
+@dataclass
+class _Counts:
+    """Whole numbers by name."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        """Return counts of which some may be missing."""
+        return cls(**{field.name: data.get(field.name, 0) for field in fields(cls)})
+
+
+@dataclass
+class SpecInfo(_Counts):
+    """Tokens that a draft model proposed (`draft`) and the model took (`accept`), and its looks at them (`verify`)."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Return the share of the proposed tokens that were taken."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Return the mean number of tokens a look."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one answer."""
+        for field, names in _SPEC_NAMES.items():
+            count = next((meta_info[name] for name in names if name in meta_info), 0)
+            setattr(self, field, getattr(self, field) + count)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass
+class PrefixCacheInfo(_Counts):
+    """Prompt tokens of all requests, and those among them that the engine had computed before."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Return the share of prompt tokens that were computed before."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one answer."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)

@@ -106,7 +106,9 @@ def read_lines(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     """
     decoder = StrictDecoder()
     with path.open("rb") as file:
-        _check_magic(file.peek(8))
+        head = file.peek(8)
+        if kind := next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None):
+            raise ValueError(f"it is {kind}")
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(f"line {number}: it has more than {MAX_LINE_BYTES >> 20} MiB; a row is one line")
@@ -122,12 +124,6 @@ def _read_row(decoder: StrictDecoder, line: bytes) -> Row | ValueError:
     except ValueError as error:
         return error
     return row if isinstance(row, dict) else ValueError(NO_OBJECT)
-
-
-def _check_magic(head: bytes) -> None:
-    for magic, kind in _MAGIC.items():
-        if head.startswith(magic):
-            raise ValueError(f"it is {kind}")
 
 
 def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:

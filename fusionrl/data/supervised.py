@@ -1,21 +1,115 @@
-"""Samples of supervised training: conversations, and texts with their responses."""
+"""Samples of supervised training: conversations, texts with their responses, and rows of tokens.
+
+Rows of token ids and a loss mask are trained on exactly as they stand. `--mode reject-sampling` writes them where text
+alone would lose which tokens the model sampled: answers of several turns, with a tool's text between them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.chat import MultiTurnLossMaskGenerator
+from fusionrl.data.findings import Finding
+from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT
+from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.tokenizer_files import read_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENS, LOSS_MASK = "tokens", "loss_mask"
+_LARGEST_ID = int(np.iinfo(np.int32).max)
 
+
+def holds_tokens(row: Mapping[str, object]) -> bool:
+    """Return whether a row has both columns; one alone is a column of something else."""
+    return row.get(TOKENS) is not None and row.get(LOSS_MASK) is not None
+
+
+def token_columns(sample: Sample) -> dict[str, np.ndarray]:
+    """Return both columns of a sample: the mask runs over all tokens, and is 0 on the prompt's.
+
+    Raises:
+        ValueError: the sample's fields do not fit together.
+    """
+    sample.validate()
+    mask = np.concatenate([np.zeros(sample.prompt_length, np.float32), response_mask(sample)])
+    is_binary = bool(np.isin(mask, (0, 1)).all())  # a share of a token cannot be read back, and is not rounded here
+    return {
+        TOKENS: np.asarray(sample.array("tokens"), np.int32),
+        LOSS_MASK: mask.astype(np.int32) if is_binary else mask,
+    }
+
+
+def token_finding(row: Mapping[str, object], vocab_size: int | None) -> Finding | None:
+    """Return what is wrong with both columns of a row; None for nothing.
+
+    vocab_size  of the model, where it is known: ids of tokens are below it
+    """
+    tokens, mask = row[TOKENS], row[LOSS_MASK]
+    for name, values in ((TOKENS, tokens), (LOSS_MASK, mask)):
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            return Finding(f"column {name!r} is not a list of whole numbers")
+    assert isinstance(tokens, list) and isinstance(mask, list)
+    if not tokens:
+        return Finding(f"column {TOKENS!r} is empty")
+    most = _LARGEST_ID if vocab_size is None else vocab_size - 1
+    wrong = next((token for token in tokens if not 0 <= token <= most), None)
+    if wrong is not None:
+        hint = "are they of another model's tokenizer?"
+        return Finding(f"column {TOKENS!r} holds an id that is not in the vocabulary (0..{most})", str(wrong), hint)
+    if len(mask) != len(tokens):
+        cause = f"columns {TOKENS!r} and {LOSS_MASK!r} differ in length; give one value of the mask for each token"
+        return Finding(cause, f"{len(tokens)} and {len(mask)}")
+    if not set(mask) <= {0, 1}:
+        return Finding(f"column {LOSS_MASK!r} holds another value than 0 and 1")
+    if 1 not in mask:
+        return Finding(f"column {LOSS_MASK!r} is 0 on every token; nothing is left to train on")
+    if mask[0] == 1:
+        return Finding(f"column {LOSS_MASK!r} is 1 on the first token; nothing stands before it to predict it from")
+    return None
+
+
+def token_sample(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> Sample:
+    """Return the sample of a row in which nothing is wrong; its response begins at the first trained token."""
+    return _sample(prompt, row[TOKENS], row[LOSS_MASK], row[LOSS_MASK].index(1))
+
+
+def conversation_to_sample(
+    messages: list[dict[str, object]], masks: MultiTurnLossMaskGenerator, tools: object = None
+) -> Sample:
+    """A sample of a conversation: the response begins at the first trained token; what follows the last is left out.
+
+    Raises:
+        ValueError: nothing to train on, or no right mask can be made (see `get_loss_mask`).
+    """
+    tokens, mask = masks.get_loss_mask(messages, tools)
+    if 1 not in mask:
+        raise ValueError(f"the conversation has nothing to train on: {STEP_LOSS_MASK} or {WEIGHT} of every turn is 0")
+    end = len(mask) - mask[::-1].index(1)
+    return _sample(messages, tokens[:end], mask[:end], mask.index(1))
+
+
+def _sample(
+    prompt: str | list[dict[str, Any]], tokens: Sequence[int], mask: Sequence[int], prompt_length: int
+) -> Sample:
+    """Return a sample of all tokens [T] and their mask [T]."""
+    return Sample(
+        prompt=prompt,
+        tokens=np.asarray(tokens, np.int32),
+        response_length=len(tokens) - prompt_length,
+        loss_mask=np.asarray(mask[prompt_length:], np.int32),
+        reward=0.0,
+        status=Status.COMPLETED,
+    )
+
+
+@dataclass
 class SupervisedSamples:
     """Makes samples with their loss masks.
 
@@ -23,13 +117,9 @@ class SupervisedSamples:
     template_kwargs  keyword arguments of the chat template
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        loss_mask_type: str = "auto",
-        template_kwargs: Mapping[str, object] | None = None,
-    ) -> None:
-        self.tokenizer, self._loss_mask_type, self._template_kwargs = tokenizer, loss_mask_type, template_kwargs
+    tokenizer: PreTrainedTokenizerBase
+    loss_mask_type: str = "auto"
+    template_kwargs: Mapping[str, object] | None = None
 
     def make(self, prompt: object, label: object, tools: object = None) -> Sample:
         """Return the sample of a row: a list of messages, or text with its response.
@@ -46,14 +136,7 @@ class SupervisedSamples:
                 " (--label-key)"
             )
         tokens, response = self._encode(prompt), self._response(label)
-        return Sample(
-            prompt=prompt,
-            tokens=np.asarray(tokens + response, np.int32),
-            response_length=len(response),
-            loss_mask=np.ones(len(response), np.int32),
-            reward=0.0,
-            status=Status.COMPLETED,
-        )
+        return _sample(prompt, tokens + response, [0] * len(tokens) + [1] * len(response), len(tokens))
 
     def _response(self, text: str) -> list[int]:
         """Return the tokens of a response with the end token, which a text may have already.
@@ -78,7 +161,7 @@ class SupervisedSamples:
 
     @functools.cached_property
     def _masks(self) -> MultiTurnLossMaskGenerator:
-        return MultiTurnLossMaskGenerator(self.tokenizer, self._loss_mask_type, self._template_kwargs)
+        return MultiTurnLossMaskGenerator(self.tokenizer, self.loss_mask_type, self.template_kwargs)
 
     @functools.cached_property
     def _ends(self) -> set[int | None]:

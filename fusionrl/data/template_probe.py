@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ Confirm = Callable[[Messages, object], Exception | None]  # (messages, tools) â†
 MAX_SHAPES = 1000
 
 
+@dataclass
 class TemplateProbe:
     """Asks a folder's template about shapes of messages.
 
@@ -32,13 +34,13 @@ class TemplateProbe:
     for_answer  end with the header of the assistant's next turn, as prompts do and whole conversations do not
     """
 
-    def __init__(
-        self, files: TokenizerFiles, kwargs: Mapping[str, object], confirm: Confirm, *, for_answer: bool = True
-    ) -> None:
-        self._files, self._kwargs, self._confirm, self._for_answer = files, dict(kwargs), confirm, for_answer
-        self._compiled: dict[str, Any] = {}
-        self._known: dict[Hashable, Exception | None] = {}
-        self._num_odd = 0
+    files: TokenizerFiles
+    kwargs: Mapping[str, object]
+    confirm: Confirm
+    for_answer: bool = True
+    _compiled: dict[str, Any] = field(default_factory=dict)
+    _known: dict[Hashable, Exception | None] = field(default_factory=dict)
+    _num_odd: int = 0
 
     def refusal(self, shape: Hashable, messages: Messages, tools: object, is_odd: bool = False) -> Exception | None:
         """Return the reason why the template refuses messages of this shape; None if it takes them.
@@ -47,15 +49,15 @@ class TemplateProbe:
         """
         if is_odd:
             self._num_odd += 1
-            return self._confirm(messages, tools) if self._num_odd <= MAX_SHAPES else None
+            return self.confirm(messages, tools) if self._num_odd <= MAX_SHAPES else None
         key = (shape, signature(tools) if tools else None)
         if key not in self._known and len(self._known) < MAX_SHAPES:
             takes = self._renders(messages, tools)
-            self._known[key] = None if takes else self._confirm(messages, tools)
+            self._known[key] = None if takes else self.confirm(messages, tools)
         return self._known.get(key)
 
     def _renders(self, messages: Messages, tools: object) -> bool:
-        if self._files.template(bool(tools)) is None:
+        if self.files.template(bool(tools)) is None:
             return True  # a missing template is an error of its own
         try:
             render_with(self.render, messages, tools)
@@ -65,11 +67,11 @@ class TemplateProbe:
 
     def render(self, messages: Messages, tools: object) -> str:
         """The text of the messages; raises whatever the template raises."""
-        text = self._files.template(bool(tools)) or ""
-        variables: dict[str, Any] = {**self._files.named_tokens, **self._kwargs, "messages": messages, "tools": tools}
+        text = self.files.template(bool(tools)) or ""
+        variables: dict[str, Any] = {**self.files.named_tokens, **self.kwargs, "messages": messages, "tools": tools}
         if text not in self._compiled:
             self._compiled[text] = _environment().from_string(text)
-        return str(self._compiled[text].render(variables, documents=None, add_generation_prompt=self._for_answer))
+        return str(self._compiled[text].render(variables, documents=None, add_generation_prompt=self.for_answer))
 
 
 def signature(value: object) -> Hashable:

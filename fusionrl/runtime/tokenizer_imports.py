@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fusionrl.data.auto_tokenizer import import_auto_tokenizer
+from fusionrl.data.tokenizer import import_auto_tokenizer
 
 import_auto_tokenizer()

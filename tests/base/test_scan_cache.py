@@ -21,7 +21,7 @@ import json, os, sys
 opened = set()
 parts = os.sep + os.path.join("transformers", "models") + os.sep
 sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" and parts in str(args[0]) else None)
-from fusionrl.data.auto_tokenizer import import_auto_tokenizer
+from fusionrl.data.tokenizer import import_auto_tokenizer
 import_auto_tokenizer()
 print(len([path for path in opened if path.endswith(".py")]))
 """

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.data import auto_tokenizer
+from fusionrl.data import tokenizer
 
 _LIGHT = """
 import sys
-from fusionrl.data.auto_tokenizer import import_auto_tokenizer
+from fusionrl.data.tokenizer import import_auto_tokenizer
 """
 _IMPORT = """
 import_auto_tokenizer()
@@ -61,30 +61,31 @@ def test_a_tokenizer_needs_no_models_and_models_come_when_they_are_asked_for(tin
 
 
 def test_transformers_may_have_been_imported_before(tiny_model: Path) -> None:
-    _run(_LIGHT + "from transformers import AutoModelForCausalLM" + _IMPORT + _MODELS, tiny_model)
+    _run(_LIGHT + "from transformers import AutoModelForCausalLM" + _IMPORT, tiny_model)
 
 
 def test_a_transformers_that_takes_other_names_is_imported_as_usual(tiny_model: Path) -> None:
     other = """
-import fusionrl.data.auto_tokenizer as light
+import fusionrl.data.tokenizer as light
 light._CALLED = {"transformers.generation.logits_process": ()}
 """
-    _run(_LIGHT + other + _IMPORT + _MODELS, tiny_model)
+    real = "from transformers.generation.logits_process import WatermarkLogitsProcessor"
+    _run(_LIGHT + other + _IMPORT + real, tiny_model)
 
 
 def test_two_threads_that_leave_torch_out_put_the_usual_function_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType(auto_tokenizer._CONFIG)
+    module = types.ModuleType(tokenizer._CONFIG)
     vars(module)["is_torch_available"] = usual = lambda: True
-    monkeypatch.setattr(auto_tokenizer, "sys", types.SimpleNamespace(modules={auto_tokenizer._CONFIG: module}))
+    monkeypatch.setattr(tokenizer, "sys", types.SimpleNamespace(modules={tokenizer._CONFIG: module}))
     entered, may_leave = threading.Event(), threading.Event()
 
     def second() -> None:
-        with auto_tokenizer.torch_left_out():
+        with tokenizer.torch_left_out():
             entered.set()
             assert may_leave.wait(10)
 
     thread = threading.Thread(target=second)
-    with auto_tokenizer.torch_left_out():
+    with tokenizer.torch_left_out():
         thread.start()
         entered.wait(0.2)  # it waits for this one to leave
     may_leave.set()

@@ -15,9 +15,9 @@ from fusionrl.config.groups.data import DataGroup
 from fusionrl.data.chat import (
     LOSS_MASK_TYPES,
     MultiTurnLossMaskGenerator,
-    conversation_to_sample,
     tokens_after_assistant,
 )
+from fusionrl.data.supervised import conversation_to_sample
 from tests.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer
 
 Messages = list[dict[str, Any]]
@@ -100,8 +100,8 @@ def runs(tokenizer: Any, messages: Messages, kind: str = "auto", tools: Any = No
 )
 @pytest.mark.parametrize(
     "contents",
-    [("S", "U", "A one"), ("S", "U1", "A1", "U2 é", "A2 ü\nmore", "U3", "A3")],
-    ids=["single", "multi"],
+    [("S", "U", "A one"), ("S", "U1", "A1", "U2 é", "A2 ü\nmore", "U3", "A3"), ("S", "U", "A", "and?")],
+    ids=["single", "multi", "ends with the user"],
 )
 @pytest.mark.parametrize("kind", ["auto", "prefix"])
 def test_exactly_the_assistants_words_are_trained(
@@ -116,14 +116,10 @@ def test_exactly_the_assistants_words_are_trained(
     assert sample.loss_mask[0] == sample.loss_mask[-1] == 1
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert whole.startswith(tokenizer.decode(sample.tokens))
-    assert whole.strip() == tokenizer.decode(sample.tokens).strip()
+    assert len(contents) % 2 == 0 or whole.strip() == tokenizer.decode(sample.tokens).strip()
     # At inference the engine sees these very ids as the prompt.
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert tokenizer.encode(prompt, add_special_tokens=False) == list(sample.tokens[: sample.prompt_length])
-
-
-def test_a_conversation_that_ends_with_the_user() -> None:
-    assert runs(tokenizer_with(CHAT_TEMPLATE), turns("S", "U", "A", "and?")) == ["A<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [STRIPS_HISTORY, OPENS_A_THOUGHT], ids=["strips", "opens"])
@@ -242,11 +238,6 @@ def test_template_arguments_reach_the_template() -> None:
     masks = MultiTurnLossMaskGenerator(tokenizer, template_kwargs={"loud": True})
     sample = conversation_to_sample(turns("S", "U", "A"), masks, [{"name": "T"}])
     assert tokenizer.decode(sample.tokens).startswith("!T<|im_start|>system")
-
-
-def test_response_lengths() -> None:
-    masks = MultiTurnLossMaskGenerator(make_byte_tokenizer())
-    assert masks.get_response_lengths([[0, 0, 1, 0, 1, 0], [0, 0], [1]]) == [4, 0, 1]
 
 
 # ------------------------------------------------------------------------------------------------ public templates

@@ -42,12 +42,6 @@ def test_no_set_runs_ahead_of_its_share(weights: list[float], num_draws: int) ->
             assert ahead == [0] * len(shares), "exact wherever it can be"
 
 
-def test_seven_to_three() -> None:
-    mixed = mixture([100, 100], [0.7, 0.3])
-    for _ in range(20):
-        assert Counter(prompt[0] for prompt in take(mixed, 10)) == {"a": 7, "b": 3}
-
-
 def test_without_weights_one_epoch_serves_each_prompt_once() -> None:
     mixed = mixture([3, 12, 5], seed=1)
     for _ in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
+from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.rows import read_rows
 
 
@@ -64,28 +64,6 @@ def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Calla
         load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=2))
 
 
-def test_a_bad_row_stops_the_reading_with_its_line(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
-    data = write_rows([{"q": "x"}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match="line 3: column 'q' is missing"):
-        load_prompts(data, tokenizer, PromptColumns("q"))
-    data = write_rows([{"q": [{"role": "assistant", "content": "x"}]}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match="line 3: column 'q' is missing"):
-        load_conversations(data, PromptColumns("q"))
-    with pytest.raises(ValueError, match="line 2: not valid JSON"):
-        list(read_rows(write_rows([{"q": "x"}, "{'q': 1}"])))
-    with pytest.raises(ValueError, match=r"--eval-prompt-data .* no such file"):
-        list(read_rows("nowhere.jsonl", "--eval-prompt-data"))
-
-
-def test_conversations_stay_messages(write_rows: Callable[..., Path]) -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    loaded = load_conversations(
-        write_rows([{"q": messages, "tools": [{"n": 1}]}]), PromptColumns("q", tool_key="tools")
-    )
-    assert loaded.samples[0].prompt == messages
-    assert loaded.samples[0].metadata == {"tools": [{"n": 1}]}
-
-
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for name in [name for name in sys.modules if name.startswith("pyarrow")]:
@@ -100,18 +78,6 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(ValueError, match=r"x\.parquet: reading it needs the package pyarrow"):
         list(read_rows(tmp_path / "x.parquet"))
-
-
-def test_parquet_rows(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-
-    rows = [{"q": "x", "m": [{"role": "user", "content": "y"}]}, {"q": "z", "m": []}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    assert list(read_rows(tmp_path / "x.parquet")) == [("row 1", rows[0]), ("row 2", rows[1])]
-    (tmp_path / "y.parquet").write_text("no table")
-    with pytest.raises(ValueError, match="not a readable parquet file"):
-        list(read_rows(tmp_path / "y.parquet"))
 
 
 def test_a_prompt_of_megabytes_is_too_long_without_counting_its_tokens(

@@ -15,29 +15,17 @@ from tests.tiny_model import make_byte_tokenizer
 from tools.make_quickstart import build_tokenizer
 
 USER, ANSWER = {"role": "user", "content": " 1+1=\n"}, {"role": "assistant", "content": "<think>\n1\n</think>\n\n2"}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
-}
+FUNCTION = {"name": "add", "description": "Adds <two> numbers", "parameters": {"type": "object", "required": ["a"]}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER],
     [{"role": "system", "content": "Add."}, USER],
     [USER, ANSWER, USER],
-    [USER, CALL, {"role": "tool", "content": "2", "name": "add"}],
+    [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "2", "name": "add"}],
     [USER, USER],
     [ANSWER],
     [{"role": "judge", "content": "x"}],
-]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds <two> numbers",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-        },
-    }
 ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.data.request_counts import SpecInfo
+from fusionrl.data.sample_fields import SpecInfo
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.plan.device_checks import CPU_DRAFTERS
 from tests.tiny_model import make_tiny_qwen3
