@@ -30,9 +30,8 @@ from fusionrl.checks.validate import validate_flags
 from fusionrl.compat.slime.flags.custom_flags import set_apart
 from fusionrl.compat.slime.flags.table import TABLE
 from fusionrl.compat.slime.flags.translate import translate
-from fusionrl.compat.slime.scripts.launch import Launch
 from fusionrl.compat.slime.scripts.markers import left_parts, plain
-from fusionrl.compat.slime.scripts.script import read_script
+from fusionrl.compat.slime.scripts.script import Launch, read_script
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def metadata_and_tools(
 
 def _checked_rows(
     path: str | Path, checker: RowChecker, flag: str
-) -> Iterator[tuple[str, Row, Any, dict[str, object], list[dict[str, object]] | None]]:
+) -> Iterator[tuple[str, Row, object, dict[str, object], list[dict[str, object]] | None]]:
     """Yield (place, row, label, metadata, tools) of each row; raises ValueError at the first that has a mistake."""
     columns = checker.columns
     for place, row in read_rows(path, flag):

@@ -108,7 +108,7 @@ def _read_sample(line: bytes) -> Sample:
         raise ValueError(f"its fields do not make a sample ({error})") from error
 
 
-def _read_json(line: bytes) -> Any:
+def _read_json(line: bytes) -> object:
     """Not by orjson: it rounds numbers of over 64 bits, and refuses half a surrogate pair, which a label may hold."""
 
     def refuse(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.compat.slime.api import eval_config, miles
+from fusionrl.compat.slime.api import miles, misc
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
@@ -130,13 +130,13 @@ def test_one_turn_and_one_of_random_length(play: Any, folder: str, monkeypatch: 
 
 def test_settings_of_an_evaluation_set(tmp_path: Path) -> None:
     args = Namespace(eval_temperature=None, rollout_temperature=0.7, eval_top_k=3, rollout_top_k=-1)
-    specs = {name: eval_config.DATASET_RUNTIME_SPECS[name] for name in ("temperature", "top_k", "top_p", "stop")}
+    specs = {name: misc.DATASET_RUNTIME_SPECS[name] for name in ("temperature", "top_k", "top_p", "stop")}
     found: dict[str, Any] = {"stop": None}
-    eval_config._apply_dataset_field_overrides(args, found, {"top_k": 9, "stop": ["x"]}, specs)
+    misc._apply_dataset_field_overrides(args, found, {"top_k": 9, "stop": ["x"]}, specs)
     assert found == {"temperature": 0.7, "top_k": 9, "top_p": None, "stop": None}
     (tmp_path / "sets.yaml").write_text("a: ü")
     text = "base64:" + base64.b64encode("a: ü".encode()).decode()
-    assert eval_config.resolve_file_arg(text) == eval_config.resolve_file_arg(str(tmp_path / "sets.yaml")) == "a: ü"
+    assert misc.resolve_file_arg(text) == misc.resolve_file_arg(str(tmp_path / "sets.yaml")) == "a: ü"
 
 
 def test_an_input_has_the_flags_of_its_state(folder: str) -> None:  # noqa: F811

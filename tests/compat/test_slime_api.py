@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,19 +13,9 @@ import pytest
 import torch
 from aiohttp import web
 
-from fusionrl.compat.slime.api import (
-    distillation,
-    filters,
-    http,
-    losses,
-    metrics,
-    misc,
-    processing,
-    rewards,
-    rollouts,
-    trace,
-)
-from fusionrl.compat.slime.api.aiohttp_threaded import run_app_in_thread
+from fusionrl.compat.slime.api import datasets, distillation, http, losses, metrics, misc, rewards, rollouts
+from fusionrl.config.config import Config
+from fusionrl.data.chat import get_response_lengths
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 
@@ -59,9 +51,9 @@ def test_arrays_of_meta_info() -> None:
 def test_helpers() -> None:
     assert misc.group_by([1, 2, 3], key=lambda x: x % 2) == {1: [1, 3], 0: [2]}
     assert misc.exec_command("echo hi", capture_output=True) == "hi\n"
-    assert processing.get_response_lengths([[0, 1, 0], [0, 0], [1]]) == [2, 0, 1]
+    assert get_response_lengths([[0, 1, 0], [0, 0], [1]]) == [2, 0, 1]
     assert http.is_port_available(http.get_free_port(20000)) and http.find_available_port(20000) > 1023
-    with trace.trace_span(Sample(), "name", attrs={"a": 1}) as span:
+    with metrics.trace_span(Sample(), "name", attrs={"a": 1}) as span:
         span.update({"b": 2})
     assert span.end_attrs == {"a": 1, "b": 2}
     args = Namespace(sglang_router_ip="h", sglang_router_port=3)
@@ -78,18 +70,18 @@ def test_rewards() -> None:
 
 
 def test_filters_and_outputs() -> None:
-    assert filters.call_dynamic_filter(None, 1).keep and not filters.call_dynamic_filter(lambda _: False, 1).keep
+    assert rollouts.call_dynamic_filter(None, 1).keep and not rollouts.call_dynamic_filter(lambda _: False, 1).keep
     dropped = DynamicFilterOutput(False, "same", keep_when_insufficient=True)
-    drop = filters.should_drop_dynamic_filter_output
+    drop = rollouts.should_drop_dynamic_filter_output
     assert drop(dropped, remaining_batch_size=3, target_data_size=2)
     assert not drop(dropped, remaining_batch_size=2, target_data_size=2)
-    gatherer = filters.MetricGatherer()
+    gatherer = rollouts.MetricGatherer()
     for reason in ("same", "same", None):
         gatherer.on_dynamic_filter_drop(reason)
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_same": 2}
-    train = filters.call_rollout_fn(lambda evaluation: [[Sample()]], evaluation=False)
+    train = rollouts.call_rollout_fn(lambda evaluation: [[Sample()]], evaluation=False)
     assert isinstance(train, RolloutFnTrainOutput) and len(train.samples) == 1
-    assert isinstance(filters.call_rollout_fn(lambda evaluation: {}, evaluation=True), RolloutFnEvalOutput)
+    assert isinstance(rollouts.call_rollout_fn(lambda evaluation: {}, evaluation=True), RolloutFnEvalOutput)
 
 
 def test_metrics() -> None:
@@ -127,7 +119,7 @@ def test_a_teacher_behind_an_address() -> None:
 
     app = web.Application()
     app.router.add_post("/generate", read)
-    handle = run_app_in_thread(app, host="127.0.0.1")
+    handle = http.run_app_in_thread(app, host="127.0.0.1")
     url = f"http://127.0.0.1:{handle.port}/generate"
     sample = Sample(tokens=[5, 6, 7, 8], response_length=2)
     sample.reward = asyncio.run(distillation.reward_func(Namespace(rm_url=url, rollout_temperature=1.0), sample))
@@ -140,15 +132,66 @@ def test_a_teacher_behind_an_address() -> None:
 
 
 def test_an_accelerator_is_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusionrl.compat.slime.api import accelerator
-
     calls: list[tuple[object, ...]] = []
     names = {"set_device": (1,), "synchronize": (), "current_device": (), "current_stream": (), "mem_get_info": ()}
     for name in names:
         monkeypatch.setattr(torch.cuda, name, lambda *values, name=name: calls.append((name, *values)) or name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [getattr(accelerator, name)(*values) for name, values in names.items()][2:] == [*names][2:]
+    assert [getattr(misc, name)(*values) for name, values in names.items()][2:] == [*names][2:]
     assert calls == [(name, *values) for name, values in names.items()]
-    assert [accelerator.device_type(), accelerator.device_name(), accelerator.device_name(1)] == [
+    assert [misc.device_type(), misc.device_name(), misc.device_name(1)] == [
         *("cuda", "cuda", "cuda:1"),
     ]
+
+
+def test_the_prompts_of_a_file_are_samples_shuffled_for_each_epoch(
+    tokenizer: Any, write_rows: Callable[..., Path]
+) -> None:
+    rows = [{"text": "x" * n, "answer": str(n), "metadata": {"n": n}} for n in range(1, 9)]
+    path = str(write_rows(rows))
+    assert list(datasets.read_file(path)) == rows and len(list(datasets.read_file(f"{path}@[2:4]"))) == 2
+    data = datasets.Dataset(path, tokenizer, None, 6, label_key="answer", seed=3)
+    assert len(data) == 6 and [data[i].label for i in range(6)] == ["1", "2", "3", "4", "5", "6"]
+    assert data[0].metadata == {"n": 1} and data[0].prompt == "x"
+    data.shuffle(0)
+    first = [sample.label for sample in data.samples]
+    data.shuffle(0)
+    assert [sample.label for sample in data.samples] == first and sorted(first) == ["1", "2", "3", "4", "5", "6"]
+    data.shuffle(1)
+    assert [sample.label for sample in data.samples] != first
+    chat = datasets.Dataset(path, tokenizer, None, None, apply_chat_template=True)
+    assert chat[0].prompt.startswith("<|im_start|>user\nx<|im_end|>")
+    with pytest.raises(ValueError, match="images are not trained on yet"):
+        datasets.Dataset(path, tokenizer, None, None, multimodal_keys={"image": "images"})
+
+
+def test_the_hooks_of_samples_are_called_on_nested_lists(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "hook.py"
+    file.write_text("def note(args, sample, *, rollout_id, evaluation): sample.metadata['seen'] = evaluation\n")
+    values: dict[str, Any] = {"hf_checkpoint": str(tiny_model), "rollout_sample_hook_path": [f"{file}:note"]}
+    args: Namespace = Config.from_flat(values).to_args()
+    samples = [[Sample(response="a", response_length=0)], Sample(response="b")]
+    (inner,), outer = asyncio.run(rollouts.apply_rollout_sample_hooks(args, samples, evaluation=True))
+    assert inner.metadata == outer.metadata == {"seen": True}
+
+
+def test_an_engine_is_aborted_until_it_has_no_request() -> None:
+    aborts: list[object] = []
+
+    async def abort(request: web.Request) -> web.Response:
+        aborts.append(await request.json())
+        return web.json_response({})
+
+    async def loads(request: web.Request) -> web.Response:
+        load = {"num_running_reqs": int(len(aborts) < 3), "num_waiting_reqs": 0}
+        return web.json_response({"loads": [load]})
+
+    app = web.Application()
+    app.add_routes([web.post("/abort_request", abort), web.get("/v1/loads", loads)])
+    handle = http.run_app_in_thread(app, host="127.0.0.1")
+    url = f"http://127.0.0.1:{handle.port}"
+    asyncio.run(http.abort_server_until_idle(url, 0.01))
+    assert aborts == [{"abort_all": True}] * 3
+    asyncio.run(http.abort_servers_until_idle([url, url]))
+    handle.stop()
+    assert len(aborts) == 5

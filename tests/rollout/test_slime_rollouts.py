@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from fusionrl.buffer.data_source import RolloutDataSource
-from fusionrl.compat.slime.api.aiohttp_threaded import run_app_in_thread
+from fusionrl.compat.slime.api.http import run_app_in_thread
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample

@@ -23,7 +23,7 @@ from fusionrl.compat.slime.flags.defaults import TRAIN_ASYNC, slime_defaults
 from fusionrl.compat.slime.flags.laptop_size import smaller
 from fusionrl.compat.slime.flags.page import render_page
 from fusionrl.compat.slime.flags.table import SECRETS, TABLE, Kind
-from fusionrl.compat.slime.flags.translate import accepted_notes, translate
+from fusionrl.compat.slime.flags.translate import accepted_notes, flag_groups, name_of, translate
 from fusionrl.compat.slime.scripts.markers import left_parts, plain, quoted
 from fusionrl.compat.slime.scripts.script import Launch, Script, read_script
 from fusionrl.config.hooks import SIGNATURES, flag_of
@@ -126,7 +126,7 @@ def run_launch(argv: Sequence[str], program: str = "train") -> int:
 
 def _added(argv: Sequence[str], is_ahead: bool = False) -> list[str]:
     """Return flags that give a command line slime's defaults. `is_ahead`: it generates one rollout ahead."""
-    names = {token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv if token.startswith("--")}
+    names = {name_of(word) for word in argv if word.startswith("--")}
     return slime_defaults(translate(argv).argv, names | {TRAIN_ASYNC} if is_ahead else names)
 
 
@@ -204,8 +204,8 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
             " (`fusionrl train` compares them where they are given)"
         )
     lines += _comments(accepted_notes(translated.accepted))
-    flags = dict.fromkeys(word.partition("=")[0] for word in launch.argv if word.startswith("--"))
-    lines += _comments(f"{flag}: left out, with its value" for flag in flags if flag[2:].replace("-", "_") in SECRETS)
+    flags = dict.fromkeys(name_of(word) for word in launch.argv if word.startswith("--"))
+    lines += _comments(f"{flag_of(name)}: left out, with its value" for name in flags if name in SECRETS)
     if apart.custom:
         names = [flag_of(name) + (f" ({apart.hints[name]}?)" if name in apart.hints else "") for name in apart.custom]
         lines += _comment(
@@ -223,13 +223,9 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
     lines += [f"export {name}={quoted(value)}" for name, value in apart.env.items()]
     if apart.custom:
         lines += custom_file(apart.custom, quoted(custom), _give_custom(translated.argv, custom))
-    groups: list[list[str]] = []
-    for word in [*translated.argv, *added]:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(quoted(word))
+    groups = (" ".join(map(quoted, group)) for group in flag_groups([*translated.argv, *added]))
     loose = [quoted(word) if "@" in word else plain(word) for word in apart.loose]
-    return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups), *loose])]
+    return [*lines, " \\\n    ".join(["fusionrl train", *groups, *loose])]
 
 
 def _give_custom(argv: list[str], path: str) -> str | None:

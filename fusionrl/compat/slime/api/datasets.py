@@ -1,17 +1,27 @@
-"""Prompt files as slime's `Dataset` and `read_file` give them."""
+"""Names of `slime.utils.data`, `processing_utils` and `types`: prompts, tokenizers, kinds of inputs.
+
+Images, videos and sounds are not trained on yet.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from fusionrl.data import tokenizer
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DEFAULT_PATCH_SIZE = 14
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
@@ -74,3 +84,60 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+# ------------------------------------------------------------------------------------------------ processing_utils
+def load_tokenizer(name_or_path: str, **kwargs: object) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder, loaded once a process; with keywords other than trust_remote_code, anew."""
+    if set(kwargs) <= {"trust_remote_code"} and Path(name_or_path).is_dir():
+        return tokenizer.load_tokenizer(name_or_path)
+    from transformers import AutoTokenizer  # seconds to import
+
+    return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+
+
+def load_processor(name_or_path: str, **kwargs: object) -> None:
+    """Return None, as slime does for a model of text alone: images are not supported yet."""
+
+
+def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return keyword arguments of a Hugging Face processor: the inputs, ids as lists, all else as torch tensors."""
+    inputs: dict[str, Any] = dict(multimodal_inputs or {})
+    inputs["text_kwargs"] = {**inputs.get("text_kwargs", {}), "return_tensors": None, "return_mm_token_type_ids": False}
+    for kind in ("audio_kwargs", "images_kwargs", "videos_kwargs"):
+        inputs[kind] = {**inputs.get(kind, {}), "return_tensors": "pt"}
+    return inputs
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:
+    """Return an image (PIL) as a data URI of a PNG, as SGLang takes it."""
+    data = io.BytesIO()
+    image.convert("RGB").save(data, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+# ------------------------------------------------------------------------------------------------ types
+@dataclass
+class MultimodalType:
+    """A kind of input: its name in a message's content, and its placeholder in a text."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The kinds."""
+
+    IMAGE: ClassVar = MultimodalType("image", "<image>")
+    VIDEO: ClassVar = MultimodalType("video", "<video>")
+    AUDIO: ClassVar = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        """Return the kinds."""
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """Return the kind of a name."""
+        return next((kind for kind in cls.all() if kind.name == name), None)

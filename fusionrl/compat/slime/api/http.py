@@ -1,21 +1,32 @@
-"""Names of `slime.utils.http_utils` except `post`."""
+"""Names of `slime.utils.http_utils`, `slime.agent.aiohttp_threaded` and `slime.backends.sglang_utils.server_control`.
+
+`post` is `fusionrl.rollout.engine_post.post`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import random
 import socket
+import threading
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
 
 from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.compat.slime.api.misc import get_current_node_ip
 from fusionrl.engines.http import ROUTER_URLS, auth_headers
+from fusionrl.rollout.engine_post import post
 
 SLIME_HOST_IP_ENV = "SLIME_HOST_IP"
+STOP_TIMEOUT_S = 10.0
 _LAST_PORT = 60000
 
 
@@ -77,3 +88,81 @@ def terminate_process(process: multiprocessing.Process, timeout: float = 1.0) ->
     if process.is_alive():
         process.kill()
         process.join()
+
+
+async def abort_server_until_idle(url: str, retry_interval: float = 1.0) -> None:
+    """Abort an engine's requests, again and again until none is left: one that was on its way comes after the first.
+
+    Raises:
+        RuntimeError, aiohttp.ClientError: the engine does not answer.
+    """
+    while True:
+        await post(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
+        loads = (await get(f"{url}/v1/loads?include=core"))["loads"]
+        if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+            return
+        await asyncio.sleep(retry_interval)
+
+
+async def abort_servers_until_idle(urls: Sequence[str]) -> None:
+    """The same for several engines at once."""
+    await asyncio.gather(*map(abort_server_until_idle, urls))
+
+
+# ------------------------------------------------------------------------------------------------ aiohttp_threaded
+class FilteredAccessLogger(AbstractAccessLogger):
+    """Logs requests that failed or took long; not those that are in order."""
+
+    SLOW_THRESHOLD_SEC = 120.0
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """Log one request."""
+        is_in_order = response.status == 200 and time <= self.SLOW_THRESHOLD_SEC
+        if request.method != "HEAD" and not is_in_order:
+            self.logger.info("%s %s: %s after %.1f s", request.method, request.path, response.status, time)
+
+
+@dataclass
+class AppHandle:
+    """A web application that listens, and how to end it."""
+
+    host: str
+    port: int
+    thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
+    runner: web.AppRunner
+
+    def stop(self) -> None:
+        """Close the application and end its thread."""
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(STOP_TIMEOUT_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(STOP_TIMEOUT_S)
+
+
+def run_app_in_thread(
+    app: web.Application,
+    *,
+    host: str = "0.0.0.0",
+    port: int = 0,
+    thread_name: str = "aiohttp-app",
+    start_timeout_sec: float = 15.0,
+    runner_kwargs: Mapping[str, Any] | None = None,
+) -> AppHandle:
+    """Serve `app` from a thread of its own; returns when it listens. Port 0: a free one, which the handle names.
+
+    Raises:
+        OSError: the port is taken.
+        TimeoutError: it does not listen in time.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name=thread_name, daemon=True)
+    thread.start()
+
+    async def start() -> tuple[web.AppRunner, int]:
+        runner = web.AppRunner(app, **(runner_kwargs or {}))
+        await runner.setup()
+        await web.TCPSite(runner, host, port).start()
+        return runner, int(runner.addresses[0][1])
+
+    runner, bound = asyncio.run_coroutine_threadsafe(start(), loop).result(start_timeout_sec)
+    return AppHandle(host, bound, thread, loop, runner)

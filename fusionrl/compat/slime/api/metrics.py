@@ -1,4 +1,7 @@
-"""Names of `slime.observability`: numbers over samples, timers, and a log that a hook writes to."""
+"""Names of `slime.observability`: numbers over samples, timers, a log that a hook writes to, and spans.
+
+Spans are accepted, and nothing is recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +22,9 @@ from fusionrl.compat.slime.api.misc import SingletonMeta
 
 _REPEATED_TAIL = 10_000  # characters at the end of a text in which repetition is looked for
 _REPEATED_RATIO = 10.0
+# Fields of an engine's answer that help a person to understand one request.
+_META = ("prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency", "queue_time", "weight_version")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -156,3 +162,44 @@ def timer(name_or_func: str | Callable[..., Any]) -> AbstractContextManager[None
             return function(*args, **kwargs)
 
     return measured
+
+
+# ------------------------------------------------------------------------------------------------ traces
+class TraceSpanContext:
+    """A span; what is set on it is kept in `end_attrs`, for the block that opened it."""
+
+    def __init__(self, target: object = None) -> None:
+        self.target = target
+        self.end_attrs: dict[str, Any] = {}
+
+    def update(self, attrs: Mapping[str, Any] | None) -> TraceSpanContext:
+        """Set several attributes."""
+        self.end_attrs |= dict(attrs or {})
+        return self
+
+    def set(self, key: str, value: Any) -> TraceSpanContext:
+        """Set one attribute."""
+        return self.update({key: value})
+
+    set_attr = set
+    update_attrs = update
+
+
+@contextmanager
+def trace_span(target: object, name: str, *, attrs: Mapping[str, Any] | None = None) -> Iterator[TraceSpanContext]:
+    """Open a span for the block."""
+    yield TraceSpanContext(target).update(attrs)
+
+
+def trace_function(name: str, **options: object) -> Callable[[F], F]:
+    """Return a decorator that leaves the function as it is."""
+    return lambda function: function
+
+
+def trace_event(target: object, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
+    """Note an event: nothing is recorded."""
+
+
+def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts and times from one /generate response of SGLang."""
+    return {name: meta[name] for name in _META if meta.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Small helpers of `slime.utils.misc` and `slime.utils.async_utils`."""
+"""Names of `slime.utils`: `misc`, `async_utils`, `accelerator`, `eval_config`, and miles' `file_arg_utils`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import base64
 import socket
 import subprocess
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -48,16 +51,11 @@ class SingletonMeta(type):
         SingletonMeta._instances.clear()
 
 
+@dataclass
 class Box:
-    """Holds one object, as `inner`: Ray leaves a reference alone that is inside another object."""
+    """Holds one object: Ray leaves a reference alone that is inside another object."""
 
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
-
-    @property
-    def inner(self) -> object:
-        """The object."""
-        return self._inner
+    inner: object
 
 
 class AsyncLoopThread:
@@ -71,9 +69,7 @@ class AsyncLoopThread:
         return run(coro)
 
 
-def get_async_loop() -> AsyncLoopThread:
-    """Return a runner on the process's event loop."""
-    return AsyncLoopThread()
+get_async_loop = AsyncLoopThread
 
 
 def decode_int32_meta_array(meta_info: Mapping[str, object], keys: str | Iterable[str]) -> torch.Tensor | None:
@@ -133,3 +129,77 @@ def group_by(iterable: Iterable[V], key: Callable[[V], K] | None = None) -> dict
     for item in iterable:
         groups.setdefault(item if key is None else key(item), []).append(item)
     return groups
+
+
+# ------------------------------------------------------------------------------------------------ accelerator
+def device_type() -> str:
+    """Return `cuda` or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name(index: int | None = None) -> str:
+    """Return a device's name as torch writes it."""
+    kind = device_type()
+    return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+
+
+def device(index: int | None = None) -> torch.device:
+    """Return a device."""
+    return torch.device(device_name(index))
+
+
+def _of_gpu(name: str, without_gpu: object = None) -> Callable[..., Any]:
+    """Return the function of torch.cuda of that name; without a GPU it returns `without_gpu`."""
+
+    def call(*values: object) -> object:
+        return getattr(torch.cuda, name)(*values) if torch.cuda.is_available() else without_gpu
+
+    return call
+
+
+set_device, synchronize, current_stream = map(_of_gpu, ("set_device", "synchronize", "current_stream"))
+current_device = _of_gpu("current_device", torch.device("cpu"))
+mem_get_info = _of_gpu("mem_get_info", (0, 0))
+
+
+def autocast(**options: Any) -> torch.autocast:
+    """Return a block of mixed precision."""
+    return torch.autocast(device_type(), **options)
+
+
+def is_musa_available() -> bool:
+    """Return False."""
+    return False
+
+
+is_musa_environment = is_musa_available
+
+
+# ------------------------------------------------------------------------------------------------ --eval-config
+PSEUDO_FILE_PREFIX = "base64:"
+_Attributes = Mapping[str, tuple[str, ...]]
+# Setting of a set → names in `args`, of which the first that is given counts.
+DATASET_RUNTIME_SPECS: _Attributes = {
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt", "n_samples_per_prompt"),
+    **{
+        name: (f"eval_{name}", f"rollout_{name}")
+        for name in ("temperature", "top_p", "top_k", "max_response_len", "stop", "stop_token_ids", "min_new_tokens")
+    },
+}
+
+
+def resolve_file_arg(value: str) -> str:
+    """Return the text of a file, or the text that `value` encodes after the prefix `base64:`."""
+    if value.startswith(PSEUDO_FILE_PREFIX):
+        return base64.b64decode(value.removeprefix(PSEUDO_FILE_PREFIX), validate=True).decode()
+    return Path(value).read_text(encoding="utf-8")
+
+
+def _apply_dataset_field_overrides(
+    args: Namespace, dataset_cfg: MutableMapping[str, object], defaults: Mapping[str, object], spec_names: _Attributes
+) -> None:
+    """Fill in the settings of a set that it lacks: from the defaults of the file, else from the flags."""
+    for name, attributes in spec_names.items():
+        values = (getattr(args, attribute, None) for attribute in attributes)
+        of_flags = next((value for value in values if value is not None), None)
+        dataset_cfg.setdefault(name, defaults.get(name, of_flags))

@@ -1,4 +1,4 @@
-"""Names of `slime.rollout` that take about one line of fusionrl."""
+"""Names of `slime.rollout` that take about one line of fusionrl, and those that call a user's function."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import abc
 import asyncio
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.generate import SampleContext, apply_sample_hooks
 from fusionrl.rollout.model_turn import SamplingParams
-from fusionrl.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from fusionrl.rollout.types import (
+    DynamicFilterOutput,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    as_eval_output,
+    as_train_output,
+)
 
 GetSamples = Callable[[int], list[list[Sample]]]
 
@@ -60,25 +68,14 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
     return f"http://{host}:{port}{endpoint}"
 
 
-class _Source:
-    """A data source of one function; what is handed back is kept."""
-
-    def __init__(self, take: GetSamples) -> None:
-        self.get_samples = take
-        self.returned: list[list[Sample]] = []
-
-    def add_samples(self, samples: list[list[Sample]]) -> None:
-        self.returned += samples
-
-
 async def generate_rollout_async(
     args: Namespace, rollout_id: int, data_source: GetSamples
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
     """Run the default rollout on this event loop; returns its output and the groups that go back to the data source."""
     args.rollout_id = rollout_id
-    source = _Source(data_source)
-    output = await sglang_rollout.generate_groups(args, source)
-    return output, source.returned
+    returned: list[list[Sample]] = []
+    source: Any = SimpleNamespace(get_samples=data_source, add_samples=returned.extend)
+    return await sglang_rollout.generate_groups(args, source), returned
 
 
 async def eval_rollout(args: Namespace, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
@@ -114,3 +111,43 @@ def sleep(args: Namespace, rollout_id: int, data_source: object, evaluation: boo
     while not args.abort_event.wait(1.0):
         time.sleep(0)
     raise sglang_rollout.RolloutAborted("the sleeping rollout was told to stop")
+
+
+# ------------------------------------------------------------------------------------------------ base_types
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: object, **kwargs: object) -> DynamicFilterOutput:
+    """Ask a filter about a group; a bare bool is accepted, and without a filter every group is kept."""
+    verdict = DynamicFilterOutput(keep=True) if fn is None else fn(*args, **kwargs)
+    return verdict if hasattr(verdict, "keep") else DynamicFilterOutput(keep=bool(verdict))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Return whether a group is dropped; one that is kept when there are too few stays where no spare group is left."""
+    if output.keep:
+        return False
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts the groups that a filter dropped, by reason."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Count a dropped group; one without a reason is not counted."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """Return the counts as metrics."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
+
+
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: object, evaluation: bool, **kwargs: object
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call a rollout function; wrap bare lists and dicts in the output class."""
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    return as_eval_output(output) if evaluation else as_train_output(output)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
+from fusionrl.compat.slime.flags.translate import as_text, flag_groups
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
 
@@ -38,22 +38,12 @@ def with_flags(
         except NoFlagsError as error:
             note(f"{flag} {path}: {error}")
             continue
-        for name in (flag, *added):
-            result = _without(result, name)
+        result = [word for group in flag_groups(result) if group[0] not in (flag, *added) for word in group]
         written = [word for name, values in added.items() for word in (name, *values)]
         result += written
         done.append(path)
         note(f"{flag} {path}: it is {' '.join(written)}")
     return result, done
-
-
-def _without(argv: list[str], flag: str) -> list[str]:
-    """Return the command line without a flag and its values."""
-    words, is_kept = [], True
-    for word in argv:
-        is_kept = word != flag if word.startswith("--") else is_kept
-        words += [word] if is_kept else []
-    return words
 
 
 def _loaded(text: str) -> object:
@@ -97,15 +87,15 @@ def _engine_groups(content: object) -> dict[str, list[str]]:
         for name, value in overrides[0].items()
         if value is not False and all(name in options and options[name] == value for options in overrides)
     }
-    flags = {f"--sglang-{_option(name)}": [] if value is True else [_text(value)] for name, value in alike.items()}
+    flags = {flag_of(f"sglang_{name}"): [] if value is True else [as_text(value)] for name, value in alike.items()}
     texts = []
     for number, (group, options) in enumerate(zip(groups, overrides, strict=True), 1):
         kind = str(group["worker_type"])
         size = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine")
         items = {"num_gpus": group.get("num_gpus"), **({"per_engine": size} if size else {})}
         items |= {} if kind == "regular" else {"role": kind}
-        items |= {_option(name): value for name, value in options.items() if name not in alike}
-        texts.append(f"{kind}-{number}:{','.join(f'{name}={_text(value)}' for name, value in items.items())}")
+        items |= {name.replace("_", "-"): value for name, value in options.items() if name not in alike}
+        texts.append(f"{kind}-{number}:{','.join(f'{name}={as_text(value)}' for name, value in items.items())}")
     return {**flags, "--engine-group": texts}
 
 
@@ -120,7 +110,7 @@ def _roles(content: object) -> dict[str, list[str]]:
             field = f"critic_{name}" if role == "critic" else name
             if field not in FIELDS or isinstance(value, bool):
                 raise NoFlagsError(f"{role} {name}: there is no {flag_of(field)} with a value")
-            flags[flag_of(field)] = [_text(value)]
+            flags[flag_of(field)] = [as_text(value)]
     return flags
 
 
@@ -129,14 +119,6 @@ def _overrides(entry: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(overrides, Mapping):
         raise NoFlagsError("overrides: expected a mapping")
     return {str(name): value for name, value in overrides.items()}
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 _READERS: dict[str, Callable[[object], dict[str, list[str]]]] = {

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionrl.compat.slime.flags.table import TABLE
+from fusionrl.compat.slime.flags.translate import name_of
 from fusionrl.compat.slime.scripts.markers import expandable, left_parts, plain
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.fields import FIELDS, inner_type, switches
@@ -51,7 +52,7 @@ def set_apart(argv: Sequence[str]) -> Apart:
             apart.env |= variables
             continue
         option, equals, value = flag.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
+        name = name_of(flag)
         error = None
         if not (flag in _SPELLINGS or name in TABLE or (name in FIELDS and option == flag_of(name))):
             error = parse_extra(option, [plain(word) for word in values], empty_passthrough())
@@ -92,7 +93,7 @@ def _takes_more(flag: str, values: Sequence[str], word: str) -> bool:
 
 def _num_values(flag: str) -> int:
     """Return how many values a flag takes at most."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = name_of(flag)
     if (entry := TABLE.get(name)) is not None:
         return entry.arity % _MANY
     if name in FIELDS:

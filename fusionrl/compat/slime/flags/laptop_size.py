@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusionrl.compat.slime.flags.translate import flag_groups
+
 # Flags that need a GPU, or that belong to the size of the real run.
 _LEFT_OUT = (
     *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"),
@@ -19,16 +21,11 @@ _LEFT_OUT = (
     *("--use-rollout-routing-replay", "--rollout-max-prompt-len", "--eval-interval", "--n-samples-per-eval-prompt"),
     *("--skip-eval-before-train", "--sglang-mem-fraction-static"),
 )
-_LEFT_OUT_STARTS: tuple[str, ...] = (
-    "--eval-",
-    "--sglang-cuda-graph",
-    "--sglang-speculative",
-    "--sglang-ep",
-    "--sglang-dp",
-    "--sglang-moe",
+_LEFT_OUT_STARTS = (
+    *("--eval-", "--sglang-cuda-graph", "--sglang-speculative", "--sglang-ep", "--sglang-dp", "--sglang-moe"),
+    *("--sglang-enable", "--sglang-deepep", "--sglang-attention", "--sglang-decode", "--sglang-kv"),
+    *("--critic-num", "--critic-tensor", "--critic-pipeline", "--critic-context", "--critic-expert"),
 )
-_LEFT_OUT_STARTS += ("--sglang-enable", "--sglang-deepep", "--sglang-attention", "--sglang-decode", "--sglang-kv")
-_LEFT_OUT_STARTS += ("--critic-num", "--critic-tensor", "--critic-pipeline", "--critic-context", "--critic-expert")
 # What stays is set anew; a flag that the command does not have is as small as can be by default.
 _SIZES = (
     *("--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4"),
@@ -40,22 +37,13 @@ _RANKS = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-t
 
 def smaller(argv: Sequence[str]) -> list[str]:
     """Return the command's flags without those that need GPUs or evaluate, at the size of one CPU process a part."""
-    groups: list[list[str]] = []
-    for word in argv:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(word)
-    sizes = {flag.replace("--no-", "--") for flag in _SIZES if flag.startswith("--")}
-    sizes |= {f"--{ranks}-parallel-size" for ranks in _RANKS}
+    left_out = {*_LEFT_OUT, *(flag.replace("--no-", "--") for flag in _SIZES)}
+    left_out |= {f"--{ranks}-parallel-size" for ranks in _RANKS}
     small = [
         word
-        for group in groups
-        if not _is_left_out(group[0]) and group[0].replace("--no-", "--").partition("=")[0] not in sizes
+        for group in flag_groups(argv)
+        if group[0].replace("--no-", "--").partition("=")[0] not in left_out
+        and not group[0].startswith(_LEFT_OUT_STARTS)
         for word in group
     ]
     return [*small, *_SIZES]
-
-
-def _is_left_out(flag: str) -> bool:
-    name = flag.partition("=")[0]
-    return name.replace("--no-", "--") in _LEFT_OUT or name.startswith(_LEFT_OUT_STARTS)

@@ -13,6 +13,7 @@ A flag that fusionrl has needs no entry. DIFFERS lists those whose meaning or de
 from __future__ import annotations
 
 import enum
+from functools import partial
 from typing import NamedTuple
 
 from fusionrl.config.aliases import cure_for
@@ -65,20 +66,18 @@ class Entry(NamedTuple):
         return None
 
 
-def _shape(arity: int, text: str) -> Entry:
-    return Entry(Kind.SHAPE, arity, text)
-
-
-def _renamed(arity: int, text: str) -> Entry:
-    return Entry(Kind.RENAMED, arity, text)
-
-
-def _idle(arity: int, text: str) -> Entry:
-    return Entry(Kind.NO_EFFECT, arity, text)
+_shape = partial(Entry, Kind.SHAPE)
+_renamed = partial(Entry, Kind.RENAMED)
+_idle = partial(Entry, Kind.NO_EFFECT)
 
 
 def _refused(arity: int, text: str, *neutral: str) -> Entry:
     return Entry(Kind.REFUSED, arity, text, neutral)
+
+
+def _alike(entry: Entry, names: str) -> dict[str, Entry]:
+    """Return one entry under several names."""
+    return dict.fromkeys(names.split(), entry)
 
 
 # ------------------------------------------------------------------------------------------------ the model's shape
@@ -93,8 +92,7 @@ SHAPES: dict[str, Entry] = {
     "kv_channels": _shape(1, "head_dim"),
     "vocab_size": _shape(1, "vocab_size"),
     "normalization": _shape(1, "RMSNorm, in all families"),
-    "norm_epsilon": _shape(1, "rms_norm_eps"),
-    "layernorm_epsilon": _shape(1, "rms_norm_eps"),
+    **_alike(_shape(1, "rms_norm_eps"), "norm_epsilon layernorm_epsilon"),
     "swiglu": _shape(0, "hidden_act silu, in all families"),
     "disable_bias_linear": _shape(0, "no biases but those of queries, keys and values"),
     "add_qkv_bias": _shape(0, "biases of queries, keys and values"),
@@ -103,8 +101,7 @@ SHAPES: dict[str, Entry] = {
     "post_self_attn_layernorm": _shape(0, "norms after attention"),
     "post_mlp_layernorm": _shape(0, "norms after the MLP"),
     "apply_layernorm_1p": _shape(0, f"norms that add 1 to their weights: {_NO_FAMILY}"),
-    "attention_output_gate": _shape(0, f"a gate after attention: {_NO_FAMILY}"),
-    "use_gated_attention": _shape(0, f"a gate after attention: {_NO_FAMILY}"),
+    **_alike(_shape(0, f"a gate after attention: {_NO_FAMILY}"), "attention_output_gate use_gated_attention"),
     "position_embedding_type": _shape(1, "rope, in all families"),
     "use_rotary_position_embeddings": _shape(0, "rotary embeddings, in all families"),
     "no_position_embedding": _shape(0, "no learned positions, in all families"),
@@ -112,8 +109,7 @@ SHAPES: dict[str, Entry] = {
     "rotary_percent": _shape(1, "partial_rotary_factor"),
     "rotary_interleaved": _shape(0, "pairs of neighbours are rotated"),
     "use_rope_scaling": _shape(0, "rope_scaling of Llama 3"),
-    "rope_scaling_factor": _shape(1, "rope_scaling.factor"),
-    "rotary_scaling_factor": _shape(1, "rope_scaling.factor"),
+    **_alike(_shape(1, "rope_scaling.factor"), "rope_scaling_factor rotary_scaling_factor"),
     "mscale": _shape(1, "rope_scaling.mscale"),
     "mscale_all_dim": _shape(1, "rope_scaling.mscale_all_dim"),
     "multi_latent_attention": _shape(0, "latent attention"),
@@ -169,52 +165,44 @@ RENAMED: dict[str, Entry] = {
 }
 
 # ------------------------------------------------------------------------------------------------ nothing to do
-_ALWAYS = "always on here"
 _WANDB = "`fusionrl track RUN --to wandb --follow` sends a run's metrics.jsonl to W&B, also during the run"
-_TENSORBOARD = "event files lie in the run's folder"
 _FOLDER = "every sample is in the run's folder, rollouts/"
 _CI = "a check for slime's CI; here --verify-weights and the train/logprob metrics cover it"
 _PROFILE = "--profile-steps has profiles of other steps and tools; `fusionrl timeline` has the times of all"
-_CONFIG = "read from config.json"
-_BUFFER = "fusionrl does not read it; your own rollout function finds it in its args"
-_RAY = "rollouts travel through Ray's object store: the same data, another speed"
 _SESSIONS = (
     "the session proxy starts when a function or an agent opens a session, on a free port (docs/guides/agents.md)"
 )
 _MEMORY = "memory is saved by --offload-train, --optimizer-cpu-offload and --recompute-granularity: the same values"
-_MEMORY_SWITCHES = ("rematerialize_param_from_master_weight", "offload_ref", "offload_old_actor")
-_MEMORY_VALUES = ("train_memory_margin_bytes", "offload_train_target", "offload_train_disk_dir")
 _METRICS = "each step's times, memory and throughput are in metrics.jsonl and event files"
-_LOG_SWITCHES = (
-    *("log_throughput", "log_timers_to_tensorboard", "log_memory_to_tensorboard", "log_progress", "log_straggler"),
-    *("log_device_memory_used", "log_throughput_to_tensorboard", "use_prometheus", "use_miles_dashboard"),
-)
 NO_EFFECT: dict[str, Entry] = {
-    "accumulate_allreduce_grads_in_fp32": _idle(0, _ALWAYS),
+    **_alike(
+        _idle(0, "always on here"),
+        "accumulate_allreduce_grads_in_fp32 use_distributed_optimizer balance_by_flops use_mcore_models",
+    ),
     "attention_backend": _idle(1, "Transformer Engine takes the fastest that fits (flash); on a CPU there is one"),
     "use_flash_attn": _idle(0, "Transformer Engine takes the fastest that fits (flash)"),
-    "use_distributed_optimizer": _idle(0, _ALWAYS),
     "no_check_for_nan_in_loss_and_grad": _idle(
         0, "a step that is not finite is skipped and counted instead of ending the run (--max-skipped-steps)"
     ),
     "seq_length": _idle(1, "sequences are packed at their own lengths"),
     "max_position_embeddings": _idle(1, "rotary embeddings have no table of positions"),
-    "make_vocab_size_divisible_by": _idle(1, "the vocabulary is padded as the layout needs it"),
-    "padded_vocab_size": _idle(1, "the vocabulary is padded as the layout needs it"),
+    **_alike(
+        _idle(1, "the vocabulary is padded as the layout needs it"), "make_vocab_size_divisible_by padded_vocab_size"
+    ),
     "enable_experimental": _idle(0, "no layer here is an experimental Megatron-core layer"),
     "save_retain_interval": _idle(1, "every checkpoint is kept; --keep-checkpoints N keeps the N newest"),
     "no_save_optim": _idle(0, "checkpoints always hold the optimizer, so that a resume is exact"),
-    "no_load_optim": _idle(0, "--load of another's checkpoint reads the weights alone"),
-    "no_load_rng": _idle(0, "--load of another's checkpoint reads the weights alone"),
-    "finetune": _idle(0, "--load of another's checkpoint reads the weights alone"),
-    "ref_micro_batch_size": _idle(1, "log-prob passes take --max-tokens-per-gpu"),
-    "log_probs_max_tokens_per_gpu": _idle(1, "log-prob passes take --max-tokens-per-gpu"),
+    **_alike(_idle(0, "--load of another's checkpoint reads the weights alone"), "no_load_optim no_load_rng finetune"),
+    **_alike(
+        _idle(1, "log-prob passes take --max-tokens-per-gpu"), "ref_micro_batch_size log_probs_max_tokens_per_gpu"
+    ),
     "recompute_loss_function": _idle(0, "logits are made in slices (--log-probs-chunk-size), none is kept"),
     "data_pad_size_multiplier": _idle(1, "micro-batches are padded by what the layout needs alone"),
-    "balance_by_flops": _idle(0, _ALWAYS),
     "megatron_to_hf_mode": _idle(1, "one table of names serves both directions"),
     "qkv_format": _idle(1, "sequences are always packed (thd)"),
-    "model_name": _idle(1, _CONFIG),
+    **_alike(
+        _idle(1, "read from config.json"), "model_name original_max_position_embeddings beta_fast beta_slow rope_type"
+    ),
     "qwen_gdn_backend": _idle(1, "no family here has linear attention"),
     "allgather_cp": _idle(
         0, "a layout of context parallelism for sparse attention, which no family here has; the others have one layout"
@@ -231,74 +219,69 @@ NO_EFFECT: dict[str, Entry] = {
     "use_rollout_entropy": _idle(0, "train/entropy is always reported"),
     "get_mismatch_metrics": _idle(0, "they are always reported"),
     "critic_save": _idle(1, "the critic is in the run's checkpoints"),
-    "use_wandb": _idle(0, _WANDB),
-    **dict.fromkeys(
-        (
-            f"wandb_{name}"
-            for name in (*("mode", "dir", "key", "host", "team", "group", "project", "run_id", "exp_name", "entity"),)
-        ),
+    **_alike(_idle(0, _WANDB), "use_wandb disable_wandb_random_suffix wandb_always_use_train_step"),
+    **_alike(
         _idle(1, _WANDB),
+        "wandb_mode wandb_dir wandb_key wandb_host wandb_team wandb_group wandb_project wandb_run_id wandb_exp_name"
+        " wandb_entity",
     ),
-    "disable_wandb_random_suffix": _idle(0, _WANDB),
-    "wandb_always_use_train_step": _idle(0, _WANDB),
-    "tb_project_name": _idle(1, _TENSORBOARD),
-    "tb_experiment_name": _idle(1, _TENSORBOARD),
-    "tensorboard_dir": _idle(1, _TENSORBOARD),
+    **_alike(_idle(1, "event files lie in the run's folder"), "tb_project_name tb_experiment_name tensorboard_dir"),
     "log_multi_turn": _idle(0, f"numbers of turns are not reported; {_FOLDER}"),
     "log_passrate": _idle(0, "an evaluation of several samples a prompt reports it"),
     "log_reward_category": _idle(1, f"rewards are not reported by category; {_FOLDER}"),
     "log_correct_samples": _idle(0, _FOLDER),
     "save_debug_train_data": _idle(1, f"train data are not written; {_FOLDER}"),
     "dump_details": _idle(1, _FOLDER),
-    "memory_snapshot_dir": _idle(1, _PROFILE),
-    "memory_snapshot_num_steps": _idle(1, _PROFILE),
-    "memory_recorder": _idle(1, _PROFILE),
-    "memory_snapshot_path": _idle(1, _PROFILE),
-    "record_memory_history": _idle(0, _PROFILE),
+    **_alike(_idle(0, _PROFILE), "record_memory_history use_pytorch_profiler profile"),
+    **_alike(
+        _idle(1, _PROFILE),
+        "memory_snapshot_dir memory_snapshot_num_steps memory_recorder memory_snapshot_path profile_step_start"
+        " profile_step_end",
+    ),
     "profile_target": _idle(-1, _PROFILE),
-    "use_pytorch_profiler": _idle(0, _PROFILE),
-    "profile": _idle(0, _PROFILE),
-    "profile_step_start": _idle(1, _PROFILE),
-    "profile_step_end": _idle(1, _PROFILE),
     "http_proxy": _idle(1, "nothing reads it in slime either"),
     "use_distributed_post": _idle(0, "requests are posted by one process, with a limit for each engine"),
-    "use_slime_router": _idle(0, "SGLang's router is started (--router-*)"),
-    "rollout_buffer_url": _idle(1, _BUFFER),
-    "fetch_trajectory_retry_times": _idle(1, _BUFFER),
-    "min_batch_collection_ratio": _idle(1, _BUFFER),
-    "rollout_task_type": _idle(1, _BUFFER),
-    **dict.fromkeys(("rollout_data_transport", "object_store_backend", "mooncake_store_init_kwargs"), _idle(1, _RAY)),
-    "use_miles_router": _idle(0, "SGLang's router is started (--router-*)"),
+    **_alike(_idle(0, "SGLang's router is started (--router-*)"), "use_slime_router use_miles_router"),
+    **_alike(
+        _idle(1, "fusionrl does not read it; your own rollout function finds it in its args"),
+        "rollout_buffer_url fetch_trajectory_retry_times min_batch_collection_ratio rollout_task_type",
+    ),
+    **_alike(
+        _idle(1, "rollouts travel through Ray's object store: the same data, another speed"),
+        "rollout_data_transport object_store_backend mooncake_store_init_kwargs",
+    ),
     "use_session_server": _idle(0, _SESSIONS),
-    **dict.fromkeys(("session_server_ip", "tito_model"), _idle(1, _SESSIONS)),
+    **_alike(_idle(1, _SESSIONS), "session_server_ip tito_model"),
     "session_server_port": _idle(-1, _SESSIONS),
-    **dict.fromkeys(("opd_top_k_strategy", "opd_reward_weight_mode"), _idle(1, "it belongs to --opd-log-prob-top-k")),
+    **_alike(_idle(1, "it belongs to --opd-log-prob-top-k"), "opd_top_k_strategy opd_reward_weight_mode"),
     "update_weight_transfer_mode": _idle(1, "weights are pushed by --update-weight-transport: the same weights"),
-    **dict.fromkeys(_MEMORY_SWITCHES, _idle(0, _MEMORY)),
-    **dict.fromkeys(_MEMORY_VALUES, _idle(1, _MEMORY)),
-    **dict.fromkeys(("original_max_position_embeddings", "beta_fast", "beta_slow", "rope_type"), _idle(1, _CONFIG)),
+    **_alike(_idle(0, _MEMORY), "rematerialize_param_from_master_weight offload_ref offload_old_actor"),
+    **_alike(_idle(1, _MEMORY), "train_memory_margin_bytes offload_train_target offload_train_disk_dir"),
     "tokenizer_type": _idle(1, "the tokenizer is that of --hf-checkpoint"),
-    "use_mcore_models": _idle(0, _ALWAYS),
     "grad_reduce_in_bf16": _idle(0, "gradients are summed in fp32"),
-    **dict.fromkeys(("no_bias_swiglu_fusion", "no_bias_gelu_fusion"), _idle(0, "the same values, another kernel")),
-    **dict.fromkeys(_LOG_SWITCHES, _idle(0, _METRICS)),
-    **dict.fromkeys(("prometheus_port", "prometheus_run_name", "dashboard_sglang_scrape_mode"), _idle(1, _METRICS)),
-    "ci_test": _idle(0, _CI),
-    **dict.fromkeys(("ci_disable_logprobs_checker", "ci_disable_weight_update_checker"), _idle(0, _CI)),
-    **dict.fromkeys(("ci_metric_checker_key", "ci_metric_checker_threshold"), _idle(1, _CI)),
-    **dict.fromkeys(("ci_save_model_hash", "ci_check_model_hash"), _idle(0, _CI)),
-    "ci_disable_kl_checker": _idle(0, _CI),
-    "ci_train_rollout_logprob_abs_diff_threshold": _idle(1, _CI),
-    "ci_save_grad_norm": _idle(1, _CI),
-    "ci_load_grad_norm": _idle(1, _CI),
+    **_alike(_idle(0, "the same values, another kernel"), "no_bias_swiglu_fusion no_bias_gelu_fusion"),
+    **_alike(
+        _idle(0, _METRICS),
+        "log_throughput log_timers_to_tensorboard log_memory_to_tensorboard log_progress log_straggler"
+        " log_device_memory_used log_throughput_to_tensorboard use_prometheus use_miles_dashboard",
+    ),
+    **_alike(_idle(1, _METRICS), "prometheus_port prometheus_run_name dashboard_sglang_scrape_mode"),
+    **_alike(
+        _idle(0, _CI),
+        "ci_test ci_disable_logprobs_checker ci_disable_weight_update_checker ci_save_model_hash ci_check_model_hash"
+        " ci_disable_kl_checker",
+    ),
+    **_alike(
+        _idle(1, _CI),
+        "ci_metric_checker_key ci_metric_checker_threshold ci_train_rollout_logprob_abs_diff_threshold"
+        " ci_save_grad_norm ci_load_grad_norm",
+    ),
 }
 
 # ------------------------------------------------------------------------------------------------ not here
 _ALL_TRAINED = "all weights are trained here; leave it out"
 _NO_ADAPTERS = "all weights are trained, without adapters; leave it out"
-_ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out (--router-port chooses the port)"
 _WRITTEN = "`fusionrl from-slime` writes the flags for a file that it finds"
-_DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
 REFUSED: dict[str, Entry] = {
     "train_backend": _refused(1, "Megatron-core trains; leave it out", "megatron"),
     "optimizer": _refused(1, "the optimizer is Adam (--adam-beta1, --adam-beta2, --adam-eps); leave it out", "adam"),
@@ -308,8 +291,7 @@ REFUSED: dict[str, Entry] = {
         1, "trainers get the environment of the command; export the variables before it", "{}", "null"
     ),
     "release_train": _refused(0, "trainers keep running and release memory with --offload-train always; use that"),
-    "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
-    "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
+    **_alike(_refused(-1, _ALL_TRAINED), "only_train_params_name_list freeze_params_name_list"),
     "multimodal_keys": _refused(1, "not available yet (multimodal data is still to come); leave it out"),
     "start_rollout_id": _refused(1, "a resumed run starts after its checkpoint (--resume); leave it out", "0"),
     "eval_tool_key": _refused(1, "evaluation sets have --tool-key, or tool_key of their own in --eval-config"),
@@ -318,9 +300,9 @@ REFUSED: dict[str, Entry] = {
     "eval_min_new_tokens": _refused(
         1, "evaluation sets have --rollout-min-response-len, or min_new_tokens of their own in --eval-config", "0"
     ),
-    **dict.fromkeys(("use_lora", "lora_base_cpu_backup", "experts_shared_outer_loras"), _refused(0, _NO_ADAPTERS)),
+    **_alike(_refused(0, _NO_ADAPTERS), "use_lora lora_base_cpu_backup experts_shared_outer_loras"),
     "lora_rank": _refused(1, _NO_ADAPTERS, "0"),
-    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules", "target_modules"), _refused(1, _NO_ADAPTERS)),
+    **_alike(_refused(1, _NO_ADAPTERS), "lora_alpha lora_dropout lora_target_modules target_modules"),
     "opd_log_prob_top_k": _refused(
         1, "distillation takes the log-probs of the sampled tokens alone; leave it out", "0"
     ),
@@ -346,14 +328,17 @@ REFUSED: dict[str, Entry] = {
     ),
     "load_forge_rollout_data": _refused(1, "saved rollouts are trained on without engines: --load-debug-rollout-data"),
     "load_debug_rollout_data_subsample": _refused(1, "all of a saved rollout is trained on; leave it out", "1", "1.0"),
-    "megatron_deepgemm_forward_layers": _refused(-1, _DEEPGEMM),
-    "megatron_deepgemm_forward_modules": _refused(-1, _DEEPGEMM),
-    "megatron_deepgemm_moe_forward_layers": _refused(-1, _DEEPGEMM),
-    "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
+    **_alike(
+        _refused(-1, "trainers have no DeepGEMM forward pass; leave it out"),
+        "megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules megatron_deepgemm_moe_forward_layers"
+        " megatron_deepgemm_moe_forward_modules",
+    ),
     "sglang_config": _refused(
         1, f"its groups are texts here: --engine-group NAME:num_gpus=N,per_engine=N,FLAG=VALUE; {_WRITTEN}"
     ),
-    "sglang_router_ip": _refused(1, _ONE_ROUTER),
+    "sglang_router_ip": _refused(
+        1, "a run starts its own router, with a key of its own; leave it out (--router-port chooses the port)"
+    ),
 }
 
 TABLE: dict[str, Entry] = SHAPES | RENAMED | NO_EFFECT | REFUSED

@@ -28,6 +28,10 @@ _DIRECT = {
 }
 _RENAMED_OPTIONS = {"sglang_disable_piecewise_cuda_graph": "--sglang-disable-prefill-cuda-graph"}  # SGLang's own
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_OF_SFT = (
+    *("rollout_function_path", "debug_train_only", "loss_type", "disable_compute_advantages_and_returns"),
+    "advantage_estimator",
+)
 _OF_FSDP = ("train_backend", "attn_implementation", "gradient_checkpointing", "dp_replicate_size")
 _RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 _BLANK_SOURCE = "fusionrl.buffer.data_source.RolloutDataSourceWithBuffer"
@@ -52,6 +56,21 @@ class _Given:
         return " ".join([flag_of(self.name), *([] if self.name in SECRETS else self.values)])
 
 
+def name_of(word: str) -> str:
+    """`--rollout-batch-size=4` → `rollout_batch_size`."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def flag_groups(argv: Sequence[str]) -> list[list[str]]:
+    """Divide a command line into its flags, each with the words behind it."""
+    groups: list[list[str]] = []
+    for word in argv:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
 def form_of(path: str) -> Form | None:
     """Return what a folder of weights is; None: no such folder, or an empty one."""
     folder = Path(path)
@@ -65,12 +84,7 @@ def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of)
     result = Translated()
     flags = _grouped(argv, result.errors)
     names = {flag.name: flag for flag in flags}
-    is_sft = any(value in _SFT for value in getattr(names.get("rollout_function_path"), "values", ()))
-    if is_sft:
-        flags = _as_sft(flags, result)
-    flags = _without_fsdp(flags, names, result)
-    flags = _without_dp_attention(flags, names, result)
-    for flag in flags:
+    for flag in _without_groups(flags, names, result):
         entry = TABLE.get(flag.name)
         if entry is None:
             result.argv += _own(flag, names, result)
@@ -97,10 +111,10 @@ def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
     while position < len(argv):
         token = argv[position]
         _, equals, value = token.partition("=")
-        name = _name(token)
+        name = name_of(token)
         entry = TABLE.get(name) if token.startswith("--") else None
         position += 1
-        if not token.startswith("--") or name is None:
+        if not token.startswith("--"):
             if flags and flags[-1].name not in TABLE:
                 flags[-1].values.append(token)
                 flags[-1].tokens.append(token)
@@ -117,10 +131,6 @@ def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
             num_missing -= 1
         flags.append(_Given(name, values, [token, *values] if not equals else [token]))
     return flags
-
-
-def _name(token: str) -> str:
-    return token.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _own(flag: _Given, names: dict[str, _Given], result: Translated) -> list[str]:
@@ -178,43 +188,32 @@ def _rename(flag: _Given, names: dict[str, _Given], result: Translated) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ several flags at once
-def _as_sft(flags: list[_Given], result: Translated) -> list[_Given]:
-    """Return the flags without those that make an SFT run in slime: fusionrl has --mode sft."""
-    left_out = {
-        *("rollout_function_path", "debug_train_only", "loss_type", "disable_compute_advantages_and_returns"),
-        *("advantage_estimator",),
-    }
-    gone = [flag.shown for flag in flags if flag.name in left_out]
-    result.argv += ["--mode", "sft"]
-    result.notes.append(f"{', '.join(gone)}: they are --mode sft")
-    return [flag for flag in flags if flag.name not in left_out]
+def _without_groups(flags: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
+    """Return the flags without groups that mean one thing together: SFT, FSDP, data-parallel attention."""
 
+    def leave_out(is_gone: Callable[[str], bool], reason: str) -> None:
+        gone = [flag for flag in flags if is_gone(flag.name)]
+        result.notes.append(f"{', '.join(flag.shown for flag in gone)}: {reason}")
+        flags[:] = [flag for flag in flags if flag not in gone]
 
-def _without_fsdp(flags: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
-    """Return the flags without those for FSDP: Megatron-core has the same loss."""
-    if "train_backend" not in names or names["train_backend"].values != ["fsdp"]:
-        return flags
-    gone = [flag for flag in flags if flag.name in _OF_FSDP or flag.name.startswith("fsdp_")]
-    result.notes.append(
-        f"{', '.join(flag.shown for flag in gone)}: Megatron-core trains, with the same loss; a model that does not fit"
-        " is divided by --tensor-model-parallel-size and its like"
-    )
-    if "gradient_checkpointing" in names and "recompute_granularity" not in names:
-        result.argv += _RECOMPUTE
-        result.notes.append(f"--gradient-checkpointing: it is {' '.join(_RECOMPUTE)}")
-    return [flag for flag in flags if flag not in gone]
-
-
-def _without_dp_attention(flags: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
-    """Return the flags less those of data-parallel attention; without a size, SGLang itself does nothing."""
-    if "sglang_enable_dp_attention" not in names:
-        return flags
-    gone = [flag.shown for flag in flags if flag.name in DP_ATTENTION]
-    result.notes.append(
-        f"{', '.join(gone)}: left out: an engine is divided by tensor parallelism alone, which gives the same tokens at"
-        " another speed"
-    )
-    return [flag for flag in flags if flag.name not in DP_ATTENTION]
+    if any(value in _SFT for value in _values(names, "rollout_function_path") or ()):
+        result.argv += ["--mode", "sft"]
+        leave_out(_OF_SFT.__contains__, "they are --mode sft")
+    if _values(names, "train_backend") == ["fsdp"]:
+        leave_out(
+            lambda name: name in _OF_FSDP or name.startswith("fsdp_"),
+            "Megatron-core trains, with the same loss; a model that does not fit is divided by"
+            " --tensor-model-parallel-size and its like",
+        )
+        if "gradient_checkpointing" in names and "recompute_granularity" not in names:
+            result.argv += _RECOMPUTE
+            result.notes.append(f"--gradient-checkpointing: it is {' '.join(_RECOMPUTE)}")
+    if "sglang_enable_dp_attention" in names:  # without a size, SGLang itself does nothing
+        leave_out(
+            DP_ATTENTION.__contains__,
+            "left out: an engine is divided by tensor parallelism alone, which gives the same tokens at another speed",
+        )
+    return flags
 
 
 def _folders(names: dict[str, _Given], result: Translated, form: Callable[[str], Form | None]) -> None:
@@ -339,10 +338,11 @@ def accepted_notes(accepted: dict[str, object]) -> list[str]:
             reason = "the model's family builds the layers"
         else:
             reason = entry.text
-        texts = [str(item) for item in value] if isinstance(value, list) else [] if value is True else [_text(value)]
+        texts = [str(item) for item in value] if isinstance(value, list) else [] if value is True else [as_text(value)]
         lines.setdefault(reason, []).append(" ".join([flag_of(name), *texts]))
     return [f"no effect: {reason}: {', '.join(flags)}" for reason, flags in lines.items()]
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
+    """Return a value as it stands on a command line."""
     return value if isinstance(value, str) else json.dumps(value)

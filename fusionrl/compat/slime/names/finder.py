@@ -13,9 +13,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from fusionrl.compat.slime.names.entries import Absent, Here, Names
-from fusionrl.compat.slime.names.miles import MILES
-from fusionrl.compat.slime.names.table import ABSENT_MODULES, MODULES
+from fusionrl.compat.slime.names.table import ABSENT_MODULES, MILES, MODULES, Absent, Here, Names
 
 ROOTS = ("slime", "slime_plugins")
 FORKS = {"miles": "slime", "miles_plugins": "slime_plugins"}  # whose modules have slime's names, and more
@@ -93,7 +91,7 @@ class SlimeModule(ModuleType):
         absent = entry if isinstance(entry, Absent) or names is not None else _absent(_of_slime(full_name))
         if absent is not None:
             raise ImportError(
-                f"{full_name} does not exist in fusionrl: {absent.reason_and_cure} ({TABLE_PAGE})", name=module
+                f"{full_name} does not exist in fusionrl: {absent.why}; {absent.instead} ({TABLE_PAGE})", name=module
             )
         raise ImportError(
             f"{full_name} is not among the names of {module.partition('.')[0]} that fusionrl knows ({TABLE_PAGE});"

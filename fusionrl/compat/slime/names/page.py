@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fusionrl.compat.slime.names.entries import Absent, Entry
-from fusionrl.compat.slime.names.miles import MILES
-from fusionrl.compat.slime.names.table import ABSENT_MODULES, MODULES
+from fusionrl.compat.slime.names.table import ABSENT_MODULES, MILES, MODULES, Absent, Entry
 
 _HEAD = """# Names of slime
 

@@ -2,6 +2,5 @@
 
 script   what a script starts, writes and takes for granted
 inside   what runs in the sandbox: stand-ins for the programs that a script calls
-launch   which of its commands start runs
 markers  text with parts that only the machine of the run knows
 """

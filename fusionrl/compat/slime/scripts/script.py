@@ -10,7 +10,7 @@ import re
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from fusionrl.compat.slime.flags.config_files import with_flags
-from fusionrl.compat.slime.scripts.launch import Launch, launch_of, programs_of
 from fusionrl.compat.slime.scripts.markers import CLOSE, plain, running, stopped
 from fusionrl.sandbox import Limits, SandboxError, run_python_sync
 
@@ -54,6 +53,26 @@ _DEFAULTED = re.compile(r"\$\{(\w+)(?:\[[^\]]*\])?:?[-=+]")
 _TESTED = re.compile(r"(?<![\w-])-[zn]\s+\"?\$\{?(\w+)(?::?-)?\}?((?:[^\n]*\n){0,4}?[^\n]*\bexit\b)?")
 # Variables of the launch's environment that a function does not need here.
 _OF_CLUSTER = re.compile(r"_|\w*(PATH|proxy|PROXY)|(PYTHON|CUDA|NCCL|GLOO|RAY|MASTER|OMP|TORCH|SHLVL|OLDPWD|PWD)\w*")
+
+
+# Programs that start a run, those that start Python, and names of others that train.
+_PROGRAM = re.compile(r"(?:.*/)?(train|train_async)\.py")
+_RUNNER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|uv|pdm|poetry|ray)")
+_TRAINING = re.compile(r"(?:.*/)?\w*(?:train|sft|finetune)\w*\.py")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that starts a run.
+
+    program  `train` or `train_async`
+    argv     its arguments; parts that cannot be known are marked (see `markers`)
+    env      the variables that a Ray job's --runtime-env-json sets, as text
+    """
+
+    program: str
+    argv: tuple[str, ...]
+    env: str | None = None
 
 
 @dataclass
@@ -122,7 +141,7 @@ def _keep_launches(records: list[_Record], script: Script) -> list[str]:
     programs: list[str] = []
     for record in records:
         argv = record.argv
-        if (launch := launch_of(argv)) is not None:
+        if (launch := _launch_of(argv)) is not None:
             script.launches.append(launch)
             names = [name for name in record.environment if not _OF_CLUSTER.fullmatch(name)]
             if names and launch.env is None:
@@ -132,11 +151,34 @@ def _keep_launches(records: list[_Record], script: Script) -> list[str]:
             script.launches[-1] = replace(last, argv=(*last.argv, *argv))
             script.note(f"a `\\` is missing before {argv[0]}: it and what follows are taken as arguments of the launch")
         else:
-            programs += programs_of(argv)
+            programs += _programs_of(argv)
     if len(script.launches) > _MAX_LAUNCHES:
         script.launches = list(dict.fromkeys(script.launches))
         script.note("the script starts runs in a loop without an end: each is listed once")
     return programs
+
+
+def _launch_of(words: Sequence[str]) -> Launch | None:
+    """Return the launch that a command is: `python train.py …`, or a Ray job of it; None: something else."""
+    for position, word in enumerate(words):
+        match = _PROGRAM.fullmatch(plain(word))
+        if match is None:
+            continue
+        before = words[:position]
+        if position and not any(word == "--" or _RUNNER.fullmatch(plain(word)) for word in before):
+            return None
+        prefix = "--runtime-env-json="
+        env = next((word.removeprefix(prefix) for word in before if word.startswith(prefix)), None)
+        if env is None and "--runtime-env-json" in before[:-1]:
+            env = before[list(before).index("--runtime-env-json") + 1]
+        return Launch(match[1], tuple(words[position + 1 :]), env)
+    return None
+
+
+def _programs_of(words: Sequence[str]) -> list[str]:
+    """Return the Python programs that a command starts and that train, by their names."""
+    is_run = any(_RUNNER.fullmatch(plain(word)) for word in words)
+    return [name for word in words if is_run and _TRAINING.fullmatch(name := plain(word))]
 
 
 # ------------------------------------------------------------------------------------------------ the run
