@@ -1,12 +1,39 @@
-"""Code that needs a process of its own: its imports, or what it puts into libraries, are for good."""
+"""Processes of a test: code that needs one of its own, as its imports are for good, and waits for others."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 
 def assert_runs(code: str) -> None:
     """Run `code` in a new interpreter; fail with its error where it fails."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(code)
+
+
+def run_code(code: str, *argv: str, **variables: str) -> str:
+    """Do that with arguments, and variables added to the environment; return what it prints."""
+    command, environment = [sys.executable, "-c", code, *argv], {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    """Wait until a condition holds; fail after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come to hold"
+        time.sleep(0.02)
+
+
+def lives(pid: int | str) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -16,11 +16,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 def cache_path(name: str, facts: Iterable[str]) -> Path:
-    """Return the file of an answer that is valid for these facts, and for this Python.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
+    """Return the file of an answer that is valid for these facts, and for this Python. Raises RuntimeError if the user
+    has no home."""
     digest = hashlib.sha256(sys.version.encode())
     for fact in facts:
         digest.update(f" {fact}".encode(errors="surrogateescape"))
@@ -28,11 +25,7 @@ def cache_path(name: str, facts: Iterable[str]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of fusionrl in the user's cache.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
+    """Return the folder of fusionrl in the user's cache. Raises RuntimeError if the user has no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusionrl"
 
 
@@ -42,11 +35,7 @@ def file_fact(path: str | Path, facts: os.stat_result) -> str:
 
 
 def open_kept(path: Path) -> BinaryIO:
-    """Open a file that only this user may write.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Open a file that only this user may write. Raises OSError if there is none."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
@@ -66,20 +55,14 @@ def read_cache(path: Path) -> Json:
 
 
 def write_cache(path: Path, answer: object) -> None:
-    """Keep an answer.
-
-    Raises:
-        OSError, TypeError, ValueError: the file cannot be written, or the answer is not JSON.
-    """
+    """Keep an answer. Raises OSError, TypeError, ValueError if the file cannot be written, or the answer is not
+    JSON."""
     write_bytes(path, json.dumps(answer).encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file for this user alone: readers find what was there before, or all of it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file for this user alone: readers find what was there before, or all of it. Raises OSError if the file
+    cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.")  # for this user alone
     try:

@@ -106,11 +106,7 @@ def extended_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def hook_secrets(names: Sequence[str], source: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that --hook-env names, for `take_secrets`.
-
-    Raises:
-        ValueError: one of them is not set.
-    """
+    """The variables that --hook-env names, for `take_secrets`. Raises ValueError if one of them is not set."""
     missing = [name for name in names if name not in source]
     if missing:
         raise ValueError(f"--hook-env {missing[0]}: the environment has no such variable; export it, or leave it out")

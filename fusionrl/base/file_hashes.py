@@ -43,11 +43,8 @@ class _Digest(Protocol):
 
 
 def plain_name(name: object, where: str) -> str:
-    """`name` if it is the name of a file in the folder itself.
-
-    Raises:
-        ValueError: it is not a string, or leads elsewhere; begins with `where`.
-    """
+    """`name` if it is the name of a file in the folder itself. Raises ValueError if it is not a string, or leads
+    elsewhere; begins with `where`."""
     if not isinstance(name, str) or not name or name in (".", "..") or len(name) > 255 or set(name) & {"/", "\\", "\0"}:
         raise ValueError(f"{where}: {str(name)[:80]!r} is not the name of a file in this folder")
     return name
@@ -89,7 +86,6 @@ def _new_hash(kind: str) -> _Digest:
 
 
 def facts_of(folder: Path, names: Iterable[str]) -> Facts:
-    """Sizes and hashes of files in `folder`."""
     kind = hash_kind()
     return {name: [(folder / name).stat().st_size, hash_file(folder / name, kind)] for name in names}
 

@@ -1,29 +1,24 @@
 """Members of a group for a weight push meet before they make it, so that a missing one blocks no other.
 
 A process group's constructor (gloo) or its first collective (NCCL) blocks until all members are there, up to limits of
-half an hour, and an SGLang scheduler that is blocked answers nothing. So the members first meet in the group's store:
-each says that it is there and waits for the others, which can be called off.
+half an hour, and an SGLang scheduler that is blocked answers nothing. So the members first meet in the group's store,
+where a meeting can be called off. NCCL's communicator is then made at once (`connect`), before engines are paused.
 
-NCCL's communicator is then made at once (`connect`), and not inside the first broadcast, when engines are paused.
-
-Engines that others have started know nothing of meetings: the trainer says of them that they are there. One that then
-dies would keep the others inside gloo's constructor. So the run's own members look there, too, whether the group is
-called off (`fusionrl.base.revocable_store`), and rank 0's limit is the group's.
+Engines that others have started know nothing of meetings: the trainer says of them that they are there. If one of them
+then dies, the others wait inside gloo's constructor; so the run's own members look there, too (`RevocableStore`).
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-
-from fusionrl.base.revocable_store import RevocableStore
 
 PUSH_GROUP = "fusionrl-push-"
 """How the names of the groups begin whose communicator is made at once, on all sides."""
@@ -71,6 +66,47 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Non
 def _raise_if_off(store: dist.Store) -> None:
     if store.check([_OFF]):
         raise CalledOff(f"the group for a weight push is called off: {store.get(_OFF).decode()}")
+
+
+class RevocableStore(dist.Store):
+    """Another store, whose waits end early: `check` raises once a wait is pointless, and a wait takes `limit_s` seconds
+    at most. Whoever makes a group of it keeps it as long as the group."""
+
+    def __init__(self, store: dist.Store, check: Callable[[], None], limit_s: float) -> None:
+        super().__init__()
+        self._store, self._check, self._limit_s = store, check, limit_s
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for all keys. The group's own time limit, `timeout`, is not what counts. Raises RuntimeError if `check`
+        raised one, or the keys did not come in time."""
+        start = time.monotonic()
+        while not self._store.check(list(keys)):
+            self._check()
+            if time.monotonic() - start > self._limit_s:
+                raise RuntimeError(
+                    f"the group for a weight push: not all of its ranks joined within {self._limit_s:.0f} s"
+                    " (--update-weight-timeout-s)"
+                )
+            time.sleep(_POLL_S)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return self._store.multi_get(list(keys))
+
+
+def _passed_on(name: str) -> Callable[..., object]:
+    return lambda self, *args: getattr(self._store, name)(*args)
+
+
+for _name in (  # torch looks for each of these in the class
+    *("set", "multi_set", "append", "add", "compare_set"),
+    *("check", "delete_key", "num_keys", "has_extended_api"),
+):
+    setattr(RevocableStore, _name, _passed_on(_name))
 
 
 def attend(store: dist.Store, rank: int) -> None:

@@ -1,14 +1,12 @@
 """A module that others import for a name that they seldom use: a stand-in while they are imported, then the real one.
 
 The stand-in has functions that import the real module when they are called, errors that only the real module raises,
-and constants that are read from its source. It imports the real module for any other name. Whoever imports the module
-afterwards gets the real one, and so do modules that have imported a name from the stand-in.
+and texts that no code reads before. It imports the real module for any other name. Who imports the module afterwards
+gets the real one, and so do modules that have imported a name from the stand-in.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import importlib
 import sys
@@ -17,9 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from pathlib import Path
-
-_PLAIN = (ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.Name, ast.Load)
 
 
 @contextmanager
@@ -30,7 +25,7 @@ def imported_later(
 
     called     functions and classes of it that the importing modules only call
     caught     its errors that they only catch, and that no other module raises
-    constants  texts and numbers that it assigns
+    constants  its texts that they read only where another module has imported it
     """
     if name in sys.modules:
         yield
@@ -55,13 +50,11 @@ class _StandIn(types.ModuleType):
         super().__init__(name)
         self.taken: dict[str, object] = {attribute: functools.partial(_call, name, attribute) for attribute in called}
         self.taken |= {attribute: type(attribute, (RuntimeError,), {"__module__": name}) for attribute in caught}
-        self._constants = frozenset(constants)
+        self.taken |= {attribute: f"{name}.{attribute}" for attribute in constants}
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in self._constants and name in (constants := _constants(self.__name__)):
-            return constants[name]
         return self.taken[name] if name in self.taken else getattr(_real(self.__name__), name)
 
     def replace(self, real: types.ModuleType) -> None:
@@ -84,26 +77,6 @@ def _real(name: str) -> types.ModuleType:
     return importlib.import_module(name)
 
 
-def _constants(module: str) -> dict[str, object]:
-    """Texts and numbers that the source of a module assigns, also texts with others in them; none without a file."""
-    package, *path = module.split(".")
-    constants: dict[str, object] = {}
-    try:
-        file = Path(sys.modules[package].__path__[0], *path).with_suffix(".py")
-        for line in ast.parse(file.read_bytes()).body:
-            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and len(line.targets) == 1:
-                name = line.targets[0].id
-                constants.pop(name, None)
-                if all(isinstance(node, _PLAIN) for node in ast.walk(line.value)):
-                    with contextlib.suppress(NameError):  # refers to a non-constant
-                        constants[name] = eval(
-                            compile(ast.Expression(line.value), str(file), "eval"), {"__builtins__": {}}, constants
-                        )
-    except (KeyError, OSError, ValueError, SyntaxError):
-        return {}
-    return constants
-
-
 class AfterImport(MetaPathFinder):
     """Finds one module as usual, and calls a function with it when it has been imported."""
 
@@ -113,7 +86,6 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the one module; all others are for the other finders."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
         if spec is None or type(spec.loader) is not SourceFileLoader:
             return None

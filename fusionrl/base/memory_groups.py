@@ -12,9 +12,6 @@ from pathlib import Path
 
 ROOT = Path("/")
 _GIB = 2**30
-# Version 1 has a limit of memory, and one of memory with swap, which is looked at first.
-_COUNTERS_V1 = ("memory", "memory.memsw")
-_NEAR = 1 << 20  # bytes below the limit at which the kernel may kill: it asks for several pages at once
 _NO_LIMIT = 2**62  # version 1 writes the largest number of pages where there is no limit
 
 
@@ -61,7 +58,6 @@ def group_chains(root: Path = ROOT) -> list[list[Path]]:
 
 
 def limited_groups(root: Path = ROOT) -> list[MemoryGroup]:
-    """Return the groups of this process that have a limit."""
     groups = []
     for folder in _folders(root):
         for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -89,7 +85,6 @@ class MemoryKills:
 
     def __init__(self, root: Path = ROOT) -> None:
         self._root, self._before, self._since = root, num_memory_kills(root), time.strftime("%d %b %H:%M")
-        self._times_full = {folder: _times_full(folder) for folder in _folders(root)}
 
     def sentence(self) -> str:
         """Return the kills, the limit and the cure; "" without kills or without a counter."""
@@ -97,44 +92,22 @@ class MemoryKills:
         if number < 1:
             return ""
         killed = "a process" if number == 1 else f"{number} processes"
-        full, cure = self._cause()
+        place, cure = "the machine", "use fewer processes, or a machine with more"
+        if groups := limited_groups(self._root):  # the kernel does not tell whether the group or the machine was full
+            least = min(groups, key=lambda group: group.limit)
+            place = f"its control group (limit {least.limit / _GIB:.1f} GiB, {least.folder}) or of {place}"
+            cure = f"raise the limit of the container or job, {cure}"
         return (
-            f"Since {self._since} the kernel of {socket.gethostname()} has killed {killed} of this run or of"
-            f" its control group, because {full}: {cure}; `fusionrl plan` estimates what a run takes, and"
-            " hardware/host_bytes/… in metrics.jsonl is what it took"
+            f"Since {self._since} the kernel of {socket.gethostname()} has killed {killed} of this run or of its"
+            f" control group, because the memory of {place} was full: {cure}; `fusionrl plan` estimates what a run"
+            " takes, and hardware/host_bytes/… in metrics.jsonl is what it took"
         )
-
-    def _cause(self) -> tuple[str, str]:
-        """Return whose memory was full, and the cure. A group whose limit was not reached is not to blame alone."""
-        groups = limited_groups(self._root)
-        if not groups:
-            return "the machine's memory was full", "use fewer processes, or a machine with more"
-        filled = [group for group in groups if _times_full(group.folder) > self._times_full.get(group.folder, 0.0)]
-        least = min(filled or groups, key=lambda group: group.limit)
-        limit = f"(limit {least.limit / _GIB:.1f} GiB, {least.folder})"
-        if filled:
-            return f"the memory of its control group was full {limit}", "raise the limit of the container or job"
-        cure = "raise the limit of the container or job, or use fewer processes or a machine with more"
-        return f"the memory of its control group {limit} or of the machine was full", cure
 
 
 def _folders(root: Path) -> list[Path]:
     """Return the folders of all groups that may have a limit for this process."""
     default_folders = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"]  # where the files of /proc cannot be read
     return list(dict.fromkeys([folder for chain in group_chains(root) for folder in chain] + default_folders))
-
-
-def _times_full(folder: Path) -> float:
-    """Return how often a group's own limit was reached, as far as known: not those of groups below it or above.
-
-    Version 1 counts it in "failcnt", which new kernels leave at 0: the most that was ever used tells the first time.
-    """
-    number = _row(folder / "memory.events.local", "oom") or 0.0
-    for counter in _COUNTERS_V1:
-        names = ("failcnt", "max_usage_in_bytes", "limit_in_bytes")
-        failures, most, limit = (kernel_number(folder / f"{counter}.{name}") for name in names)
-        number += (failures or 0.0) + (most is not None and limit is not None and most > limit - _NEAR)
-    return number
 
 
 def kernel_number(path: Path) -> float | None:
@@ -146,7 +119,6 @@ def kernel_number(path: Path) -> float | None:
 
 
 def _row(path: Path, name: str) -> float | None:
-    """Return the number behind `name` in a file with a row for each number."""
     try:
         rows = dict(line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines())
         return float(rows[name])

@@ -1,17 +1,13 @@
 """A process that has imported large libraries, and forks others from itself: `python -m fusionrl.base.nursery ROOM`.
 
-It reads an `Order` from its standard input, a line of JSON. Lists of modules may come first, a line each, which are
-imported meanwhile, for all branches. It forks a branch for each kind of process; a branch imports the rest
-and listens at a socket of its own. A process that knows the key (`nursery_client.ask`) gets a fork of a branch, which
-calls the branch's function. So a library is imported once a run, and while the command is still checked.
+It reads lists of modules and then an `Order` from its standard input, each a line of JSON, and forks a branch for each
+kind of process. A branch imports its modules and listens at a socket. A process that knows the key
+(`nursery_client.ask`) gets a fork of a branch, which calls the branch's function. So a library is imported once a run.
 
-* A fork has one thread, the one that forked. A branch that has threads after its imports ends, and its processes are
-  started in the usual way.
-* A fork has the environment, folder, umask and files of its requester. Libraries keep the values of some variables from
-  their import: if such a variable has another value, the branch gives no process. Some are known only when the first
-  request arrives: a branch imports the modules that read those then, with the environment of that request.
-* The nursery ends with its starter: when its standard input is closed, and when its parent dies. Its forks do
-  not; they end as processes do that were started in the usual way.
+* A fork has one thread. A branch that has threads after its imports ends; its processes start in the usual way.
+* A fork has the environment, folder, umask and files of its requester. If a library has kept another value of a
+  variable from its import, the branch gives no process.
+* The nursery ends with its starter: when its standard input is closed, and when its parent dies. Its forks do not.
 
 Uses the standard library alone, apart from the modules of its order.
 """
@@ -68,24 +64,19 @@ class Branch:
 
 @dataclass(frozen=True)
 class Order:
-    """The input of a nursery."""
-
     key: str
     branches: list[Branch]
 
     def to_line(self) -> bytes:
-        """A line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Order:
-        """Read what `to_line` wrote."""
         fields = json.loads(line)
         return cls(fields["key"], [Branch(**branch) for branch in fields["branches"]])
 
 
 def main() -> None:
-    """Read the order, then serve."""
     _end_with_parent()
     raise_open_files()  # as those do from which its forks would otherwise be started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -176,7 +167,6 @@ def _not_yet(arguments: list[str]) -> None:
 
 
 def serve(imported: ImportedBranch, listener: socket.socket, key: str) -> NoReturn:
-    """Fork for each request that has the key, until standard input is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what has ended
     ready = select.poll()
     ready.register(listener, select.POLLIN)
@@ -257,11 +247,8 @@ class Request:
 
 
 def _receive(connection: socket.socket, key: str) -> tuple[Request, list[int]]:
-    """A request and the open files that came with it.
-
-    Raises:
-        OSError, ValueError, TypeError: it did not come as a whole, or without the key.
-    """
+    """A request and the open files that came with it. Raises OSError, ValueError, TypeError if it did not come as a
+    whole, or without the key."""
     connection.settimeout(10.0)
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, MAX_DESCRIPTORS)
     try:

@@ -35,10 +35,8 @@ def ask(
     """Have a process forked, with these arguments of its function, environment and open files. Returns its pid.
 
     Its files 0, 1, 2, … are those of `descriptors`; it has this process's folder, umask and place in the order in which
-    the kernel ends processes for their memory. Waits until the nursery has imported everything.
-
-    Raises:
-        OSError: no nursery answers, or it refuses such a process for good: start it in the usual way.
+    the kernel ends processes for their memory. Waits until the nursery has imported everything. Raises OSError if no
+    nursery answers, or it refuses such a process for good: start it in the usual way.
     """
     request = {
         "key": key,

@@ -11,17 +11,12 @@ LENGTH = struct.Struct("!Q")
 
 
 def frame(message: object) -> bytes:
-    """A message as it is sent."""
     data = pickle.dumps(message)
     return LENGTH.pack(len(data)) + data
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message of a blocking connection.
-
-    Raises:
-        EOFError: the other end has closed it.
-    """
+    """The next message of a blocking connection. Raises EOFError if the other end has closed it."""
     return pickle.loads(receive_bytes(connection))
 
 

@@ -1,10 +1,8 @@
 """transformers imported without reading all of its model files, and the records of all installed packages, each time.
 
-When it is imported, transformers opens the 2,400 files of its models, to know which class is in which of them, and once
-more when the first model's module is imported. It also reads the list of files of every installed package. Both take a
-second of a core, in each process that reads a tokenizer, and the answers are the same until something is installed. So
-they are kept (`cache_files.py`), named by the sizes and times of the files and folders that they came from: to look at
-those takes 30 ms. Where an answer cannot be kept, transformers finds it out as before.
+transformers opens the 2,400 files of its models to know which class is in which of them, and reads the list of files of
+every installed package: a second of a core in each process that reads a tokenizer. The answers are kept
+(`cache_files.py`), named by the sizes and times of the files and folders that they came from.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[s
 
 def _record_facts() -> Iterator[str]:
     """Yield facts of all installed packages, in the order in which they are found: of the folders of their records.
-
-    Raises:
-        FileExistsError: an entry of sys.path is an archive, whose packages no folder tells.
-    """
+    Raises FileExistsError if an entry of sys.path is an archive, whose packages no folder tells."""
     for folder in sys.path:
         if os.path.isfile(folder):
             raise FileExistsError(folder)

@@ -1,9 +1,8 @@
 """SIGUSR1 asks a process of a run for the stacks of its threads: they go to its standard error, which is its log.
 
 Sent to the process's thread `stacks`, as `ask_for_stacks` does, the signal is answered with Python's lock. Sent to the
-process, by `kill -USR1` or with `is_forced`, the signal's handler itself writes, in C: also where a library blocks the
-process and holds the lock. Other threads may then change the stacks that are being read, and the process may crash. A
-process that is stopped (SIGSTOP) writes its stacks when it continues.
+process (`kill -USR1`, or `is_forced`), the handler itself writes, in C: also where a library holds the lock, but other
+threads may change the stacks meanwhile, and the process may crash.
 """
 
 from __future__ import annotations

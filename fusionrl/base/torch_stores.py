@@ -1,12 +1,9 @@
 """torch's stores, by which the members of a process group find each other, closed to strangers.
 
-A TCPStore requires no key, and by itself it listens on every address of the machine: any host that reaches it can write
-what a group reads. So
-
-* where all processes of a run are on one machine, a store is a file in a folder that this user alone can read
-  (`FOLDER_VARIABLE`), and nothing listens;
-* on several nodes a TCPStore is bound to its node's address in the cluster, and the kernel drops connections from
-  addresses outside the cluster (`PEERS_VARIABLE`). Who can run programs on a node can still connect.
+A TCPStore requires no key, and by itself it listens on every address of the machine. So, where all processes of a run
+are on one machine, a store is a file in a folder that this user alone can read (`FOLDER_VARIABLE`). On several nodes a
+TCPStore is bound to its node's address in the cluster, and the kernel drops connections from addresses outside of it
+(`PEERS_VARIABLE`). Who can run programs on a node can still connect.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ def create_group_store(host: str, timeout_s: float, guests: Sequence[str] = ()) 
     """A new store, which others join by `host` and its attribute `port`; it lives as long as this process.
 
     `host` is this node's address; `guests` are addresses of processes outside of the run that join as well: they do not
-    see the folder of the run's stores.
-
-    Raises:
-        OSError: the folder of stores is gone, or the address cannot be bound.
+    see the folder of the run's stores. Raises OSError if the folder of stores is gone, or the address cannot be bound.
     """
     timeout = timedelta(seconds=timeout_s)
     if (folder := os.environ.get(FOLDER_VARIABLE)) is not None and not guests:
@@ -72,10 +66,8 @@ def join_group_store(host: str, port: int, timeout_s: float) -> dist.Store:
 def engine_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> dist.TCPStore:
     """The store at `host:port` in which the ranks of an engine over several nodes meet; the master makes it.
 
-    The port is one that a server of the engine has reserved (`fusionrl.engines.process`).
-
-    Raises:
-        OSError: the master cannot bind the address.
+    The port is one that a server of the engine has reserved (`fusionrl.engines.process`). Raises OSError if the master
+    cannot bind the address.
     """
     timeout = timedelta(seconds=timeout_s)
     if not is_master:

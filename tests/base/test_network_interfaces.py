@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 
 import psutil
 import pytest
 
 from fusionrl.base.network_interfaces import GLOO, NCCL, collective_interfaces, interface_of
+from fusionrl.runtime import actor_process
+from fusionrl.runtime.actor_process import ProcessSettings
 
 OTHER_NODE = "203.0.113.77"
 
@@ -40,18 +39,12 @@ def test_what_the_node_says_stays_but_for_loopback() -> None:
     assert collective_interfaces(OTHER_NODE, {}) == {}
 
 
-PROGRAM = """
-import json, os, sys
-from fusionrl.runtime.actor_process import ProcessSettings
-ProcessSettings(0o077, host=sys.argv[1]).apply()
-print(json.dumps({name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}))
-"""
-
-
-def test_an_actor_settles_its_own() -> None:
+def test_an_actor_settles_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver knows the address of the actor's node, and not the name of its interface there."""
     address, name = network()
     environ = {key: value for key, value in os.environ.items() if key not in (GLOO, NCCL)}
-    command = [sys.executable, "-c", PROGRAM, address]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {GLOO: name, NCCL: f"={name}"}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(actor_process, "take_secrets", lambda secrets: None)
+    before = os.umask(0o077)
+    ProcessSettings(before, host=address).apply()
+    assert {key: environ[key] for key in (GLOO, NCCL)} == {GLOO: name, NCCL: f"={name}"}

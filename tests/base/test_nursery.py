@@ -11,14 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
-from fusionrl.base.nursery import Branch, Order
+from fusionrl.base.nursery import Branch, Order, Request
 from fusionrl.base.nursery_client import LENGTH, PID_FILE, _connect, ask
 from fusionrl.base.process_title import ROOM
+from tests.own_process import lives, wait_until
 
 KEY = "k" * 64
 # What the nursery imports; `tell` is what its forks do.
@@ -115,27 +116,13 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         process.kill()
 
 
-def _wait(condition: object, timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    assert callable(condition)
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _there(nursery: Nursery) -> bool:
-    return (nursery.folder / "plain").exists()
-
-
 def _told(out: Path) -> dict:
-    assert _wait(lambda: "a word" in out.read_text())
+    wait_until(lambda: "a word" in out.read_text())
     return json.loads(out.read_text().splitlines()[0])
 
 
 def test_a_fork_is_what_was_asked_for(nursery: Nursery) -> None:
-    assert _wait(lambda: _there(nursery))
+    wait_until((nursery.folder / "plain").exists)
     temporary = nursery.folder / "temporary"
     temporary.mkdir()
     first, second = (nursery.ask(name, ONLY_OF=name, TMPDIR=str(temporary)) for name in ("first", "second"))
@@ -143,31 +130,26 @@ def test_a_fork_is_what_was_asked_for(nursery: Nursery) -> None:
     for (pid, _), name, one in zip((first, second), ("first", "second"), told, strict=True):
         assert one["pid"] == one["session"] == pid != one["imported_by"]
         assert one["arguments"] == [name] and one["input"] == "its input"
-        assert one["environment"] == nursery.environment | {
-            "ONLY_OF": name,
-            "LATE_NUMBER": "7",
-            "TMPDIR": str(temporary),
-            "HF_SET_BY_THE_IMPORT": "1",
-        }
-        assert (
-            one["folder"] == os.getcwd()
-            and one["mode"] == "1"
-            and one["late"] == "7"
-            and one["temporary"] == str(temporary)
-        )
+        added = {"ONLY_OF": name, "LATE_NUMBER": "7", "TMPDIR": str(temporary), "HF_SET_BY_THE_IMPORT": "1"}
+        assert one["environment"] == nursery.environment | added
+        assert (one["folder"], one["temporary"]) == (os.getcwd(), str(temporary))
+        assert one["mode"] == "1" and one["late"] == "7"
         assert one["files"] == [0, 1, 2, 3], "the last is the listing itself"
         assert one["signals"] == [True, True]
         assert one["command"].replace("\0", " ").startswith(f"{sys.executable} -m a.fork {name} ")
         assert one["replaced"].rstrip(" \0") == "its::own"
     assert told[0]["imported_by"] == told[1]["imported_by"] == nursery.process.pid
     assert told[0]["random"] != told[1]["random"] and told[0]["numpy"] != told[1]["numpy"]
-    assert _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in (first, second))), "they are collected"
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in (first, second)))  # they are collected
 
 
-def test_a_fork_ends_as_a_program_does(nursery: Nursery) -> None:
+def test_a_fork_ends_as_a_program_does_and_what_is_no_request_is_left(nursery: Nursery) -> None:
     _, out = nursery.ask("fails")
-    assert _told(out)["arguments"] == ["fails"]
-    assert _wait(lambda: "ValueError: failed" in out.read_text())
+    wait_until(lambda: "ValueError: failed" in out.read_text())
+    for data in (b"", b"\0\0", b"\0\0\0\4nope"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(nursery.folder / "plain"))
+            connection.sendall(data)
     assert _told(nursery.ask("after it")[1])["arguments"] == ["after it"]
 
 
@@ -182,7 +164,7 @@ def test_a_fork_ends_as_a_program_does(nursery: Nursery) -> None:
     ],
 )
 def test_it_gives_no_other_process(nursery: Nursery, more: dict[str, str], why: str) -> None:
-    assert _wait(lambda: _there(nursery))
+    wait_until((nursery.folder / "plain").exists)
     with pytest.raises(OSError, match=why):
         nursery.ask("never", **more)
     assert _told(nursery.ask("then", HF_FREE="read later")[1])["environment"]["HF_FREE"] == "read later"
@@ -196,32 +178,18 @@ def test_a_fork_is_ended_for_its_memory_before_others_as_its_asker_is(nursery: N
         "open('/proc/self/oom_score_adj', 'w').write('900')\n"
         "ask(sys.argv[1], sys.argv[2], ['it'], os.environ, (0, 1, 2))\n"
     )
-    assert _wait(lambda: _there(nursery))
-    out = nursery.folder / "out-oom"
+    wait_until((nursery.folder / "plain").exists)
+    out, command = nursery.folder / "out-oom", [sys.executable, "-c", code, str(nursery.folder / "plain"), KEY]
     with out.open("wb") as target:
-        subprocess.run(
-            [sys.executable, "-c", code, str(nursery.folder / "plain"), KEY],
-            env={**nursery.environment, "LATE_NUMBER": "7"},
-            stdin=subprocess.DEVNULL,
-            stdout=target,
-            stderr=target,
-            check=True,
-        )
+        env, nothing = {**nursery.environment, "LATE_NUMBER": "7"}, subprocess.DEVNULL
+        subprocess.run(command, env=env, stdin=nothing, stdout=target, stderr=target, check=True)
     assert _told(out)["oom_score_adj"] == 900
 
 
 def _send(nursery: Nursery, out: Path) -> socket.socket:
     """A request whose answer nobody has read yet."""
-    request = {
-        "key": KEY,
-        "arguments": ["never"],
-        "environment": {**nursery.environment, "LATE_NUMBER": "7"},
-        "folder": os.getcwd(),
-        "umask": 0o22,
-        "program": sys.executable,
-        "oom_score_adj": 0,
-    }
-    data = json.dumps(request).encode()
+    environment = {**nursery.environment, "LATE_NUMBER": "7"}
+    data = json.dumps(asdict(Request(KEY, ["never"], environment, os.getcwd(), 0o22, sys.executable, 0))).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(nursery.folder / "plain"))
     with out.open("wb") as target, open(os.devnull, "rb") as nothing:
@@ -244,9 +212,9 @@ def test_whoever_has_given_up_gets_nothing(nursery: Nursery, tmp_path: Path, has
         os.kill(nursery.process.pid, signal.SIGCONT)
     if has_answer:
         pid = LENGTH.unpack(connection.recv(LENGTH.size))[0]
-        assert _lives(str(pid))
+        assert lives(str(pid))
         connection.close()
-        assert _wait(lambda: not _lives(str(pid)))
+        wait_until(lambda: not lives(str(pid)))
     assert _told(nursery.ask("then")[1])["arguments"] == ["then"]
     assert (tmp_path / "out").read_text() == ""
 
@@ -260,7 +228,8 @@ def test_modules_are_imported_before_the_order_comes(tmp_path: Path, has_order: 
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write(b'["early"]\n')
         process.stdin.flush()
-        assert _wait((tmp_path / "imported").exists) and process.poll() is None
+        wait_until((tmp_path / "imported").exists)
+        assert process.poll() is None
         if has_order:
             process.stdin.write(Order(KEY, [Branch(str(tmp_path / "one"), [], "json:dumps")]).to_line())
         process.stdin.close()
@@ -285,7 +254,8 @@ def test_who_asks_waits_while_it_imports_and_not_for_one_that_died(tmp_path: Pat
         assert not (tmp_path / "one").exists()
         files = [target.fileno()] * 3
         ask(*asked, files)
-        assert _wait(lambda: out.read_text() == "it\n") and not (tmp_path / PID_FILE).exists()
+        wait_until(lambda: out.read_text() == "it\n")
+        assert not (tmp_path / PID_FILE).exists()
         process.kill()
         process.wait()
         os.unlink(tmp_path / "one")
@@ -318,14 +288,6 @@ def test_who_asks_waits_between_a_path_and_its_listening(tmp_path: Path) -> None
         assert was_refused.is_set() and connection.getpeername() == str(tmp_path / "one")
 
 
-def test_what_is_no_request_is_left(nursery: Nursery) -> None:
-    for data in (b"", b"\0\0", b"\0\0\0\4nope"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(nursery.folder / "plain"))
-            connection.sendall(data)
-    assert _told(nursery.ask("then")[1])["arguments"] == ["then"]
-
-
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_it_ends_with_whoever_started_it(tmp_path: Path, is_killed: bool) -> None:
     """All branches, when its standard input is closed and when its parent is killed."""
@@ -345,21 +307,14 @@ def test_it_ends_with_whoever_started_it(tmp_path: Path, is_killed: bool) -> Non
     ) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         pid = int(parent.stdout.readline())
-        assert _wait((tmp_path / "two").exists)
+        wait_until((tmp_path / "two").exists)
         children = Path(f"/proc/{pid}/task/{pid}/children")
-        assert _wait(lambda: len(children.read_text().split()) == 1)
+        wait_until(lambda: len(children.read_text().split()) == 1)
         (branch,) = children.read_text().split()
         if is_killed:
             parent.kill()
         else:
             parent.stdin.write("close\n")
             parent.stdin.flush()
-        assert _wait(lambda: not any(_lives(one) for one in (str(pid), branch)))
+        wait_until(lambda: not any(lives(one) for one in (str(pid), branch)))
         os.kill(parent.pid, signal.SIGKILL)
-
-
-def _lives(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 
 import pytest
 
 from fusionrl.base import open_files
+from tests.own_process import run_code
 
 PROGRAM = """
 import resource, subprocess, sys
@@ -21,8 +20,7 @@ subprocess.run([sys.executable, "-c", child], check=True)
 
 
 def test_a_process_and_those_that_it_starts() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
-    assert int(done.stdout) == open_files.most_open_files() > 256
+    assert int(run_code(PROGRAM)) == open_files.most_open_files() > 256
 
 
 def test_no_limit_is_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:

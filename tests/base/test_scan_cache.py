@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.base.scan_cache import Structure, _distributions, _Scan
+from tests.own_process import run_code
 
 # How many files of models an import opens; the structures of both kinds of answer are the same.
 _COUNT = """
@@ -42,17 +41,10 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 """
 
 
-def _run(code: str, cache: Path) -> str:
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_second_process_opens_no_models_and_knows_the_same(tmp_path: Path) -> None:
-    assert int(_run(_COUNT, tmp_path)) > 1000
+    assert int(run_code(_COUNT, XDG_CACHE_HOME=str(tmp_path))) > 1000
     assert len(list((tmp_path / "fusionrl").iterdir())) == 2
-    assert int(_run(_COUNT + _COMPARE, tmp_path)) < 100
+    assert int(run_code(_COUNT + _COMPARE, XDG_CACHE_HOME=str(tmp_path))) < 100
 
 
 def _models(tmp_path: Path) -> tuple[Path, Path]:
@@ -116,14 +108,6 @@ def test_a_file_of_another_form_is_written_anew(tmp_path: Path, found_out: list[
     assert len(found_out) == 3, "somebody else may have written it"
 
 
-def test_an_answer_that_json_changes_is_not_kept(tmp_path: Path, found_out: list[str]) -> None:
-    """Of another transformers."""
-    source, _ = _models(tmp_path)
-    scan = _Scan(lambda path, prefix=None: {frozenset(): {"one": {("a", "pair")}}}, source)  # type: ignore[dict-item,arg-type,return-value]
-    assert scan(source.parents[1] / "models") == {frozenset(): {"one": {("a", "pair")}}}
-    assert not (tmp_path / "cache").exists()
-
-
 def _install(folder: Path, name: str, module: str | None = None) -> None:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -165,3 +149,8 @@ def test_without_a_home_it_is_found_out(tmp_path: Path, found_out: list[str], mo
     monkeypatch.setattr(Path, "home", home)
     source, _ = _models(tmp_path)
     assert _scan(source, found_out) == _scan(source, found_out) and len(found_out) == 2
+    monkeypatch.undo()  # nor is an answer kept that JSON changes, of another transformers
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scan = _Scan(lambda path, prefix=None: {frozenset(): {"one": {("a", "pair")}}}, source)  # type: ignore[dict-item,arg-type,return-value]
+    assert scan(source.parents[1] / "models") == {frozenset(): {"one": {("a", "pair")}}}
+    assert not (tmp_path / "cache").exists()

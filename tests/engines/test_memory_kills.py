@@ -39,5 +39,5 @@ def test_a_child_over_the_memory_of_its_control_group(tmp_path: Path) -> None:
     first, last = ran.stdout.strip().splitlines()
     assert first.startswith("/generate of engine 0: the process ended (killed by SIGKILL). Since ")
     assert f" the kernel of {socket.gethostname()} has killed a process of this run" in first
-    assert f"its control group was full (limit 0.2 GiB, {group.oom_events.parent})" in first
+    assert f"its control group (limit 0.2 GiB, {group.oom_events.parent})" in first
     assert last == "loading"
