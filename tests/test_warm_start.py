@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from fusionrl.base.process_title import ROOM
 from fusionrl.runtime.early_start import start_nursery
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
 from tests import warm_start
+from tests.own_process import wait_until
 from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_branch
 
 MODULE = """
@@ -43,20 +42,15 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[dict[str, str]]:
-    """Variables of a nursery; its branches "kind" and "other" have imported a module, and "other" starts a thread."""
+    """Variables of a nursery, whose branch "kind" has imported a module."""
     with tempfile.TemporaryDirectory(prefix="warm-") as name:
         home = Path(name)
         (home / "once.py").write_text(MODULE)
-        (home / "threaded.py").write_text(
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-        )
         with extended_environment({"PYTHONPATH": str(home), ROOM_VARIABLE: " " * ROOM}):
-            kind, other = _branch(home), replace(_branch(home), path=str(home / "other"), modules=["threaded"])
-            free = ["PYTEST_CURRENT_TEST", "FREE"]
-            order = Order("the key", [warm_branch(other, free), warm_branch(kind, free)])
+            order = Order("the key", [warm_branch(_branch(home), ["PYTEST_CURRENT_TEST", "FREE"])])
             nursery = start_nursery(home, order.to_line())
             try:
-                _wait_for(home / "kind")
+                wait_until((home / "kind").exists)
                 (home / "key").write_text("the key")
                 yield {WARM_VARIABLE: str(home)}
             finally:
@@ -66,13 +60,6 @@ def shared() -> Iterator[dict[str, str]]:
 
 def _branch(folder: Path) -> Branch:
     return Branch(str(folder / "kind"), ["once"], "once:tell", {"OF_THE_BRANCH": "1"}, kept=["KEPT_"])
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -92,9 +79,7 @@ def _ask(folder: Path, **more: str) -> dict:
     with out.open("wb") as target:
         ask(str(folder / "kind"), "own key", [], {**os.environ, **more}, (read, target.fileno(), target.fileno()))
     os.close(read)
-    deadline = time.monotonic() + 30
-    while not out.read_text().endswith("\n") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: out.read_text().endswith("\n"))
     os.close(write)
     return json.loads(out.read_text())
 
@@ -118,9 +103,7 @@ def test_it_carries_the_run_s_mark(shared: dict[str, str], folder: Path) -> None
         for mark in marks:
             (folder / mark[0]).mkdir()
             stack.enter_context(_branches(shared, folder / mark[0], **{TOKEN_VARIABLE: mark}))
-        deadline = time.monotonic() + 30
-        while not all(len(carriers(mark)) == 1 for mark in marks) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: all(len(carriers(mark)) == 1 for mark in marks))
         pids = [pid for mark in marks for pid in carriers(mark)]
         assert len(set(pids)) == 2 == len(pids)
         for pid in pids:
@@ -128,14 +111,6 @@ def test_it_carries_the_run_s_mark(shared: dict[str, str], folder: Path) -> None
             assert b"OF_THE_BRANCH=1" in shown and b"own key" not in b"".join(shown)
             assert not {name for name in shown if name.startswith(ROOM_VARIABLE.encode())}
     assert not any(carriers(mark) for mark in marks)
-
-
-def test_all_branches_or_none(shared: dict[str, str], folder: Path) -> None:
-    """The first is given and the second refused: the run's own nursery may listen in their places."""
-    order = Order("own key", [_branch(folder), replace(_branch(folder), path=str(folder / "other"))])
-    with extended_environment({**shared, TOKEN_VARIABLE: "d" * 32}), pytest.raises(ConnectionError):
-        WarmBranches(order, folder / "log")
-    assert not carriers("d" * 32) and [path.name for path in folder.iterdir()] == ["log"]
 
 
 def test_it_ends_with_its_run(shared: dict[str, str], folder: Path) -> None:

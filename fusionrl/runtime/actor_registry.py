@@ -30,15 +30,12 @@ class ActorDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
-    """One actor."""
-
     name: str  # as messages use it: "trainer rank 3", "the Buffer", "engine 1"
     handle: ActorHandle
     log: Path
 
     @property
     def id(self) -> str:
-        """Ray's id of it, as a hex string."""
         return str(self.handle._actor_id.hex())
 
 
@@ -51,7 +48,6 @@ class ActorRegistry:
         self._memory_kills = MemoryKills()  # of the driver's machine
 
     def add(self, name: str, handle: ActorHandle, log: Path) -> None:
-        """Note an actor that was made."""
         self._members[name] = Member(name, handle, log)
 
     def hide(self, secrets: Iterable[str | None]) -> None:
@@ -62,7 +58,6 @@ class ActorRegistry:
         return iter(list(self._members.values()))  # the watchdog's thread asks, too, while the run adds to it
 
     def clear(self) -> None:
-        """Forget all: they are ended on purpose."""
         self._members.clear()
 
     def explain(self, error: BaseException, patience_s: float = 1.0) -> ActorDied | None:

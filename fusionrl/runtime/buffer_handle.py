@@ -16,7 +16,7 @@ from fusionrl.buffer.eval_versions import MixedVersions
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import root_cause
-from fusionrl.runtime.supervisor import LongWait, Supervisor
+from fusionrl.runtime.supervisor import Supervisor
 from fusionrl.weights.in_process import get, wait
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,9 @@ class EvaluationLost(RuntimeError):
         self.num_died = num_died
 
 
-def _may_be_of_engines(error: BaseException) -> bool:
-    """Return whether an evaluation may have ended with `error` because its engines died."""
-    if isinstance(error, HookError):
-        return not error.is_own_fault
-    return not isinstance(error, MixedVersions | ValueError)
+def _is_fault_of_code(error: BaseException) -> bool:
+    """Return whether an evaluation would end with `error` on any engine."""
+    return error.is_own_fault if isinstance(error, HookError) else isinstance(error, MixedVersions | ValueError)
 
 
 class BufferHandle:
@@ -63,12 +61,10 @@ class BufferHandle:
 
     @property
     def is_started(self) -> bool:
-        """Return whether the actor has been made."""
         return self._actor is not None
 
     @property
     def actor(self) -> ActorHandle:
-        """The Buffer."""
         assert self._actor is not None, "the Buffer has not been started"
         return self._actor
 
@@ -82,7 +78,6 @@ class BufferHandle:
         return self.actor.setup.remote(endpoints)
 
     def set_engines(self, urls: Sequence[str], eval_urls: Sequence[str]) -> None:
-        """Tell the Buffer that engines, or those that only evaluate, have other addresses."""
         get(self.actor.set_engines.remote(list(urls), list(eval_urls)))
 
     # ------------------------------------------------------------------------------------ rounds
@@ -93,7 +88,7 @@ class BufferHandle:
     def wait_rollout(self, started: PendingRound) -> Rollout:
         """Wait for a rollout. If an engine dies meanwhile, its death is raised and not the consequences."""
         try:
-            rollout: Rollout = self._supervisor.wait(started.ref, LongWait(self.actor.waits_for.remote).look)
+            rollout: Rollout = self._supervisor.wait(started.ref)
         finally:  # a function that was refused may well have failed
             self._warn_of_refusals()
         _add_faults(rollout.metrics, "rollout", started.faults, self._engines.count_faults())
@@ -127,16 +122,13 @@ class BufferHandle:
         except ray.exceptions.RayTaskError as error:
             died = self._engines.evaluation.count_faults() if has_own else {}
             num_died = int(died.get("engines_died", 0.0) - started.faults.get("engines_died", 0.0))
-            if not num_died or not _may_be_of_engines(root_cause(error)):
+            if not num_died or _is_fault_of_code(root_cause(error)):
                 raise
             raise EvaluationLost(num_died, root_cause(error)) from error
         finally:
             self._warn_of_refusals()
-        if has_own:
-            for name, count in self._engines.evaluation.count_faults().items():
-                metrics[f"eval/{name}"] = count - started.faults[name]
-        else:
-            _add_faults(metrics, "eval", started.faults, self._engines.count_faults())
+        engines = self._engines.evaluation if has_own else self._engines
+        _add_faults(metrics, "eval", started.faults, engines.count_faults())
         return metrics
 
     def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> PendingRound:
@@ -167,11 +159,9 @@ class BufferHandle:
         return self.actor.save.remote(str(folder / "buffer.json"), rollout_id)
 
     def load(self, folder: Path) -> ray.ObjectRef:
-        """Begin to read what `save` wrote."""
         return self.actor.load.remote(str(folder / "buffer.json"))
 
     def state_hash(self, rollout_id: int | None = None) -> str:
-        """SHA-256 of the Buffer's state, of now or right after a rollout."""
         return get(self.actor.state_hash.remote(rollout_id))
 
     def close(self) -> None:
@@ -188,7 +178,6 @@ class StreamHandle:
         self._buffer, self._supervisor = buffer, supervisor
 
     def start(self, num_trained: int) -> None:
-        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
         get(self._buffer.actor.begin_stream.remote(num_trained))
 
     def next_rollout(self, rollout_id: int) -> PendingRound:
@@ -197,16 +186,13 @@ class StreamHandle:
 
     def trained(self) -> bool:
         """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
-        actor = self._buffer.actor
-        is_due: bool = self._supervisor.wait(actor.rollout_trained.remote(), LongWait(actor.waits_for.remote).look)
+        is_due: bool = self._supervisor.wait(self._buffer.actor.rollout_trained.remote())
         return is_due
 
     def pushed(self, version: int) -> None:
-        """Note that the engines have weights of `version`."""
         get(self._buffer.actor.weights_pushed.remote(version))
 
     def stop(self) -> None:
-        """End what is under way."""
         self._supervisor.wait(self._buffer.actor.end_stream.remote())
 
 

@@ -35,11 +35,7 @@ class Checkpoint:
 
 
 def _read(path: Path) -> Checkpoint:
-    """The checkpoint in `path`, with its manifest.
-
-    Raises:
-        ValueError: it is damaged, or of another checkpoint.
-    """
+    """The checkpoint in `path`, with its manifest. Raises ValueError if it is damaged, or of another checkpoint."""
     where = f"checkpoint {path}: it is damaged or incomplete"
     if path.is_symlink() or (path / _MANIFEST).is_symlink():
         raise ValueError(f"{where}: it is a link to elsewhere")
@@ -106,10 +102,7 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         """The newest finished checkpoint by its name; one without its manifest was never published and does not count.
-
-        Raises:
-            ValueError: its manifest is damaged, or of another checkpoint; older ones are not read.
-        """
+        Raises ValueError if its manifest is damaged, or of another checkpoint; older ones are not read."""
         finished = self._finished()
         if not finished:
             return None
@@ -129,10 +122,8 @@ class Checkpoints:
     def check(checkpoint: Checkpoint) -> None:
         """Compare a checkpoint with its manifest, except the trainers' files, which the trainers check.
 
-        One of an earlier version, which kept no hashes, is let through with a warning.
-
-        Raises:
-            ValueError: a file or folder is missing, is not what was saved, or is a link to elsewhere.
+        One of an earlier version, which kept no hashes, is let through with a warning. Raises ValueError if a file or
+        folder is missing, is not what was saved, or is a link to elsewhere.
         """
         where = f"checkpoint {checkpoint.path}: it is damaged or incomplete"
         if _is_without_hashes(checkpoint):

@@ -42,9 +42,9 @@ class ClockOffsets:
 
     def measure(self) -> None:
         """Record the clock of each other machine, if the first of its actors answers; if not, ask another next time."""
-        recorder = spans.recorder()
-        for names in self._elsewhere.values() if recorder is not None else ():
-            assert recorder is not None
+        if (recorder := spans.recorder()) is None:
+            return
+        for names in self._elsewhere.values():
             try:
                 recorder.note_clock(*spans.measure_offset(partial(self._ask, names[0])))
             except FAILURES as error:

@@ -56,11 +56,8 @@ class EarlyStart:
         self.close()
 
     def prepare(self, argv: Sequence[str]) -> None:
-        """Start before the flags are parsed if they look like a CPU run; `begin` corrects a wrong guess.
-
-        Raises:
-            OSError: as `begin`.
-        """
+        """Start before the flags are parsed if they look like a CPU run; `begin` corrects a wrong guess. Raises
+        OSError, as `begin`."""
         words = {part for word in argv for part in word.split("=")}
         has_gpu = any(os.path.exists(path) for path in _GPU_FILES) and not words & {"cpu"}
         if not has_gpu and words.isdisjoint(_NO_NURSERY):
@@ -68,11 +65,8 @@ class EarlyStart:
             self._start_nursery()
 
     def begin(self, config: Config, device: str) -> None:
-        """Start whatever `prepare` did not; idempotent. A nursery needs a CPU run with its own cluster.
-
-        Raises:
-            OSError: no folder or process can be made; nothing is started.
-        """
+        """Start whatever `prepare` did not; idempotent. A nursery needs a CPU run with its own cluster. Raises OSError
+        if no folder or process can be made; nothing is started."""
         if self._has_begun:
             return
         self._make_folder()
@@ -142,7 +136,6 @@ class EarlyStart:
 
 
 def nursery_environment() -> dict[str, str]:
-    """Return the environment of a nursery that this process starts."""
     paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     env = child_environment("guard") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env.setdefault("MKL_CBWR", "AUTO")  # see `Launcher`: MKL may read it before a fork is a trainer
@@ -152,11 +145,8 @@ def nursery_environment() -> dict[str, str]:
 
 
 def start_nursery(folder: Path, line: bytes) -> subprocess.Popen[bytes]:
-    """Start a nursery with its first line. Its log is in `folder`; it ends with this process.
-
-    Raises:
-        OSError: it cannot be started, or is dead.
-    """
+    """Start a nursery with its first line. Its log is in `folder`; it ends with this process. Raises OSError if it
+    cannot be started, or is dead."""
     with open(folder / "nursery.log", "wb") as log:
         nursery = subprocess.Popen(
             [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import ray
 from ray.actor import ActorHandle
@@ -38,19 +38,16 @@ class RoutedEngines:
         self.recovery: Recovery | None = None  # --use-fault-tolerance
 
     def make(self, num_engines: int) -> None:
-        """Make the actors, whose servers are not started yet."""
         numbers = range(self._first, self._first + num_engines)
         self.engines = [self._launcher.make_engine("engine", number) for number in numbers]
 
     def start_router(self) -> str:
-        """Start the router, still empty; return its address, or "" without engines."""
         if not self.engines:
             return ""
         self.router = self._launcher.make_router(self._router_name)
         return self.router.start()
 
     def add(self, urls: Iterable[str]) -> None:
-        """Put the engines, which serve at `urls`, into the router."""
         self.urls = list(urls)
         for url in self.urls:
             assert self.router is not None
@@ -66,7 +63,6 @@ class RoutedEngines:
             )
 
     def count_faults(self) -> dict[str, float]:
-        """With --use-fault-tolerance: the deaths so far."""
         return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
 
     def check_router(self) -> None:
@@ -75,7 +71,6 @@ class RoutedEngines:
             self.router.check_alive()
 
     def end_router(self) -> None:
-        """End the router. Idempotent."""
         if self.router is not None:
             self.router.shutdown()
         self.router = self.recovery = None
@@ -98,10 +93,10 @@ class EnginePool(RoutedEngines):
         *,
         say: Callable[[str], None] = lambda text: None,
         check_stop: Callable[[], None] = lambda: None,
-        on_addresses: Callable[[Sequence[str], Sequence[str]], None] = lambda urls, eval_urls: None,
+        on_addresses: Callable[[], None] = lambda: None,
     ) -> None:
-        """`say` shows progress; `check_stop` is called while waiting and may raise to end the wait; `on_addresses` gets
-        the addresses of the engines, and of those that only evaluate, when they change."""
+        """`say` shows progress; `check_stop` is called while waiting and may raise to end the wait; `on_addresses` is
+        called when the addresses of engines have changed."""
         super().__init__(launcher, "router", 0)
         self._config, self._plan = config, plan
         self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
@@ -172,7 +167,6 @@ class EnginePool(RoutedEngines):
 
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:
-        """From now on the engines generate: health checks begin."""
         for recovery in self._recoveries():
             recovery.begin_round()
 
@@ -205,14 +199,11 @@ class EnginePool(RoutedEngines):
             logger.debug("the engines cannot be asked: %s", error)
         return None
 
-    def check_answers(self, with_evaluation: bool = False) -> None:
-        """With --use-fault-tolerance, before a push: replace the engines that are dead or do not answer."""
-        for recovery in self._recoveries(with_evaluation):
-            recovery.check_answers()
-
-    def find_hung(self, with_evaluation: bool = False) -> int:
-        """After a push that failed: take out the engines that make no token. Returns their number."""
-        return sum(recovery.find_hung() for recovery in self._recoveries(with_evaluation))
+    def check_answers(self, with_evaluation: bool = False, *, makes_tokens: bool = False) -> int:
+        """With --use-fault-tolerance, before a push, or with `makes_tokens` after one that failed: replace the engines
+        that are dead, or do not answer, or make no token. Returns their number."""
+        recoveries = self._recoveries(with_evaluation)
+        return sum(recovery.check_answers(makes_tokens=makes_tokens) for recovery in recoveries)
 
     def count_faults(self) -> dict[str, float]:
         """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
@@ -227,12 +218,10 @@ class EnginePool(RoutedEngines):
     # ------------------------------------------------------------------------------------ recovery
     @property
     def is_recovering(self) -> bool:
-        """Return whether engines that die are replaced (--use-fault-tolerance)."""
         return self.recovery is not None
 
     @property
     def num_out(self) -> int:
-        """Engines of the policy that died and do not serve yet."""
         return self.recovery.num_out if self.recovery is not None else 0
 
     def finish_starts(self, with_evaluation: bool = False) -> bool:
@@ -253,7 +242,7 @@ class EnginePool(RoutedEngines):
         for recovery in out:
             recovery.join()
         if out:
-            self._on_addresses(self.urls, self.evaluation.urls)
+            self._on_addresses()
         return num_back
 
     def targets(self) -> list[EngineTarget]:

@@ -33,11 +33,8 @@ def engine_specs(
     api_key: str | None,
     log_dir: str,
 ) -> list[EngineSpec]:
-    """The engine number `index` of a role, on the devices `places`: its parts, one for each node that it spans.
-
-    Raises:
-        ValueError: the nodes have different numbers of its devices, or a flag names a field that fusionrl sets itself.
-    """
+    """The engine number `index` of a role, on the devices `places`: its parts, one for each node that it spans. Raises
+    ValueError if the nodes have different numbers of its devices, or a flag names a field that fusionrl sets itself."""
     parts = by_node(places)
     if len({len(part) for part in parts}) > 1:
         counts = ", ".join(str(len(part)) for part in parts)
@@ -102,7 +99,6 @@ def _model_path(config: Config, plan: Plan, role: EngineRole) -> str:
 
 
 def _server_args(config: Config, plan: Plan, role: EngineRole, index: int) -> dict[str, object]:
-    """Return the ServerArgs fields of an engine of this role."""
     if role == "reward-model":
         return dict(config.reward.rm_server_args)
     if role == "teacher":

@@ -16,13 +16,10 @@ from fusionrl.runtime.actor_process import (
 
 
 class EngineWorker(ActorProcess, EngineActor):
-    """An engine's actor process."""
-
-    def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings | None = None) -> None:
-        if settings is not None:
-            settings.apply()
+    def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings) -> None:
+        settings.apply()
         log_to(log, spec.log_name.removesuffix(".log"))
-        self._binds = settings is not None and settings.numa_affinity
+        self._binds = settings.numa_affinity
         super().__init__(spec)
 
     def start(self) -> str:
@@ -31,7 +28,6 @@ class EngineWorker(ActorProcess, EngineActor):
         return super().start()
 
     def open_hardware(self) -> None:
-        """Find the devices, and take CPUs near them."""
         if self._hardware is None:
             ordinals = self.spec.gpu_ids if self.spec.device == "cuda" else ()
             self._hardware = ProcessHardware(ordinals, binds=self._binds)

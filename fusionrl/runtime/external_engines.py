@@ -9,8 +9,7 @@ serving   in the router, with the current weights
 leaving   out of the router; it finishes its requests and still gets pushes
 gone      released, in a state that others can use
 
-When one dies, the other engines get its requests. When a new one breaks its first push, it is dropped and the push is
-repeated; where trainers and engines share memory a push cannot be repeated, and the run ends.
+When one dies, the others get its requests. A new one that breaks its first push is dropped and the push repeated.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ _ALIKE = ("quantization", "context_length", "allow_auto_truncate")
 
 @dataclass
 class ExternalEngine:
-    """One external engine."""
-
     index: int
     url: str
     actor: ActorHandle
@@ -145,13 +142,9 @@ class ExternalEngines:
         if self._router is None:
             return
         self._follow_list()
-        for engine in list(self._engines):
-            if engine.state == "joining":
-                self._check_joining(engine)
-            elif engine.state == "leaving":
-                self._check_leaving(engine)
-            elif engine.state == "serving":
-                self._check_serving(engine)
+        checks = {"joining": self._check_joining, "leaving": self._check_leaving, "serving": self._check_serving}
+        for engine in [engine for engine in self._engines if engine.state in checks]:
+            checks[engine.state](engine)
         if self._plan.layout is None:  # no push will come
             self.admit()
         self._write()
@@ -231,7 +224,6 @@ class ExternalEngines:
 
     @property
     def pushed_urls(self) -> list[str]:
-        """Addresses of `targets`."""
         return [engine.url for engine in self._engines if engine.facts is not None]
 
     def admit(self) -> None:

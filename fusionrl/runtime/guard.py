@@ -1,10 +1,8 @@
 """The last one out: a small process that ends what is left of a run when its driver has ended, however it ended.
 
-Ray's own processes watch each other, but not all at every moment: an agent that is still starting when its raylet
-is killed can live on. Every process of a run on this machine inherits a token in its environment; the guard notes
-who has it until the pipe from the driver closes, gives them a few seconds to end by themselves, and kills the rest.
-Then it removes the run's private folder, which has Ray's files and sockets.
-Standard library alone: it must start at once and outlive everything else.
+Every process of a run on this machine inherits a token in its environment; the guard notes who has it until the pipe
+from the driver closes, gives them a few seconds to end by themselves, and kills the rest. Then it removes the run's
+private folder. Standard library alone: it must start at once and outlive everything else.
 """
 
 from __future__ import annotations
@@ -112,7 +110,6 @@ class ProcessWatch:
         return pid in self._found and _start_time(pid) == self._found[pid]
 
     def living(self) -> list[int]:
-        """Processes that were found and live."""
         return [pid for pid, start in self._found.items() if _start_time(pid) == start]
 
 

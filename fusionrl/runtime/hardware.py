@@ -35,8 +35,6 @@ _RAY = ("raylet", "gcs_server")
 
 
 class HardwareMetrics:
-    """Asks the processes of a run."""
-
     def __init__(
         self,
         plan: Plan,
@@ -47,12 +45,7 @@ class HardwareMetrics:
         peak_tflops: float | None,
         asks: bool = True,
     ) -> None:
-        """
-        Args:
-            file: where the inventory goes.
-            peak_tflops: --peak-tflops
-            asks: whether there are processes to ask; without, there are speeds alone.
-        """
+        """`file`: for the inventory. `asks`: whether there are processes to ask; without, there are speeds alone."""
         self._plan, self._trainers, self._engines, self._buffer, self._file = plan, trainers, engines, buffer, file
         self._peak = None if peak_tflops is None else peak_tflops * 1e12
         self._asks, self._is_listed, self._is_warned = asks, False, False
@@ -81,7 +74,6 @@ class HardwareMetrics:
         return metrics | self._driver_memory() | self._speeds(values, work)
 
     def _driver_memory(self) -> dict[str, float]:
-        """Host memory of this process, and of the Ray processes on this node."""
         if self._ray_processes is None:  # a look at all processes of the machine
             self._ray_processes = [child for child in psutil.Process().children(recursive=True) if _name(child) in _RAY]
         metrics = {"hardware/host_bytes/driver": float(resident_bytes(os.getpid()))}
@@ -148,7 +140,6 @@ def _pool(name: str, column: Sequence[float]) -> float:
 
 
 def _answers(references: Sequence[ray.ObjectRef]) -> list[dict]:
-    """Return the answers that arrive in time; the supervision reports dead actors."""
     done, _ = ray.wait(list(references), num_returns=len(references), timeout=_ANSWER_S)
     answers = []
     for reference in done:

@@ -47,19 +47,6 @@ from fusionrl.weights.in_process import get
 logger = logging.getLogger(__name__)
 
 
-def check_open_router(asks_for_key: bool, is_alone: bool) -> None:
-    """Refuse a router without a key (--router-api-key none) where it is not on loopback.
-
-    Raises:
-        ValueError: the run has several nodes.
-    """
-    if not asks_for_key and not is_alone:
-        raise ValueError(
-            "--router-api-key none: on several nodes the router listens on the network, where every client"
-            " could use the engines; leave the flag out"
-        )
-
-
 class Launcher:
     """Starts Ray, reserves devices, makes actors and the router, and ends all of them."""
 
@@ -84,16 +71,12 @@ class Launcher:
 
     @property
     def is_running(self) -> bool:
-        """Return whether actors can be asked."""
         return is_running()
 
     # ------------------------------------------------------------------------------------ start
     def start(self, on_ray: Callable[[], None] = lambda: None) -> None:
         """Start or join Ray and reserve the devices. `on_ray` is called once Ray runs, which installs signal handlers.
-
-        Raises:
-            ValueError: no such cluster, too few devices, or a variable of --hook-env is not set.
-        """
+        Raises ValueError if no cluster answers, it has too few devices, or a variable of --hook-env is not set."""
         plan, cluster = self._plan, self._config.cluster
         raise_open_files()  # for the router, and for whatever else is started here
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -116,7 +99,11 @@ class Launcher:
             )
         on_ray()
         self.is_alone = self.is_alone or is_alone()
-        check_open_router(self._asks_for_key, self.is_alone)
+        if not self._asks_for_key and not self.is_alone:
+            raise ValueError(
+                "--router-api-key none: on several nodes the router listens on the network, where every client"
+                " could use the engines; leave the flag out"
+            )
         if plan.num_bundles:
             self._group, self.bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
             num_trainers = plan.layout.world_size if plan.layout else 0
@@ -216,7 +203,6 @@ class Launcher:
         return actors
 
     def make_buffer(self) -> ActorHandle:
-        """The Buffer's actor, not yet set up."""
         log = self._log("buffer")
         actor = actor_on(BufferWorker, None, None, env=self._own_env()).remote(
             self._config,
@@ -298,7 +284,6 @@ class Launcher:
 
 
 def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, str] | None:
-    """Return the options of the profiler that a trainer runs under, if --profile-… select it."""
     order = ProfileOrder.of(config)
     if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
         return None
@@ -315,14 +300,8 @@ def actor_environment(
 ) -> dict[str, str]:
     """Return the environment that every actor needs on any node: import paths and NCCL settings.
 
-    An engine's server inherits its actor's, so trainers and engines have the same settings.
-
-    Args:
-        plan: the run's.
-        server_args: the engines' ServerArgs fields.
-        environ: the environment of the command.
-        stores: the folder of the run's stores where it is alone on its node, else None.
-        peers: the addresses of the nodes.
+    An engine's server inherits its actor's, so trainers and engines have the same settings. `stores`: the folder of the
+    run's stores where it is alone on its node, else `peers` are the addresses of the nodes.
     """
     paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}

@@ -32,7 +32,6 @@ class LocalLauncher(Launcher):
 
     @property
     def is_running(self) -> bool:
-        """Return whether there are actors to ask."""
         return self._is_running
 
     def start(self, on_ray: Callable[[], None] = lambda: None) -> None:
@@ -52,7 +51,6 @@ class LocalLauncher(Launcher):
             self.bundles.append(Bundle(number, number, socket.gethostname(), LOOPBACK, gpu))
 
     def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
-        """Return the local actor of an engine, not yet started."""
         _, (spec,) = self._engine_specs(role, index)
         return self._add(spec.name, LocalActor(lambda: EngineActor(spec), spec.name, _ENGINE_THREADS))
 
@@ -63,7 +61,6 @@ class LocalLauncher(Launcher):
         return [self._add("trainer rank 0", LocalActor(lambda: worker(*arguments), "trainer"))]
 
     def make_buffer(self) -> ActorHandle:
-        """Return the Buffer's local actor, not yet set up."""
         arguments = (self._config, self._plan, str(self.run_dir), self._attempt, put)
         return self._add("the Buffer", LocalActor(lambda: BufferActor(*arguments), "buffer"))
 

@@ -65,7 +65,8 @@ def model_card(title: str, config: Config, plan: Plan, rows: Sequence[Row], *, h
         parts.append(f"![curves of the run]({CURVES})\n")
     if table := _evaluations(rows):
         parts += ["## Evaluation\n", table]
-    parts += ["## Repeat it\n", _indented(_command(config)), "## Versions\n", _versions()]
+    command = " \\\n  ".join(_command(config))
+    parts += ["## Repeat it\n", f"```\n{command}\n```\n", "## Versions\n", _versions()]
     return "\n".join(parts)
 
 
@@ -95,7 +96,6 @@ def _data(config: Config) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Return first, last and highest value of the metrics that a reader looks for."""
     lines = []
     for name in _SHOWN:
         values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]  # type: ignore[arg-type]
@@ -107,7 +107,6 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _evaluations(rows: Sequence[Row]) -> str:
-    """Return a row for each evaluation, with all of its scores."""
     scored = [row for row in rows if any(name.startswith("eval/") for name in row)]
     names = sorted({name for row in scored for name in row if re.fullmatch(r"eval/[^/]+/(accuracy|reward|loss)", name)})
     if not names:
@@ -148,10 +147,6 @@ def _flag(flag: str, value: object, *, may_be_secret: bool = False) -> list[str]
 def _shown(value: object) -> str:
     """Return a value as the user gave it: a hub name instead of its cache folder, no passwords."""
     return hide_passwords(_CACHED.sub(r"\1/\2", str(value)))
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "```\n" + " \\\n  ".join(lines) + "\n```\n"
 
 
 def _versions() -> str:

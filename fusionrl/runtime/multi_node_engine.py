@@ -119,7 +119,6 @@ class MultiNodeEngineWorker(EngineWorker):
         return None if None in paths else paths[0]
 
     def drop_local_copy(self, local_folder: str) -> None:
-        """Remove the copies of all its hosts."""
         ends = [part.drop_local_copy.remote(local_folder) for part in self._parts]
         super().drop_local_copy(local_folder)
         _wait(ends)

@@ -35,13 +35,11 @@ class Profiling:
         attempt: int,
         last_step: int | None = None,
     ) -> None:
-        """`order`: None without profiles. `last_step`: the run's."""
         self._order, self._groups, self._pool, self._last_step = order, trainers, engines, last_step
         self._folder, self._attempt = run_dir.absolute() / FOLDER, attempt
         self._first_step = 0  # of the profile under way; 0: none is
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         order = self._order
         if order is None or self._first_step or not order.has(step):
             return
@@ -53,7 +51,6 @@ class Profiling:
             self._wait(calls, _START_TIMEOUT_S, "begun")
 
     def end(self, step: int) -> None:
-        """A step has ended."""
         order = self._order
         if order is None or not self._first_step:
             return

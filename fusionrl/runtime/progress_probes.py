@@ -57,12 +57,14 @@ class ProgressProbes:
         return loads[:_MOST_ENGINES]
 
     def progress(self) -> Sequence[str]:
-        """Ask the Buffer about rollouts and rewards, in words."""
         if not self._buffer.is_started:
             return []
         answer = self._buffer.actor.progress.remote()
         if not ray.wait([answer], timeout=_ANSWER_S)[0]:
-            return [f"the Buffer has not started yet, or does not answer within {_ANSWER_S:g} s"]
+            return [
+                f"the Buffer has not started yet, or does not answer within {_ANSWER_S:g} s: a user function may block"
+                " its event loop (a call that blocks, in an async function)"
+            ]
         text = ray.get(answer)
         return [text] if text else []
 
@@ -88,11 +90,8 @@ def _load(name: str, url: str, api_key: str) -> EngineLoad:
 
 
 def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
-    """Requests running and waiting, tokens a second, and tokens in the KV cache, over its data-parallel parts.
-
-    Raises:
-        RuntimeError: no answer, or one of another form.
-    """
+    """Requests running and waiting, tokens a second, and tokens in the KV cache, over its data-parallel parts. Raises
+    RuntimeError if there is none, or it has another form."""
     answer = call("GET", f"{url}/v1/loads?include=core", api_key=api_key, timeout_s=_ANSWER_S)
     loads = answer.get("loads") if isinstance(answer, dict) else None
     if not isinstance(loads, list):
@@ -105,7 +104,6 @@ def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
 
 
 def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
-    """Look at the run's processes on nodes of the cluster."""
     task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(_look_at)
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
     looks = [task.options(scheduling_strategy=place).remote(str(logs)) for place in places]

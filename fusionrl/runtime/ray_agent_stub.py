@@ -21,11 +21,8 @@ _LOOK_MS = 1000
 
 
 def option(command: Sequence[str], name: str) -> str:
-    """The value of an option that is given as name=value.
-
-    Raises:
-        LookupError: it is not given; this version of Ray starts its agent otherwise.
-    """
+    """The value of an option that is given as name=value. Raises LookupError if it is not given; this version of Ray
+    starts its agent otherwise."""
     values = [word.partition("=")[2] for word in command if word.partition("=")[0] == name]
     if not values:
         raise LookupError(name)

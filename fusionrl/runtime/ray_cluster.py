@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.pending_calls import waiting
 from fusionrl.plan.visible_devices import VARIABLE, Gpu, countable, locate
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
-from fusionrl.runtime.ray_processes import in_own_groups, only_what_is_used
+from fusionrl.runtime.ray_processes import only_what_is_used
 from fusionrl.weights.in_process import get, wait
 from fusionrl.weights.remote_calls import Reference
 
@@ -35,7 +34,6 @@ T = TypeVar("T")
 CPU_DEVICE_RESOURCE = "fusionrl_device"
 LEAVE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Environment of every actor: devices are chosen by the plan."""
-_FIRST_WITH_TOKENS = (2, 52)  # the first version of Ray that can ask for a token
 _OPEN, _CLOSED = "this cluster is open", "this cluster asks for a token"
 # Does the cluster answer a client without a token? A separate process, as Ray reads its mode once.
 _PROBE = f"""
@@ -53,8 +51,6 @@ _PROBE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Bundle:
-    """One device: where it is, and how to schedule on it."""
-
     index: int  # position in the sorted order that the plan counts by
     group_index: int  # index inside the placement group
     node_id: str
@@ -74,16 +70,9 @@ def start_ray(
     """Join the cluster at `address`, or start a local one with `num_devices` devices. True if it was started here.
 
     A local one asks for a token made here, listens on loopback alone, and keeps its files in `folder`, which its user
-    has made private. With `allow_open` it also joins a cluster that requires no token.
-
-    Raises:
-        ValueError: no cluster answers at `address`, or one that is open or cannot be asked; or this Ray cannot ask for
-            a token.
+    has made private. With `allow_open` it also joins a cluster that requires no token. Raises ValueError if no cluster
+    answers at `address`, or one that is open or cannot be asked.
     """
-    version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
-    if version < _FIRST_WITH_TOKENS:
-        needed = ".".join(map(str, _FIRST_WITH_TOKENS))
-        raise ValueError(f"ray {ray.__version__} asks for no token: anyone could run code in it; install ray>={needed}")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:
         _refuse_dead_address(address)
@@ -106,7 +95,7 @@ def start_ray(
         resources["resources"] = {CPU_DEVICE_RESOURCE: num_devices}
     elif (count := countable(os.environ.get(VARIABLE))) is not None:
         resources["num_gpus"] = count  # Ray itself counts whole GPUs, of which there are fewer than MIG slices
-    with in_own_groups(dashboard), only_what_is_used(dashboard):
+    with only_what_is_used(dashboard):
         ray.init(
             address="local",  # without it Ray joins whatever cluster this machine happens to run
             include_dashboard=dashboard,
@@ -139,15 +128,12 @@ def _ask_for_token() -> None:
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": CLUSTER_TOKEN}
     raylet.Config.initialize("")  # it was read from the environment when ray was imported
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-    assert raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN, "Ray does not ask for a token"
+    assert raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN, "ray<2.52 asks for no token"
 
 
 def _closed_cluster(address: str) -> str:
-    """The `host:port` of the cluster at `address`, which has refused a client without a token.
-
-    Raises:
-        ValueError: it accepts any client, is not a single running cluster, or cannot be probed.
-    """
+    """The `host:port` of the cluster at `address`, which has refused a client without a token. Raises ValueError if it
+    accepts any client, is not a single running cluster, or cannot be probed."""
     resolved = _resolve_address(address)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     environ["RAY_AUTH_MODE"] = "disabled"
@@ -160,19 +146,16 @@ def _closed_cluster(address: str) -> str:
             timeout=_PROBE_TIMEOUT_S,
             check=False,
         )
+        answer, cause = probe.stdout, (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"--ray-address {address}: {resolved} did not say within {_PROBE_TIMEOUT_S:.0f} s whether it asks for a"
-            " token; give the address (host:port) of a Ray cluster that answers"
-        ) from None
-    if _OPEN in probe.stdout:
+        answer, cause = "", f"no answer within {_PROBE_TIMEOUT_S:.0f} s"
+    if _OPEN in answer:
         raise ValueError(
             f"--ray-address {address}: this cluster requires no token, so every client can run code as its"
             " user; start its nodes with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN, or pass --allow-open-ray if"
             " no one else can reach it"
         )
-    if _CLOSED not in probe.stdout:
-        cause = (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
+    if _CLOSED not in answer:
         raise ValueError(
             f"--ray-address {address}: {resolved} did not say whether it asks for a token ({cause[:300]});"
             " give the address (host:port) of a Ray cluster that answers"
@@ -209,11 +192,8 @@ def is_alone() -> bool:
 
 
 def place_devices(device: str, num_devices: int, timeout_s: float) -> tuple[PlacementGroup, list[Bundle]]:
-    """Reserve `num_devices` devices and say where each is, sorted by node and device.
-
-    Raises:
-        ValueError: the cluster has not that many devices, or they were not free within `timeout_s` seconds.
-    """
+    """Reserve `num_devices` devices and say where each is, sorted by node and device. Raises ValueError if the cluster
+    has not that many devices, or they were not free within `timeout_s` seconds."""
     resource = "GPU" if device == "cuda" else CPU_DEVICE_RESOURCE
     total = int(ray.cluster_resources().get(resource, 0))
     if total < num_devices:
@@ -275,7 +255,6 @@ FAILURES = (RuntimeError, OSError, ray.exceptions.RayError)
 
 
 def is_running() -> bool:
-    """Return whether this process is connected to Ray."""
     return bool(ray.is_initialized())
 
 
@@ -287,15 +266,16 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: None) -> list[T]:
+def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: None, interval_s: float = 1.0) -> list[T]:
     """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
 
-    `check` is called about once a second, and may raise to end the wait.
+    `check` is called about once in `interval_s` seconds while calls are under way, and may raise to end the wait.
     """
     pending = list(refs)
     with waiting(lambda: pending):
         while pending:
-            done, pending = wait(pending, num_returns=1, timeout=1.0)
+            done, pending = wait(pending, num_returns=1, timeout=interval_s)
             get(done)
-            check()
+            if pending:
+                check()
     return get(list(refs))

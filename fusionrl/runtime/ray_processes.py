@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,54 +31,40 @@ _NO_PORT = -1  # what Ray's own agent says where the packages of a dashboard are
 
 @contextmanager
 def only_what_is_used(dashboard: bool) -> Iterator[None]:
-    """Start Ray without the processes that a run does not use; with `dashboard`, start all of them.
-
-    The cluster has one node, actors write their own logs, and without a dashboard its server only collects usage
-    statistics. Ray has no options for it. They cost 2 s of a core, and `ray.init` waits for the server.
-    """
-    names = [] if dashboard else [name for name in _UNUSED if hasattr(Node, name)]
-    starters = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, _start_nothing)
-    try:
-        yield
-    finally:
-        for name, starter in starters.items():
-            setattr(Node, name, starter)
-
-
-def _start_nothing(node: Node, **options: object) -> None:
-    pass
-
-
-@contextmanager
-def in_own_groups(dashboard: bool = True) -> Iterator[None]:
-    """Start Ray's processes in process groups of their own, and a raylet without unused agents.
+    """Start Ray within it: in process groups of its own, and without the processes that a run does not use.
 
     `timeout`, a shell or a scheduler sends SIGTERM to the command's whole group. The command then ends Ray; if
     Ray were dead by then, each of the command's calls would wait for a minute.
 
-    A raylet has two agents, which are Python programs that import Ray: a second of a core each, and the raylet waits
-    until both have told their ports. The dashboard's agent has nothing to do without a dashboard. The other one makes
-    the environments of `runtime_env`; the run's actors have none, and a user's function that requests one gets it
-    later: a sleeper listens for the agent and becomes it.
+    The cluster has one node and actors write their own logs, so without a dashboard three of its processes, and two
+    agents of a raylet, cost 4 s of a core for nothing. Ray has no options for it. One agent makes the environments of
+    `runtime_env`; the run's actors have none, and for a user's function a sleeper listens and becomes that agent.
     """
-    popen, starter = services.ConsolePopen, Node.start_raylet
+    popen, start_raylet = services.ConsolePopen, Node.start_raylet
 
     def start(command: Sequence[str], *args: object, **options: object) -> subprocess.Popen[bytes]:
         command = [_sleeper(word, dashboard) for word in command]
         return popen(command, *args, process_group=0, **options)
 
-    def start_raylet(node: Node, *args: object, **options: object) -> None:
-        for name in _AGENT_PORTS if not dashboard else ():
+    def start_without_ports(node: Node, *args: object, **options: object) -> None:
+        for name in _AGENT_PORTS:
             _raylet.persist_port(node.get_session_dir_path(), node._node_id, name, _NO_PORT)
-        starter(node, *args, **options)
+        start_raylet(node, *args, **options)
 
-    services.ConsolePopen, Node.start_raylet = start, start_raylet
+    unused: dict[str, Callable[..., None]] = {}
+    if not dashboard:
+        unused = {name: lambda node, **options: None for name in _UNUSED if hasattr(Node, name)}
+        unused["start_raylet"] = start_without_ports
+    originals = {name: getattr(Node, name) for name in unused}
+    services.ConsolePopen = start
+    for name, function in unused.items():
+        setattr(Node, name, function)
     try:
         yield
     finally:
-        services.ConsolePopen, Node.start_raylet = popen, starter
+        services.ConsolePopen = popen
+        for name, function in originals.items():
+            setattr(Node, name, function)
 
 
 def _sleeper(word: str, dashboard: bool) -> str:

@@ -1,9 +1,7 @@
 """Start a Ray worker with its own environment: `python ray_setup_worker.py STARTER... WORKER.py ...`.
 
-It replaces Ray's `setup_worker.py` for workers with a `runtime_env`. Such a worker may need another interpreter,
-container or import path, so it is never a fork of the run's nursery: this drops the arguments of `worker_starter.py`
-and runs Ray's own program. A raylet recognises the program by the end of its name and skips it for workers without an
-environment.
+It replaces Ray's `setup_worker.py` for workers with a `runtime_env`, which are never forks of the run's nursery: this
+drops the arguments of `worker_starter.py` and runs Ray's own program. A raylet knows it by the end of its name.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import sys
 
 
 def without_starter(arguments: list[str]) -> list[str]:
-    """Return Ray's own arguments."""
     names = [os.path.basename(word) for word in arguments[:3]]
     return arguments[3:] if names == ["-I", "-S", "worker_starter.py"] else arguments
 

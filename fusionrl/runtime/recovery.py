@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import ray
 from ray.actor import ActorHandle
@@ -70,40 +70,30 @@ class Recovery:
 
     @property
     def num_out(self) -> int:
-        """Engines that are not in the router."""
         return len(self._starting) + len(self._started)
 
     def begin_round(self) -> None:
-        """From now on the engines generate: health checks begin."""
         self._probes.clear()  # what is left of the round before: it may have met a paused engine
         self._next_probe = time.monotonic() + self._first_wait_s
 
     def check(self, is_generating: bool = True) -> int:
         """Take out every engine whose process is dead or, in a round, whose health check fails. Returns their number.
-
-        Raises:
-            RuntimeError: no engine is left that serves; with what the last one died of.
-        """
+        Raises RuntimeError if no engine is left that serves; with what the last one died of."""
         serving = self._serving()
-        dead = self._without_process(serving)
+        dead = self._faults(serving)
         if is_generating:
             dead = self._without_token(serving) | dead
         return self._take_all_out(dead, serving)
 
-    def check_answers(self) -> int:
-        """Take out every engine that does not answer within the time limit; before a push. Returns their number.
+    def check_answers(self, *, makes_tokens: bool) -> int:
+        """Take out every engine that does not answer, or makes no token, within the time limit. Returns their number.
 
-        It may have hung since its last token, and a push would wait for it.
-
-        Raises:
-            RuntimeError: as `check`.
+        Before a push, which would wait for an engine that has hung since its last token; and after one that failed.
+        Raises RuntimeError, as `check`.
         """
+        self._probes.clear()
         serving = self._serving()
-        refs = {self._engines[i].fault.remote(self._timeout_s, makes_tokens=False): i for i in serving}
-        done = _done(refs, self._timeout_s + _ANSWER_TIMEOUT_S)
-        dead = {refs[ref]: error for ref in done if (error := _error_of(ref)) is not None}
-        dead |= {refs[ref]: self._actor_is_silent(refs[ref]) for ref in refs.keys() - set(done)}
-        return self._take_all_out(dead, serving)
+        return self._take_all_out(self._faults(serving, self._timeout_s, makes_tokens=makes_tokens), serving)
 
     def _serving(self) -> list[int]:
         """Return the engines that are not out; one that waits for its weights may die in the push that brings them."""
@@ -119,24 +109,9 @@ class Recovery:
             self._take_out(index, error)
         return len(dead)
 
-    def find_hung(self) -> int:
-        """Ask every engine for a token, wait, and take out those that give none; after a push that failed."""
-        self.begin_round()
-        self._next_probe = 0.0
-        deadline = time.monotonic() + self._timeout_s + 2 * _ANSWER_TIMEOUT_S
-        num_dead = self.check()
-        while self._probes and time.monotonic() < deadline:
-            self._next_probe = float("inf")
-            time.sleep(0.1)
-            num_dead += self.check()
-        return num_dead
-
     def finish_starts(self, check_stop: Callable[[], None]) -> list[int]:
         """Wait until every engine that is out has started, but is not in the router yet. Returns those that were new.
-
-        Raises:
-            RuntimeError: one could not be started, `MAX_STARTS` times.
-        """
+        Raises RuntimeError if one could not be started, `MAX_STARTS` times."""
         for index in list(self._starting):
             while True:
                 try:
@@ -169,10 +144,16 @@ class Recovery:
         return f"engine {self._first + index}"
 
     # ------------------------------------------------------------------------------------ who is dead
-    def _without_process(self, serving: list[int]) -> dict[int, Exception]:
-        refs = {self._engines[index].fault.remote(): index for index in serving}
-        done = _done(refs, _ANSWER_TIMEOUT_S)
-        return {refs[ref]: error for ref in done if (error := _error_of(ref)) is not None}
+    def _faults(
+        self, serving: list[int], timeout_s: float | None = None, *, makes_tokens: bool = True
+    ) -> dict[int, Exception]:
+        """Return the engines without a process; with `timeout_s` also those that do not answer within it."""
+        refs = {self._engines[i].fault.remote(timeout_s, makes_tokens=makes_tokens): i for i in serving}
+        limit_s = (timeout_s or 0.0) + _ANSWER_TIMEOUT_S
+        done = wait(list(refs), num_returns=len(refs), timeout=limit_s)[0] if refs else []
+        faults = {refs[ref]: error for ref in done if (error := _error_of(ref)) is not None}
+        silent = [refs[ref] for ref in refs.keys() - set(done)] if timeout_s is not None else []
+        return faults | {index: self._actor_is_silent(index) for index in silent}
 
     def _without_token(self, serving: list[int]) -> dict[int, Exception]:
         now = time.monotonic()
@@ -215,11 +196,6 @@ class Recovery:
         ray.kill(old)
         self._engines[index] = self._launcher.make_engine("engine", self._first + index)
         self._starting[index] = self._engines[index].start.remote()
-
-
-def _done(refs: Collection[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Return those that have ended, after at most `timeout_s` seconds."""
-    return wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0] if refs else []
 
 
 def _error_of(ref: ray.ObjectRef) -> Exception | None:

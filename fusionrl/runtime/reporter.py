@@ -43,8 +43,6 @@ _MASK_HOOKS = (
 
 
 class Reporter:
-    """Says what a run does, and how it goes."""
-
     def __init__(
         self, config: Config, path: Path, metrics: MetricsSink, progress: Progress, is_fp32: bool = False
     ) -> None:
@@ -55,11 +53,9 @@ class Reporter:
         self._last_values: dict[str, float] = {}
 
     def status(self, text: str) -> None:
-        """Show which phase of a step the run is in."""
         self._progress.status(text, recurs=True)
 
     def print(self, text: str) -> None:
-        """A line for the console."""
         self._progress.print(text)
 
     def record(self, step: int, values: dict[str, float]) -> None:
@@ -92,17 +88,12 @@ class Reporter:
         self.show_evaluation(step, values)
 
     def show_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Accuracy and reward of each set."""
+        """Print accuracy and reward of each set, or its loss (--mode sft)."""
         for name, value in values.items():
-            if name.endswith("/accuracy"):
-                reward = values[name.replace("/accuracy", "/reward")]
-                self._progress.print(f"step {step}: {name} {value:.4f} (mean reward {reward:.4f})")
-
-    def show_validation(self, step: int, values: dict[str, float]) -> None:
-        """The loss of each set (--mode sft)."""
-        for name, value in values.items():
-            if name.endswith("/loss"):
-                self._progress.print(f"step {step}: {name} {value:.4f}")
+            if name.endswith(("/accuracy", "/loss")):
+                reward = values.get(name.replace("/accuracy", "/reward"), value)
+                more = f" (mean reward {reward:.4f})" if name.endswith("/accuracy") else ""
+                self._progress.print(f"step {step}: {name} {value:.4f}{more}")
 
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
@@ -129,7 +120,6 @@ class MismatchWatch:
     def look(
         self, step: int, values: dict[str, float], functions: Sequence[str] = (), changed_by: Sequence[str] = ()
     ) -> str | None:
-        """The warning about a step's metrics, if any; `functions` as of `mask_functions`."""
         metrics = {name.removeprefix("train/"): value for name, value in values.items() if name.startswith("train/")}
         mean = sum(self._earlier) / len(self._earlier) if self._earlier else None
         warning = mismatch_warning(metrics, self._limits, mean, functions, changed_by)
@@ -142,7 +132,6 @@ class MismatchWatch:
 
 
 def mask_functions(config: Config) -> list[str]:
-    """The user's functions that may write masks and log-probs of samples, each with its flag."""
     defaults, values = vars(Config().to_args()), vars(config.to_args())
     paths = [(name, path) for name, path in hook_paths(values) if name in _MASK_HOOKS and path != defaults[name]]
     return [f"{flag_of(name)} {path}" for name, path in paths]

@@ -20,11 +20,7 @@ MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prom
 
 
 def find_checkpoint(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
-    """The newest checkpoint of the run, checked; None: the run starts at step 0.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The newest checkpoint of the run, checked; None: the run starts at step 0. Raises ValueError if it is damaged."""
     latest = checkpoints.latest() if config.run.resume else None
     if latest is not None:
         checkpoints.check(latest)
@@ -82,14 +78,12 @@ def _data_errors(path: Path, config: Config) -> list[str]:
     if data.prompt_data is None or run.mode == "eval" or run.load_debug_rollout_data:
         return []
     try:
-        state = json.loads((path / "buffer.json").read_text(encoding="utf-8"))["source"]
+        state: SourceState = json.loads((path / "buffer.json").read_text(encoding="utf-8"))["source"]
         num_prompts = sum(data_set["num_prompts"] for data_set in state["sets"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # the Buffer says what is wrong with it
-    return [] if num_prompts > MAX_CHECKED_PROMPTS else _state_errors(state, config)
-
-
-def _state_errors(state: SourceState, config: Config) -> list[str]:
+    if num_prompts > MAX_CHECKED_PROMPTS:
+        return []
     from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer  # with a tokenizer: only for a resume
 
     try:

@@ -33,11 +33,8 @@ def run_training(
     config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, early_start: EarlyStart | None = None
 ) -> None:
     """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint, as does an error that leaves
-    the trainers consistent. `early_start` holds what was started before.
-
-    Raises:
-        Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
-    """
+    the trainers consistent. `early_start` holds what was started before. Raises Terminated after SIGTERM, when the
+    checkpoint is written and every process has ended."""
     checkpoints = Checkpoints(path / "checkpoints")
     latest = find_checkpoint(config, checkpoints)
     loop = choose_loop(config)

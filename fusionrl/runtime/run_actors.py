@@ -60,9 +60,7 @@ class Actors:
             self._launcher,
             say=say,
             check_stop=self._stop.check,
-            on_addresses=lambda urls, eval_urls: self.buffer.set_engines(
-                [*urls, *self.external_engines.urls], eval_urls
-            ),
+            on_addresses=self._tell_addresses,
         )
         self.external_engines = ExternalEngines(config, plan, self._launcher, self.engines, say, self._tell_addresses)
         self._external_addresses = [engine_url(address) for address in config.cluster.rollout_external_engine_addrs]
@@ -128,7 +126,6 @@ class Actors:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 
     def check_engines(self, is_generating: bool) -> None:
-        """Raise where an engine is dead that is not replaced."""
         self.engines.check(is_generating)
         self.external_engines.look()
 
@@ -147,11 +144,8 @@ class Actors:
         return parts or ["the Buffer"]
 
     def _end(self, error: BaseException | None) -> None:
-        """End every process of the run.
-
-        Raises:
-            RuntimeError: `error` is the consequence of a process that died, or of a stall: this one names it.
-        """
+        """End every process of the run. Raises RuntimeError if `error` is the consequence of a process that died, or of
+        a stall: this one names it."""
         cause: RuntimeError | None = self._watchdog.ended_by(error)
         self._watchdog.__exit__()
         try:

@@ -25,16 +25,12 @@ class StateHashes(TypedDict):
 
 @dataclass
 class _Pending:
-    """A checkpoint whose files are being written in `folder`."""
-
     rollout_id: int
     folder: Path
     facts: dict[str, object]
 
 
 class Saver:
-    """Checkpoints of the trainers and of the data cursor."""
-
     def __init__(
         self,
         config: Config,
@@ -109,11 +105,8 @@ def state_hashes(actors: Actors, rollout_id: int | None = None) -> StateHashes:
 
 
 def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> None:
-    """Restore the data cursor and the trainers.
-
-    Raises:
-        ValueError: it does not fit this run; with --verify-checkpoints also if what was loaded is not what was saved.
-    """
+    """Restore the data cursor and the trainers. Raises ValueError if it does not fit this run; with
+    --verify-checkpoints also if what was loaded is not what was saved."""
     path = checkpoint.path
     _, *restored = gather([actors.buffer.load(path), *actors.trainers.load(path)])
     if config.checkpoint.verify_checkpoints:

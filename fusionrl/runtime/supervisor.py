@@ -1,4 +1,4 @@
-"""Wait for actors while watching engines and stop requests; a long wait logs what it waits for."""
+"""Wait for actors while watching engines and stop requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from typing import Self, TypeVar
 
 import ray
 
-from fusionrl.base.pending_calls import waiting
-from fusionrl.runtime.ray_cluster import FAILURES, root_cause
-from fusionrl.weights.in_process import get, wait
+from fusionrl.runtime.ray_cluster import FAILURES, gather, root_cause
 from fusionrl.weights.remote_calls import Reference
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_FIRST_WAIT_S = 300.0
-_ANSWER_S = 60.0
 
 
 class Terminated(Exception):
@@ -54,7 +50,6 @@ class StopSignal:
         self._requested.set()
 
     def check(self) -> None:
-        """Raise Terminated once SIGTERM has arrived."""
         if self._requested.is_set():
             raise Terminated("SIGTERM")
 
@@ -75,16 +70,12 @@ class Supervisor:
         self._next_look = 0.0
         self._has_dead = False  # an engine, or the router, died while trainers worked
 
-    def wait(self, ref: Reference[T], look_too: Callable[[], None] = lambda: None) -> T:
-        """Wait for the Buffer's answer while the engines generate. A stop request ends the wait.
-
-        look_too  called about once a second
-        """
+    def wait(self, ref: Reference[T]) -> T:
+        """Wait for the Buffer's answer while the engines generate. A stop request ends the wait."""
 
         def look() -> None:
             self._stop.check()
             self._check_engines(True)
-            look_too()
 
         return self._gather([ref], look, is_generating=True)[0]
 
@@ -107,55 +98,18 @@ class Supervisor:
             logger.error("the run ends after this training step: %s", root_cause(error))
 
     def _gather(self, refs: Sequence[Reference[T]], look: Callable[[], None], *, is_generating: bool) -> list[T]:
-        pending = list(refs)
-        with waiting(lambda: pending):
-            while pending:
-                done, pending = wait(pending, num_returns=1, timeout=self._interval_s)
-                try:
-                    get(done)
-                except ray.exceptions.RayTaskError:
-                    # Raises, with the engine's log, if a dead engine is the cause; a stop request does not hide it.
-                    self._check_engines(is_generating)
-                    raise
-                if time.monotonic() >= self._next_look:
-                    # All waits may be shorter than the interval. A stop request must not discard a finished call.
-                    (look if pending else self._look)()
-                    self._next_look = time.monotonic() + self._interval_s
-        return get(list(refs))
+        try:
+            answers = gather(refs, lambda: look() if self._is_time() else None, self._interval_s)
+        except ray.exceptions.RayTaskError:
+            # Raises, with the engine's log, if a dead engine is the cause; a stop request does not hide it.
+            self._check_engines(is_generating)
+            raise
+        if self._is_time():  # all waits may be shorter than the interval; a stop request must not discard the answers
+            self._look()
+        return answers
 
-
-class LongWait:
-    """One wait for the Buffer. Asks it after five minutes, and then ever less often, and logs its answer."""
-
-    def __init__(self, ask: Callable[[], Reference[str]]) -> None:
-        """`ask` begins a call that returns what trainers wait for, or ""."""
-        self._ask, self._since, self._next_s = ask, time.monotonic(), _FIRST_WAIT_S
-        self._call: Reference[str] | None = None
-        self._call_since = 0.0
-
-    def look(self) -> None:
-        """Ask, or log the answer. Called repeatedly during the wait; never blocks."""
-        now = time.monotonic()
-        if self._call is not None:
-            self._log_answer(now)
-        elif now - self._since >= self._next_s:
-            self._next_s *= 2
-            self._call, self._call_since = self._ask(), now
-
-    def _log_answer(self, now: float) -> None:
-        assert self._call is not None
-        minutes = (now - self._since) / 60
-        if wait([self._call], timeout=0)[0]:
-            try:
-                if text := get(self._call):
-                    logger.warning("trainers have waited %.1f minutes: %s", minutes, text)
-            except (ray.exceptions.RayError, RuntimeError) as error:  # the wait itself ends with it
-                logger.debug("the Buffer does not say whom trainers wait for: %s", error)
-            self._call = None
-        elif now - self._call_since >= _ANSWER_S:
-            self._call_since = now + self._next_s
-            logger.warning(
-                "trainers have waited %.1f minutes, and the Buffer does not answer: a user function may block its"
-                " event loop (a call that blocks, in an async function)",
-                minutes,
-            )
+    def _is_time(self) -> bool:
+        is_time = time.monotonic() >= self._next_look
+        if is_time:
+            self._next_look = time.monotonic() + self._interval_s
+        return is_time

@@ -128,40 +128,37 @@ class TrainerGroups:
             get([trainer.offload.remote(keep_weights) for trainer in self.actors])
             get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
+    def _call(self, method: str, *arguments: object) -> list[ray.ObjectRef]:
+        """Call a method of the trainers whose state a checkpoint has; a path becomes that of their folder in it."""
+        refs = []
+        for name, group in self._trained().items():
+            of_group = [str(value / name) if isinstance(value, Path) else value for value in arguments]
+            refs += [getattr(trainer, method).remote(*of_group) for trainer in group]
+        return refs
+
     def begin_save(self, path: Path, rollout_id: int) -> list[ray.ObjectRef]:
         """References of what begins a checkpoint in the folder `path`; complete after `finish_save`."""
-        groups = self._trained().items()
-        return [trainer.begin_save.remote(str(path / name), rollout_id) for name, group in groups for trainer in group]
+        return self._call("begin_save", path, rollout_id)
 
     def is_saved(self) -> bool:
-        """Return whether `finish_save` would return soon."""
-        return all(gather([trainer.is_saved.remote() for group in self._trained().values() for trainer in group]))
+        return all(gather(self._call("is_saved")))
 
     def finish_save(self) -> None:
-        """Wait for the files of `begin_save`."""
-        gather([trainer.finish_save.remote() for group in self._trained().values() for trainer in group])
+        gather(self._call("finish_save"))
 
     def last_trained(self, timeout_s: float) -> list[int | None]:
         """Return the last rollout that each rank has learned completely; None if it has learned a part of the next.
-
-        Raises:
-            TimeoutError, RayError: a rank does not answer, or is dead.
-        """
-        return get(
-            [trainer.last_trained.remote() for group in self._trained().values() for trainer in group], timeout_s
-        )
+        Raises TimeoutError, RayError if a rank does not answer, or is dead."""
+        return get(self._call("last_trained"), timeout_s)
 
     def load(self, path: Path) -> list[ray.ObjectRef]:
         """References of what restores the checkpoint in `path`: facts of each rank."""
-        groups = self._trained().items()
-        return [trainer.load.remote(str(path / name)) for name, group in groups for trainer in group]
+        return self._call("load", path)
 
     def state_hashes(self) -> list[dict[str, str]]:
-        """SHA-256 of each rank's weights, optimizer and RNG states."""
-        return gather([trainer.state_hashes.remote() for group in self._trained().values() for trainer in group])
+        return gather(self._call("state_hashes"))
 
     def save_hf(self, path: Path) -> None:
-        """Weights as a Hugging Face folder."""
         gather([trainer.save_hf.remote(str(path)) for trainer in self.actors])
 
     def _trained(self) -> dict[str, list[ActorHandle]]:

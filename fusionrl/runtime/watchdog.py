@@ -156,7 +156,6 @@ def _phase(phases: spans.MainPhases) -> Phase | None:
 
 
 def _stacks() -> str:
-    """The stacks of this process's threads, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -164,7 +163,6 @@ def _stacks() -> str:
 
 
 def _place(innermost: FrameType | None) -> str:
-    """The innermost line of fusionrl in a stack, as the line names it."""
     for entry in reversed(traceback.extract_stack(innermost) if innermost is not None else []):
         frame = Frame(entry.filename, entry.lineno or 0, entry.name)
         if frame.is_fusionrl and not entry.filename.endswith(_HIDDEN):

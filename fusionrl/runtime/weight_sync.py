@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from pathlib import Path
 
@@ -26,8 +27,6 @@ _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die
 
 
 class WeightSync:
-    """Brings the trainers' weights to the engines."""
-
     def __init__(
         self,
         config: Config,
@@ -59,44 +58,33 @@ class WeightSync:
         With --use-fault-tolerance engines that died are back after it; one that dies meanwhile is replaced, and all
         get the weights again. The same holds of engines of others, which are then lost; but not where memory is shared.
         """
-        while True:
-            try:
-                metrics = self._push_recovering(version, to_evaluation)
-                break
-            except (ray.exceptions.RayError, RuntimeError) as error:
-                # Where memory is shared, it is unknown who has given back what in the middle of a push.
-                if self._external_engines is None or self._plan.engines_give_memory:
-                    raise
-                if not self._external_engines.drop_culprits(root_cause(error)):
-                    raise
-                logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
-        if self._external_engines is not None:
-            self._external_engines.admit()
-        return metrics
-
-    def _push_recovering(self, version: int, to_evaluation: bool) -> dict[str, float]:
         reaches_all = to_evaluation or self._num_pushes == 0
-        if not self._engines.is_recovering:
-            return self._push_once(version, reaches_all)
-        if not self._plan.engines_give_memory:
+        if self._engines.is_recovering and not self._plan.engines_give_memory:
             self._engines.check(is_generating=False)
             self._engines.check_answers(reaches_all)
-        for attempt in range(_MAX_PUSHES):
-            if self._engines.finish_starts(reaches_all):
+        for num_pushes in itertools.count(1):
+            if self._engines.is_recovering and self._engines.finish_starts(reaches_all):
                 self._plan_push()
             try:
                 metrics = self._push_once(version, reaches_all)
                 break
-            except WeightMismatch:
-                raise
             except (ray.exceptions.RayError, RuntimeError) as error:
                 # Where memory is shared, it is unknown who has given back what in the middle of a push.
-                is_last = self._plan.engines_give_memory or attempt + 1 == _MAX_PUSHES
-                if is_last or not self._engines.find_hung(reaches_all):
+                if self._plan.engines_give_memory or not self._lose_culprits(error, reaches_all, num_pushes):
                     raise
                 logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
-        metrics["sync/engines_restarted"] = float(self._engines.join(reaches_all))
+        if self._engines.is_recovering:
+            metrics["sync/engines_restarted"] = float(self._engines.join(reaches_all))
+        if self._external_engines is not None:
+            self._external_engines.admit()
         return metrics
+
+    def _lose_culprits(self, error: Exception, reaches_all: bool, num_pushes: int) -> bool:
+        """After a push that failed, take out the engines that broke it. Return whether there are any."""
+        may_be_own = self._engines.is_recovering and not isinstance(error, WeightMismatch) and num_pushes < _MAX_PUSHES
+        if may_be_own and self._engines.check_answers(reaches_all, makes_tokens=True):
+            return True
+        return self._external_engines is not None and self._external_engines.drop_culprits(root_cause(error))
 
     def restore_engines(self) -> None:
         """Before a round: engines that died since the last push (in an evaluation, or where none comes) are back."""

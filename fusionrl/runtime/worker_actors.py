@@ -28,8 +28,6 @@ from fusionrl.trainer.profiler import Profiled
 
 
 class BufferWorker(ActorProcess, BufferActor):
-    """The Buffer's actor process."""
-
     def __init__(
         self, config: Config, plan: Plan, run_dir: str, attempt: int, log: str, settings: ProcessSettings
     ) -> None:
@@ -78,7 +76,6 @@ class _TrainerProcess(ActorProcess, Profiled, ModelRank):
         return super().setup(master_addr, master_port)
 
     def hardware(self) -> dict[str, float]:
-        """Return the numbers of this process and its device since the last call."""
         if self._hardware is None:
             return {}
         numbers = self._hardware.take()

@@ -23,7 +23,6 @@ def test_an_actor_that_the_kernel_killed(kills: int, tmp_path: Path, monkeypatch
         "proc/self/cgroup": "4:memory:/\n",
         f"{GROUP}/memory.limit_in_bytes": f"{8 << 30}\n",
         f"{GROUP}/memory.oom_control": "oom_kill 0\n",
-        f"{GROUP}/memory.failcnt": "0\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +32,6 @@ def test_an_actor_that_the_kernel_killed(kills: int, tmp_path: Path, monkeypatch
     registry = ActorRegistry()
     monkeypatch.setattr(registry, "_dead", lambda error: [(member, "its process 4711 ended")])
     (tmp_path / GROUP / "memory.oom_control").write_text(f"oom_kill {kills}\n")
-    (tmp_path / GROUP / "memory.failcnt").write_text(f"{kills}\n")
     said = str(registry.explain(OSError("Connection closed")))
     assert said.startswith("trainer rank 3 died: its process 4711 ended. ")
     assert ("limit 8.0 GiB" in said and "raise the limit" in said) == bool(kills)

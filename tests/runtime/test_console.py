@@ -18,7 +18,7 @@ from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.logs import setup_logging
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.progress import Progress
-from fusionrl.runtime.reporter import Reporter, advice_settings
+from fusionrl.runtime.reporter import Reporter, advice_settings, mask_functions
 from fusionrl.runtime.run_context import Run
 from fusionrl.runtime.supervisor import StopSignal
 
@@ -43,15 +43,20 @@ def run_of(screen: Any, folder: Path, rollout: Rollout | None = None, **flags: A
 
 
 def test_a_mismatch_and_a_cut_off_evaluation(screen: io.StringIO, tmp_path: Path) -> None:
-    run = run_of(screen, tmp_path)
-    far = {"logprob_diff_mean": 0.3, "logprob_diff_max": 2.0, "logprob_k3": 0.2, "logprob_ess": 0.4}
-    far |= {"logprob_ratio_mean": 1.0, "logprob_ratio_error": 0.1, "logprob_diff_over": 0.2}
+    """A user's function that may set masks is named."""
+    run = run_of(screen, tmp_path, custom_generate_function_path="a.py:f", custom_rm_path="a.py:rm")
+    far = {"logprob_diff_mean": 0.6, "logprob_diff_max": 9.0, "logprob_k3": 0.4, "logprob_ess": 0.8}
+    far |= {"logprob_ratio_mean": 0.81, "logprob_ratio_error": 0.001, "logprob_diff_over": 0.2}
+    far |= {"logprob_not_finite": 0.0, "logprob_diff_signed": -0.6, "logprob_not_sampled": 0.199}
     values = {f"train/{name}": value for name, value in far.items()}
     run.reporter.record(3, values | {"eval/held-out/truncated_ratio": 0.9})
     run.reporter.record(4, values | {"eval/held-out/truncated_ratio": 0.9})
     for text in (screen.getvalue(), (tmp_path / "driver.log").read_text()):
         assert text.count("engine and trainer disagree") == 1 and "step 3: engine and trainer" in text
         assert text.count("evaluation set held-out: 90%") == 1
+        assert "--custom-generate-function-path a.py:f" in text and "a.py:rm" not in text
+    hooks = Config.from_flat({"tools_path": "a.py:tools", "rollout_sample_hook_path": ["b.g", "b.h"]})
+    assert mask_functions(hooks) == ["--rollout-sample-hook-path b.g", "--rollout-sample-hook-path b.h"]
 
 
 def test_a_rollout_that_teaches_nothing(screen: io.StringIO, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.cli import train
 from fusionrl.config.config import Config
 from fusionrl.runtime import early_start as early_start_module
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, EARLY_LINE, EarlyStart
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, EARLY_LINE, EarlyStart, make_private_folder
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
 from fusionrl.runtime.nursery_order import make_order
+from tests.own_process import wait_until
 
 
 @pytest.mark.parametrize(
@@ -48,63 +49,36 @@ def test_what_a_mode_needs(tiny_model: Path, tmp_path: Path, values: dict[str, o
         assert "qwen3" not in environment["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
 
 
-def test_all_of_it_ends_with_it(tmp_path: Path) -> None:
-    """The nursery carries the run's mark, and no token."""
-    with EarlyStart() as early_start:
-        early_start.begin(Config.from_flat({"mode": "eval"}), "cpu")
-        folder, token = early_start.folder, os.environ[TOKEN_VARIABLE]
-        assert folder is not None and early_start.environment() == {FOLDER_VARIABLE: str(folder)}
-        deadline = time.monotonic() + 30
-        while not (folder / "worker").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        found = carriers(token)  # it forks its branches meanwhile
-        assert early_start._nursery is not None and early_start._nursery.pid in found
-        for pid in found:
-            with contextlib.suppress(OSError):  # it has ended: it was forked to see whether that goes
-                assert CLUSTER_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
-        assert folder.stat().st_mode & 0o777 == 0o700
-        early_start.begin(Config.from_flat({"mode": "eval"}), "cpu")
-        assert early_start.folder == folder, "it begins once"
-    assert not carriers(token) and not folder.exists()
-    early_start.close()
-
-
 RUN = ["--mode", "sft", "--device", "cpu"]
 
 
-def test_it_begins_before_the_flags_are_read() -> None:
-    """The nursery that has imported torch by then gets the order."""
+def test_all_of_it_begins_before_the_flags_are_read_and_ends_with_it() -> None:
+    """The nursery, which gets the order later, carries the run's mark, and no token."""
     with EarlyStart() as early_start:
         early_start.prepare(RUN)
-        folder, nursery = early_start.folder, early_start._nursery
-        assert folder is not None and nursery is not None
-        maps = Path(f"/proc/{nursery.pid}/maps")
-        deadline = time.monotonic() + 60
-        # The kernel shows a new program's environment a moment after it has begun.
-        while nursery.pid not in carriers(os.environ[TOKEN_VARIABLE]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert nursery.pid in carriers(os.environ[TOKEN_VARIABLE])
-        while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "libtorch" in maps.read_text() and not (folder / "worker").exists()
-        early_start.begin(Config.from_flat({"mode": "sft"}), "cpu")
-        assert early_start._nursery is nursery and early_start.folder == folder
-        while not (folder / "worker").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert (folder / "worker").exists()
-    assert nursery.returncode == -9 and not folder.exists()
+        folder, nursery, token = early_start.folder, early_start._nursery, os.environ[TOKEN_VARIABLE]
+        assert folder is not None and nursery is not None and not (folder / "worker").exists()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        for _ in range(2):  # it begins once
+            early_start.begin(Config.from_flat({"mode": "sft"}), "cpu")
+            assert early_start._nursery is nursery and early_start.folder == folder
+        assert early_start.environment() == {FOLDER_VARIABLE: str(folder)}
+        wait_until((folder / "worker").exists, 60.0)
+        found = carriers(token)  # it forks its branches meanwhile
+        assert nursery.pid in found
+        for pid in found:
+            with contextlib.suppress(OSError):  # it has ended: it was forked to see whether that goes
+                assert CLUSTER_TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert nursery.returncode == -9 and not folder.exists() and not carriers(token)
+    early_start.close()
 
 
-@pytest.mark.parametrize("flag", ["--help", "--dry-run", "--in-process", "--ray-address=10.0.0.1:6379"])
-def test_nothing_begins_for_a_command_without_a_nursery(flag: str) -> None:
-    with EarlyStart() as early_start:
-        early_start.prepare([*RUN, flag])
-        assert early_start.folder is None
-
-
-def test_a_machine_with_a_gpu_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_begins_for_a_command_without_a_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU is told by its files."""
     monkeypatch.setattr(early_start_module, "_GPU_FILES", (str(tmp_path),))
     with EarlyStart() as early_start:
+        for flag in ("--help", "--dry-run", "--in-process", "--ray-address=10.0.0.1:6379"):
+            early_start.prepare([*RUN, flag])
         early_start.prepare(["--mode", "sft"])
         assert early_start.folder is None
         early_start.prepare(RUN)
@@ -152,15 +126,8 @@ def test_what_fails_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert early_start.folder is not None
 
 
-def test_a_command_goes_on_without_what_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_start_module, "make_private_folder", _fails)
-    with EarlyStart() as early_start:
-        train._begin(early_start, ["--mode", "sft", "--device", "cpu"])
-        assert early_start.folder is None
-
-
 def test_without_a_nursery_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard is there; the nursery cannot be started."""
+    """The guard is there; the nursery cannot be started. A command goes on where no folder can be made, too."""
     usual = subprocess.Popen
 
     def start(command: Sequence[str], **options: Any) -> Any:
@@ -170,3 +137,44 @@ def test_without_a_nursery_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     with EarlyStart() as early_start:
         early_start.begin(Config.from_flat({"mode": "sft"}), "cpu")
         assert early_start.folder is not None and early_start.environment() == {}
+    monkeypatch.setattr(early_start_module, "make_private_folder", _fails)
+    with EarlyStart() as early_start:
+        train._begin(early_start, RUN)
+        assert early_start.folder is None
+
+
+def test_a_short_folder_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    parent = tempfile.mkdtemp(dir="/tmp", prefix="t")
+    monkeypatch.setenv("RAY_TMPDIR", parent)
+    try:
+        folder = make_private_folder()
+        assert str(folder.parent) == parent and not caplog.records
+        assert all(path.stat().st_mode & 0o777 == 0o700 for path in (folder, folder / "ray", folder / "stores"))
+    finally:
+        shutil.rmtree(parent)
+
+
+@pytest.mark.parametrize(
+    ("variable", "name", "reason"),
+    [
+        ("RAY_TMPDIR", "with-a-long-name", "at most 24 characters"),
+        ("TMPDIR", "with-a-long-name", "at most 24 characters"),
+        ("TMPDIR", "ï", "ASCII without white space"),
+        ("TMPDIR", "a b", "ASCII without white space"),
+    ],
+)
+def test_one_where_ray_has_no_sockets_is_not_and_the_log_says_why(
+    variable: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = Path(tempfile.mkdtemp(dir="/tmp", prefix="t"), name)
+    parent.mkdir()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, str(parent))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is found once
+    folder = make_private_folder()
+    try:
+        assert folder.parent == Path("/tmp")
+        assert f"{variable}={parent} is not used" in caplog.text and reason in caplog.text
+    finally:
+        shutil.rmtree(folder)
+        shutil.rmtree(parent.parent)

@@ -50,14 +50,11 @@ class World:
         launcher: Any = SimpleNamespace(
             make_engine=self.make, make_router=self.make_router, api_key="key", bundles=bundles
         )
-        self.pool = EnginePool(
-            Config.from_flat(flags),
-            plan,
-            launcher,
-            on_addresses=lambda urls, eval_urls: self.addresses.append((list(urls), list(eval_urls))),
-        )
+        self.pool = EnginePool(Config.from_flat(flags), plan, launcher, on_addresses=self.note)
         self.pool.start()
-        self.ends = self.pool.finish_start()
+
+    def note(self) -> None:
+        self.addresses.append((list(self.pool.urls), list(self.pool.evaluation.urls)))
 
     def make(self, role: str, index: int) -> Any:
         self.number += 1
@@ -77,12 +74,17 @@ pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("shared_cl
 
 @pytest.fixture
 def world(tmp_path: Path) -> Callable[..., World]:
-    return lambda **flags: World(tmp_path, **flags)
+    def make(**flags: Any) -> World:
+        it = World(tmp_path, **flags)
+        assert it.pool.finish_start().eval_urls == ("http://2.3",)
+        return it
+
+    return make
 
 
 def test_without_fault_tolerance_it_ends_the_run_by_its_name(world: Any) -> None:
     it = world()
-    assert it.ends.eval_urls == ("http://2.3",) and it.pool.check(True) is None
+    assert it.pool.check(True) is None
     it.set(2, "dead")
     with pytest.raises(RuntimeError, match="engine 2 was killed"):
         it.pool.check(False)
@@ -90,30 +92,21 @@ def test_without_fault_tolerance_it_ends_the_run_by_its_name(world: Any) -> None
     assert found is not None and "engine 2 was killed" in str(found)
 
 
-def test_one_that_dies_as_the_router_gets_it_is_found_with_its_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[EnginePool] = []
-    make_router, make_pool = World.make_router, EnginePool.__init__
+def test_one_that_dies_as_the_router_gets_it_is_found_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, add_worker = World(tmp_path), Router.add_worker
 
-    def router_that_refuses(it: World, name: str = "router") -> Router:
-        router = make_router(it, name)
-        if name == "eval-router":
+    def refuse(router: Router, url: str, api_key: str | None) -> None:
+        add_worker(router, url, api_key)
+        if router is it.routers["eval-router"]:
+            it.set(2, "dead")
+            raise RuntimeError("the router does not take it")
 
-            def add_worker(url: str, api_key: str) -> None:
-                it.set(2, "dead")
-                raise RuntimeError("the router does not take it")
-
-            router.add_worker = add_worker  # type: ignore[method-assign]
-        return router
-
-    def keep(pool: EnginePool, *args: Any, **kwargs: Any) -> None:
-        pools.append(pool)
-        make_pool(pool, *args, **kwargs)
-
-    monkeypatch.setattr(World, "make_router", router_that_refuses)
-    monkeypatch.setattr(EnginePool, "__init__", keep)
+    monkeypatch.setattr(Router, "add_worker", refuse)
     with pytest.raises(RuntimeError, match="does not take it"):
-        world()
-    found = pools[0].find_dead()
+        it.pool.finish_start()
+    found = it.pool.find_dead()
     assert found is not None and "engine 2 was killed" in str(found)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,6 +12,7 @@ from fusionrl.plan.visible_devices import Gpu
 from fusionrl.runtime import engine_pool
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.local_launcher import LocalLauncher
+from tests.own_process import run_code
 from tests.plan.test_plan import plan as make_plan
 
 PROGRAM = """
@@ -37,10 +36,7 @@ ray.shutdown()
 def test_processes_of_a_node_count_alike():
     """Names that are no numbers; each process has its node's list, or its one MIG slice."""
     names = "GPU-bbbb,GPU-aaaa,MIG-cccc"
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": names}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    places = json.loads(done.stdout.splitlines()[-1])
+    places = json.loads(run_code(PROGRAM, CUDA_VISIBLE_DEVICES=names).splitlines()[-1])
     assert places == [[0, 0, names], [1, 1, names], [2, 0, "MIG-cccc"]]
 
 

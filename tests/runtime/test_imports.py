@@ -12,31 +12,19 @@ NURSERY = "fusionrl.runtime.engine_worker, fusionrl.runtime.worker_actors, fusio
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("fusionrl.runtime.run", "torch transformers megatron sglang matplotlib"),
+        ("fusionrl.runtime.run", "torch transformers megatron sglang matplotlib aiohttp"),
         ("fusionrl.runtime.worker_actors", "torch transformers megatron sglang matplotlib"),
         # A command begins before it imports what reads its flags: a third of a second, in which the nursery has torch.
         ("fusionrl.cli.train", "numpy pydantic fusionrl.config fusionrl.plan fusionrl.engines"),
         # An engine's actor needs nothing of Buffer and trainers.
         ("fusionrl.runtime.engine_worker", "fusionrl.buffer fusionrl.trainer fusionrl.config aiohttp"),
-        # Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start.
-        (f"{NURSERY}, fusionrl.runtime.tokenizer_imports", "ray"),
+        # Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start. Who
+        # sends engines nothing needs no client of theirs.
+        (f"{NURSERY}, fusionrl.runtime.tokenizer_imports", "ray aiohttp"),
     ],
 )
 def test_what_a_process_leaves_out(modules: str, absent: str) -> None:
     assert_runs(f"import sys, {modules}\nfound = set({absent.split()}) & set(sys.modules)\nassert not found, found\n")
-
-
-def test_who_sends_engines_nothing_imports_no_client_of_theirs() -> None:
-    """A tenth of a second for the command, and for the nursery of a run without engines."""
-    code = (
-        "import sys, fusionrl.cli.train, fusionrl.runtime.run\n"
-        "import fusionrl.runtime.worker_actors, fusionrl.runtime.ray_imports, fusionrl.runtime.tokenizer_imports\n"
-        "assert 'aiohttp' not in sys.modules\n"
-        "from fusionrl.engines.client import GenerateClient\n"
-        "GenerateClient('http://127.0.0.1:1')._headers_of(None)\n"
-        "assert 'aiohttp' not in sys.modules"
-    )
-    assert_runs(code)
 
 
 def test_ray_needs_what_is_imported_before_it() -> None:
@@ -63,3 +51,18 @@ def test_ray_has_the_processes_that_are_left_out() -> None:
     with only_what_is_used(dashboard=True):
         assert all(getattr(Node, name) is usual[name] for name in _UNUSED)
     assert all(getattr(Node, name) is usual[name] for name in _UNUSED)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("3", 3), ("4,2", 4), ("", None), ("many", None), ("0", None), (" 08", 8)]
+)
+def test_threads_of_a_fork(text: str, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What OpenMP takes for no number changes nothing, and ends no worker."""
+    import torch
+
+    from fusionrl.runtime.worker_fork import _limit_threads
+
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    _limit_threads(text)
+    assert found == ([] if expected is None else [expected])

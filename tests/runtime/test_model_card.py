@@ -47,13 +47,10 @@ def test_what_it_says() -> None:
     assert "| 0 | 0.25 |\n| 3 | 0.75 |" in text and "* evaluation set held out: `eval set.jsonl`" in text
     assert "![curves of the run](curves.png)" in text and "curves.png" not in card(has_curves=False)
     assert "* torch 2." in text
-
-
-def test_it_says_so_where_gpus_trained() -> None:
     config, _ = read_args(ARGV)
-    plan: Any = SimpleNamespace(**{**vars(PLAN), "device": "cuda", "precision": "bf16"})
+    on_gpus: Any = SimpleNamespace(**{**vars(PLAN), "device": "cuda", "precision": "bf16"})
     assert "on 2 trainers (GPU, bf16) and 1 engine." in model_card(
-        "sums", config, plan, ROWS, has_curves=True, has_base=False
+        "sums", config, on_gpus, ROWS, has_curves=True, has_base=False
     )
 
 
@@ -85,21 +82,16 @@ def test_it_keeps_secrets_and_paths_to_itself() -> None:
     assert 'base_model: "Qwen/Qwen3-0.6B"' in text and "/root" not in text
 
 
-def test_the_base_models_card_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("the base model's")
-    (tmp_path / "run.png").write_bytes(b"png")
-    config, _ = read_args(ARGV)
-    write_model_card(tmp_path, config, PLAN, ROWS, tmp_path / "run.png")
-    assert (tmp_path / "README.base.md").read_text() == "the base model's"
-    assert (tmp_path / "curves.png").read_bytes() == b"png"
-    assert "[README.base.md](README.base.md)" in (tmp_path / "README.md").read_text()
-
-
 @pytest.mark.parametrize(("name", "title"), [("run", "sums-model"), ("sums-7", "sums-7")])
-def test_its_title_is_the_model_s_name(tmp_path: Path, name: str, title: str) -> None:
+def test_its_title_is_the_model_s_name_and_the_base_models_card_is_kept(tmp_path: Path, name: str, title: str) -> None:
     """Not the default of --name: each card's title would be "run"."""
     folder = tmp_path / "sums-model"
     folder.mkdir()
+    (folder / "README.md").write_text("the base model's")
+    (tmp_path / "run.png").write_bytes(b"png")
     config, _ = read_args([*ARGV, "--name", name])
-    write_model_card(folder, config, PLAN, ROWS, None)
-    assert f"\n# {title}\n" in (folder / "README.md").read_text()
+    write_model_card(folder, config, PLAN, ROWS, tmp_path / "run.png")
+    assert (folder / "README.base.md").read_text() == "the base model's"
+    assert (folder / "curves.png").read_bytes() == b"png"
+    text = (folder / "README.md").read_text()
+    assert "[README.base.md](README.base.md)" in text and f"\n# {title}\n" in text

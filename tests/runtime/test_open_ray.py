@@ -64,17 +64,12 @@ def join(address: str) -> None:
 def test_by_host_and_port_and_by_auto(
     gcs: Callable[[str], str], joined: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed, open_one = gcs("token"), gcs("disabled")
+    closed = gcs("token")
     join(closed)
-    monkeypatch.setenv("RAY_ADDRESS", closed)
-    join("auto")
-    assert joined == [closed, closed]
-    with pytest.raises(ValueError, match="--ray-address .*--allow-open-ray"):
-        join(open_one)
-    monkeypatch.setenv("RAY_ADDRESS", open_one)
+    monkeypatch.setenv("RAY_ADDRESS", gcs("disabled"))
     with pytest.raises(ValueError, match="--ray-address auto: .*--allow-open-ray"):
         join("auto")
-    assert joined == [closed, closed]
+    assert joined == [closed]
 
 
 @pytest.mark.parametrize("address", ["localhost", "ray://127.0.0.1:10001", "local"])
@@ -86,7 +81,7 @@ def test_what_cannot_be_asked_is_refused(address: str, joined: list[str]) -> Non
 
 def test_a_server_that_is_no_ray_is_refused(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and never answers."""
-    monkeypatch.setattr(ray_cluster, "_PROBE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(ray_cluster, "_PROBE_TIMEOUT_S", 2.0)
     with socket.create_server((get_node_ip_address(), 0)) as server:
         host, port = server.getsockname()
         with pytest.raises(ValueError, match="did not say"):

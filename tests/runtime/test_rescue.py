@@ -74,43 +74,52 @@ def saved(path: Path) -> list[str]:
     return sorted(one.parent.name for one in path.glob("step_*/manifest.json"))
 
 
-@pytest.mark.parametrize(("at", "last"), [("generate 1", 1), ("push 2", 2), ("evaluate 2", 2)])
-def test_the_trained_steps_are_recorded_and_saved(tmp_path: Path, at: str, last: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "at", "last"),
+    [
+        *(("rl", "generate 1", 1), ("rl", "push 2", 2), ("rl", "evaluate 2", 2)),
+        *(("sft", "generate 1", 1), ("reject-sampling", "generate 1", 1)),  # accepted samples are kept as steps are
+    ],
+)
+def test_the_trained_steps_are_recorded_and_saved(tmp_path: Path, mode: str, at: str, last: int) -> None:
     """Also the step in which the error came, where its training was finished: a resume begins after it."""
-    run, diary = failing(tmp_path, at)
+    run, diary = failing(tmp_path, at, mode=mode)
     run.actors.trainers.last_trained = lambda timeout_s: [last - 1, -1]  # a policy whose critic alone has learned
-    rescued(run)
-    assert saved(tmp_path) == [f"step_{last:06d}"]
-    assert sorted(diary.rows) == list(range(last + 1)) and diary.rows[last]["train/loss"] == 1.0
+    rescued(run, loops.MODES.get(mode, loops.on_policy))
+    assert saved(tmp_path) == [f"step_{last:06d}"] and max(diary.rows) == last
     # By it readers know who did a step last: the numbers of an earlier attempt at this one do not count.
     assert all(STEP_TIME in diary.rows[step] for step in range(1, last + 1))
 
 
-def test_a_part_of_a_step_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for ranks in ([None, 0], [1, 0]):
-        run, _ = failing(tmp_path, "train 1")
-        run.actors.trainers.last_trained = lambda timeout_s, ranks=ranks: ranks
-        rescued(run)
-        assert saved(tmp_path) == []
-        assert "could not be saved: the error interrupted the training of step 2" in caplog.text
-        caplog.clear()
+@pytest.mark.parametrize("ranks", [[None, 0], [1, 0]])
+def test_a_part_of_a_step_is_not_saved(ranks: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, _ = failing(tmp_path, "train 1")
+    run.actors.trainers.last_trained = lambda timeout_s: ranks
+    rescued(run)
+    assert saved(tmp_path) == []
+    assert "could not be saved: the error interrupted the training of step 2" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (TimeoutError("60 s"), "the trainers wait for each other"),
+    ],
+)
 def test_what_goes_wrong_in_the_rescue_is_told_and_hides_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: BaseException, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(error: BaseException) -> None:
+    def fail(*_: Any) -> Any:
         raise error
 
-    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
-        run, _ = failing(tmp_path, "generate 1", Disk(lambda error=error: fail(error)))
-        rescued(run)
-        assert f"the trained steps could not be saved: {str(error) or 'KeyboardInterrupt'}" in caplog.text
-        assert not list(tmp_path.iterdir()), "nothing is left of it"
-    run, _ = failing(tmp_path, "generate 1")
-    run.actors.trainers.last_trained = lambda timeout_s: fail(TimeoutError("60 s"))
+    run, _ = failing(tmp_path, "generate 1", Disk(fail))
+    if isinstance(error, TimeoutError):
+        run.actors.trainers.last_trained = fail
     rescued(run)
-    assert "could not be saved: the trainers wait for each other" in caplog.text
+    assert f"the trained steps could not be saved: {reason}" in caplog.text
+    assert not list(tmp_path.iterdir()), "nothing is left of it"
 
 
 def test_a_row_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,11 +169,3 @@ def test_what_async_save_was_writing_is_published(tmp_path: Path) -> None:
     assert saved(tmp_path) == []
     rescue(run)
     assert saved(tmp_path) == ["step_000001"] and disk.num_saves == 1
-
-
-def test_other_modes(tmp_path: Path) -> None:
-    """What reject-sampling has accepted is kept as trained steps are."""
-    for mode, loop in {"sft": loops.sft, "reject-sampling": loops.reject_sampling}.items():
-        run, _ = failing(tmp_path / mode, "generate 1", mode=mode)
-        rescued(run, loop)
-        assert saved(tmp_path / mode) == ["step_000001"]

@@ -80,41 +80,30 @@ def test_the_same_run_goes_on_and_its_folder_is_only_read(
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_a_folder_with_a_run_wants_resume(run: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "already holds a run: pass --resume" in errors(capsys, run, command)
-
-
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_other_data_are_refused(
-    run: list[str], write_rows: Rows, command: str, capsys: pytest.CaptureFixture[str]
+def test_what_does_not_fit_the_run_is_refused(
+    run: list[str], write_rows: Rows, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert "already holds a run: pass --resume" in errors(capsys, run, command)
     other = write_rows(rows(8), "other.jsonl")
     found = errors(capsys, [*run, "--resume", "--prompt-data", str(other)], command)
     assert "--prompt-data other: its 8 prompts are not the 10 of the checkpoint" in found
     changed = write_rows([{"input": "?", "label": "1"}] * 10, "other.jsonl")
     found = errors(capsys, [*run, "--resume", "--prompt-data", str(changed)], command)
     assert "its 10 prompts are not the 10 of the checkpoint" in found
-
-
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_another_model_is_refused(
-    run: list[str], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
     larger = make_tiny_qwen3(tmp_path / "larger", seed=0, num_layers=3)
     found = errors(capsys, [*run, "--resume", "--hf-checkpoint", str(larger)], command)
     assert "num_layers" in found and "--hf-checkpoint" in found
-    assert "give the model that the run was started with" in found
 
 
-def test_a_critic_that_the_checkpoint_lacks(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_checkpoint_lacks(run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs" / "first"
     assert "it has no critic" in errors(capsys, [*run, "--resume", "--advantage-estimator", "ppo"])
-
-
-def test_a_damaged_checkpoint_is_refused_by_the_plan(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "runs" / "first" / "checkpoints" / "step_000001" / "buffer.json").write_text("{}")
+    with RunDir(folder, resume=True):
+        assert "is in use by the live process" in errors(capsys, [*run, "--resume"])
+    (folder / "checkpoints" / "step_000001" / "buffer.json").write_text("{}")
     assert "damaged or incomplete" in errors(capsys, [*run, "--resume"])
+    (folder / "checkpoints" / "step_000001" / "manifest.json").unlink()
+    assert cli.main(["plan", *run, "--resume"]) == 0, "it starts at step 0, and the console says so"
 
 
 def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
@@ -135,19 +124,6 @@ def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
         assert not (tmp_path / name).exists()
     assert cli.main(["plan", *run, "--resume"]) == 0
     assert "a new run starts" not in capsys.readouterr().err
-
-
-def test_a_run_without_a_checkpoint_may_go_on(run: list[str], tmp_path: Path) -> None:
-    """It starts at step 0, and the console says so."""
-    (tmp_path / "runs" / "first" / "checkpoints" / "step_000001" / "manifest.json").unlink()
-    assert cli.main(["plan", *run, "--resume"]) == 0
-
-
-def test_a_folder_in_use_is_refused_by_the_plan(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with RunDir(tmp_path / "runs" / "first", resume=True):
-        assert "is in use by the live process" in errors(capsys, [*run, "--resume"])
 
 
 # ------------------------------------------------------------------------------- the flags of the run itself
@@ -171,26 +147,14 @@ def test_the_newest_flags_of_the_run_count(run: list[str], tmp_path: Path) -> No
         opened.write_config(parse_args([*run, "--resume", "--lr", "5e-4"]).model_dump())
     short = parse_args(["--run-dir", str(folder), "--resume", "--num-rollout", "9"])
     assert short.train.lr == 5e-4 and short.run.num_rollout == 9 and short.run.resume
-
-
-def test_a_whole_command_is_taken_as_it_stands(run: list[str], tmp_path: Path) -> None:
-    """A flag that it leaves out has its default, also where the run had another value."""
-    with RunDir(tmp_path / "runs" / "first", resume=True) as opened:
-        opened.write_config(parse_args([*run, "--resume", "--lr", "5e-4"]).model_dump())
+    # A whole command is taken as it stands: a flag that it leaves out has its default.
     assert parse_args([*run, "--resume"]).train.lr == 1e-6
-
-
-def test_a_folder_without_flags_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert errors(capsys, ["--run-dir", str(tmp_path), "--resume"]).count("error: ") == 1
-    found = errors(capsys, ["--run-dir", str(tmp_path / "none"), "--resume"])
-    assert found.count("error: ") == 1 and "there is no folder" in found
-    assert errors(capsys, ["--resume"]) == "error: --resume: name the run's folder with --run-dir\n"
 
 
 def test_a_config_file_that_resumes_without_flags_says_so_once(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only a short command line takes the run's flags; a file of flags is taken as it stands."""
+    """Only a short command line takes the run's flags; a file of flags is taken as it stands. So of an empty folder."""
     folder, file = tmp_path / "runs" / "first", tmp_path / "resume.yaml"
     file.write_text(f"resume: true\nrun-dir: {folder}\n")
     for argv in ([], ["--resume"], ["--lr", "1e-5"]):
@@ -199,6 +163,10 @@ def test_a_config_file_that_resumes_without_flags_says_so_once(
         assert f"`fusionrl train --run-dir {folder} --resume`" in found
     file.write_text("lr: 1e-5\n")
     assert "without --config" in errors(capsys, ["--config", str(file), "--run-dir", str(folder), "--resume"])
+    assert errors(capsys, ["--run-dir", str(tmp_path), "--resume"]).count("error: ") == 1
+    found = errors(capsys, ["--run-dir", str(tmp_path / "none"), "--resume"])
+    assert found.count("error: ") == 1 and "there is no folder" in found
+    assert errors(capsys, ["--resume"]) == "error: --resume: name the run's folder with --run-dir\n"
 
 
 def test_flags_of_somebody_else_are_not_taken(

@@ -5,6 +5,7 @@ The driver's code is real; engines and trainers only keep account of a device's 
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,10 +99,12 @@ class Trainers:
         self.device.now(f"{group[0]} makes room")
         self.device.trainer.clear()
 
-    def need(self, name: str, parts: set[str]) -> None:
-        """They take back what they need by themselves."""
+    def need(self, name: str, parts: set[str], of_engine: Set[str] = frozenset()) -> dict[str, float]:
+        """They take back what they need by themselves, where an engine has what it needs."""
+        assert of_engine <= self.device.engine
         self.device.trainer |= parts
         self.device.now(name)
+        return {}
 
 
 @pytest.fixture
@@ -118,28 +121,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         buffer = SimpleNamespace(start=lambda actor: "prepared", setup=lambda endpoints: {"num_too_long": 0})
         monkeypatch.setattr(run_actors, "gather", lambda refs, check: refs)
 
-        class Verification:
-            def __init__(self, *_: Any, **__: Any) -> None: ...
-
-            def compare_tensors(self) -> None:
-                assert WEIGHTS in device.engine
-                trainers.need("tensors are compared", {WEIGHTS})
-
-            def ask_probe(self) -> None:
-                assert device.engine == ALL_OF_ENGINE
-                device.now("probe")
-
-            def judge(self) -> dict[str, float]:
-                trainers.need("probe is scored", {WEIGHTS})
-                return {}
-
-        def push(*_: Any, **__: Any) -> dict[str, float]:
-            assert WEIGHTS in device.engine
-            trainers.need("push", {WEIGHTS})
-            return {}
-
-        monkeypatch.setattr(weight_sync, "Verification", Verification)
-        monkeypatch.setattr(weight_sync, "push_weights", push)
+        check = SimpleNamespace(
+            compare_tensors=lambda: trainers.need("tensors are compared", {WEIGHTS}, {WEIGHTS}),
+            ask_probe=lambda: trainers.need("probe", set(), ALL_OF_ENGINE),
+            judge=lambda: trainers.need("probe is scored", {WEIGHTS}),
+        )
+        monkeypatch.setattr(weight_sync, "Verification", lambda *_, **__: check)
+        monkeypatch.setattr(weight_sync, "push_weights", lambda *_, **__: trainers.need("push", {WEIGHTS}, {WEIGHTS}))
         parts: Any = (launcher, engines, trainers, buffer)
         assert start_all(plan, *parts, lambda: None) == {"num_too_long": 0}
         config = Config.from_flat({"verify_weights": "always"})

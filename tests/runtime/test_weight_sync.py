@@ -26,22 +26,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
 
         return push
 
-    class Verification:
-        def __init__(self, trainers: Any, targets: list[EngineTarget], urls: list[str], **_: Any) -> None:
-            assert len(targets) == len(urls)
-            self.urls = urls
-
-        def compare_tensors(self) -> None: ...
-
-        def ask_probe(self) -> None:
-            found.append(("verify", [int(url) for url in self.urls]))
-
-        def judge(self) -> dict[str, float]:
-            return {}
+    def verification(trainers: Any, targets: list[EngineTarget], urls: list[str], **_: Any) -> Any:
+        assert len(targets) == len(urls)
+        seen = ("verify", [int(url) for url in urls])
+        return SimpleNamespace(compare_tensors=lambda: None, ask_probe=lambda: found.append(seen), judge=dict)
 
     monkeypatch.setattr(weight_sync, "push_weights", transfer("broadcast"))
     monkeypatch.setattr(weight_sync, "push_by_disk", transfer("disk"))
-    monkeypatch.setattr(weight_sync, "Verification", Verification)
+    monkeypatch.setattr(weight_sync, "Verification", verification)
     return found
 
 
@@ -59,6 +51,13 @@ def sync_of(
 
 def targets_of(*indices: int) -> list[EngineTarget]:
     return [EngineTarget(index, None, "node", (index,)) for index in indices]
+
+
+RECOVERING: dict[str, Any] = {
+    "is_recovering": True,
+    "check": lambda is_generating: None,
+    "check_answers": lambda with_evaluation, makes_tokens=False: 1,
+}
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
@@ -119,10 +118,7 @@ def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_brok
 
 def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(calls: Any) -> None:
     log: list[str] = []
-    engines = {
-        "is_recovering": True,
-        "check": lambda is_generating: None,
-        "check_answers": lambda with_evaluation: None,
+    engines = RECOVERING | {
         "finish_starts": lambda with_evaluation: log.append(f"start {with_evaluation}"),
         "join": lambda with_evaluation: log.append(f"join {with_evaluation}") or 1,
         "targets": lambda: targets_of(0, 1, 2),
@@ -143,21 +139,12 @@ def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch:
 
     pushes: list[int] = []
     monkeypatch.setattr(weight_sync, "push_weights", fail)
-    engines = {
-        "is_recovering": True,
-        "check": lambda is_generating: None,
-        "check_answers": lambda with_evaluation: None,
-        "finish_starts": lambda with_evaluation: False,
-        "find_hung": lambda with_evaluation: True,
-        "targets": lambda: targets_of(0),
-        "release_memory": lambda *_: None,
-        "resume_memory": lambda *_, **__: None,
-    }
+    engines = RECOVERING | {"finish_starts": lambda with_evaluation: False, "targets": lambda: targets_of(0)}
     guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5)
     tries = weight_sync._MAX_PUSHES
     for shares, external, wanted in (
         (True, guests, 1),
-        (False, guests, 2 * tries),
+        (False, guests, 5),
         (True, None, 1),
         (False, None, tries),
     ):
