@@ -10,8 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from fusionrl.cpu import kernels
-from fusionrl.cpu.batched_attention import AttentionPlan, attend, plan_attention
-from fusionrl.cpu.tree_attention import plan_trees
+from fusionrl.cpu.batched_attention import AttentionPlan, attend, plan_attention, plan_trees
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -21,15 +20,12 @@ if TYPE_CHECKING:
 
 
 class BatchedAttentionBackend(TorchNativeAttnBackend):
-    """SGLang's torch attention backend, computed for all requests of a batch at once."""
-
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
         self._plans: dict[int | None, AttentionPlan] = {}
         self._planned: ForwardBatch | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Forget the plans of the forward pass before."""
         super().init_forward_metadata(forward_batch)
         self._plans, self._planned = {}, forward_batch
 
@@ -89,7 +85,6 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch) -> bool:
-        """Return whether `kernels.attend_decode` can take these tensors."""
         table, rows, lengths = self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
         types = (table.dtype, rows.dtype, lengths.dtype)
         is_dense = all(tensor.is_contiguous() for tensor in (keys, values, table, rows, lengths))

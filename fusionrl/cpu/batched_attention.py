@@ -5,9 +5,6 @@ lengths make a `Group`: their queries and keys are padded to one length and atte
 group copies so many bytes of keys at most, a request with many tokens on a long prefix is cut into pieces, and each
 layer makes its masks.
 
-    plan = plan_attention(table, rows, prefixes=[5, 0], news=[1, 7], dtype=...)      # once a forward pass
-    out = attend(plan, query, keys, values, scale=...)                              # once a layer
-
 Shapes: T new tokens of the batch, one request after the other; N slots of the cache; H heads of queries, K of keys and
 values; D and V their sizes. Pure torch: nothing here knows SGLang.
 """
@@ -22,27 +19,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-_CALL_ROWS = 512
-"""Rows of keys that are read in the time that one more call takes."""
-_PADDED_SHARE = 0.125
-"""Share of a group's cost that may be padding, however much that is."""
-_ROW_SCORES = 64
-"""Scores that are computed in the time in which a row is read."""
+_CALL_ROWS = 512  # rows of keys that are read in the time that one more call takes
+_PADDED_SHARE = 0.125  # of a group's cost that may be padding, however much that is
+_ROW_SCORES = 64  # scores that are computed in the time in which a row is read
+# Keys that a group of several requests copies, and as many values: the process keeps freed blocks of this size
+# (`engines/launch_server.py`).
 _GROUP_BYTES = 32 * 2**20
-"""Keys that a group of several requests copies; their values are as many again. The process keeps freed blocks of this
-size (`engines/launch_server.py`)."""
-_MASK_SCORES = 16 * 2**20
-"""Scores of a mask."""
+_MASK_SCORES = 16 * 2**20  # of a mask
 
 
 @dataclass(frozen=True)
 class Seen:
     """The keys that the queries of a group see, in small; `mask` is large."""
 
-    positions: Tensor
-    """[count, num_keys] position of each key in its request."""
-    queries: Tensor
-    """[count, num_queries] position of each query: it sees no later key."""
+    positions: Tensor  # [count, num_keys] of each key in its request
+    queries: Tensor  # [count, num_queries] position of each query: it sees no later key
     window: int | None
     dtype: torch.dtype
 
@@ -62,24 +53,17 @@ class Group:
     count: int
     num_queries: int
     num_keys: int
-    tokens: Tensor | None
-    """[count * num_queries] new token of each query; None: these are all tokens, in order."""
-    slots: Tensor
-    """[count * num_keys] slot of each key. Padding repeats the request's last slot: no stranger's NaN comes in."""
+    tokens: Tensor | None  # [count * num_queries] new token of each query; None: these are all tokens, in order
+    slots: Tensor  # [count * num_keys] of each key; padding repeats the request's last slot: no stranger's NaN comes in
+    # [count, 1, num_queries, num_keys], added to the scores, or what each layer makes it of; None: all keys are seen
     mask: Tensor | Seen | None
-    """[count, 1, num_queries, num_keys], added to the scores, or what each layer makes it of; None: every query sees
-    every key, or `is_causal`."""
-    is_causal: bool
-    """Query i sees the keys 0..i and no others."""
+    is_causal: bool  # query i sees the keys 0..i and no others
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The calls of one forward pass."""
-
     groups: tuple[Group, ...]
-    places: Tensor | None
-    """[T] where each token's output is among the groups' outputs, one after the other; None: in order, without gaps."""
+    places: Tensor | None  # [T] of each token's output in those of the groups, one after the other; None: in order
 
 
 def plan_attention(
@@ -216,6 +200,39 @@ def _group(
     return Group(len(part), num_queries, num_keys, tokens, slots.flatten(), seen, is_causal)
 
 
+def plan_trees(
+    table: Tensor, rows: Tensor, num_before: Tensor, tree_mask: Tensor, *, dtype: torch.dtype, window: int | None = None
+) -> AttentionPlan:
+    """Plan one call for B requests, each with a tree of n drafted tokens (`speculation.py`) after those in the cache.
+
+    A drafted token sees what is before the draft, its ancestors and itself.
+
+    Args:
+        table: [any, longest] slot of each token of each request; those of the tree come after those before it
+        rows: [B] row of the table
+        num_before: [B] tokens before the tree
+        tree_mask: [B * n * n], or more, bool: which nodes a node sees
+        dtype: of the queries
+        window: a query sees so many positions before its own; None: all of them
+    """
+    count = len(rows)
+    num_nodes = math.isqrt(len(tree_mask) // count)
+    trees = tree_mask[: count * num_nodes**2].view(count, num_nodes, num_nodes).bool()
+    num_keys = int(num_before.max()) + num_nodes
+    before, keys = num_before[:, None], torch.arange(num_keys)
+    slots = table[rows.long()[:, None], keys.minimum(before + num_nodes - 1)]  # padding repeats the last slot
+    node = keys - before  # [B, num_keys], which node of the tree a key is
+    in_tree = (node >= 0) & (node < num_nodes)
+    sees = trees.gather(2, node.clamp(0, num_nodes - 1)[:, None].expand(-1, num_nodes, -1)) & in_tree[:, None]
+    sees |= (node < 0)[:, None]
+    if window is not None:
+        depths = trees.sum(-1) - 1  # [B, n]
+        position = torch.where(in_tree, before + depths.gather(1, node.clamp(0, num_nodes - 1)), keys)
+        sees &= position[:, None] >= (before + depths)[..., None] - window
+    mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf)[:, None]
+    return AttentionPlan((Group(count, num_nodes, num_keys, None, slots.flatten(), mask, False),), None)
+
+
 def attend(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
     """query [T, H, D] of the new tokens, keys [N, K, D] and values [N, K, V] of all slots → [T, H, V]."""
     outs = [_attend(group, query, keys, values, scale) for group in plan.groups]
@@ -224,7 +241,6 @@ def attend(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, *, 
 
 
 def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """[count * num_queries, H, V]."""
     count, num_queries = group.count, group.num_queries
     if group.tokens is not None:
         query = query.index_select(0, group.tokens)

@@ -1,13 +1,8 @@
 """Gradients and weights on a CPU stay where they are: without full copies of them.
 
 New memory is mapped page by page on a CPU, so a copy of all gradients costs about as much as the step of the optimizer.
-Megatron-core makes some, as it leaves this to CUDA extensions and replaces them in a simple way:
-
-| call | without this | here |
-|---|---|---|
-| gradient of a weight | written to memory of its own, then added to the sum | added by the product itself |
-| clipping | scaled into new memory, then copied back | scaled in place |
-| exchange with data-parallel ranks | gloo copies all, even for one rank | one rank has it already |
+Megatron-core leaves it to CUDA extensions to avoid some copies: the gradient of a weight is written to memory of its
+own and then added to the sum, clipping scales into new memory, and gloo copies all even where there is one rank.
 """
 
 from __future__ import annotations

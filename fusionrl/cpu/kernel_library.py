@@ -37,11 +37,7 @@ class CompileError(Exception):
 
 
 def load() -> ctypes.CDLL:
-    """Load the library, and compile it if it is not there.
-
-    Raises:
-        CompileError: it cannot be had here.
-    """
+    """Load the library, and compile it if it is not there. Raises CompileError if it cannot be had here."""
     if os.environ.get(SWITCH) == "0":
         raise CompileError(f"{SWITCH}=0")
     names = dict.fromkeys(filter(None, (os.environ.get("CC"), "cc", "gcc")))

@@ -175,11 +175,7 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> T
 
 def rotate_both(query: Tensor, key: Tensor, table: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """`rotate` of queries [T, heads * size] and keys [T, heads * size] by rows of `table` [any, r]: r / 2 cosines, then
-    as many sines.
-
-    Raises:
-        IndexError: a token has no row of angles.
-    """
+    as many sines. Raises IndexError if a token has no row of angles."""
     query, key = (values if values.stride(1) == 1 else values.contiguous() for values in (query, key))
     count, turned = query.size(0), table.size(1)
     assert key.size(0) == positions.numel() == count and positions.dtype is torch.int64
@@ -228,19 +224,9 @@ def attend_decode(
     out = query.new_empty(count, heads, values.size(2))
     code = _library().attend_decode(
         *(query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
-        *(
-            *table.shape,
-            rows.data_ptr(),
-            lengths.data_ptr(),
-            out.data_ptr(),
-            keys.size(0),
-            count,
-            heads,
-            keys.size(1),
-            size,
-        ),
-        *(values.size(2), -1 if window is None else window, scale, _is_half(query, keys, values)),
-        torch.get_num_threads(),
+        *(*table.shape, rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), keys.size(0), count, heads),
+        *(keys.size(1), size, values.size(2), -1 if window is None else window, scale),
+        *(_is_half(query, keys, values), torch.get_num_threads()),
     )
     _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
     return out
@@ -293,12 +279,8 @@ def attend_new(
         *(qkv.data_ptr(), *weights, eps, angles.data_ptr(), *angles.shape, positions.data_ptr(), place.data_ptr()),
         *(slots.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *table.shape),
         *(rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), num_slots, count, heads, groups, size),
-        *(
-            -1 if window is None else window,
-            scale,
-            _is_half(qkv, angles, keys, values, *(norms or ())),
-            torch.get_num_threads(),
-        ),
+        *(-1 if window is None else window, scale, _is_half(qkv, angles, keys, values, *(norms or ()))),
+        torch.get_num_threads(),
     )
     _check(code, "a position, a slot, a row or a length is beyond its table")
     return out
@@ -308,11 +290,13 @@ def attend_new(
 class RowTable:
     """Where the sequences of a packed row have their tokens; sequences that share tokens stand side by side.
 
-    places    [tokens of all sequences] int32 packed token of each, one sequence after the other
-    starts    [sequences + 1] int64 where each begins among these
-    firsts    [sequences] int64 tokens at its begin that a sequence before it has, too: their attention is computed once
-    families  [families + 1] int64 first sequence of each family: what a sequence shares it shares within its family
-    longest   tokens of the longest sequence
+    places      [tokens of all sequences] int32 packed token of each, one sequence after the other
+    starts      [sequences + 1] int64 where each begins among these
+    firsts      [sequences] int64 tokens at its begin that a sequence before it has, too: attended to once
+    families    [families + 1] int64 first sequence of each family: what a sequence shares it shares within its family
+    longest     tokens of the longest sequence
+    num_tokens  of the packed row
+    is_whole    each of its tokens is in a sequence
     """
 
     places: Tensor
@@ -321,9 +305,7 @@ class RowTable:
     families: Tensor
     longest: int
     num_tokens: int
-    """Of the packed row."""
     is_whole: bool
-    """Each of its tokens is in a sequence."""
 
     def pointers(self) -> tuple[int, ...]:
         """The tensors, and the two sizes that the kernels take after them."""
@@ -391,11 +373,7 @@ def _check(code: int, beyond: str) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The library, with the types of its functions.
-
-    Raises:
-        CompileError: there is none here.
-    """
+    """The library, with the types of its functions. Raises CompileError if there is none here."""
     library = kernel_library.load()
     for name, (result, arguments) in _ARGUMENTS.items():
         function = getattr(library, name)

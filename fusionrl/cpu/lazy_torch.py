@@ -1,12 +1,9 @@
 """Parts of torch that large libraries import and a process on a CPU never uses: imported when they are used.
 
-* `symbols_later`: torch's distributed tensors take three names of its symbolic shapes, and with these SymPy: 0.4 s of a
-  core. transformers and Megatron-core import distributed tensors, to know their class.
-* `uncompiled`: SGLang's and transformers' decorators `torch.compile` and `torch.compiler.disable` import torch's
-  compiler. With TORCHDYNAMO_DISABLE=1, as in engines on a CPU, both leave a function as it is. transformers' masks take
-  a class of the compiler's, which they make an object of when a model of transformers' own runs.
-
-A process that does use them has the real ones.
+* `symbols_later`: transformers and Megatron-core import torch's distributed tensors, to know their class; these take
+  three names of its symbolic shapes, and with these SymPy: 0.4 s of a core.
+* `uncompiled`: SGLang and transformers import torch's compiler for decorators, and for a class that transformers' own
+  models use. With TORCHDYNAMO_DISABLE=1, as in engines on a CPU, the decorators leave a function as it is.
 """
 
 from __future__ import annotations

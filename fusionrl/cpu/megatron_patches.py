@@ -1,34 +1,14 @@
 """The CPU layer of Megatron-core: its unmodified package runs on torch's CPU build with gloo.
 
-    megatron_patches.install()        # before the first import of megatron.core
-    import megatron.core
-    megatron_patches.patch()          # after it
+`install` comes before the first import of megatron.core, `patch` after it. A process that imports Megatron-core for
+others, its forks, calls `before_import` alone: torch stays as it is until one of them calls `install`. They do nothing
+where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA: devices, streams, random states,
+`device="cuda"` and `pin_memory` of torch's factories, moves and types of tensors, sizes of the experts' exchange, and
+gathering parts of different sizes, which gloo lacks. Four save time: no function is compiled by torch, its optimizers
+do not import its compiler, gradients are added in place (`gradients.py`), and a kernel rotates rows (`rotary.py`).
 
-A process that imports Megatron-core for others, its forks, calls `before_import` alone: torch stays as it is
-until one of them calls `install`.
-
-They do nothing where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA:
-
-| shim | what it replaces | what fails without it |
-|---|---|---|
-| jit | `megatron.core.jit` (torch.compile of small functions) | time: a C++ compile for each of them |
-| device | `torch.cuda.current_device` and `set_device` | every allocation of a buffer |
-| streams | `torch.cuda` streams, events, `synchronize`, `Tensor.record_stream` | data-parallel buffers |
-| rng | `torch.cuda` RNG functions, and Megatron's own getter and setter | seeding, the RNG tracker |
-| factories | `device="cuda"`, `pin_memory=True` in torch's factory functions | schedules, the optimizer |
-| moves | `Tensor.cuda`, `Tensor.pin_memory`, `Tensor.to("cuda")` | as above |
-| types | `Tensor.type()` answers `torch.cuda.FloatTensor` | the optimizer, gradient clipping |
-| recompute | `CheckpointWithoutOutput(fp8=False)` is not "fp8 is on" | selective recompute |
-| compiler | torch's optimizers ask its compiler not to compile them, and import it to ask | time: 1 s of a core |
-| splits | sizes of the experts' exchange become numbers on a CPU, too | mixtures of experts |
-| gradients | kernels that add and scale them (`gradients.py`) | time: copies of all of them |
-| rotary | rotary embeddings of packed sequences (`rotary.py`) | time: a dozen passes over queries and keys |
-| uneven | `all_gather` of parts of different sizes, which gloo lacks: padded | expert tensor parallelism |
-
-`megatron_versions.py` mends what Megatron-core lacks without Transformer Engine, on a CPU or a GPU, and the differences
-between its versions.
-The optimizer's stand-in is in `adam.py`, because a GPU without Transformer Engine needs it as well.
-`OVERRIDES` are the TransformerConfig values without which a CPU run fails or, worse, is silently wrong.
+`trainer/megatron_versions.py` mends what Megatron-core lacks without Transformer Engine, on a CPU or a GPU; the
+optimizer's stand-in is `trainer/adam.py`. Without the TransformerConfig values `OVERRIDES` a CPU run is wrong.
 """
 
 from __future__ import annotations
@@ -78,45 +58,24 @@ def is_installed() -> bool:
     return _state["installed"]
 
 
-class _Event:
+class _Event(torch.cpu.Event):
     """A CUDA event on a device where everything has happened by the time it is asked."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """A CUDA stream on a device that runs everything in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
 
     def record_event(self, event: object = None) -> object:
         return event or _Event()
 
     def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 def before_import() -> None:
@@ -171,7 +130,7 @@ def patch() -> None:
     @functools.wraps(original)
     def init(self: CheckpointWithoutOutput, fp8: object = False) -> None:
         original(self, fp8)
-        self.fp8 = bool(fp8)
+        self.fp8 = bool(fp8)  # Megatron takes False for "fp8 is on", in selective recompute
 
     tp_random.CheckpointWithoutOutput.__init__ = init
     _patch_exchange()
@@ -283,7 +242,7 @@ def _install_tensor_methods() -> None:
 
     def type_(self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None and not args and not kwargs:
-            name = tensor_type(self)
+            name = tensor_type(self)  # the optimizer and clipping look for torch.cuda.FloatTensor
             return name if self.is_cuda else name.replace("torch.", "torch.cuda.", 1)
         return tensor_type(self, dtype, *args, **kwargs)
 

@@ -63,10 +63,8 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def patch(attention: ModuleType) -> None:
-    """Let the attention of Megatron-core, the module that has it, turn packed queries and keys here. Idempotent."""
+    """Let the attention of Megatron-core, the module that has it, turn packed queries and keys here."""
     original = attention.apply_rotary_pos_emb
-    if getattr(original, "is_rotary", False):
-        return
     last: list[_Angles] = []  # queries and keys of all layers have the same
 
     def apply(
@@ -90,5 +88,4 @@ def patch(attention: ModuleType) -> None:
             last[:] = [_Angles(made_of, mscale, cos, sin)]
         return rotate(t, last[0].cos, last[0].sin)
 
-    apply.is_rotary = True  # type: ignore[attr-defined]
     attention.apply_rotary_pos_emb = apply  # type: ignore[attr-defined]

@@ -26,12 +26,10 @@ def draw(probs: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Let SGLang's sampler of this process, and of those forked from it, use `draw`. Idempotent."""
+    """Let SGLang's sampler of this process, and of those forked from it, use `draw`."""
     from sglang.srt.layers import sampler
 
     original = sampler.sampling_from_probs_torch
-    if getattr(original, "is_draw", False):
-        return
 
     def sampling_from_probs(
         probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
@@ -40,5 +38,4 @@ def register() -> None:
             return original(probs, sampling_seed, positions)
         return draw(probs).to(torch.int32)
 
-    sampling_from_probs.is_draw = True  # type: ignore[attr-defined]
     sampler.sampling_from_probs_torch = sampling_from_probs

@@ -15,28 +15,20 @@ from torch import Tensor
 from fusionrl.cpu import kernels
 
 Path: TypeAlias = Callable[..., object]
-_PATH = "forward_native"  # its name in every SGLang layer
 
 
 def register() -> None:
-    """Let the layers of this process, and of those forked from it, use the kernels. Idempotent."""
+    """Let the layers of this process, and of those forked from it, use the kernels.
+
+    A layer's own torch path is replaced; subclasses that define theirs keep it.
+    """
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     if kernels.loaded():
-        _replace(RMSNorm, _norm)
-        _replace(SiluAndMul, _gate)
-        _replace(RotaryEmbedding, _rotary)
-
-
-def _replace(layer: type, make: Callable[[Path], Path]) -> None:
-    """Replace the layer's torch path by `make(original)`; subclasses that define their own path keep it."""
-    original: Path = getattr(layer, _PATH)
-    if not getattr(original, "is_kernel", False):
-        path = make(original)
-        path.is_kernel = True  # type: ignore[attr-defined]
-        setattr(layer, _PATH, path)
+        for layer, make in ((RMSNorm, _norm), (SiluAndMul, _gate), (RotaryEmbedding, _rotary)):
+            layer.forward_native = make(layer.forward_native)
 
 
 def _fit(*tensors: Tensor) -> bool:
@@ -46,8 +38,6 @@ def _fit(*tensors: Tensor) -> bool:
 
 
 def _norm(original: Path) -> Path:
-    """RMSNorm's path: by the kernel where that computes the same, else `original`."""
-
     def forward_native(
         self: torch.nn.Module,
         x: Tensor,
@@ -81,8 +71,6 @@ def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
 
 
 def _gate(original: Path) -> Path:
-    """SiluAndMul's path: by the kernel where that computes the same, else `original`."""
-
     def forward_native(self: torch.nn.Module, x: Tensor) -> object:
         """`silu(gate) * up` [..., f] of x [..., 2 f], the gate first."""
         return kernels.swiglu(x) if _fit(x) else original(self, x)
@@ -91,8 +79,6 @@ def _gate(original: Path) -> Path:
 
 
 def _rotary(original: Path) -> Path:
-    """RotaryEmbedding's path: by the kernel where that computes the same, else `original`."""
-
     def forward_native(
         self: torch.nn.Module,
         positions: Tensor,

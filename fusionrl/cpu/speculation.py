@@ -1,13 +1,12 @@
 """Speculative decoding with SGLang's n-grams on a CPU, put into SGLang from outside.
 
-SGLang finds drafts on the CPU anyway. To check them on a CPU it needs kernels of a build of `sgl_kernel` that the
-package registries do not have, and it then takes the likeliest token whatever the temperature is: nothing would be
-sampled. The functions here do the kernels' work with torch, and `sample_tree` samples.
+To check its drafts on a CPU SGLang needs kernels of a build of `sgl_kernel` that the package registries do not have,
+and it then takes the likeliest token whatever the temperature is. The functions here do the kernels' work with torch,
+and `sample_tree` samples.
 
-A draft is a tree of `n` nodes for each of B requests. Node 0 is the newest token; a node's ancestors come before it.
-The model reads all nodes at once. The walk begins at node 0, draws a token of the model's distribution there, moves
-to the child that is this token, and ends where no child is. Each token is drawn from the model's own distribution, so
-drafts change the speed and nothing else.
+A draft is a tree of `n` nodes for each of B requests; node 0 is the newest token, and ancestors come first. The model
+reads all nodes at once. The walk begins at node 0, draws a token of the model's distribution there, moves to the child
+that is this token, and ends where no child is. So drafts change the speed and nothing else.
 """
 
 from __future__ import annotations
@@ -28,15 +27,11 @@ def read_tree(
     batch_size: int,
     num_nodes: int,
 ) -> None:
-    """Write the links of each tree, whose mask says which nodes are a node's ancestors (and itself).
+    """Write the links of each tree, whose `tree_mask` [B * n * n] says which nodes are a node's ancestors (and itself).
 
-    Args:
-        tree_mask: [B * n * n] bool
-        num_before: [B] tokens before node 0
-        positions: [B * n], written: position of each node's token
-        indices: [B, n], written: number of each node in the batch
-        first_children: [B, n], written: the first child of each node, -1 for none
-        next_siblings: [B, n], written: the next child of its parent, -1 for none
+    `num_before` [B] are the tokens before node 0. Written: `positions` [B * n] of each node's token; `indices` [B, n],
+    the number of each node in the batch; the first child of each node and the next child of its parent [B, n], -1 for
+    none.
     """
     nodes = torch.arange(num_nodes)
     is_ancestor = tree_mask.view(batch_size, num_nodes, num_nodes).bool() & (nodes < nodes[:, None])
@@ -61,15 +56,9 @@ def walk_tree(
 ) -> None:
     """Follow, in each tree, the children that are the tokens `target_predict`. The names are those that SGLang passes.
 
-    Args:
-        predicts: [B * n], written at the nodes of the walk: the token that follows each of them
-        accept_index: [B, longest], written: the nodes of the walk, by number in the batch; -1 after the last one
-        accept_token_num: [B], written: drafted tokens that were taken
-        candidates: [B, n] token of each node
-        retrive_index: [B, n] number of each node in the batch
-        retrive_next_token: [B, n] first child
-        retrive_next_sibling: [B, n] next sibling
-        target_predict: [B, n] token that follows each node
+    Read [B, n]: the token of each node (`candidates`), its number, first child and next sibling, and the token that
+    follows it. Written: at the nodes of the walk, the token that follows (`predicts` [B * n]); the nodes of the walk by
+    their numbers, -1 after the last one (`accept_index` [B, longest]); how many drafted tokens were taken.
     """
     tokens, targets = candidates.tolist(), target_predict.tolist()
     children, siblings, numbers = (
@@ -100,12 +89,7 @@ def sample_tree(*, candidates: Tensor, target_probs: Tensor, **others: object) -
 
 
 def pack_slots(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, out: Tensor, width: int) -> None:
-    """Write to `out` the slots `starts`..`ends` of each request, one request after the other.
-
-    Args:
-        rows: [B] rows of the table
-        table: [any, width] slot of each token
-    """
+    """Write to `out` the slots `starts`..`ends` of each request's row of the table, one request after the other."""
     places = torch.arange(width)
     is_in = (places >= starts[:, None]) & (places < ends[:, None])
     packed = table[rows.long()][is_in]

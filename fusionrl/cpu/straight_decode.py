@@ -1,12 +1,9 @@
 """Decode steps of plain transformers as a straight line of kernels, put into SGLang's models on a CPU from outside.
 
-In each layer of each step SGLang decides by which of many paths it is computed: parallelism, quantisation, LoRA,
-kernels of other devices. On a CPU that takes as long as the arithmetic of a small model. A model whose layers are all
-of the plain kinds here is decided about once, when its engine starts. The kernels are those of `sglang_layers.py` and
-`attention_backend.py` in the same order, so results are the same bit by bit.
-
-SGLang still computes prompts, drafts, and models of other classes. Hooks put on the layers after the start see no
-decode steps.
+In each layer of each step SGLang decides by which of many paths it is computed, which on a CPU takes as long as the
+arithmetic of a small model. A model whose layers are all of the plain kinds here is decided about once, when its engine
+starts. The kernels are those of `sglang_layers.py` and `attention_backend.py` in the same order, so results are the
+same bit by bit. SGLang still computes prompts, drafts, and models of other classes.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class _Layer:
 
 
 def install(runner: ModelRunner, backend: TorchNativeAttnBackend) -> bool:
-    """Let a runner's model take the straight line, where it is plain; returns whether it is. Logs it."""
+    """Let a runner's model take the straight line if it is plain; return and log whether it is."""
     try:
         line = _Line(runner, backend)
     except _NotPlain as reason:
@@ -82,14 +79,8 @@ def install(runner: ModelRunner, backend: TorchNativeAttnBackend) -> bool:
 
 
 class _Line:
-    """The straight line of one model."""
-
     def __init__(self, runner: ModelRunner, backend: TorchNativeAttnBackend) -> None:
-        """Look through the model.
-
-        Raises:
-            _NotPlain: something in it is computed otherwise.
-        """
+        """Look through the model. Raises _NotPlain if something in it is computed otherwise."""
         if not kernels.loaded():
             raise _NotPlain("there are no kernels")
         causal_model = getattr(runner, "model", None)
@@ -156,7 +147,6 @@ class _Line:
         return kernels.add_rms_norm(hidden, residual, self._norm["weight"], self._eps)[0]
 
     def _is_ours(self, positions: Tensor, batch: ForwardBatch) -> bool:
-        """Return whether this forward pass is a plain decode step, of tensors that the kernels can take."""
         if not batch.forward_mode.is_decode() or batch.spec_info is not None or batch.encoder_lens is not None:
             return False
         pool, table = self._backend.token_to_kv_pool, self._backend.req_to_token_pool.req_to_token

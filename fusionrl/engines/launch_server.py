@@ -137,16 +137,10 @@ def main(argv: list[str]) -> None:
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     if _is_on_cpu():
-        from fusionrl.cpu import attention, sampling, scheduler_pause, sglang_layers, speculation, torch_device
+        from fusionrl.cpu import sglang_patches
 
         keep_freed(_KEPT_BYTES)
-        attention.register()
-        torch_device.register()
-        sglang_layers.register()
-        scheduler_pause.register()
-        sampling.register()
-        if "--speculative-algorithm" in argv:
-            speculation.register()
+        sglang_patches.register(speculates="--speculative-algorithm" in argv)
         _fork_children()
     try:
         run_server(prepare_server_args(argv))

@@ -2,9 +2,9 @@
 
     echo '[["FOLDER", "float32", {"page_size": 16}]]' | python -m tests.cpu.straight_process
 
-Prints one JSON object a model: whether the straight line is installed, what was logged, how often its attention was
-called, how many of the compared logits differ, which other passes it takes, and what is said of a model with a hook.
-Each model is in a fork of this process, which has imported SGLang.
+Prints one JSON object a model: what was logged, how often the line's attention was called, how many of the compared
+logits differ, which other passes it takes, and what is logged of other engines and models. Each model is in a fork of
+this process, which has imported SGLang.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 import os
 import sys
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 from fusionrl.base import cpu_wing
-from fusionrl.cpu import attention, kernels, sglang_layers, straight_decode, torch_device
+from fusionrl.cpu import attention, kernels, sglang_layers, sglang_patches, straight_decode
 
 PROMPTS = [[5, 9, 17, 3], [7, 2], [1, 4, 8, 30, 12, 6, 19], [11]]
 STEPS = 3
@@ -32,8 +33,7 @@ def _runner(folder: str, dtype: str, values: dict[str, Any]) -> Any:
         model_path=folder,
         device="cpu",
         dtype=dtype,
-        prefill_attention_backend=cpu_wing.ATTENTION_BACKEND,
-        decode_attention_backend=values.pop("decode_attention_backend", cpu_wing.ATTENTION_BACKEND),
+        attention_backend=cpu_wing.ATTENTION_BACKEND,
         sampling_backend="pytorch",
         max_total_tokens=512,
         max_running_requests=8,
@@ -67,7 +67,7 @@ def _requests() -> list[Any]:
 
 
 def compare(folder: str, dtype: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Decode by the line, if there is one, and by SGLang's layers; then once more with other weights."""
+    """Decode by the line and by SGLang's layers; then once more with other weights."""
     import torch
     from sglang.benchmark import one_batch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -80,9 +80,7 @@ def compare(folder: str, dtype: str, values: dict[str, Any]) -> dict[str, Any]:
     runner = _runner(folder, dtype, values)
     model = runner.model.model
     line = vars(model).get("forward")
-    found = {"installed": line is not None, "told": list(told), "num_attended": 0, "unequal": 0}
-    if line is None:
-        return found
+    found = {"told": list(told), "num_attended": 0, "unequal": 0}
     attend_new = kernels.attend_new
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -110,10 +108,24 @@ def compare(folder: str, dtype: str, values: dict[str, Any]) -> dict[str, Any]:
                     changed = layer.mlp.down_proj.weight * 1.5
                     layer.mlp.down_proj.weight = torch.nn.Parameter(changed, requires_grad=False)
         found["also_takes"] = _other_passes(straight, inputs)
-    model.layers[0].mlp.register_forward_hook(lambda *args: None)
     told.clear()
-    found["with_a_hook"] = [straight_decode.install(runner, straight._backend), *told]
-    return found
+    _install_elsewhere(runner, straight._backend)
+    return found | {"elsewhere": told}
+
+
+def _install_elsewhere(runner: Any, backend: Any) -> None:
+    """Try engines with other settings, a model of another class, and one whose layers somebody watches."""
+    arguments, model = runner.server_args, runner.model
+    assert all(hasattr(arguments, name) for name in straight_decode._OFF), "SGLang has another name"
+    usual = {"model": model, "server_args": SimpleNamespace(), "decode_attention_backend_str": None}
+    usual["decode_attention_backend_str"] = runner.decode_attention_backend_str
+    others = [{"server_args": SimpleNamespace(**{name: True})} for name in (*straight_decode._OFF, "tp_size")]
+    others[-1]["server_args"].tp_size = 2
+    others += [{"decode_attention_backend_str": "torch_native"}, {"model": SimpleNamespace(model=SimpleNamespace())}]
+    for values in others:
+        assert not straight_decode.install(SimpleNamespace(**usual | values), backend)  # type: ignore[arg-type]
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    assert not straight_decode.install(SimpleNamespace(**usual), backend)  # type: ignore[arg-type]
 
 
 def _other_passes(straight: Any, inputs: Any) -> list[str]:
@@ -160,7 +172,7 @@ def main() -> None:
     os.environ["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
     cpu_wing.install_stand_ins()
     attention.register()
-    torch_device.register()
+    sglang_patches.name_device()
     sglang_layers.register()
     import sglang.benchmark.one_batch  # noqa: F401  # before the forks
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fusionrl.cpu.gradients import add_gradient, scale, unless_alone
-from tests.own_process import assert_runs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,31 +40,3 @@ def test_one_rank_exchanges_nothing() -> None:
     call(other, whole, group=two)
     call(other, whole, group=alone, async_op=True)  # whoever asks waits for what it returns
     assert calls == [False, True]
-
-
-def test_megatrons_linear_layers_use_it() -> None:
-    """A process of its own, as the shims are for good."""
-    code = (
-        "import torch\n"
-        "from fusionrl.cpu import megatron_patches\n"
-        "assert megatron_patches.install()\n"
-        "import megatron.core\n"
-        "from megatron.core.tensor_parallel import layers\n"
-        "megatron_patches.patch()\n"
-        "assert layers._grad_accum_fusion_available\n"
-        "def train(fuses):\n"
-        "    torch.manual_seed(1)\n"
-        "    weight = torch.nn.Parameter(torch.randn(5, 3))\n"
-        "    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(5, 3), False\n"
-        "    inputs = torch.randn(7, 1, 3, requires_grad=True)\n"
-        "    linear = layers.LinearWithGradAccumulationAndAsyncCommunication.apply\n"
-        "    linear(inputs, weight, None, fuses, False, False, None, 0, None).pow(2).sum().backward()\n"
-        "    if not weight.grad_added_to_main_grad:\n"
-        "        weight.main_grad += weight.grad\n"
-        "    return weight.main_grad, inputs.grad, weight.grad_added_to_main_grad\n"
-        "(ours, of_inputs, added), (plain, expected, not_added) = train(True), train(False)\n"
-        "assert added and not not_added\n"
-        "torch.testing.assert_close(ours, plain)\n"
-        "assert torch.equal(of_inputs, expected)\n"
-    )
-    assert_runs(code)

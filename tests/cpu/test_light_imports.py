@@ -1,16 +1,14 @@
-"""A server and a trainer on a CPU import neither torch's compiler nor SymPy, and work as with them."""
+"""A server on a CPU imports neither torch's compiler nor SymPy; a trainer is in `test_megatron_patches.py`."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fusionrl.runtime.nursery_order import engine_branch
+from tests.own_process import run_code
 
 _ABSENT = """
 import sys
@@ -54,28 +52,8 @@ from transformers import masking_utils
 with masking_utils.TransformGetItemToIndex():
     pass
 """
-_TRAINER = f"""
-import fusionrl.cpu.early_imports
-{_ABSENT}
-from megatron.core import utils
-assert utils.HAVE_DTENSOR
-from torch.fx.experimental import symbolic_shapes
-from torch.distributed.tensor import _decompositions
-assert _decompositions.GuardOnDataDependentSymNode is symbolic_shapes.GuardOnDataDependentSymNode
-"""
-
-
-def _run(code: str, environment: dict[str, str]) -> None:
-    env = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_a_server_without_what_it_never_uses(tiny_model: Path, tmp_path: Path) -> None:
-    _run(_SERVER, engine_branch(str(tiny_model), tmp_path).environment)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_a_trainer_without_what_it_never_uses() -> None:
-    _run(_TRAINER, {})
+    run_code(_SERVER, **engine_branch(str(tiny_model), tmp_path).environment | {"CUDA_VISIBLE_DEVICES": ""})

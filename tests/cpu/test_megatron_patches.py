@@ -1,4 +1,5 @@
-"""What stands in for CUDA in a trainer without it must leave the rest of torch as it was."""
+"""What stands in for CUDA in a trainer without it must leave the rest of torch as it was. A process of its own for all
+of it, as the shims are for good."""
 
 from __future__ import annotations
 
@@ -7,102 +8,122 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.own_process import assert_runs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Megatron is imported before the shims, as in the nursery: not every fork of it is a trainer. No module has a name of
+# its own for what is replaced.
+IMPORTS = """
+import sys, torch
+from fusionrl.cpu import megatron_patches
+names = [(torch, name) for name in megatron_patches._FACTORIES]
+names += [(torch.cuda, name) for name in ('current_device', 'set_device', 'synchronize', 'Stream', 'Event',
+    'current_stream', 'default_stream', 'stream', 'get_rng_state', 'set_rng_state', 'manual_seed')]
+names += [(torch.Tensor, name) for name in ('cuda', 'pin_memory', 'record_stream', 'to', 'type')]
+usual = {(at, name): getattr(at, name) for at, name in names}
+import fusionrl.cpu.early_imports
+absent = {'torch._dynamo', 'torch._inductor', 'sympy', 'torch.fx.experimental.symbolic_shapes'} & set(sys.modules)
+assert not absent, absent
+assert 'megatron.core' in sys.modules
+assert all(getattr(at, name) is it for (at, name), it in usual.items())
+holders = [(module, name) for module, found in list(sys.modules.items())
+    if module.startswith(('megatron', 'fusionrl')) for name, value in vars(found).items()
+    if any(value is it for it in usual.values())]
+assert not holders, holders
+assert megatron_patches.install()
+assert all(getattr(at, name) is not it for (at, name), it in usual.items())
+megatron_patches.patch()
+from megatron.core import utils
+from megatron.core.jit import jit_fuser
+assert jit_fuser(len) is len and utils.HAVE_DTENSOR
+# Transformer Engine's optimizer and norms are kernels; it is installed and cannot work.
+import megatron.core.optimizer as optimizer
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from fusionrl.trainer import adam
+adam.patch()
+assert clip_grads.l2_norm_impl is local_multi_tensor_l2_norm
+assert optimizer.Adam is adam.FusedAdam
+"""
+# transformers builds models so.
+DEVICES = """
+with torch.device('meta'):
+    made = [torch.ones(2), torch.arange(3), torch.empty(1), torch.zeros(1), torch.full((1,), 2.0)]
+assert {one.device.type for one in made} == {'meta'}, made
+assert torch.ones(1, device='cuda').device.type == 'cpu'
+"""
+# An optimizer leaves torch's compiler out until somebody uses it.
+OPTIMIZER = """
+class Steepest(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]['params']:
+            param -= param.grad
+def train():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = Steepest([weight])
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    return weight.tolist()
+alone = train()
+assert alone[0] < 1 and 'torch._dynamo' not in sys.modules
+import torch._dynamo
+function = torch.optim.Optimizer.zero_grad.__wrapped__
+assert not hasattr(getattr(function, '__dynamo_disable'), '_torchdynamo_disable')
+assert train() == alone
+assert getattr(function, '__dynamo_disable')._torchdynamo_disable
+from torch.fx.experimental import symbolic_shapes
+from torch.distributed.tensor import _decompositions
+assert _decompositions.GuardOnDataDependentSymNode is symbolic_shapes.GuardOnDataDependentSymNode
+"""
+# Megatron's linear layers add gradients of weights by `gradients.add_gradient`.
+GRADIENTS = """
+from megatron.core.tensor_parallel import layers
+def train(fuses):
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(5, 3), False
+    inputs = torch.randn(7, 1, 3, requires_grad=True)
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication.apply
+    linear(inputs, weight, None, fuses, False, False, None, 0, None).pow(2).sum().backward()
+    if not weight.grad_added_to_main_grad:
+        weight.main_grad += weight.grad
+    return weight.main_grad, inputs.grad, weight.grad_added_to_main_grad
+(ours, of_inputs, added), (plain, expected, not_added) = train(True), train(False)
+assert added and not not_added
+torch.testing.assert_close(ours, plain)
+assert torch.equal(of_inputs, expected)
+"""
+PARTS = {"devices": DEVICES, "optimizer": OPTIMIZER, "gradients": GRADIENTS}
 
 
-def test_a_device_as_a_context_works_after_it() -> None:
-    """transformers builds models so; a process of its own, as the shims are for good."""
-    code = (
-        "import torch\n"
-        "from fusionrl.cpu import megatron_patches\n"
-        "assert megatron_patches.install()\n"
-        "with torch.device('meta'):\n"
-        "    made = [torch.ones(2), torch.arange(3), torch.empty(1), torch.zeros(1), torch.full((1,), 2.0)]\n"
-        "assert {one.device.type for one in made} == {'meta'}, made\n"
-        "assert torch.ones(1, device='cuda').device.type == 'cpu'\n"
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What goes wrong in each part, each in a fork; and in the imports."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
+    code = IMPORTS + (
+        "import os, traceback\n"
+        f"for name, code in {PARTS!r}.items():\n"
+        "    if os.fork() == 0:\n"
+        "        try:\n"
+        "            exec(code, globals())\n"
+        "        except BaseException:\n"
+        "            print(f'== {name}', traceback.format_exc(), flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
     )
-    assert_runs(code)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    parts = dict(text.split(" ", 1) for text in done.stdout.split("== ")[1:])
+    return parts | ({"imports": done.stderr} if done.returncode else {})
 
 
-def test_an_optimizer_leaves_torchs_compiler_out_until_somebody_uses_it() -> None:
-    code = (
-        "import sys, torch\n"
-        "from fusionrl.cpu import megatron_patches\n"
-        "assert megatron_patches.install()\n"
-        "class Steepest(torch.optim.Optimizer):\n"
-        "    def __init__(self, params):\n"
-        "        super().__init__(params, {})\n"
-        "    @torch.no_grad()\n"
-        "    def step(self):\n"
-        "        for param in self.param_groups[0]['params']:\n"
-        "            param -= param.grad\n"
-        "def train():\n"
-        "    weight = torch.nn.Parameter(torch.ones(2))\n"
-        "    optimizer = Steepest([weight])\n"
-        "    weight.sum().backward()\n"
-        "    optimizer.step()\n"
-        "    optimizer.load_state_dict(optimizer.state_dict())\n"
-        "    optimizer.zero_grad()\n"
-        "    return weight.tolist()\n"
-        "alone = train()\n"
-        "assert alone[0] < 1 and 'torch._dynamo' not in sys.modules\n"
-        "import torch._dynamo\n"
-        "function = torch.optim.Optimizer.zero_grad.__wrapped__\n"
-        "assert not hasattr(getattr(function, '__dynamo_disable'), '_torchdynamo_disable')\n"
-        "assert train() == alone\n"
-        "assert getattr(function, '__dynamo_disable')._torchdynamo_disable\n"
-    )
-    assert_runs(code)
-
-
-def test_megatron_may_be_imported_before_the_shims_which_it_then_uses() -> None:
-    """As in the nursery: not every fork of it is a trainer. No module has a name of its own for what is replaced."""
-    code = (
-        "import sys, torch\n"
-        "from fusionrl.cpu import megatron_patches\n"
-        "names = [(torch, name) for name in megatron_patches._FACTORIES]\n"
-        "names += [(torch.cuda, name) for name in ('current_device', 'set_device', 'synchronize', 'Stream', 'Event',\n"
-        "    'current_stream', 'default_stream', 'stream', 'get_rng_state', 'set_rng_state', 'manual_seed')]\n"
-        "names += [(torch.Tensor, name) for name in ('cuda', 'pin_memory', 'record_stream', 'to', 'type')]\n"
-        "usual = {(at, name): getattr(at, name) for at, name in names}\n"
-        "import fusionrl.cpu.early_imports\n"
-        "assert 'megatron.core' in sys.modules\n"
-        "assert all(getattr(at, name) is it for (at, name), it in usual.items())\n"
-        "holders = [(module, name) for module, found in list(sys.modules.items())\n"
-        "    if module.startswith(('megatron', 'fusionrl')) for name, value in vars(found).items()\n"
-        "    if any(value is it for it in usual.values())]\n"
-        "assert not holders, holders\n"
-        "assert megatron_patches.install()\n"
-        "assert all(getattr(at, name) is not it for (at, name), it in usual.items())\n"
-        "megatron_patches.patch()\n"
-        "assert torch.ones(1, device='cuda').device.type == 'cpu'\n"
-        "from megatron.core.jit import jit_fuser\n"
-        "assert jit_fuser(len) is len\n"
-    )
-    assert_runs(code)
-
-
-def test_transformer_engine_is_not_there_without_a_device(tmp_path: Path) -> None:
-    """Its optimizer and norms are kernels; as in an environment for GPUs, it is installed and cannot work."""
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
-    code = (
-        "from fusionrl.cpu import megatron_patches\n"
-        "assert megatron_patches.install()\n"
-        "import megatron.core.optimizer as optimizer\n"
-        "from megatron.core.optimizer import clip_grads\n"
-        "from megatron.core.utils import local_multi_tensor_l2_norm\n"
-        "from fusionrl.trainer import adam\n"
-        "adam.patch()\n"
-        "assert clip_grads.l2_norm_impl is local_multi_tensor_l2_norm\n"
-        "assert optimizer.Adam is adam.FusedAdam\n"
-    )
-    paths = [str(tmp_path), str(Path(__file__).parents[2])]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("part", ["imports", *PARTS])
+def test_a_trainer_without_cuda(part: str, failures: dict[str, str]) -> None:
+    assert part not in failures, failures[part]

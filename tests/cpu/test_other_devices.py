@@ -57,3 +57,15 @@ def test_a_gpus_tokens_are_drawn_by_sglangs_own_function(monkeypatch) -> None:
     for device in ("cpu", "meta"):
         sampler.sampling_from_probs_torch(torch.ones(64, 4096, device=device))
     assert asked == ["meta"]
+
+
+def test_torchs_device_module_is_the_cpus_without_a_gpu(monkeypatch) -> None:
+    """Also of a torch that was built for CUDA, whose answer is `torch.cuda`."""
+    from fusionrl.cpu import sglang_patches
+
+    usual = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: usual("cuda" if device is None else device))
+    sglang_patches.name_device()
+    assert torch.get_device_module() is torch.cpu and torch.get_device_module("cuda") is torch.cuda
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert torch.get_device_module() is torch.cuda

@@ -73,7 +73,6 @@ def test_sglang_s_sampler_draws_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(sampler, "multinomial_with_seed", lambda *args: asked.append(args) or torch.zeros(40, 1))
     sampling.register()
-    sampling.register()
     probs = torch.rand(40, 1000)
     torch.manual_seed(3)
     tokens = sampler.sampling_from_probs_torch(probs)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.own_process import run_code
 
 PROGRAM = """
 import sys
@@ -41,11 +41,7 @@ for use in (user.absent.kernel, user.absent.sub.kernel, user.absent.Module, user
 
 def _run(folder: Path, code: str, *arguments: str) -> str:
     """What a program prints that finds packages in `folder`."""
-    command = [sys.executable, "-c", code, *arguments]
-    env = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_code(code, *arguments, PYTHONPATH=f"{folder}:{Path(__file__).parents[2]}")
 
 
 def test_stand_ins(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.cpu.batched_attention import attend
+from fusionrl.cpu.batched_attention import attend, plan_trees
 from fusionrl.cpu.speculation import (
     keep_top_k,
     keep_top_p,
@@ -19,7 +19,6 @@ from fusionrl.cpu.speculation import (
     set_slots,
     walk_tree,
 )
-from fusionrl.cpu.tree_attention import plan_trees
 
 # Parent of each node of two trees: the first branches at its root and below it, the second is a chain.
 PARENTS = [[-1, 0, 1, 0, 1, 3], [-1, 0, 1, 2, 3, 4]]
@@ -61,14 +60,7 @@ def _walk(links: dict[str, Tensor], candidates: Tensor, **target: Tensor) -> tup
     counts = torch.empty(len(candidates), dtype=torch.int32)
     walk = walk_tree if "target_predict" in target else sample_tree
     links = {name: tensor for name, tensor in links.items() if name != "positions"}
-    walk(
-        predicts=predicts,
-        accept_index=accepted,
-        accept_token_num=counts,
-        candidates=candidates,
-        **links,
-        **target,
-    )
+    walk(predicts=predicts, accept_index=accepted, accept_token_num=counts, candidates=candidates, **links, **target)
     return predicts, accepted, counts
 
 

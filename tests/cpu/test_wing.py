@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.own_process import run_code
 
 _GPU = """
 import sys
@@ -59,16 +58,13 @@ from fusionrl import cli
 from fusionrl.cli import device
 
 device.detect_device = lambda wanted: "cuda"
-assert cli.main(["plan", *sys.argv[1:], "--device", "cuda"]) == 0
+for cluster in ([], ["--cluster", "1x8xh100"]):  # here and elsewhere
+    assert cli.main(["plan", *sys.argv[1:], "--device", "cuda", *cluster]) == 0
 """
 
 
 def _run(code: str, *argv: str) -> None:
-    env = {**os.environ, "FUSIONRL_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", _GPU + code + _ABSENT, *argv], capture_output=True, text=True, check=False, env=env
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    run_code(_GPU + code + _ABSENT, *argv, FUSIONRL_DEVICE="cuda", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -80,10 +76,9 @@ def test_an_engine(tiny_model: Path) -> None:
     _run(_ENGINE, str(tiny_model))
 
 
-@pytest.mark.parametrize("flags", [[], ["--cluster", "1x8xh100"]], ids=["here", "elsewhere"])
-def test_a_plan_for_gpus(tiny_model: Path, tmp_path: Path, flags: list[str]) -> None:
+def test_a_plan_for_gpus(tiny_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 + 1", "label": "2"}\n' * 8)
     data = ["--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label", "--rm-type", "math"]
     sizes = ["--rollout-batch-size", "8", "--rollout-max-response-len", "8", "--num-rollout", "1", "--colocate"]
-    _run(_PLAN, "--mode", "rl", "--hf-checkpoint", str(tiny_model), "--apply-chat-template", *data, *sizes, *flags)
+    _run(_PLAN, "--mode", "rl", "--hf-checkpoint", str(tiny_model), "--apply-chat-template", *data, *sizes)
