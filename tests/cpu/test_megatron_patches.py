@@ -98,7 +98,24 @@ assert added and not not_added
 torch.testing.assert_close(ours, plain)
 assert torch.equal(of_inputs, expected)
 """
-PARTS = {"devices": DEVICES, "optimizer": OPTIMIZER, "gradients": GRADIENTS}
+# A GPU attends in bf16, a CPU in fp32; "meta" stands for every device but a CPU.
+ATTENTION = """
+from types import SimpleNamespace
+import torch.nn.functional as F
+from fusionrl.trainer.local_attention import SDPACoreAttention
+seen, usual = [], F.scaled_dot_product_attention
+def note(query, *rest, **values):
+    seen.append(query.dtype)
+    return usual(query, *rest, **values)
+F.scaled_dot_product_attention = note
+module = SimpleNamespace(dropout=0.0, training=False, scale=None, config=None)
+module._attend = lambda *parts: SDPACoreAttention._attend(module, *parts)
+for device in ("cpu", "meta"):
+    tensor = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16, device=device)
+    assert module._attend(tensor, tensor, tensor, None).dtype is torch.bfloat16
+assert seen == [torch.float32, torch.bfloat16], seen
+"""
+PARTS = {"devices": DEVICES, "optimizer": OPTIMIZER, "gradients": GRADIENTS, "attention": ATTENTION}
 
 
 @pytest.fixture(scope="module")

@@ -3,40 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from fusionrl.algorithms.sequences import Sequences
-from tests.trainer.forked_program import ForkedProgram
-
-ATTEND = """
-import sys
-from types import SimpleNamespace
-import torch
-from fusionrl.cpu import megatron_patches
-megatron_patches.install()
-import torch.nn.functional as F
-from fusionrl.trainer.local_attention import SDPACoreAttention
-
-seen, usual = [], F.scaled_dot_product_attention
-def note(query, *rest, **values):
-    seen.append(query.dtype)
-    return usual(query, *rest, **values)
-F.scaled_dot_product_attention = note
-module = SimpleNamespace(dropout=0.0, training=False, scale=None, config=None)
-module._attend = lambda *parts: SDPACoreAttention._attend(module, *parts)
-for device in ("cpu", "meta"):
-    tensor = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16, device=device)
-    assert module._attend(tensor, tensor, tensor, None).dtype is torch.bfloat16
-print(*seen)
-"""
-
-
-def test_a_gpu_attends_in_bf16(forkserver: None, tmp_path: Path) -> None:
-    done = ForkedProgram(["-c", ATTEND], tmp_path).wait(300)
-    assert done.stdout.split() == ["torch.float32", "torch.bfloat16"], done.stderr
 
 
 def test_both_forms_of_spreading_are_the_same() -> None:
