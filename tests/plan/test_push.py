@@ -141,7 +141,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(SHAPES[family], layout, draw(st.integers(500, 40_000)), quantization)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_every_tensor_is_sent_once_and_comes_from_ranks_that_hold_it(case: Case) -> None:
     plan = case.plan()
@@ -184,7 +184,7 @@ def holdings(case: Case) -> list[dict[str, int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> None:
     plan = case.plan()
@@ -205,7 +205,7 @@ def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> Non
         assert len(together) % 2 == 0 or case.shape.mla is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans(), st.randoms(use_true_random=False))
 def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_ordered: bool, random: Any) -> None:
     """Every rank's two threads as they run in `send`, in random interleavings, against the bound of `peak_bytes`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -63,18 +64,18 @@ class Rule:
     buffer: bool = False
     optional: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of its values."""
         return sum(prod(sizes) for sizes in self.hf.values())
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """Sizes of the whole Megatron tensor."""
         first, *_ = self.hf.values()
         return (sum(sizes[0] for sizes in self.hf.values()), *first[1:])
 
-    @property
+    @cached_property
     def layer(self) -> int | None:
         """Number of the decoder layer that it belongs to; None: the embedding, or what comes after the last layer."""
         match = _LAYER.match(self.megatron)
