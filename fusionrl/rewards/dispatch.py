@@ -19,7 +19,6 @@ from typing import SupportsFloat, TypeGuard
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.observe.spans import part
-from fusionrl.rewards.in_process import score_here
 from fusionrl.rewards.pool import RewardPool
 from fusionrl.rewards.registry import MODEL, asks_model
 from fusionrl.rewards.remote import PATH as REMOTE_PATH
@@ -30,6 +29,7 @@ from fusionrl.rewards.reward_call import (
     reward_name,
     reward_path,
     rm_type_of,
+    score_here,
     takes_a_list,
 )
 from fusionrl.rewards.reward_model import model_score
@@ -92,11 +92,12 @@ async def _score_sample(
             [sample],
         )
     if path is None and asks_model(rm_type):
-        score = await _model_score(settings, sample, name)
-        if isinstance(score, LostReward):
-            return _without_reward(settings, sample, score, name)
-        if rm_type == MODEL:
-            return score
+        try:
+            score = await model_score(settings.args, sample)
+        except (RuntimeError, ValueError) as error:
+            raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
+        if rm_type == MODEL or isinstance(score, LostReward):
+            return _checked(settings, score, name, sample)
         kwargs = {"model_score": score}
     reward = await _score(settings, [sample], "sample", path, name, kwargs)
     return _checked(settings, reward, name, sample)
@@ -120,18 +121,6 @@ async def score_group(
         problem = f"of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
         rewards = _failed(settings, f"{name}: {problem}", problem, samples)
     return [_without_reward(settings, sample, rewards, name) for sample in samples]
-
-
-async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> float | LostReward:
-    try:
-        score = await model_score(settings.args, sample)
-    except (RuntimeError, ValueError) as error:
-        raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
-    if isinstance(score, LostReward):
-        return score
-    if _is_number(score):
-        return float(score)
-    raise RewardError(f"{name}: {_said(score, sample)}", [sample])
 
 
 @contextmanager
@@ -222,7 +211,7 @@ def _checked(settings: RewardSettings, reward: object, name: str, sample: Sample
     elif _is_number(reward):
         return float(reward)
     if not isinstance(reward, LostReward):
-        problem = _said(reward, sample)
+        problem = f"it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted"
         reward = _failed(settings, f"{name}: {problem}", problem, [sample])
     return _without_reward(settings, sample, reward, name)
 
@@ -233,7 +222,3 @@ def _is_number(reward: object) -> TypeGuard[SupportsFloat]:
         return isinstance(reward, SupportsFloat) and math.isfinite(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
-
-
-def _said(reward: object, sample: Sample) -> str:
-    return f"it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted"

@@ -21,17 +21,17 @@ def compute_ifbench_reward(response: str, label: object, metadata: dict[str, Any
     Raises:
         ValueError: the metadata has no instructions, or the program is not there.
     """
-    names = instructions(metadata or {})
+    metadata = metadata or {}
+    names = instructions(metadata)
     try:
         library = importlib.import_module(LIBRARY)
     except ImportError as error:
         raise ValueError(f"--rm-type ifbench: IFBench's own program is missing ({error}); {MISSING}") from error
-    metadata_or_empty = metadata or {}
     example = library.InputExample(
-        key=int(metadata_or_empty.get("record_id") or 0),
+        key=int(metadata.get("record_id") or 0),
         instruction_id_list=names,
-        prompt=str(metadata_or_empty.get("prompt_text") or ""),
-        kwargs=_arguments(metadata_or_empty.get("kwargs"), len(names)),
+        prompt=str(metadata.get("prompt_text") or ""),
+        kwargs=_arguments(metadata.get("kwargs"), len(names)),
     )
     result = library.test_instruction_following_strict(example, {example.prompt: response})
     return float(result.follow_all_instructions)

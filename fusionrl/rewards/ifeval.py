@@ -70,7 +70,6 @@ def whole_number(value: object) -> object:
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raise TypeError where `value` is not of the type that an instruction's function names."""
     is_right = {
         "int": isinstance(value, int) and not isinstance(value, bool),
         "str": isinstance(value, str),
@@ -234,12 +233,10 @@ def quotation(text: str) -> bool:
 
 # -------------------------------------------------------------------------------- case, punctuation, language
 def english_capital(text: str) -> bool:
-    """English, in capital letters alone."""
     return text.isupper() and response_language(text, "en")
 
 
 def english_lowercase(text: str) -> bool:
-    """English, without capital letters."""
     return text.islower() and response_language(text, "en")
 
 
@@ -250,7 +247,6 @@ def capital_word_frequency(text: str, capital_frequency: int, capital_relation: 
 
 
 def no_comma(text: str) -> bool:
-    """Not a single comma."""
     return "," not in text
 
 

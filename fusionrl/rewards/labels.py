@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from fusionrl.data.findings import LabelProblem
 from fusionrl.rewards.grader import Grader
@@ -12,49 +13,42 @@ from fusionrl.rewards.registry import REMOTE, RM_TYPES, parse_rm_type
 BUDGET_S = 5.0
 
 
+@dataclass
 class LabelCheck:
-    """Asks the reward of each row whether it can grade with the row's label and metadata."""
+    """Asks the reward of each row whether it can grade with the row's label and metadata.
 
-    def __init__(
-        self,
-        rm_type: str | None,
-        *,
-        overrides: Mapping[str, object] | None = None,
-        is_warning: bool = False,
-        budget_s: float = BUDGET_S,
-    ) -> None:
-        """Prepare the check.
+    rm_type     --rm-type; a row's metadata may name another
+    overrides   entries of the metadata that replace those of each row
+    is_warning  a user's function may still give the samples other labels
+    budget_s    seconds for labels that take long to read, counted down; what comes after them is not read
+    """
 
-        Args:
-            rm_type: --rm-type; a row's metadata may name another.
-            overrides: entries of the metadata that replace those of each row.
-            is_warning: a user's function may still give the samples other labels.
-            budget_s: seconds for labels that take long to read; what comes after them is not read.
-        """
-        self._rm_type, self._overrides, self._is_warning = rm_type, dict(overrides or {}), is_warning
-        self._left_s = budget_s
+    rm_type: str | None
+    overrides: Mapping[str, object] | None = None
+    is_warning: bool = False
+    budget_s: float = BUDGET_S
 
     def __call__(self, label: object, metadata: Mapping[str, object]) -> LabelProblem | None:
         """Return the problem of a row's label or metadata; None for none."""
-        metadata = {**metadata, **self._overrides} if self._overrides else metadata
+        metadata = {**metadata, **self.overrides} if self.overrides else metadata
         row_rm_type = metadata.get("rm_type")
-        rm_type = row_rm_type or self._rm_type
+        rm_type = row_rm_type or self.rm_type
         if not rm_type or rm_type == REMOTE:
             return None
         name = f"rm_type {row_rm_type} of the metadata" if row_rm_type else f"--rm-type {rm_type}"
         try:
             parts = parse_rm_type(str(rm_type))
         except ValueError as error:  # a wrong --rm-type is reported elsewhere
-            return LabelProblem(name, str(error), False, self._is_warning) if row_rm_type else None
+            return LabelProblem(name, str(error), False, self.is_warning) if row_rm_type else None
         for part in parts.values():
             grader = RM_TYPES.get(part.name)
             problem = None if grader is None else self._problem(grader, label, metadata)
             if grader is not None and problem is not None:
-                return LabelProblem(name, problem, grader.reads_label, self._is_warning)
+                return LabelProblem(name, problem, grader.reads_label, self.is_warning)
         return None
 
     def _problem(self, grader: Grader, label: object, metadata: Mapping[str, object]) -> str | None:
-        if grader.is_slow_to_check and self._left_s <= 0:
+        if grader.is_slow_to_check and self.budget_s <= 0:
             return None
         since = time.monotonic()
         try:
@@ -63,5 +57,5 @@ class LabelCheck:
             return str(error).partition("--rm-type ")[2].partition(": ")[2] or str(error)
         finally:
             if grader.is_slow_to_check:
-                self._left_s -= time.monotonic() - since
+                self.budget_s -= time.monotonic() - since
         return None

@@ -47,7 +47,6 @@ def read_number(text: str) -> Number | None:
 
 
 def is_equal_number(first: Number, second: Number) -> bool:
-    """Return whether two numbers are exactly equal."""
     if type(first) is type(second):
         return first == second
     fraction, decimal = (first, second) if isinstance(first, Fraction) else (second, first)
@@ -58,7 +57,6 @@ def is_equal_number(first: Number, second: Number) -> bool:
 
 
 def hundredth(number: Number) -> Number:
-    """Return a number divided by 100, exactly."""
     if isinstance(number, Fraction):
         return number / 100
     sign, digits, exponent = number.as_tuple()

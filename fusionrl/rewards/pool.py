@@ -177,7 +177,6 @@ class _Process:
             job.since = now
 
     def end(self) -> None:
-        """Kill it."""
         self._selector.unregister(self.connection)
         self.connection.close()
         self.process.kill()

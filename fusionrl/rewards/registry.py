@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 from fusionrl.config.aliases import value_hint
 from fusionrl.rewards.code import CODE, CODE_ALL
 from fusionrl.rewards.deepscaler import DEEPSCALER
-from fusionrl.rewards.format import FORMAT
 from fusionrl.rewards.gpqa import GPQA
 from fusionrl.rewards.grader import CodeGrade, Grader, Reward
 from fusionrl.rewards.ifbench import IFBENCH
 from fusionrl.rewards.ifeval import IFEVAL
 from fusionrl.rewards.math_dapo_utils import DAPO
 from fusionrl.rewards.math_utils import MATH, MATH_VERIFY, extract_answer
-from fusionrl.rewards.text_match import EXACT, F1, LAST_NUMBER, RANDOM
+from fusionrl.rewards.text_match import EXACT, F1, FORMAT, LAST_NUMBER, RANDOM
 
 RM_TYPES: dict[str, Grader] = {  # each has a row in docs/guides/rewards.md
     "exact": EXACT,
@@ -47,8 +46,6 @@ MODEL = "reward_model"  # an engine's, by --rm-model: see `reward_model.py`
 
 
 class Part(NamedTuple):
-    """One term of --rm-type."""
-
     name: str  # of RM_TYPES, or MODEL
     is_boxed: bool
     weight: float
@@ -115,7 +112,6 @@ def asks_model(rm_type: str | None) -> bool:
 
 
 def runs_programs(rm_type: str | None) -> bool:
-    """Return whether a part of it runs programs in the sandbox."""
     return any(RM_TYPES[name].runs_programs for name in _names(rm_type) - {MODEL})
 
 

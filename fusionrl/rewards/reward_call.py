@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fusionrl import sandbox
-from fusionrl.config.hooks import load_function
+from fusionrl.config.hooks import load_function, register_hooks
 from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.registry import REMOTE, grade
@@ -110,3 +113,32 @@ def rm_type_of(grading: Grading, sample: Sample) -> str:
 
 def _metadata(sample: Sample) -> dict[str, object]:
     return sample.metadata if isinstance(sample.metadata, dict) else {}
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
+    return ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+
+async def score_here(
+    grading: Grading, samples: Sequence[Sample], *, call: str, kwargs: Mapping[str, object], is_async: bool
+) -> object:
+    """Call a reward function in this process (--in-process): a breakpoint in it stops in the terminal.
+
+    Nothing guards against a function that hangs or ends its process, and no time limit applies.
+
+    Raises:
+        RewardRaised: the function raised, which is its cause.
+    """
+    register_hooks(grading.hooks)
+    target = list(samples) if call == "group" else samples[0]
+    try:
+        if is_async:
+            reward = call_reward(grading, target, **kwargs)
+        else:
+            calling = functools.partial(call_reward, grading, target, **kwargs)
+            reward = await asyncio.wrap_future(_thread().submit(calling))
+        return await reward if inspect.isawaitable(reward) else reward
+    except Exception as error:  # a user's function may raise anything
+        raise RewardRaised.of(error, reward_path(grading, samples[0]), samples) from error

@@ -1,4 +1,4 @@
-"""Rewards that compare words and numbers."""
+"""Rewards that compare words and numbers, and one for the form of a response."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import re
 import string
 from collections import Counter
+from collections.abc import Mapping
 
 from fusionrl.rewards import numbers
 from fusionrl.rewards.grader import Grader
@@ -34,7 +35,6 @@ def read_text(label: object) -> str:
 
 
 def exact(response: str, label: object) -> float:
-    """1 where the response, stripped, is the label."""
     return float(response.strip() == str(label).strip())
 
 
@@ -45,7 +45,6 @@ def last_number(response: str, label: object) -> float:
 
 
 def read_number_label(label: object) -> numbers.Number:
-    """Return a label as a number. Raises ValueError if it is none."""
     if label is None:
         raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
     number = numbers.read_number(str(label))
@@ -92,7 +91,28 @@ def random_reward(response: str, label: object) -> float:
     return float(random.random() < 0.5)
 
 
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def format_reward(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
+    """1 where the whole response is `<think>…</think><answer>…</answer>`, each tag once and neither part empty.
+
+    The opening `<think>` may be missing: many chat templates end the prompt with it. `format_regex` in the metadata
+    (--rm-format-regex sets it for all samples) asks for that form instead; it must match the whole response, stripped.
+    """
+    regex = (metadata or {}).get("format_regex")
+    if regex:
+        return float(re.fullmatch(str(regex), response.strip(), re.DOTALL) is not None)
+    text = response.strip()
+    thinking, _, rest = text.removeprefix("<think>").partition("</think>")
+    answer = rest.strip().removeprefix("<answer>").removesuffix("</answer>")
+    is_wrapped = rest.strip() == f"<answer>{answer}</answer>"
+    has_one_each = all(text.count(tag) <= 1 for tag in _TAGS) and "<think>" not in thinking + answer
+    return float(is_wrapped and has_one_each and bool(thinking.strip()) and bool(answer.strip()))
+
+
 EXACT = Grader(exact, read_text)
 LAST_NUMBER = Grader(last_number, read_number_label)
 F1 = Grader(f1, lambda label: label == "" or read_text(label))  # empty: no answer, as in SQuAD 2
 RANDOM = Grader(random_reward)
+FORMAT = Grader(format_reward, reads_metadata=True)

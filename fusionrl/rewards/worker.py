@@ -81,7 +81,6 @@ def _attributes(sample: Sample) -> dict[str, bytes]:
 
 
 def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
-    """Score one sample after the other."""
     connection.sendall(READY)
     while True:
         job = _Job(*receive(connection))
@@ -178,7 +177,6 @@ async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, num
 
 
 def main(arguments: Sequence[str]) -> None:
-    """See the module."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_whole_lines()
     answer_with_stacks()

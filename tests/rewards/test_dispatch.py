@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fusionrl.data.sample import Sample
@@ -28,6 +27,7 @@ async def raises(args, sample, **kwargs): raise KeyError("answer")
 def raises_at_once(args, sample, **kwargs): raise KeyError("answer")
 async def hangs(args, sample, **kwargs): await asyncio.sleep(3600)
 async def own_timeout(args, sample, **kwargs): raise TimeoutError("the judge did not answer")
+async def of_numpy(args, sample, **kwargs): return numpy.float32(0.5)
 async def nothing(args, sample, **kwargs): return None
 async def nan(args, sample, **kwargs): return float("nan")
 async def text(args, sample, **kwargs): return "good"
@@ -70,6 +70,7 @@ def test_who_scores(hooks: str) -> None:
     assert score(flags(rm_type="exact"), sample) == 1.0
     assert score(flags(f"{hooks}:length"), sample) == 4.0
     assert score(flags(f"{hooks}:synchronous"), sample) == 7.0
+    assert type(score(flags(f"{hooks}:of_numpy"), sample)) is float
     assert score(flags(f"{hooks}:several"), sample) == {"right": 1.0, "short": 0.25}
     sample.custom_rm_path = f"{hooks}:synchronous"  # a sample's own function goes first
     assert score(flags(f"{hooks}:length"), sample) == 7.0
@@ -115,28 +116,18 @@ def test_a_grader_gets_the_metadata() -> None:
         ("huge", "returned 1000"),
     ],
 )
-def test_a_reward_that_fails_names_function_and_sample(hooks: str, name: str, part: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        score(flags(f"{hooks}:{name}"), Sample(index=17))
-    message = str(caught.value)
-    assert f"--custom-rm-path {hooks}:{name}" in message
-    assert "sample 17" in message
-    assert part in message
-
-
-@pytest.mark.parametrize("name", ["raises", "raises_at_once", "nothing", "nan", "text", "tensor"])
-def test_a_reward_that_fails_is_counted_where_that_is_asked_for(
-    hooks: str, name: str, caplog: pytest.LogCaptureFixture
+def test_a_reward_that_fails_is_named_or_counted(
+    hooks: str, name: str, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     take_lost()
+    with pytest.raises(RewardError, match="with --reward-failure-value 0 the run continues") as caught:
+        score(flags(f"{hooks}:{name}"), Sample(index=17))
+    message = str(caught.value)
+    assert f"--custom-rm-path {hooks}:{name}" in message and "sample 17" in message and part in message
     sample = Sample(index=17, status=Sample.Status.COMPLETED)
     assert score(flags(f"{hooks}:{name}", reward_failure_value=-1.0), sample) == -1.0
     assert sample.metadata["reward_lost"] == "error" and sample.status == Sample.Status.COMPLETED
     assert "at sample 17; it gets -1.0 (--reward-failure-value)" in caplog.text
-    with pytest.raises(
-        RewardError, match="with --reward-failure-value 0 the run continues: such samples get the reward 0"
-    ):
-        score(flags(f"{hooks}:{name}"), Sample(index=17))
     assert take_lost() == {"error": 1}
 
 
@@ -163,11 +154,6 @@ def test_of_a_group_that_fails_all_samples_are_counted(hooks: str) -> None:
     assert take_lost() == {"error": 6}
     with pytest.raises(RewardError, match="has no reward: neither --rm-type nor --custom-rm-path"):
         score(flags(reward_failure_value=0.0), Sample(index=1, response="x"))  # a mistake in the flags is not counted
-
-
-def test_a_grader_that_chokes_names_itself(hooks: str) -> None:
-    with pytest.raises(RewardError, match=r"--rm-type last_number: .*label 'four' is not a number at sample 3"):
-        score(flags(rm_type="last_number"), Sample(index=3, response="4", label="four"))
 
 
 @pytest.mark.timed
@@ -206,11 +192,6 @@ def test_what_an_evaluation_loses_is_counted_apart(hooks: str) -> None:
     assert take_lost() == {"crash": 1}
 
 
-def test_what_belongs_to_the_rollout_alone_stays_there(hooks: str) -> None:
-    args = flags(f"{hooks}:synchronous", semaphore=asyncio.Semaphore(), note=threading.Lock())
-    assert score(args, Sample()) == 7.0
-
-
 def test_groups(hooks: str) -> None:
     group = [Sample(index=i, response="x" * i) for i in range(3)]
     assert asyncio.run(batched_async_rm(flags(f"{hooks}:length"), group)) == [0.0, 1.0, 2.0]
@@ -218,15 +199,6 @@ def test_groups(hooks: str) -> None:
     assert asyncio.run(batched_async_rm(flags(f"{hooks}:ranks"), group)) == [0.0, 1.0, 2.0], "it takes `samples`"
     with pytest.raises(RewardError, match=r"of several samples it must return a list of 3 rewards, got \[1.0\]"):
         asyncio.run(batched_async_rm(flags(f"{hooks}:too_few", group_rm=True), group))
-
-
-def test_numpy_rewards_become_plain_floats(tmp_path: Path) -> None:
-    path = tmp_path / "numpy_reward.py"
-    path.write_text("import numpy\nasync def rm(args, sample, **kw): return numpy.float32(0.5)\n")
-    reward = score(flags(f"{path}:rm"), Sample())
-    assert reward == 0.5
-    assert type(reward) is float
-    assert not isinstance(reward, np.floating)
 
 
 def test_the_reward_of_the_docs(tmp_path: Path) -> None:

@@ -141,5 +141,4 @@ def decode(wire: Any, decode_object: Callable[[Any], Any]) -> Any:
 
 
 def to_line(message: object) -> bytes:
-    """A message as a line of bytes."""
     return json.dumps(message).encode() + b"\n"
