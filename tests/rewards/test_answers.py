@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from fusionrl.data.sample import Sample
 from fusionrl.rewards.numbers import is_equal_number, last_number_in, read_number
 from fusionrl.rewards.registry import grade
+from plugins.rewards.last_number import reward
 
 ROOT = Path(__file__).parents[2]
 FORMS = {  # of a response that each reward reads
@@ -108,3 +111,10 @@ def test_long_numbers_take_no_time_and_keep_every_digit() -> None:
 def test_a_label_that_is_no_number_is_refused(label: object) -> None:
     with pytest.raises(ValueError, match="label"):
         grade("last_number", "5", label)
+
+
+def test_the_plugin_is_the_built_in_one() -> None:
+    for response, expected in (("so 46.0", 1.0), ("46 or 47", 0.0)):
+        assert asyncio.run(reward(None, Sample(prompt="", response=response, label="46"))) == expected
+    with pytest.raises(ValueError, match="label"):
+        asyncio.run(reward(None, Sample(prompt="", response="4", label="forty")))

@@ -28,7 +28,6 @@ from fusionrl.rewards.registry import RM_TYPES, grade, parse_rm_type
         (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
         (r"\boxed{\boxed{7}}", "7"),
         (r"\fbox{9}", "9"),
-        (r"\boxed {9}", "9"),
         (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),  # an escaped brace opens nothing
         (r"\boxed{}", ""),
         (r"\boxed{3} and \boxed{4", None),  # cut off in its last answer
@@ -42,96 +41,24 @@ def test_the_last_box(text: str, wanted: str | None) -> None:
 @pytest.mark.parametrize(
     ("given", "truth", "wanted"),
     [
-        (r"\dfrac12", r"\frac{1}{2}", True),
-        ("1/2", r"\frac{1}{2}", True),
-        (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
-        (r"1{,}000\text{ cm}^2", "1000", True),
-        ("$1,000$.", "1000", True),
-        (r"30^\circ", "30 degrees", True),
-        ("x = 5", "5", True),
-        (r"\text{East}", "east", True),
-        ("(1, 2)", r"\left(1,2\right)", True),
-        ("(2,1)", "(1,2)", False),
-        ("[1,2]", "(1,2)", False),
-        ("4.0", "4", True),
-        ("2+2", "4", False),  # the answer must have been worked out
-        (r"\frac{8}{2}", "4", False),
-        (r"\frac{2}{4}", r"\frac{1}{2}", False),
-        ("", "4", False),
-        ("3 1/2", r"3\frac{1}{2}", True),
-    ],
-)
-def test_equal_answers(given: str, truth: str, wanted: bool) -> None:
-    assert is_equal_answer(given, truth) is wanted
-
-
-@pytest.mark.parametrize(
-    ("given", "truth", "wanted"),
-    [
-        (r"2\sqrt{3}", r"\sqrt{12}", True),
-        ("x^2+2x+1", "(x+1)^2", True),
         ("x-y", "y-x", False),
         ("2, 1", "1, 2", True),  # a set of solutions
         (r"(0.5, \sqrt{12})", r"(\frac{1}{2}, 2\sqrt3)", True),
         ("east", "seat", False),  # no product of letters
+        ("", "4", False),
     ],
 )
-def test_answers_that_are_equal_symbolically(given: str, truth: str, wanted: bool) -> None:
+def test_equal_answers(given: str, truth: str, wanted: bool) -> None:
+    """Further ones, with scores of people and of slime, are in answers.jsonl and corpus.jsonl."""
     pytest.importorskip("math_verify")
     assert is_equal_answer(given, truth) is wanted
+    assert grade_answer_verl(rf"so \boxed{{{given}}}", rf"\boxed{{{truth}}}") is wanted
+    assert not grade_answer_verl(given, truth)
 
 
-def test_the_answer_must_stand_in_a_box() -> None:
-    assert grade_answer_verl(r"\boxed{42}", 42)
-    assert grade_answer_verl(r"\boxed{42}", r"the sum is \boxed{42}")
-    assert not grade_answer_verl("42", "42")
-    assert not grade_answer_verl(r"\boxed{}", "")
-
-
-@pytest.mark.parametrize(
-    ("response", "wanted"),
-    [
-        (r"<think>\boxed{3}</think> \boxed{42}", 1.0),
-        (r"<think>\boxed{42}</think> it is 42", 0.0),
-        (r"###Response \boxed{42}", 1.0),
-        (r"\boxed{42}", 0.0),  # the thinking never ended
-        (r"<think>a</think>\boxed{1}</think>\boxed{42}", 1.0),
-    ],
-)
-def test_deepscaler(response: str, wanted: float) -> None:
-    assert RM_TYPES["deepscaler"](response, "42") == wanted
-
-
-# ------------------------------------------------------------------------------------------------ texts
-@pytest.mark.parametrize(
-    ("kind", "response", "label", "wanted"),
-    [
-        ("exact", " 42\n", "42", 1.0),
-        ("exact", "42.", "42", 0.0),
-        ("exact", "42", 42, 1.0),
-        ("f1", "The cat sat!", "cat sat", 1.0),
-        ("f1", "a dog", "cat", 0.0),
-        ("f1", "red cat", "blue cat", 0.5),
-    ],
-)
-def test_exact_and_f1(kind: str, response: str, label: object, wanted: float) -> None:
-    assert RM_TYPES[kind](response, label) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
-    ("label", "right", "wrong"),
-    [
-        ("2^{10}", "1024", "2"),
-        ("x^2+1", "1+x^2", "1"),
-        ("1,234", "1234", "234"),
-        ("$\\frac{1}{2}$", "0.5", "2"),
-        (3.5, "7/2", "5"),
-    ],
-)
-def test_labels_of_math(label: object, right: str, wrong: str) -> None:
-    pytest.importorskip("math_verify")
-    assert RM_TYPES["math_verify"](rf"so \boxed{{{right}}}", label) == 1.0
-    assert RM_TYPES["math_verify"](rf"so \boxed{{{wrong}}}", label) == 0.0
+def test_exact() -> None:
+    for response, label, reward in ((" 42\n", "42", 1.0), ("42.", "42", 0.0), ("42", 42, 1.0)):
+        assert RM_TYPES["exact"](response, label) == reward
 
 
 def test_math_in_a_thread() -> None:
@@ -142,71 +69,21 @@ def test_math_in_a_thread() -> None:
         assert list(thread.map(RM_TYPES["math_verify"], answers, labels)) == [1.0, 1.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------------ DAPO
-@pytest.mark.parametrize(
-    ("solution", "truth", "score", "pred"),
-    [
-        ("Answer: 34", "34", 1.0, "34"),
-        ("Answer: $34$.", 34, 1.0, "34"),
-        ("Answer: 12\nAnswer: x = 34 cm", "34", 1.0, "34"),
-        ("Answer: 1,234", "1234", 1.0, "1234"),
-        (r"Answer: \boxed{34}", 34.0, 1.0, "34"),
-        (r"Answer: \frac12", r"\frac{1}{2}", 1.0, r"\frac{1}{2}"),
-        ("Answer: 35", "34", -1.0, "35"),
-        (r"hence \boxed{34}", "34", -1.0, None),  # the prompt asks for "Answer:", as in slime
-        (r"Answer: 34.0", "34", -1.0, "34.0"),
-        ("Answer: 34" + "." * 300, "34", -1.0, None),
-        ("34", "34", -1.0, None),
-    ],
-)
-def test_dapo(solution: str, truth: Any, score: float, pred: str | None) -> None:
-    assert compute_score(solution, truth) == {"score": score, "acc": score > 0, "pred": pred}
-
-
-def test_dapo_with_a_strict_box() -> None:
+def test_dapo() -> None:
+    assert compute_score(r"Answer: \boxed{34}", 34.0) == {"score": 1.0, "acc": True, "pred": "34"}
+    assert compute_score("Answer: 34" + "." * 300, "34") == {"score": -1.0, "acc": False, "pred": None}
     assert compute_score(r"\boxed{34}", "34", strict_box_verify=True)["acc"]
     assert not compute_score(r"\boxed{34\text{ cm}}", "34", strict_box_verify=True)["acc"]
     assert not compute_score("Answer: 34", "34", strict_box_verify=True)["acc"]
     assert normalize_final_answer(r"the area is = $\sqrt3$ square units") == r"\sqrt{3}"
 
 
-# ------------------------------------------------------------------------------------------------ multiple choice
-CHOICES = {"choices": ["blue light", "red light", "no light", "a mirror"]}
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "wanted"),
-    [
-        ("The answer is C.", "C", 1.0),
-        ("The answer is (C).", 2, 1.0),
-        ("**Answer: C**", "no light", 1.0),
-        (r"Answer: $\boxed{C}$", "C", 1.0),
-        (r"\boxed{\text{(c) no light}}", "C", 1.0),
-        ("The correct answer is option C", "C", 1.0),
-        ("The answer is C. Option D is wrong.", "C", 1.0),
-        ("The answer is B. No: the answer is C.", "C", 0.0),  # the first counts, as in slime
-        ("The answer is a matter of optics.\nC", "C", 1.0),  # an article
-        ("A mirror would help.\nC) no light", "C", 1.0),
-        ("<think>The answer is C</think>The answer is D", "C", 0.0),
-        ("<think>The answer is C", "C", 1.0),
-        ("I would say no light.", "C", 1.0),
-        ("red light, or no light", "C", 1.0),
-        ("i see no colour", "C", 0.0),  # a letter within a word is no choice
-        ("", "C", 0.0),
-    ],
-)
-def test_gpqa(response: str, label: Any, wanted: float) -> None:
-    assert RM_TYPES["gpqa"](response, label, CHOICES) == wanted
-
-
-def test_gpqa_metadata() -> None:
-    assert RM_TYPES["gpqa"]("Answer: B", None, {"correct_letter": "b"}) == 1.0
-    assert RM_TYPES["gpqa"]("Answer: Q", "Q", {"valid_letters": ["P", "Q"]}) == 1.0
-    assert RM_TYPES["gpqa"]("Answer: Y", "y", {"choices": {"X": "one", "Y": "two"}}) == 1.0
-    with pytest.raises(
-        ValueError, match="label 'green' and metadata correct_letter None name none of the letters A, B"
-    ):
-        RM_TYPES["gpqa"]("C", "green", CHOICES)
+def test_gpqa() -> None:
+    choices = {"choices": ["blue light", "red light", "no light", "a mirror"]}
+    assert RM_TYPES["gpqa"]("i see no colour", "C", choices) == 0.0, "a letter within a word is no choice"
+    assert RM_TYPES["gpqa"]("The answer is a matter of optics.\nC", "C", choices) == 1.0, "an article"
+    with pytest.raises(ValueError, match="label 'green' and metadata correct_letter None name none of the letters A"):
+        RM_TYPES["gpqa"]("C", "green", choices)
 
 
 # ------------------------------------------------------------------------------------------------ form
@@ -358,9 +235,7 @@ def test_sentences(text: str, wanted: int) -> None:
     assert count_sentences(text) == wanted
 
 
-@pytest.mark.parametrize(
-    "unit", [".", "\n", " ", "[", "{", "<<", "*", "A", "Answer:", "</think>", r"\boxed{", "<think>"]
-)
+@pytest.mark.parametrize("unit", [".", "\n", "[", "<<", "*", "A", "Answer:", "</think>", r"\boxed{"])
 @pytest.mark.parametrize(
     "kind", sorted(set(RM_TYPES) - {"math_verify", "random", "ifbench"})
 )  # ifbench: another's program
@@ -369,7 +244,7 @@ def test_a_response_that_repeats_itself_is_graded_soon(kind: str, unit: str) -> 
     response = unit * (40_000 // len(unit))
     names = [name for name in INSTRUCTIONS if "language" not in name and "english" not in name]
     arguments = {name: kwargs for name, kwargs, *_ in FOLLOWED}
-    metadata = {**CHOICES, "instruction_id_list": names, "kwargs": [arguments[name] for name in names]}
+    metadata = {"choices": ["a", "b", "c"], "instruction_id_list": names, "kwargs": [arguments[name] for name in names]}
     label = {"gpqa": "C", "code": '["assert True"]', "code_all": '["assert True"]'}.get(kind, "4")
     start = time.perf_counter()
     grade(kind, response, label, metadata)
@@ -379,17 +254,13 @@ def test_a_response_that_repeats_itself_is_graded_soon(kind: str, unit: str) -> 
 
 
 # ------------------------------------------------------------------------------------------------ length
-def test_soft_overlong_punishment() -> None:
-    """Equation 13 of DAPO with its own numbers: L_max 20480, L_cache 4096."""
+def test_rewards_for_length() -> None:
+    """Equation 13 of DAPO with its own numbers: L_max 20480, L_cache 4096; and a price for each token."""
     found = [soft_overlong_punishment(n, 20480, 4096) for n in (1, 16384, 17408, 18432, 20480, 30000)]
     assert found == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-    assert soft_overlong_punishment(8, 8, 8) == -1.0
     for buffer in (0, 9):
         with pytest.raises(ValueError, match=f"overlong buffer of {buffer} tokens must lie between 1 and 8"):
             soft_overlong_punishment(1, 8, buffer)
-
-
-def test_length_penalty() -> None:
     assert [length_penalty(n, 100, 0.5) for n in (0, 50, 100)] == [0.0, -0.25, -0.5]
 
 
@@ -475,13 +346,7 @@ def test_ifbench_asks_its_own_program(tmp_path: Path, monkeypatch: pytest.Monkey
             RM_TYPES["ifbench"]("1", None, {"instruction_id_list": empty})
     spaced = {**metadata, "instruction_id_list": [" count:numbers", None, "words:last\n"], "kwargs": [{"N": 2}, {}, {}]}
     assert RM_TYPES["ifbench"]("1 2", None, spaced) == 1.0
-    library, seen = sys.modules["evaluation_lib"], []
-
-    def grade(asked: Any, _: object) -> Any:
-        seen.append(asked.kwargs)
-        return library.Found(True)
-
-    monkeypatch.setattr(library, "test_instruction_following_strict", grade)
-    RM_TYPES["ifbench"]("1", None, {**metadata, "kwargs": [{"N": 2}]})
-    assert seen == [[{"N": 2}, {"N": 2}]], "the last arguments are those of the rest, as in slime"
+    repeated = {**metadata, "kwargs": [{"N": 2}]}  # the last arguments are those of the rest, as in slime
+    with pytest.raises(AssertionError, match=r"kwargs=\[\{'N': 2\}, \{'N': 2\}\]"):
+        RM_TYPES["ifbench"]("1", None, repeated)
     sys.modules.pop("evaluation_lib")
