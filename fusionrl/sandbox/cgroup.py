@@ -21,7 +21,6 @@ class MemoryCgroup:
     """A cgroup below this process's own, or its sibling, with a limit on memory and without swap."""
 
     def __init__(self, parent: Path, limit: int) -> None:
-        """Make it. Raises OSError if it cannot be made or limited."""
         self._folder = parent / f"{_PREFIX}{os.getpid()}-{threading.get_ident()}-{next(_numbers)}"
         self._folder.mkdir()
         try:
@@ -53,11 +52,9 @@ class MemoryCgroup:
         return self._folder / ("memory.events" if _is_v2(self._folder) else "memory.oom_control")
 
     def was_full(self) -> bool:
-        """Return whether the kernel killed a process of it for want of memory."""
         return was_full(self.oom_events.read_bytes())
 
     def remove(self) -> None:
-        """Remove it; its processes have ended."""
         for _ in range(20):
             try:
                 self._folder.rmdir()
@@ -79,7 +76,7 @@ def writable_parent() -> Path | None:
     In cgroup v2 a group with processes of its own has no limited groups below it, so the parent of this process's group
     is tried as well, which a user has been given (systemd's Delegate=) or not.
     """
-    for folder in _own_folders():
+    for folder in (folder for chain in group_chains() for folder in chain[:2]):  # of this process, and its parent
         try:
             if _is_v2(folder) and "memory" not in (folder / "cgroup.subtree_control").read_text().split():
                 continue  # not ours to change: the memory of other processes would be counted from now on
@@ -88,8 +85,3 @@ def writable_parent() -> Path | None:
             continue
         return folder
     return None
-
-
-def _own_folders() -> list[Path]:
-    """Folders of the memory cgroup of this process, and of its parent."""
-    return [folder for chain in group_chains() for folder in chain[:2]]

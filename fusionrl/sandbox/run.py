@@ -108,8 +108,6 @@ class _Stream:
 
 
 class Run:
-    """One run, which another thread may cancel."""
-
     def __init__(
         self, code: str, stdin: str, limits: Limits, answer_bytes: int = 0, descriptors: Sequence[int] = ()
     ) -> None:
@@ -120,7 +118,6 @@ class Run:
         self._process: subprocess.Popen[bytes] | None = None
 
     def cancel(self) -> None:
-        """End the run, now or when its turn would come."""
         with self._lock:
             self._cancelled = True
             if self._process is not None:
@@ -146,13 +143,16 @@ class Run:
                 raise SandboxError(f"the sandbox could not be set up: {error}") from error
 
     def _result(self, starting: contextlib.ExitStack) -> SandboxResult:
-        folder = tempfile.mkdtemp(prefix="sandbox-")
-        cgroup = None
+        start = time.monotonic()
         read_ends: list[int] = []
         write_ends: list[int] = []
-        start = time.monotonic()
-        try:
+        with contextlib.ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix="sandbox-")
+            stack.callback(_remove, folder)
             cgroup = _make_cgroup(self.limits)
+            if cgroup is not None:
+                stack.callback(cgroup.remove)
+            stack.callback(lambda: list(map(os.close, (*read_ends, *write_ends))))
             for _ in range(2 if self._answer_bytes else 1):
                 read_end, write_end = os.pipe()
                 read_ends.append(read_end)
@@ -175,26 +175,18 @@ class Run:
             while write_ends:
                 os.close(write_ends.pop())
             if cgroup is not None and not cgroup.add(self._process.pid):
-                cgroup.remove()
                 cgroup = None  # the watch bounds this run
             request: dict[str, object] = {"code": self.code, "stdin": self.stdin, "folder": folder}
             request |= {"limits": asdict(self.limits), "allow_weak": _allow_weak}
-            request |= {"namespaces": self.limits.namespaces, "oom_events": cgroup and str(cgroup.oom_events)}
+            request["oom_events"] = cgroup and str(cgroup.oom_events)
             streams = self._communicate(self._process, request, read_ends)
             report = self._read_report(streams)
             was_full = cgroup is not None and cgroup.was_full()
             return self._make_result(report, streams, "cgroup" if cgroup else "watch", was_full, start)
-        finally:
-            for descriptor in (*read_ends, *write_ends):
-                os.close(descriptor)
-            if cgroup is not None:
-                cgroup.remove()
-            _remove(folder)
 
     def _communicate(
         self, process: subprocess.Popen[bytes], request: dict[str, object], read_ends: list[int]
     ) -> list[_Stream]:
-        """Send the request and read stdout, stderr, report and answer to their ends."""
         assert process.stdin and process.stdout and process.stderr
         limit = self.limits.output_bytes
         streams = [_Stream(limit), _Stream(limit), _Stream(1 << 16), _Stream(self._answer_bytes)]

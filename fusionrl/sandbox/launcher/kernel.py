@@ -33,15 +33,12 @@ def syscall(name: str, number: int, *arguments: object) -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2) with one argument."""
     call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """mount(2)."""
     call("mount", source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode())
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process: permitted, effective and inheritable."""
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", 0, 0, 0, 0, 0, 0))

@@ -41,7 +41,6 @@ _HIGH = 64  # descriptors from here on are out of the way of those that the code
 
 
 def main() -> None:
-    """Read the request, run it, report."""
     report, descriptors = int(sys.argv[2]), [int(argument) for argument in sys.argv[3:]]
     for descriptor in (report, *descriptors):
         os.set_inheritable(descriptor, False)
@@ -49,8 +48,9 @@ def main() -> None:
     request: Request = marshal.loads(sys.stdin.buffer.read())
     request["number"] = os.getpid()  # before a new pid namespace counts from 1
     try:
-        isolated = request["namespaces"] and view.enter_namespaces()
-        if request["namespaces"] and not isolated and not request["allow_weak"]:
+        namespaces = request["limits"]["namespaces"]
+        isolated = namespaces and view.enter_namespaces()
+        if namespaces and not isolated and not request["allow_weak"]:
             raise CannotStart("the kernel grants no namespaces")
         prctl(PR_SET_DUMPABLE, 0)  # the code cannot read this process's memory or trace it
         if isolated:
@@ -71,8 +71,6 @@ def main() -> None:
 
 
 class _Run:
-    """One run, as its supervisor sees it."""
-
     def __init__(self, request: Request, isolated: bool, descriptors: list[int]) -> None:
         self.limits = request["limits"]
         self.isolated = isolated
@@ -87,8 +85,10 @@ class _Run:
         self._oom_events = os.open(request["oom_events"], os.O_RDONLY | os.O_CLOEXEC) if request["oom_events"] else None
         self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)  # a new root may have none, or one that is read-only
         self._proc = fcntl.fcntl(self._proc, fcntl.F_DUPFD_CLOEXEC, _HIGH)
-        self.home: str = view.build_root(request["folder"], self.limits) if isolated else request["folder"]
+        self.home = request["folder"]
         self._rules = None if isolated else view.landlock_rules(self.home)
+        if isolated:
+            self.home = view.build_root(self.home, self.limits["disk_bytes"], self.limits["num_files"])
         if self._rules is not None:
             self._rules = fcntl.fcntl(self._rules, fcntl.F_DUPFD_CLOEXEC, _HIGH)
         self._failed, self._has_started = b"", False
@@ -261,7 +261,6 @@ def _has_user(uid: int) -> bool:
 
 
 def _tasks_of(uid: int) -> int:
-    """Threads of a user on this machine."""
     count = 0
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:

@@ -14,10 +14,6 @@ from . import landlock
 from .kernel import call, mount, syscall
 from .seccomp import number_of
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .messages import LimitsOfRun
-
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWIPC, CLONE_NEWUSER = 1 << 17, 1 << 25, 1 << 27, 1 << 28
 CLONE_NEWPID, CLONE_NEWNET = 1 << 29, 1 << 30
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 0x1000, 0x4000, 1 << 18
@@ -69,7 +65,7 @@ def interpreter_folders() -> list[str]:
     return outer
 
 
-def build_root(root: str, limits: LimitsOfRun) -> str:
+def build_root(root: str, disk_bytes: int, num_files: int) -> str:
     """Make the folder `root` the root of this mount namespace; return the one place to write in it.
 
     Raises:
@@ -93,7 +89,7 @@ def build_root(root: str, limits: LimitsOfRun) -> str:
     except OSError:
         pass  # a container whose /proc is partly masked: none at all
     os.makedirs(root + home, exist_ok=True)
-    size = f"size={limits['disk_bytes']},nr_inodes={limits['num_files'] + 2},mode=700"  # + the folder and main.py
+    size = f"size={disk_bytes},nr_inodes={num_files + 2},mode=700"  # + the folder and main.py
     mount("none", root + home, "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(root)
     syscall("pivot_root", number_of("pivot_root"), b".", b".")
