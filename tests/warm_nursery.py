@@ -16,9 +16,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 from fusionrl.base.nursery import Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
@@ -40,22 +40,16 @@ def model_in(home: Path) -> str:
 _FREE = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
 
 
-def _of_runs(home: Path, key: str) -> Order:
-    return warm_order(Config.from_flat({"mode": "rl", "hf_checkpoint": model_in(home)}), home, key, _FREE)
-
-
 class SharedNursery:
     """One worker's view of it. `folder`: of all workers of this session.
 
     Whoever finds none starts one, and ends it when its own tests are over; so the next to ask may start another.
     """
 
-    def __init__(
-        self, folder: Path, environment: Mapping[str, str], order_of: Callable[[Path, str], Order] = _of_runs
-    ) -> None:
-        """`environment`: of runs. `order_of`: makes the order of a nursery, of its folder and its key."""
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        """`environment`: of runs."""
         self.environment = environment
-        self._found, self._lock, self._order_of = folder / "nursery.json", folder / "nursery.lock", order_of
+        self._found, self._lock = folder / "nursery.json", folder / "nursery.lock"
         self._own: list[tuple[subprocess.Popen[bytes], Path]] = []
 
     def variables(self) -> dict[str, str]:
@@ -86,8 +80,10 @@ class SharedNursery:
         home = Path(tempfile.mkdtemp(prefix="nursery-"))  # a short path: a socket's has 107 characters
         key = secrets.token_hex(32)
         (home / "key").write_text(key)
-        with only({**self.environment, ROOM_VARIABLE: " " * ROOM}):  # branches get only what it lacks
-            order = self._order_of(home, key)
+        config = Config.from_flat({"mode": "rl", "hf_checkpoint": model_in(home)})
+        environment = {**self.environment, ROOM_VARIABLE: " " * ROOM}  # branches get only what it lacks
+        with patch.dict(os.environ, environment, clear=True):
+            order = warm_order(config, home, key, _FREE)
             nursery = start_nursery(home, EARLY_LINE + order.to_line())
         self._own.append((nursery, home))
         while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:
@@ -104,7 +100,7 @@ class EngineBranch:
         """`key`: of a Ray cluster whose actors start servers."""
         self._home = Path(tempfile.mkdtemp(prefix="engines-"))
         key = key or secrets.token_hex(32)
-        with only({**nursery.environment, **nursery.variables()}):
+        with patch.dict(os.environ, {**nursery.environment, **nursery.variables()}, clear=True):
             order = Order(key, [engine_branch(model_in(self._home), self._home)])
             self._branches = WarmBranches(order, self._home / "nursery.log")
         self.variables = {FOLDER_VARIABLE: str(self._home), "RAY_AUTH_TOKEN": key}
@@ -113,19 +109,6 @@ class EngineBranch:
         """End it."""
         self._branches.close()
         shutil.rmtree(self._home, ignore_errors=True)
-
-
-@contextmanager
-def only(environment: Mapping[str, str]) -> Iterator[None]:
-    """Within it, this process's environment is `environment`."""
-    usual = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(usual)
 
 
 def _listens(path: str) -> bool:
