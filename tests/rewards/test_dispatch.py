@@ -19,7 +19,7 @@ from fusionrl.rewards.settings import GradingReader, RewardSettings
 
 HOOKS = """
 import asyncio, os
-import numpy, torch
+import numpy
 async def length(args, sample, **kwargs): return len(sample.response)
 def synchronous(args, sample, **kwargs): return 7
 async def several(args, sample, **kwargs): return {"right": 1.0, "short": 0.25}
@@ -32,7 +32,7 @@ async def nothing(args, sample, **kwargs): return None
 async def nan(args, sample, **kwargs): return float("nan")
 async def text(args, sample, **kwargs): return "good"
 def array(args, sample, **kwargs): return numpy.array([1.0, 2.0])
-def tensor(args, sample, **kwargs): return torch.tensor([1.0, 2.0])
+def tensor(args, sample, **kwargs): import torch; return torch.tensor([1.0, 2.0])
 def huge(args, sample, **kwargs): return 10**400
 async def ranks(args, samples, **kwargs): return [float(i) for i, _ in enumerate(samples)]
 async def too_few(args, samples, **kwargs): return [1.0]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -26,7 +24,6 @@ from tests.rollout.engine import Engine, Turn, check_sample
 from tests.rollout.test_agent import call, folder, response  # noqa: F401
 
 pytest.importorskip("verifiers", reason="needs the package verifiers: scripts/setup-env.sh examples")
-ROOT = Path(__file__).resolve().parents[2]
 ENVS = Path(__file__).with_name("verifiers_envs.py")
 OWN = "verifiers.ReasoningGymEnv"
 OWN_ARGS = {"gym": "chain_sum", "num_train_examples": 8, "num_eval_examples": 2}
@@ -197,14 +194,15 @@ def test_an_environment_loads_in_a_thread_and_takes_no_signals() -> None:
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_the_tool_writes_what_prompt_data_reads(tmp_path: Path, tokenizer: Any) -> None:
-    command = [sys.executable, str(ROOT / "tools/make_verifiers_data.py"), "--out", str(tmp_path / "data")]
-    command += ["--env", OWN, "--env-args", json.dumps(OWN_ARGS), "--train-size", "3"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    assert "train 3, eval 2" in done.stdout
+def test_the_tool_writes_what_prompt_data_reads(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools import make_verifiers_data
+
+    command = ["--out", str(tmp_path / "data"), "--env", OWN, "--env-args", json.dumps(OWN_ARGS), "--train-size", "3"]
+    monkeypatch.setattr(sys, "argv", ["make_verifiers_data.py", *command])
+    make_verifiers_data.main()
+    assert "train 3, eval 2" in capsys.readouterr().out
     columns = PromptColumns("prompt", label_key="label", apply_chat_template=True)
     samples = load_prompts(str(tmp_path / "data" / "train.jsonl"), tokenizer, columns).samples
     assert [sample.label for sample in samples] == ["0", "1", "2"]
