@@ -16,8 +16,6 @@ from fusionrl.plan.balance import Balance
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.layout import TrainerLayout
 
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
 
 @dataclass(frozen=True)
 class AuxiliaryPlan:
@@ -44,9 +42,8 @@ def role_flag(config: Config, role: Role, name: str) -> Any:
 def auxiliary_config(config: Config, role: Role) -> Config:
     """The configuration as these trainers read it: their own sizes, weights and schedule under the usual names."""
     model, train = config.model, config.train
-    sizes = {
-        name: role_flag(config, role, name) or getattr(model, name) for name in (*_SIZES, "expert_model_parallel_size")
-    }
+    names = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
+    sizes = {name: role_flag(config, role, name) or getattr(model, name) for name in names}
     changed = {name for name, size in sizes.items() if size != getattr(model, name)}
     if changed:  # interleaving belongs to the actor's sizes
         sizes |= {"virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None}

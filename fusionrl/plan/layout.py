@@ -5,14 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fusionrl.config.divisors import dividing
 from fusionrl.config.hooks import flag_of
-from fusionrl.plan.upstream_fields import passed
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
+
+T = TypeVar("T")
+
+
+def passed(fields: Mapping[str, object], name: str, kind: type[T]) -> T | None:
+    """Return a field that the user passes through; None where it is not given. A whole number counts as a float."""
+    value = fields.get(name)
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}, not of type {kind.__name__}")
+    return value
 
 
 @dataclass(frozen=True)

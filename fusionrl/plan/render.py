@@ -102,14 +102,12 @@ def _push(plan: Plan, config: Config) -> list[str]:
 
 def _group(group: EngineGroup) -> str:
     """One group of --engine-group: its size, its role, and what its engines have that others have not."""
-    fields = " ".join(to_option(name, value) for name, value in group.server_args.items())
-    return f"{group.name}: {group.num_engines} x TP {group.per_engine}, {group.role}" + (
-        f", {fields}" if fields else ""
-    )
-
-
-def to_option(name: str, value: object) -> str:
-    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    text = f"{group.name}: {group.num_engines} x TP {group.per_engine}, {group.role}"
+    fields = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in group.server_args.items()
+    ]
+    return f"{text}, {' '.join(fields)}" if fields else text
 
 
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import WIDTHS, Impl
-from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.upstream_fields import passed
+from fusionrl.plan.layout import TrainerLayout, passed
 
 LONGEST_ROW = 512
 """Tokens of a sequence up to which our own attention on a CPU (`cpu/row_attention.py`) is the faster one, as
@@ -89,11 +88,6 @@ def layer_bytes(shape: ModelShape, layout: TrainerLayout, options: ActivationOpt
     """Bytes a token that one layer keeps, without full recompute."""
     layer = _LocalLayer if options.impl == "local" else _FusedLayer
     return layer(shape, layout, options).total(has_experts)
-
-
-def checkpoint_bytes(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
-    """Bytes a token of what full recompute keeps of a layer: the hidden states that enter it."""
-    return shape.hidden_size * options.width / _split(layout, options)
 
 
 def _split(layout: TrainerLayout, options: ActivationOptions) -> int:
@@ -299,7 +293,8 @@ def chunk_bytes(
             layer_bytes(shape, layout, plain, has_experts=kind) - size for kind, size in zip(kinds, sizes, strict=True)
         )
         return sum(sizes), max(recomputed, default=0.0)
-    checkpoint, run = checkpoint_bytes(shape, layout, options), max(recompute.num_layers or 1, 1)
+    # The hidden states that enter a layer.
+    checkpoint, run = shape.hidden_size * options.width / _split(layout, options), max(recompute.num_layers or 1, 1)
     if recompute.method == "block":
         again = sizes[:run]
         return len(again) * checkpoint + sum(sizes[run:]), max(again, default=0.0)

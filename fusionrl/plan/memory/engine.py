@@ -11,9 +11,9 @@ from typing import Literal
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.devices import Machine
+from fusionrl.plan.layout import passed
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan
-from fusionrl.plan.upstream_fields import passed
 
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
 _TORCH_WIDTHS = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}

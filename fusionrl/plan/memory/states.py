@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from fusionrl.models.families import model_rules
 from fusionrl.models.families.rules import Rule
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, passed
 from fusionrl.plan.push import stage_of_rule
-from fusionrl.plan.upstream_fields import passed
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
 _BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, as well as the number of data-parallel ranks
