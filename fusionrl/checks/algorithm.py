@@ -9,66 +9,49 @@ from fusionrl.models.shape import ModelShape
 
 # Estimators that measure a sample against its siblings alone: a single sample gets 0.
 OF_GROUPS = names_where(lambda estimator: estimator.compares_siblings and estimator.role is None)
-PRICED = readers_of("kl_coef")  # estimators whose rewards are token by token, with --kl-coef as a price
 
 
 def algorithm_errors(config: Config) -> list[str]:
     """Messages with flag, value and cure."""
-    a, rollout, errors = config.algorithm, config.rollout, []
+    a, reward, samples, errors = config.algorithm, config.reward, config.rollout.n_samples_per_prompt, []
     if (a.loss_type == "custom_loss") != (a.custom_loss_function_path is not None):
         errors.append("--loss-type custom_loss and --custom-loss-function-path go together; give both")
-    if a.kl_coef and a.advantage_estimator not in PRICED:
-        errors.append(
-            f"--kl-coef {a.kl_coef}: --advantage-estimator {a.advantage_estimator} has one reward a sample, none for"
-            " tokens; use --use-kl-loss --kl-loss-coef, or the estimator " + " or ".join(PRICED)
-        )
-    samples = rollout.n_samples_per_prompt
-    counts_tries = a.advantage_estimator in readers_of("pass_k")
-    if counts_tries and a.pass_k > samples:
-        errors.append(f"--pass-k {a.pass_k} is over --n-samples-per-prompt {samples}: no group has so many answers")
-    if a.policy_loss == "dpo" and samples < 2:
-        errors.append(
-            f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
-        )
-    if a.policy_loss == "dpo" and estimator_of(a).role == "prm":
-        estimator = f"--advantage-estimator {a.advantage_estimator}"
-        errors.append(f"{estimator}: --policy-loss dpo learns from pairs, not advantages; leave one out")
-    if a.policy_loss == "dpo" and a.loss_aggregation != "auto":
-        errors.append(
-            f"--loss-aggregation {a.loss_aggregation}: --policy-loss dpo has the mean over pairs; leave it out"
-        )
-    if a.loss_aggregation == "constant" and a.loss_length is None and rollout.rollout_max_response_len is None:
+    if a.loss_type == "custom_loss" and config.run.mode != "rl":
+        errors.append(f"--loss-type custom_loss belongs to --mode rl, not to {config.run.mode}")
+    if a.advantage_estimator in readers_of("pass_k"):
+        if a.pass_k > samples:
+            errors.append(f"--pass-k {a.pass_k} is over --n-samples-per-prompt {samples}; lower it")
+        if reward.length_penalty_coef or reward.overlong_buffer_len:
+            cure = "leave out --length-penalty-coef and --overlong-buffer-len"
+            errors.append(f"--advantage-estimator {a.advantage_estimator} counts right and wrong answers; {cure}")
+    if a.loss_aggregation == "constant" and a.loss_length is None and config.rollout.rollout_max_response_len is None:
         errors.append("--loss-aggregation constant needs --loss-length or --rollout-max-response-len")
     if a.custom_policy_loss_path is not None and a.policy_loss != "auto":
         errors.append(f"--policy-loss {a.policy_loss} and --custom-policy-loss-path exclude each other; leave one out")
-    if a.loss_type == "custom_loss" and config.run.mode != "rl":
-        errors.append(f"--loss-type custom_loss belongs to --mode rl, not to {config.run.mode}")
-    shaped = config.reward.length_penalty_coef or config.reward.overlong_buffer_len
-    if counts_tries and shaped:
-        errors.append(
-            f"--advantage-estimator {a.advantage_estimator} counts right and wrong answers; --length-penalty-coef and"
-            " --overlong-buffer-len change rewards: leave them out"
-        )
-    if a.policy_loss == "dpo":
-        train = config.train
-        conflicts = {
-            "--use-opd": a.use_opd,
-            "--normalize-advantages": a.normalize_advantages,
-            "--custom-advantage-function-path": train.custom_advantage_function_path,
-            f"--loss-type {a.loss_type}": a.loss_type != "policy_loss",
-        }
-        errors += [f"{flag}: --policy-loss dpo has no use for it; leave it out" for flag, on in conflicts.items() if on]
-    return errors + _correction_errors(config)
+    return errors + (_dpo_errors(config) if a.policy_loss == "dpo" else []) + _correction_errors(config)
+
+
+def _dpo_errors(config: Config) -> list[str]:
+    a, samples = config.algorithm, config.rollout.n_samples_per_prompt
+    conflicts = {
+        f"--advantage-estimator {a.advantage_estimator}": estimator_of(a).role == "prm",
+        f"--loss-aggregation {a.loss_aggregation}": a.loss_aggregation != "auto",
+        "--use-opd": a.use_opd,
+        "--normalize-advantages": a.normalize_advantages,
+        "--custom-advantage-function-path": config.train.custom_advantage_function_path,
+        f"--loss-type {a.loss_type}": a.loss_type != "policy_loss",
+    }
+    errors = [f"{flag}: --policy-loss dpo has no use for it; leave one out" for flag, on in conflicts.items() if on]
+    if samples < 2:
+        errors.append(f"--policy-loss dpo compares answers to one prompt; raise --n-samples-per-prompt {samples}")
+    return errors
 
 
 def algorithm_warnings(config: Config) -> list[str]:
     """Return a line for each setting that is allowed but probably not meant."""
     a, rollout, reward, warnings = config.algorithm, config.rollout, config.reward, []
     if config.run.mode == "rl" and a.use_kl_loss and not a.kl_loss_coef and a.loss_type == "policy_loss":
-        warnings.append(
-            "--use-kl-loss without --kl-loss-coef: the distance to the start is measured (train/kl_loss) and weighs"
-            " nothing in the loss; give --kl-loss-coef to keep the policy near its start"
-        )
+        warnings.append("--use-kl-loss without --kl-loss-coef: train/kl_loss is only measured; give the coefficient")
     may_be_otherwise = (  # a function in one of these may make groups, rewards or advantages itself
         a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",
         has_own_rollout(config),
@@ -79,14 +62,12 @@ def algorithm_warnings(config: Config) -> list[str]:
         config.train.rollout_data_postprocess_path,
     )
     alone = config.run.mode == "rl" and rollout.n_samples_per_prompt == 1 and a.advantage_estimator in OF_GROUPS
-    if not alone or any(may_be_otherwise):
-        return warnings
-    return [
-        *warnings,
-        f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: a sample is measured against the"
-        " others of its prompt, so all advantages are 0 and the policy loss trains nothing; sample at least 2, or take"
-        " reinforce_plus_plus, remax or ppo",
-    ]
+    if alone and not any(may_be_otherwise):
+        warnings.append(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: an answer alone has the"
+            " advantage 0; sample at least 2, or take reinforce_plus_plus, remax or ppo"
+        )
+    return warnings
 
 
 def _correction_errors(config: Config) -> list[str]:
@@ -97,10 +78,7 @@ def _correction_errors(config: Config) -> list[str]:
         errors.append(f"--rejection-low {a.rejection_low} must be below --rejection-high {a.rejection_high}")
     corrects = a.use_tis or a.rejection_level is not None or a.tis_veto is not None
     if corrects and a.use_rollout_logprobs:
-        errors.append(
-            "--use-rollout-logprobs takes the engine's log-probs as they are, --use-tis, --rejection-level and"
-            " --tis-veto correct for them; leave one out"
-        )
+        errors.append("--use-rollout-logprobs excludes --use-tis, --rejection-level and --tis-veto; leave one out")
     if a.custom_tis_function_path is not None and (a.rejection_level is not None or a.tis_veto is not None):
         errors.append("--custom-tis-function-path replaces --rejection-level and --tis-veto; leave one out")
     return errors
@@ -113,8 +91,6 @@ def routing_errors(config: Config, shape: ModelShape | None) -> list[str]:
     if not (engine or a.use_routing_replay):
         return []
     flag = "--use-rollout-routing-replay" if engine else "--use-routing-replay"
-    if config.run.mode != "rl":
-        errors.append(f"{flag} has no effect in --mode {config.run.mode}; leave it out")
     if shape is not None and shape.moe is None:
         errors.append(f"{flag}: the model of --hf-checkpoint has no experts to route to; leave the flag out")
     passed = config.passthrough.transformer

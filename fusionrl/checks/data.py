@@ -32,9 +32,8 @@ def check_prompts(config: Config, errors: list[str], warnings: list[str], vocab_
     if data.prompt_data is not None and config.run.mode != "eval":
         count = _check_prompt_data(config, errors, warnings, vocab_size)
     if data.apply_chat_template and _has_template(config) is False:
-        errors.append(
-            f"--apply-chat-template: the tokenizer of --hf-checkpoint {config.model.hf_checkpoint} has no chat template"
-        )
+        folder = config.model.hf_checkpoint
+        errors.append(f"--apply-chat-template: the tokenizer of --hf-checkpoint {folder} has no chat template")
     return count
 
 
@@ -114,10 +113,8 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
         if is_sft and not check.errors and _has_template(config) is False:
             first = next(read_rows(spec))[1]
             if isinstance(first.get(data.input_key), list) and not holds_tokens(first):
-                errors.append(
-                    f"--mode sft: conversations need a chat template; the tokenizer of --hf-checkpoint"
-                    f" {config.model.hf_checkpoint} has none"
-                )
+                folder = config.model.hf_checkpoint
+                errors.append(f"--mode sft: the tokenizer of --hf-checkpoint {folder} has no chat template")
     if len(errors) > num_errors:
         return 0  # how many rows of a bad set are prompts is nothing to count epochs by
     is_filtered = data.rollout_max_prompt_len is not None and not is_sft
@@ -129,11 +126,7 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
 
 
 def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, errors: list[str]) -> int:
-    """Return the number of prompts that are not too long.
-
-    It costs the reading of a tokenizer: only where epochs are counted by it, or where the rows are few, to see that the
-    limit leaves any.
-    """
+    """Return the number of prompts that are not too long: where epochs are counted by it, or the rows are few."""
     from fusionrl.data.tokenizer import load_tokenizer
 
     try:
@@ -145,14 +138,6 @@ def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, err
         return 0
 
 
-def _fits(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> bool:
-    """Return whether a row is a prompt within the limit; what cannot be rendered here is another check's."""
-    try:
-        return count_tokens(row, tokenizer, columns) <= (columns.max_prompt_len or 0)
-    except ValueError:
-        return True
-
-
 def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -> list[str]:
     """Return a message for each set of which the limit of prompt tokens leaves nothing.
 
@@ -160,23 +145,24 @@ def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -
     """
     from fusionrl.data.tokenizer import load_tokenizer
 
-    errors = []
     with quiet():
         tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
+
+    def fits(row: Row) -> bool:
+        try:
+            return count_tokens(row, tokenizer, columns) <= (columns.max_prompt_len or 0)
+        except ValueError:  # what cannot be rendered here is another check's
+            return True
+
+    errors, limit = [], f"--rollout-max-prompt-len {columns.max_prompt_len}"
     for spec in specs:
-        keys = (columns.input_key, columns.tool_key)
-        shortest = fewest_bytes(read_rows(spec), keys)
+        shortest = fewest_bytes(read_rows(spec), (columns.input_key, columns.tool_key))
         # The fewest bytes may not be the fewest tokens: all rows are asked before a run is refused.
-        rows = itertools.chain(shortest, (row for _, row in read_rows(spec)))
-        if not any(_fits(row, tokenizer, columns) for row in rows):
-            errors.append(
-                f"--prompt-data {spec}: no prompt is left: the shortest are over --rollout-max-prompt-len"
-                f" {columns.max_prompt_len}"
-            )
+        if not any(map(fits, itertools.chain(shortest, (row for _, row in read_rows(spec))))):
+            errors.append(f"--prompt-data {spec}: no prompt is left: the shortest are over {limit}")
     return errors
 
 
 def _has_template(config: Config) -> bool | None:
-    """Return whether the tokenizer has a chat template; None where that is not known."""
     folder = config.model.hf_checkpoint
     return has_chat_template(folder) if folder is not None and Path(folder).is_dir() else None

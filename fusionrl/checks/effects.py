@@ -36,7 +36,8 @@ def effect_errors(config: Config) -> list[str]:
         value = getattr(getattr(config, GROUP_OF[field]), field)
         missing = next((scope for scope in scopes_of(info) if scope.refuses and not scope.holds(config)), None)
         if missing is not None and value != info.get_default(call_default_factory=True):
-            errors.append(f"{spell(field, value)} has no effect {missing.missing}; add that, or leave it out")
+            cure = "add that, or leave it out" if missing.missing.startswith("without") else "leave it out"
+            errors.append(f"{spell(field, value)} has {_reason(missing, config)}; {cure}")
     return errors
 
 
@@ -52,14 +53,15 @@ def effect_warnings(config: Config) -> list[str]:
     for part, (prefix, scope) in PASSED.items():
         passed = getattr(config.passthrough, part)
         if passed and not scope.holds(config):
-            flags = lines.setdefault(_reason(scope, config, is_hook=False), [])
+            flags = lines.setdefault(_reason(scope, config), [])
             flags += [name for name in (prefix + name.replace("_", "-") for name in passed) if name not in flags]
     return [f"{reason}: {', '.join(flags)}" for reason, flags in lines.items()]
 
 
-def _reason(scope: Scope, config: Config, *, is_hook: bool) -> str:
+def _reason(scope: Scope, config: Config, *, is_hook: bool = False) -> str:
     effect = "not called" if is_hook else "no effect"
-    return f"{effect} {scope.missing}" if scope.of_flags else f"{effect} in {_run(config)}, where {scope.missing}"
+    of_flags = scope.missing.startswith("with")
+    return f"{effect} {scope.missing}" if of_flags else f"{effect} in {_run(config)}, where {scope.missing}"
 
 
 def _run(config: Config) -> str:

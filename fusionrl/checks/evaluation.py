@@ -27,17 +27,14 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
     except ValueError as error:
         return str(error).splitlines()
     errors: list[str] = []
-    files = tokenizer_files(config)
+    files, names = tokenizer_files(config), [eval_set.name for eval_set in sets]
     for eval_set in sets:
         flag = "--eval-prompt-data" if file is None else f"--eval-config {file}: set {eval_set.name}:"
         where = f"{flag} {eval_set.name}:" if file is None else flag
         if not re.fullmatch(r"[\w-]+", eval_set.name, re.ASCII):
-            errors.append(
-                f"{where} the name of a set is of letters, digits, '_' and '-'"
-                + (" (give pairs of name and file)" if file is None else "")
-            )
-        if [other_set.name for other_set in sets].count(eval_set.name) > 1:
-            errors.append(f"{where} two sets have this name")
+            errors.append(f"{where} the name of a set is of letters, digits, '_' and '-'; rename it")
+        if names.count(eval_set.name) > 1:
+            errors.append(f"{where} two sets have this name; rename one")
         columns = replace(
             prompt_columns(config),
             input_key=eval_set.input_key,
@@ -59,7 +56,6 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
 
 
 def _label_check(config: Config, eval_set: EvalSet) -> LabelCheck | None:
-    """Return the check of a set's labels; None where a user's function evaluates, or no built-in reward grades."""
     if not _is_default(config):
         return None
     path, overrides = eval_set.custom_generate_function_path, eval_set.metadata_overrides
@@ -77,9 +73,8 @@ def _eval_set_errors(config: Config, eval_set: EvalSet) -> list[str]:
     if _is_default(config) and eval_set.rm_type is None and eval_set.custom_rm_path is None and not has_own:
         errors.append("it has no reward; give rm_type or custom_rm_path")
     if eval_set.rm_type not in (None, config.reward.rm_type):
-        errors += [
-            f"rm_type {error}" for error in rm_type_errors(config, eval_set.rm_type, eval_set.reward_key, "reward_key")
-        ]
+        of_type = rm_type_errors(config, eval_set.rm_type, eval_set.reward_key, "reward_key")
+        errors += [f"rm_type {error}" for error in of_type]
     if eval_set.max_response_len is None:
         errors.append("it has no max_response_len, and --rollout-max-response-len is not given")
     for field in ("custom_rm_path", "custom_generate_function_path"):
@@ -94,12 +89,9 @@ def keep_best_errors(config: Config) -> list[str]:
     best = config.checkpoint.keep_best
     if best is None:
         return []
-    errors = []
-    if config.checkpoint.keep_checkpoints is None:
-        errors.append(f"--keep-best {best} needs --keep-checkpoints; without it all are kept")
     names = [f"eval/{eval_set.name}/accuracy" for eval_set in readable_sets(config)]
     sets = {name.rsplit("/", 1)[0] for name in names}
     if config.eval.eval_interval is None or best.rsplit("/", 1)[0] not in sets:
         known = " or ".join(names) or "eval/<set>/accuracy of a set of --eval-prompt-data"
-        errors.append(f"--keep-best {best}: no evaluation gives that; it can be {known}, with --eval-interval")
-    return errors
+        return [f"--keep-best {best}: no evaluation gives that; it can be {known}, with --eval-interval"]
+    return []

@@ -1,5 +1,4 @@
-"""Names of the Hugging Face Hub in place of folders: resolved once, before anything starts, so that every process reads
-the same folder.
+"""Names of the Hugging Face Hub in place of folders: resolved once, so that every process reads the same folder.
 
 A name is looked up in the local cache first. A missing file is downloaded, if the Hub answers within seconds; if
 not, the error says how to get it.
@@ -90,13 +89,10 @@ def is_data_name(spec: str) -> bool:
 
 
 def find_model(name: str, flag: str, with_weights: bool = True, *, only_config: bool = False) -> str:
-    """The folder of a model of the Hub: that of the local cache, or a download to it.
+    """The folder of a model of the Hub: that of the local cache, or a download to it; HubError if neither has it.
 
     with_weights  False: config and tokenizer are enough
     only_config   config.json is enough
-
-    Raises:
-        HubError: neither has it.
     """
 
     def lacks(folder: Path) -> str | None:
@@ -122,10 +118,7 @@ def find_model(name: str, flag: str, with_weights: bool = True, *, only_config: 
 def find_data(spec: str, flag: str) -> str:
     """`[NAME=]OWNER/NAME[/CONFIGURATION]:SPLIT[@[START:STOP]]` of the Hub as a set that is read from files.
 
-    A spec that is a path stays as it is.
-
-    Raises:
-        HubError: it cannot be had, or the spec names no split of it.
+    A spec that is a path stays as it is. HubError: it cannot be had, or the spec names no split of it.
     """
     match = _DATA.fullmatch(spec)
     if match is None or not is_data_name(spec):
@@ -147,15 +140,12 @@ def find_data(spec: str, flag: str) -> str:
             files = choose_split(folder, split, repo + rest)
         except ValueError as error:
             raise HubError(f"{flag} {error}") from error
-        path = str(files[0]) if len(files) == 1 else f"{_folder_of(files)}:{split}"
+        parent = files[0].parent.parent if files[0].stem.isdecimal() else files[0].parent
+        path = str(files[0]) if len(files) == 1 else f"{parent}:{split}"
     if flag != "--prompt-data":
         return f"{path}{rows or ''}"
     set_name = set_name or re.sub(r"[^A-Za-z0-9_-]+", "-", f"{repo.split('/')[1]}{rest}-{split}")
     return f"{set_name}={path}{rows or ''}"
-
-
-def _folder_of(files: list[Path]) -> Path:
-    return files[0].parent.parent if files[0].stem.isdecimal() else files[0].parent
 
 
 def _has_other_format(folder: Path) -> bool:
@@ -166,10 +156,7 @@ def _has_other_format(folder: Path) -> bool:
 def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
     """A folder of `datasets.save_to_disk` in the cache with the rows of one split, made by the package `datasets`."""
     if importlib.util.find_spec("datasets") is None:
-        raise HubError(
-            f"{where}: its files are no {', '.join(SUFFIXES)}; the package datasets reads them:"
-            f" {install_hint('datasets')}"
-        )
+        raise HubError(f"{where}: its files are read by the package datasets; {install_hint('datasets')}")
     from huggingface_hub.constants import HF_HOME
 
     parquet = Path(HF_HOME) / "fusionrl" / re.sub(r"[^\w.-]+", "--", f"{repo}/{folder}/{split}")
@@ -191,26 +178,18 @@ def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
 
 
 def _snapshot(
-    name: str,
-    kind: str,
-    flag: str,
-    lacks: Callable[[Path], str | None],
-    then: str = "",
-    *,
-    allow_patterns: list[str] | None = None,
-    ignore_patterns: list[str] | None = None,
+    name: str, kind: str, flag: str, lacks: Callable[[Path], str | None], then: str = "", **patterns: list[str]
 ) -> Path:
     """The folder of a repository's newest state that `lacks` nothing.
 
-    kind  "model" or "dataset"
-    then  what follows the folder on the command line, once a user has downloaded it
+    kind      "model" or "dataset"
+    then      what follows the folder on the command line, once a user has downloaded it
+    patterns  of files, as `snapshot_download` takes them
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    download = partial(
-        snapshot_download, name, repo_type=kind, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-    )
+    download = partial(snapshot_download, name, repo_type=kind, **patterns)
     try:
         folder: Path | None = Path(download(local_files_only=True))
     except LocalEntryNotFoundError:
@@ -277,10 +256,8 @@ def _why_not_reached(name: str, kind: str) -> str | None:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that asking the Hub may raise.
-
-    They are those of HTTP (huggingface_hub's version decides which library has them, and its own error is derived from
-    them), of the disk, and of the library that stores chunks, which has no class of its own.
+    """Return the errors that asking the Hub may raise: of HTTP, whose library depends on huggingface_hub's version, of
+    the disk, and of the library that stores chunks, which has no class of its own.
     """
     from huggingface_hub.errors import HfHubHTTPError
 

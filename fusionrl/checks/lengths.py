@@ -1,7 +1,6 @@
 """Checks that prompts with their responses, and conversations, fit into the models' positions and a micro-batch.
 
-Which rows are the longest is found by their bytes; only those that may be too long are tokenized. So it takes no time
-where all is short, and seconds where texts are long: then the longest by bytes are counted, not every row.
+Which rows are the longest is found by their bytes; only those that may be too long are tokenized.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.data import prompt_columns
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context beyond the positions
+Count = Callable[["PreTrainedTokenizerBase", Row], "int | None"]  # tokens of a row; None: the run leaves it out
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """Tokens of a whole sample, at most: how the limit reads, and how to raise it (nothing: it cannot be)."""
 
     num_tokens: int
@@ -58,9 +57,7 @@ def length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors = _context_errors(config, positions)
     if config.run.mode == "sft":
         return errors + _conversation_errors(config, positions)
-    if not has_own_rollout(config):
-        errors += _sample_errors(config, positions)
-    return errors
+    return errors if has_own_rollout(config) else errors + _sample_errors(config, positions)
 
 
 def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str]:
@@ -71,17 +68,13 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
     data = config.data.model_copy(update={"prompt_data": [spec]})
     config, positions = config.model_copy(update={"data": data, "eval": EvalGroup()}), _positions(config, shape)
     if config.rollout.rollout_max_response_len is not None:
-        errors = _sample_errors(config, positions)
-    else:
-        columns = _columns(config, data.input_key, data.tool_key)
-        limit = min(_reading_limits(config, positions), key=lambda limit: limit.num_tokens, default=None)
-        count = _prompt_counter(columns)
-        long_row = None if limit is None else _find(config, spec, "", columns, limit.num_tokens - 1, count)
-        errors = []
-        if long_row is not None and limit is not None:
-            long = f"a prompt of {long_row.num_tokens} tokens leaves no room for a response in {limit.name}"
-            errors = [f"{spec}: {long_row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"]
-    return [error.removeprefix("--prompt-data ") for error in errors]
+        return [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
+    columns = _columns(config, data.input_key, data.tool_key)
+    limit = min(_reading_limits(config, positions), default=None)
+    if limit is None or not (long_row := _find(config, spec, columns, limit.num_tokens - 1, _prompt_counter(columns))):
+        return []
+    long = f"a prompt of {long_row.num_tokens} tokens leaves no room for a response in {limit.name}"
+    return [f"{spec}: {long_row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"]
 
 
 def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -96,7 +89,7 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
     if length >= positions:
         return [*errors, f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.name}; lower it"]
-    return errors + _by_flags(config, (length, "--rollout-max-response-len"), [limit])
+    return errors + _by_flags(config, length, [limit])
 
 
 def _positions(config: Config, shape: ModelShape) -> int:
@@ -108,35 +101,35 @@ def _positions(config: Config, shape: ModelShape) -> int:
 
 def _context_errors(config: Config, positions: int) -> list[str]:
     errors, longest = [], config.rollout.rollout_max_context_len
-    if longest is not None and config.run.mode != "sft" and longest > positions:
-        errors.append(f"--rollout-max-context-len {longest} is over the model's {positions} positions")
+    if longest is not None and config.run.mode != "sft":
+        limits = [Limit(positions, f"the model's {positions} positions"), *_reward_model_limit(config)]
+        limits += _scorer_limits(config)
+        over = [limit.name for limit in limits if longest > limit.num_tokens]
+        errors = [f"--rollout-max-context-len {longest} is over {name}; lower it" for name in over]
     served = config.passthrough.sglang.get("context_length")
     if served is not None and served > positions:
-        errors.append(
-            f"--sglang-context-length {served} is over the model's {positions} positions, and SGLang refuses it; lower"
-            f" it, or set {_LONGER}=1"
-        )
+        flag = f"--sglang-context-length {served}"
+        errors.append(f"{flag} is over the model's {positions} positions; lower it, or set {_LONGER}=1")
     return errors
 
 
 # ------------------------------------------------------------------------------------------------ rl, eval, …
 def _sample_errors(config: Config, positions: int) -> list[str]:
-    """Prompts of the default rollout that leave too little room for their responses."""
-    errors, data, rollout = [], config.data, config.rollout
-    if rollout.rollout_max_context_len is not None:
+    errors, data, length = [], config.data, config.rollout.rollout_max_response_len
+    if config.rollout.rollout_max_context_len is not None:
         return []  # no sample is longer than that, whatever its prompt
-    limits = _limits(config, positions)
-    if generates(config) and rollout.rollout_max_response_len is not None:
-        response = (rollout.rollout_max_response_len, "--rollout-max-response-len")
-        columns = _columns(config, data.input_key, data.tool_key)
+    if generates(config) and length is not None:
+        limits = _reading_limits(config, positions) + _scorer_limits(config)
+        # Where --rollout-max-prompt-len is given, the flags alone are held against a micro-batch (`rollout_errors`).
+        if config.run.mode == "rl" and uses_trainers(config) and data.rollout_max_prompt_len is None:
+            limits.append(_micro_batch(config))
+        columns, response = _columns(config, data.input_key, data.tool_key), (length, "--rollout-max-response-len")
         if has_own_source(config):
-            errors += _by_flags(config, response, limits)
-        else:
-            for spec in data.prompt_data or []:
-                errors += _set_errors(config, spec, "--prompt-data", columns, response, limits)
-    if evaluates(config):
-        for eval_set in readable_sets(config):
-            errors += _eval_errors(config, eval_set, _reading_limits(config, positions))
+            errors += _by_flags(config, length, limits)
+        for spec in [] if has_own_source(config) else data.prompt_data or []:
+            errors += _set_errors(config, spec, "--prompt-data", columns, response, limits)
+    for eval_set in readable_sets(config) if evaluates(config) else ():
+        errors += _eval_errors(config, eval_set, _reading_limits(config, positions))
     return errors
 
 
@@ -144,8 +137,7 @@ def _eval_errors(config: Config, eval_set: EvalSet, limits: list[Limit]) -> list
     if eval_set.max_response_len is None:
         return []
     is_own = eval_set.max_response_len != config.rollout.rollout_max_response_len
-    name = "--eval-max-response-len" if is_own else "--rollout-max-response-len"
-    flag = "--eval-prompt-data"
+    flag, name = "--eval-prompt-data", "--eval-max-response-len" if is_own else "--rollout-max-response-len"
     if config.eval.eval_config is not None:
         flag, name = f"--eval-config {config.eval.eval_config}: set {eval_set.name}:", "max_response_len"
     columns = _columns(config, eval_set.input_key, eval_set.tool_key)
@@ -154,30 +146,23 @@ def _eval_errors(config: Config, eval_set: EvalSet, limits: list[Limit]) -> list
 
 def _reading_limits(config: Config, positions: int) -> list[Limit]:
     """List what any sample has to fit into: the engines' positions, and those of a reward model."""
-    sglang = config.passthrough.sglang
+    sglang, limits = config.passthrough.sglang, _reward_model_limit(config)
     served = min(positions, sglang.get("context_length") or positions)
-    limit_name = f"the {served} positions of --hf-checkpoint"
-    if served < positions:
-        limit_name = f"--sglang-context-length {served}"
-    limits = [] if sglang.get("allow_auto_truncate") else [Limit(served, limit_name)]
-    return limits + _reward_model_limit(config)
+    name = f"--sglang-context-length {served}" if served < positions else f"the {served} positions of --hf-checkpoint"
+    return limits if sglang.get("allow_auto_truncate") else [Limit(served, name), *limits]
 
 
-def _limits(config: Config, positions: int) -> list[Limit]:
-    """List what a sample of a rollout has to fit into."""
-    limits, algorithm = _reading_limits(config, positions), config.algorithm
+def _scorer_limits(config: Config) -> list[Limit]:
+    """List the positions of a teacher and of PRIME's reward model, which read the sample's own tokens."""
+    limits, algorithm = list[Limit](), config.algorithm
     if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
         limits += _scorer_limit(algorithm.opd_teacher_load, "--opd-teacher-load")
     if estimator_of(algorithm).role == "prm" and config.prm.prm_load is not None:
         limits += _scorer_limit(config.prm.prm_load, "--prm-load")
-    # Where --rollout-max-prompt-len is given, the flags alone are held against a micro-batch (`validate`).
-    if config.run.mode == "rl" and uses_trainers(config) and config.data.rollout_max_prompt_len is None:
-        limits.append(_micro_batch(config))
     return limits
 
 
 def _reward_model_limit(config: Config) -> list[Limit]:
-    """The positions of a reward model that reads the sample's own tokens."""
     folder, policy = config.reward.rm_model, config.model.hf_checkpoint
     if folder is None or policy is None or config.reward.rm_input == "chat":
         return []
@@ -197,33 +182,27 @@ def _scorer_limit(folder: str, flag: str) -> list[Limit]:
 
 
 def _micro_batch(config: Config) -> Limit:
-    model = config.model
-    size, cap = model.context_parallel_size, config.train.max_tokens_per_gpu * model.context_parallel_size
-    multiple = sequence_multiple(size, model.tensor_model_parallel_size)
-    limit_name = (
-        f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size {size} = {cap} tokens"
-    )
-    return Limit(cap // multiple * multiple, limit_name, "raise --max-tokens-per-gpu, or ")
+    tokens, size = config.train.max_tokens_per_gpu, config.model.context_parallel_size
+    multiple = sequence_multiple(size, config.model.tensor_model_parallel_size)
+    name = f"--max-tokens-per-gpu {tokens} x --context-parallel-size {size} = {tokens * size} tokens"
+    return Limit(tokens * size // multiple * multiple, name, "raise --max-tokens-per-gpu, or ")
 
 
-def _by_flags(config: Config, response: tuple[int, str], limits: list[Limit]) -> list[str]:
+def _by_flags(config: Config, length: int, limits: list[Limit]) -> list[str]:
     """Check the lengths that the flags allow, where the prompts are not known before the run."""
-    prompt, (length, flag) = config.data.rollout_max_prompt_len, response
-    limit = min(limits, key=lambda limit: limit.num_tokens, default=None)
+    prompt, limit = config.data.rollout_max_prompt_len, min(limits, default=None)
     if prompt is None or limit is None or prompt + length <= limit.num_tokens:
         return []
-    return [
-        f"--rollout-max-prompt-len {prompt} + {flag} {length} = {prompt + length} tokens of a sample, over"
-        f" {limit.name}; {limit.cure}lower one of them, or bound both with --rollout-max-context-len {limit.num_tokens}"
-    ]
+    sample = f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {length} = {prompt + length} tokens"
+    cure = f"{limit.cure}lower one of them, or bound both with --rollout-max-context-len {limit.num_tokens}"
+    return [f"{sample} of a sample, over {limit.name}; {cure}"]
 
 
 def _set_errors(
     config: Config, spec: str, flag: str, columns: PromptColumns, response: tuple[int, str], limits: list[Limit]
 ) -> list[str]:
     """The message of a set of prompts of which one is too long for the smallest of `limits`."""
-    length, name = response
-    limit = min(limits, key=lambda limit: limit.num_tokens, default=None)
+    (length, name), limit = response, min(limits, default=None)
     if limit is None:
         return []
     room = limit.num_tokens - length
@@ -231,21 +210,16 @@ def _set_errors(
         return [] if limit.cure else [f"{name} {length} leaves no room for a prompt in {limit.name}; lower it"]
     if columns.max_prompt_len is not None and columns.max_prompt_len <= room:
         return []
-
-    long_row = _find(config, spec, flag, columns, room, _prompt_counter(columns))
+    long_row = _find(config, spec, columns, room, _prompt_counter(columns))
     if long_row is None:
         return []
-    return [
-        f"{flag} {spec}: {long_row.place}: a prompt of {long_row.num_tokens} tokens + {name} {length} ="
-        f" {long_row.num_tokens + length}, over {limit.name}; {limit.cure}leave long prompts out with"
-        f" --rollout-max-prompt-len {room}, lower {name}, or bound both with --rollout-max-context-len"
-        f" {limit.num_tokens}"
-    ]
+    sample = f"a prompt of {long_row.num_tokens} tokens + {name} {length} = {long_row.num_tokens + length}"
+    cure = f"{limit.cure}leave long prompts out with --rollout-max-prompt-len {room}, lower {name}, or bound both with"
+    cure += f" --rollout-max-context-len {limit.num_tokens}"
+    return [f"{flag} {spec}: {long_row.place}: {sample}, over {limit.name}; {cure}"]
 
 
-def _prompt_counter(columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int | None]:
-    """Return what counts the tokens of a row's prompt; None for a row that the run leaves out."""
-
+def _prompt_counter(columns: PromptColumns) -> Count:
     def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int | None:
         num_tokens = count_tokens(row, tokenizer, columns)
         return None if columns.max_prompt_len is not None and num_tokens > columns.max_prompt_len else num_tokens
@@ -255,48 +229,39 @@ def _prompt_counter(columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase
 
 # ------------------------------------------------------------------------------------------------ sft
 def _conversation_errors(config: Config, positions: int) -> list[str]:
-    """Conversations that are longer than the model's positions, or than a micro-batch."""
     if has_own_rollout(config) or not uses_trainers(config):
         return []
-    data = config.data
+    data, errors = config.data, []
     specs = [(spec, "--prompt-data", data.input_key, data.label_key, data.tool_key) for spec in data.prompt_data or []]
     if has_own_source(config) or config.run.load_debug_rollout_data:
         specs = []
-    if validates(config):
-        specs += [
-            (eval_set.path, "--eval-prompt-data", eval_set.input_key, eval_set.label_key, eval_set.tool_key)
-            for eval_set in readable_sets(config)
-        ]
-    limit, errors = _conversation_limit(config, positions), []
+    for each in readable_sets(config) if validates(config) else ():
+        specs.append((each.path, "--eval-prompt-data", each.input_key, each.label_key, each.tool_key))
+    limit = _conversation_limit(config, positions)
     for spec, flag, input_key, label_key, tool_key in specs:
         columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
-        count = _conversation_counter(config, columns)
-        long_row = _find(config, spec, flag, columns, limit.num_tokens, count)
+        long_row = _find(config, spec, columns, limit.num_tokens, _conversation_counter(config, columns))
         if long_row is not None:
-            errors.append(
-                f"{flag} {spec}: {long_row.place}: it has {long_row.num_tokens} tokens, over {limit.name}; {limit.cure}"
-            )
+            long = f"it has {long_row.num_tokens} tokens, over {limit.name}"
+            errors.append(f"{flag} {spec}: {long_row.place}: {long}; {limit.cure}")
     return errors
 
 
 def conversation_limit(config: Config, shape: ModelShape) -> Limit | None:
-    """Return what a supervised sample has to fit into, for `fusionrl data check`; None for a user's rollout function.
+    """Return what a supervised sample has to fit into, for `fusionrl data check`.
 
-    A function of the user may cut what is too long.
+    None for a rollout function of the user's, which may cut what is too long.
     """
-    if has_own_rollout(config):
-        return None
-    return _conversation_limit(config, _positions(config, shape))
+    return None if has_own_rollout(config) else _conversation_limit(config, _positions(config, shape))
 
 
 def _conversation_limit(config: Config, positions: int) -> Limit:
     model = Limit(positions, f"the {positions} positions of --hf-checkpoint", "leave it out, or shorten it")
     batch = _micro_batch(config)
-    batch = replace(batch, cure=f"{batch.cure}leave it out")
-    return min(model, batch, key=lambda limit: limit.num_tokens)
+    return min(model, batch._replace(cure=f"{batch.cure}leave it out"))
 
 
-def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int]:
+def _conversation_counter(config: Config, columns: PromptColumns) -> Count:
     @functools.cache
     def supervised(tokenizer: PreTrainedTokenizerBase) -> SupervisedSamples:
         return SupervisedSamples(tokenizer, config.data.loss_mask_type, config.data.apply_chat_template_kwargs)
@@ -315,14 +280,7 @@ def _columns(config: Config, input_key: str, tool_key: str | None) -> PromptColu
     return replace(prompt_columns(config), input_key=input_key, label_key=None, tool_key=tool_key, keeps_messages=False)
 
 
-def _find(
-    config: Config,
-    spec: str,
-    flag: str,
-    columns: PromptColumns,
-    limit: int,
-    count: Callable[[PreTrainedTokenizerBase, Row], int | None],
-) -> LongRow | None:
+def _find(config: Config, spec: str, columns: PromptColumns, limit: int, count: Count) -> LongRow | None:
     """A row of the set with more than `limit` tokens; other checks find the rows that cannot be counted."""
 
     def counted(row: Row) -> int | None:
@@ -335,7 +293,7 @@ def _find(
             return None
 
     try:
-        rows = ((place, row) for place, row in scan_rows(spec, flag) if not isinstance(row, ValueError))
+        rows = ((place, row) for place, row in scan_rows(spec, "") if not isinstance(row, ValueError))
         keys = (columns.input_key, columns.label_key, columns.tool_key, TOKENS)
         candidates = most_bytes(rows, keys, columns.metadata_key)
         if not candidates or candidates[0][0] <= limit:

@@ -82,9 +82,8 @@ def _num_bytes(value: object) -> int:
 
 def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:
     tools = metadata_and_tools(row, columns)[1]
-    return len(
-        tokenizer.encode(render_prompt(row[columns.input_key], tokenizer, columns, tools), add_special_tokens=False)
-    )
+    prompt = render_prompt(row[columns.input_key], tokenizer, columns, tools)
+    return len(tokenizer.encode(prompt, add_special_tokens=False))
 
 
 def first_over(

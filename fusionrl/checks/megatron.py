@@ -1,9 +1,8 @@
 """Megatron's own checks of the values that it will get, made before anything starts.
 
-Megatron checks its configurations when they are built, which is in the trainers, after Ray and during the engines'
-start. Here they are built once for the plan. Importing Megatron takes seconds, so this is asked for where a flag of
-Megatron's is passed through; the command line has imported Megatron then, to know the flag's type. What fusionrl's own
-flags may say is checked by the plan, and `tests/checks/test_megatron.py` holds that Megatron agrees.
+Megatron checks its configurations when they are built, in the trainers. Here they are built once for the plan, where a
+flag of Megatron's is passed through. What fusionrl's own flags may say is checked by the plan, and
+`tests/checks/test_megatron.py` holds that Megatron agrees.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from fusionrl.base import cpu_wing
-from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
@@ -26,13 +25,7 @@ _PRECISION_AWARE = frozenset(
 
 
 def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> list[str]:
-    """Return a line for each setting that Megatron refuses, with the flag that causes it if it is a single one.
-
-    Args:
-        config: of the group of trainers.
-        shape: of the model.
-        plan: of the group.
-    """
+    """Return a line for each setting that Megatron refuses, with the flag that causes it if it is a single one."""
     cpu_wing.prepare_megatron()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -78,18 +71,14 @@ def _refusal(build: Callable[[Config], object], config: Config) -> str | None:
 
 
 def _without_transformer_engine(passed: Mapping[str, object]) -> str:
-    """Return the error of an optimizer whose states are to be of lower precision, on a machine that has none such."""
     flags = [_flag(name, value) for name, value in passed.items() if name in _PRECISION_AWARE]
-    return (
-        f"{', '.join(flags)}: the optimizer of lower precision is Transformer Engine's, a package for GPUs that is not"
-        f" installed here; leave {'it' if len(flags) == 1 else 'them'} out (the states stay in fp32)"
-    )
+    cure = f"leave {'it' if len(flags) == 1 else 'them'} out (the states stay in fp32)"
+    return f"{', '.join(flags)}: the optimizer of lower precision is Transformer Engine's, not installed here; {cure}"
 
 
 def _without(config: Config, kind: str, name: str) -> Config:
     fields = {key: value for key, value in getattr(config.passthrough, kind).items() if key != name}
-    values = {group: getattr(config.passthrough, group) for group in PassThrough.model_fields} | {kind: fields}
-    return config.model_copy(update={"passthrough": PassThrough(**values)})
+    return config.model_copy(update={"passthrough": config.passthrough.model_copy(update={kind: fields})})
 
 
 def _flag(name: str, value: object) -> str:

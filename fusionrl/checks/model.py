@@ -35,11 +35,7 @@ def unreadable_errors(config: Config) -> list[str]:
 
 
 def checked_shape(config: Config) -> ModelShape:
-    """Return the shape of --hf-checkpoint, whose files and those of the other folders of the policy are there.
-
-    Raises:
-        ValueError: a folder or a file that is missing or damaged, or flags of folders that exclude each other.
-    """
+    """Return the shape of --hf-checkpoint. ValueError: files or folders of the policy are missing or contradict."""
     folder = config.model.hf_checkpoint
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
@@ -58,9 +54,7 @@ def checked_shape(config: Config) -> ModelShape:
     if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
         reference = read_model_shape(config.model.ref_load, "--ref-load")
         if reference != shape:
-            raise ValueError(
-                f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint {folder}"
-            )
+            raise ValueError(f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint")
         check_weight_files(config.model.ref_load, "--ref-load")
     if config.model.megatron_checkpoint is not None and not Path(config.model.megatron_checkpoint).is_dir():
         raise ValueError(f"--megatron-checkpoint {config.model.megatron_checkpoint}: there is no such folder")
@@ -68,20 +62,16 @@ def checked_shape(config: Config) -> ModelShape:
 
 
 def checked_quantization(config: Config) -> BlockFp8 | None:
-    """Return the quantisation of --hf-checkpoint; None if it has none, or no trainer reads and pushes it.
-
-    Raises:
-        ValueError: a quantisation that the trainers cannot push in, or --sglang-quantization.
-    """
+    """Return the quantisation of --hf-checkpoint that trainers push in, or None. ValueError: they cannot."""
     run, folder = config.run, config.model.hf_checkpoint
     if run.mode == "eval" or run.debug_rollout_only or config.reject_sampling.no_trainer:
         return None
     assert folder is not None
     of_engines = config.passthrough.sglang.get("quantization")
     if of_engines is not None:
+        flag = f"--sglang-quantization {of_engines}"
         raise ValueError(
-            f"--sglang-quantization {of_engines}: weights are pushed as --hf-checkpoint has them, and the engines would"
-            " quantise theirs once more; leave it out, and give a checkpoint that is quantised (quant_method fp8)"
+            f"{flag}: weights are pushed as --hf-checkpoint has them; leave it out, and give an fp8 folder"
         )
     if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
         read_quantization(config.model.ref_load, "--ref-load")
@@ -105,8 +95,7 @@ def size_errors(flag: str, size: int, num_heads: int | None, per_node: int) -> l
     """List what is wrong with engines of `size` devices, for a model of so many attention heads (None: not known)."""
     errors: list[str] = []
     if num_heads and num_heads % size:
-        errors.append(
-            f"{flag} {size} does not divide the model's {num_heads} attention heads; {dividing(num_heads, size)}"
-        )
+        cure = dividing(num_heads, size)
+        errors.append(f"{flag} {size} does not divide the model's {num_heads} attention heads; {cure}")
     attempt(errors, lambda: check_engine_size(flag, size, per_node))
     return errors

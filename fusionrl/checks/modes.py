@@ -24,17 +24,17 @@ def missing_flags(config: Config) -> list[str]:
         if run.num_rollout is None and run.num_epoch is None:
             errors.append(f"--num-rollout or --num-epoch is required in --mode {mode}")
     own_rewards = mode == "eval" and config.eval.eval_config is not None  # each set is asked for its own
-    needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only and not own_rewards
-    algorithm = config.algorithm
-    may_lack = algorithm.use_opd and estimator_of(algorithm).role != "prm"
-    rollout = config.rollout  # a function or an agent may give the reward; one that does not gets an error
-    gives_reward = rollout.custom_generate_function_path is not None or rollout.agent_path is not None
-    needs_reward = needs_reward and not has_own_rollout(config) and not gives_reward and not may_lack
-    if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:
-        errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
-    no_limit = config.rollout.rollout_max_response_len is None and not own_rewards
-    if mode != "sft" and not run.debug_train_only and no_limit:
-        errors.append(f"--rollout-max-response-len is required in --mode {mode}")
+    rollout, algorithm = config.rollout, config.algorithm
+    sources = (  # of a reward; a function or an agent that gives none gets an error
+        *(config.reward.rm_type, config.reward.custom_rm_path, has_own_rollout(config)),
+        *(rollout.custom_generate_function_path, rollout.agent_path),
+        algorithm.use_opd and estimator_of(algorithm).role != "prm",
+    )
+    if mode != "sft" and not run.debug_train_only and not own_rewards:
+        if not any(sources):
+            errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
+        if rollout.rollout_max_response_len is None:
+            errors.append(f"--rollout-max-response-len is required in --mode {mode}")
     if mode == "eval" and not config.eval.has_sets:
         errors.append("--eval-prompt-data is required in --mode eval: pairs of name and file (or --eval-config)")
     return errors
@@ -42,11 +42,8 @@ def missing_flags(config: Config) -> list[str]:
 
 def mode_errors(config: Config) -> list[str]:
     """List flags that do not go together with the mode, or with one another."""
-    errors: list[str] = []
     run, mode = config.run, config.run.mode
-    errors += stream_errors(config) + eval_engine_errors(config)
-    if config.eval.eval_interval and not config.eval.has_sets:
-        errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
+    errors = stream_errors(config) + eval_engine_errors(config)
     if run.debug_train_only and run.debug_rollout_only:
         errors.append("--debug-train-only and --debug-rollout-only exclude each other")
     elif mode == "eval" and (run.debug_train_only or run.debug_rollout_only):
@@ -54,55 +51,38 @@ def mode_errors(config: Config) -> list[str]:
         errors.append(f"{flag}: --mode eval runs the engines alone, on its sets; leave it out")
     if run.debug_train_only and mode == "rl" and run.load_debug_rollout_data is None:
         errors.append("--debug-train-only in --mode rl needs --load-debug-rollout-data")
-    if run.load_debug_rollout_data is not None and not run.debug_train_only:
-        errors.append("--load-debug-rollout-data needs --debug-train-only")
-    if config.reject_sampling.no_trainer and mode != "reject-sampling":
-        errors.append(f"--no-trainer belongs to --mode reject-sampling, not to {mode}")
     if config.model.megatron_checkpoint is not None and (mode == "eval" or config.reject_sampling.no_trainer):
-        errors.append(
-            "--megatron-checkpoint: the engines read Hugging Face folders, and there are no trainers to push its"
-            " weights; convert it with tools/convert.py to-hf"
-        )
-    if mode == "eval" and config.checkpoint.save_hf:
-        errors.append("--save-hf: --mode eval changes no weights")
+        errors.append("--megatron-checkpoint: no trainer pushes its weights; convert it with tools/convert.py to-hf")
     return errors
 
 
-_REPLAY = (
-    "; or save the rollouts of the whole run (--save-debug-rollout-data) and replay them in one process"
-    " (--debug-train-only --load-debug-rollout-data)"
-)
+_REPLAY = ", or replay a whole run's --save-debug-rollout-data (--debug-train-only --load-debug-rollout-data)"
 
 
 def in_process_errors(config: Config) -> list[str]:
     """List flags that need several trainers or Ray."""
     run, cluster = config.run, config.cluster
     if not run.in_process:
-        return ["--pdb needs --in-process: a debugger cannot open in other processes"] if run.pdb else []
+        return []
+    role, num_ranks = estimator_of(config.algorithm).role, cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     errors = []
-    num_ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     if num_ranks > 1:
-        errors.append(
-            f"--in-process: it runs one trainer rank, and the flags ask for {num_ranks}; give --actor-num-nodes 1"
-            f" --actor-num-gpus-per-node 1{_REPLAY}"
-        )
-    role = estimator_of(config.algorithm).role
+        cure = "give --actor-num-nodes 1 --actor-num-gpus-per-node 1"
+        errors.append(f"--in-process: it runs one trainer rank, not {num_ranks}; {cure}{_REPLAY}")
     if role is not None and run.mode == "rl":
         flag = f"--advantage-estimator {config.algorithm.advantage_estimator}"
-        errors.append(f"--in-process: {flag} trains a {role}, too; choose another estimator, or leave --in-process out")
+        errors.append(f"--in-process: {flag} trains a {role}, too; leave one out")
     if is_streamed(config):
         flag = f"--pipeline {run.pipeline}"
         errors.append(f"--in-process: {flag} generates while it trains; give --pipeline on-policy{_REPLAY}")
-    for flag, is_given in (
-        ("--ray-address", cluster.ray_address is not None),
-        ("--dashboard", run.dashboard),
-        ("--async-save", config.checkpoint.async_save),
-        ("--use-fault-tolerance", config.rollout.use_fault_tolerance),
-        ("--eval-num-gpus", bool(config.eval.eval_num_gpus)),
-    ):
-        if is_given:
-            errors.append(f"--in-process: {flag} needs other processes than this one; leave it out")
-    return errors
+    others = {
+        "--ray-address": cluster.ray_address is not None,
+        "--dashboard": run.dashboard,
+        "--async-save": config.checkpoint.async_save,
+        "--use-fault-tolerance": config.rollout.use_fault_tolerance,
+        "--eval-num-gpus": bool(config.eval.eval_num_gpus),
+    }
+    return errors + [f"--in-process: {flag} needs other processes; leave one out" for flag, on in others.items() if on]
 
 
 def place_errors(config: Config, prefix: str = sys.prefix, package: str = str(Path(__file__).parents[1])) -> list[str]:

@@ -45,20 +45,14 @@ def output_errors(config: Config) -> list[str]:
         errors.append(f"--use-tensorboard: the package tensorboard is not installed; {install_hint('tensorboard')}")
     if config.run.resume and config.run.run_dir is None:
         errors.append(NO_FOLDER)
-    errors += [error for flag, path in _written(config).items() if (error := unwritable(flag, path))]
-    return errors + export_errors(config) + ([] if config.run.resume else folder_errors(config))
-
-
-def _written(config: Config) -> dict[str, Path]:
-    """Return what a run makes by a flag, some of it only at its end, when a wrong path would cost all its work."""
-    run, named = config.run, _export(config)
     paths = {
-        "--run-dir": run.run_dir,
-        "--save-hf": named,
-        "--save-debug-rollout-data": run.save_debug_rollout_data,
+        "--run-dir": config.run.run_dir,
+        "--save-hf": _export(config),
+        "--save-debug-rollout-data": config.run.save_debug_rollout_data,
         "--reject-sampling-output": config.reject_sampling.reject_sampling_output,
-    }
-    return {flag: Path(path) for flag, path in paths.items() if path is not None}
+    }  # some of it is made only at the end of the run, when a wrong path would cost all its work
+    errors += [error for flag, path in paths.items() if path and (error := unwritable(flag, Path(path)))]
+    return errors + _export_errors(config) + ([] if config.run.resume else folder_errors(config))
 
 
 def unwritable(flag: str, path: Path) -> str | None:
@@ -85,12 +79,12 @@ def _export(config: Config) -> str | None:
         return template  # `template_errors` refuses it
 
 
-def export_errors(config: Config) -> list[str]:
+def _export_errors(config: Config) -> list[str]:
     """Refuse a folder of --save-hf that exists: it is written at the end, when the whole run would be lost by it."""
-    named = _export(config)
-    if named is None or not Path(named).exists():
+    folder = _export(config)
+    if folder is None or not Path(folder).exists():
         return []
-    return [f"--save-hf {named}: it exists already; give another folder, or {{rollout_id}} in its name"]
+    return [f"--save-hf {folder}: it exists already; give another folder, or {{rollout_id}} in its name"]
 
 
 def resume_folder_errors(config: Config) -> list[str]:
@@ -128,7 +122,6 @@ def first_start_warning(config: Config) -> str | None:
 
 
 def _nearest(path: Path) -> str:
-    """Name the folders that a mistyped path may have meant."""
     if match := nearest(path, Path.is_dir):
         return f"the nearest one is {match}"
     parent, _ = existing_parent(path)

@@ -19,15 +19,10 @@ def profile_errors(config: Config, device: str) -> list[str]:
     if order is None:
         return []
     errors = []
-    if config.run.mode == "eval":
-        errors.append("--profile-steps: --mode eval has no steps; leave it out")
     if order.tool != "torch" and device == "cpu":
         errors.append(f"--profile-tool {order.tool}: it sees what a GPU does, and this run is on a CPU; take torch")
     elif order.tool == "nsys" and shutil.which("nsys") is None:
-        errors.append(
-            "--profile-tool nsys: there is no `nsys` on the PATH of this machine; install NVIDIA Nsight Systems on"
-            " every node, or take torch"
-        )
+        errors.append("--profile-tool nsys: no `nsys` on the PATH; install Nsight Systems on every node, or take torch")
     num_trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     over = sorted(rank for rank in order.trainers or () if rank >= num_trainers)
     if over and uses_trainers(config):

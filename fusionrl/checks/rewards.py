@@ -38,18 +38,13 @@ def reward_errors(config: Config) -> list[str]:
         ("--overlong-buffer-len", reward.overlong_buffer_len),
         ("--length-penalty-coef", reward.length_penalty_coef),
     ):
-        if value and config.run.mode != "rl":
-            errors.append(f"{flag} {value} belongs to --mode rl, not to {config.run.mode}")
         if value and longest is None:
             errors.append(f"{flag} {value} needs --rollout-max-response-len")
         if value and reward.custom_reward_post_process_path is not None:
-            errors.append(
-                f"{flag} {value} and --custom-reward-post-process-path exclude each other: that function decides"
-            )
+            errors.append(f"{flag} {value} and --custom-reward-post-process-path exclude each other; leave one out")
     if reward.overlong_buffer_len and longest is not None and reward.overlong_buffer_len > longest:
-        errors.append(
-            f"--overlong-buffer-len {reward.overlong_buffer_len} is longer than --rollout-max-response-len {longest}"
-        )
+        flag = f"--overlong-buffer-len {reward.overlong_buffer_len}"
+        errors.append(f"{flag} is longer than --rollout-max-response-len {longest}; lower it")
     return errors
 
 
@@ -120,11 +115,7 @@ def uses_sandbox(config: Config) -> str | None:
 
 
 def sandbox_of_run(config: Config) -> str | None:
-    """Run one program in the sandbox, if the run will run any; return the mode in words.
-
-    Raises:
-        ValueError: programs cannot be started, or only in the weak mode without --allow-weak-sandbox.
-    """
+    """Run one program in the sandbox, if the run will run any; return the mode in words. ValueError: it fails."""
     flag = uses_sandbox(config)
     if flag is None:
         return None

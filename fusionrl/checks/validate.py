@@ -54,40 +54,35 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
         return Checked(None, 0), errors + closed
     shape = attempt(errors, lambda: checked_shape(config))
     quantization = attempt(errors, lambda: checked_quantization(config)) if shape else None
-    errors += weight_shape_errors(config) + _claim_errors(config, shape)
-    errors += (
-        missing_flags(config) + mode_errors(config) + in_process_errors(config) + engine_size_errors(config, shape)
-    )
-    errors += rollout_errors(config) + guest_errors(config) + reward_errors(config)
-    errors += rollout_sampling_errors(config, shape.vocab_size if shape is not None else None)
+    errors += weight_shape_errors(config)
+    vocab_size = shape.vocab_size if shape is not None else None
+    errors += missing_flags(config) + in_process_errors(config) + guest_errors(config) + reward_errors(config)
     sandbox = attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape) + _hook_errors(config)
     warnings: list[str] = []
-    vocab_size = shape.vocab_size if shape is not None else None
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
-    errors += length_errors(config, shape)
-    errors += template_errors(config) + algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
+    errors += length_errors(config, shape) + template_errors(config) + _flag_errors(config, shape)
     errors += keep_best_errors(config) + disk_push_errors(config) + _train_errors(config) + output_errors(config)
     return Checked(shape, num_prompts, quantization, tuple(warnings), sandbox), errors
 
 
 def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
     """List the mistakes that flags and the model's shape show: of a cluster elsewhere nothing else is read."""
+    return _flag_errors(config, shape) + flag_length_errors(config, shape)
+
+
+def _flag_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors = engine_size_errors(config, shape) + rollout_errors(config) + mode_errors(config)
-    errors += rollout_sampling_errors(config, shape.vocab_size if shape is not None else None)
-    errors += flag_length_errors(config, shape) + _claim_errors(config, shape)
-    return errors + algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
-
-
-def _claim_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    errors += rollout_sampling_errors(config, None if shape is None else shape.vocab_size)
+    errors += algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
     where = f"the config.json of --hf-checkpoint {config.model.hf_checkpoint}"
-    return [] if shape is None else claim_errors(shape, config.passthrough.slime, where)
+    return errors + ([] if shape is None else claim_errors(shape, config.passthrough.slime, where))
 
 
 def _hook_errors(config: Config) -> list[str]:
-    hook_errors = (check_hook(field, path) for field, path in hook_paths(vars(config.to_args())))
-    return [error for error in hook_errors if error]
+    paths = hook_paths(vars(config.to_args()))
+    return [error for field, path in paths if (error := check_hook(field, path))]
 
 
 def _train_errors(config: Config) -> list[str]:
@@ -98,10 +93,8 @@ def _train_errors(config: Config) -> list[str]:
         if not getattr(train, name)
     ]
     if train.lr_warmup_fraction is not None and train.lr_warmup_iters:
-        errors.append(
-            f"--lr-warmup-fraction {train.lr_warmup_fraction:g} and --lr-warmup-iters {train.lr_warmup_iters} say the"
-            " same; leave one out"
-        )
+        flags = f"--lr-warmup-fraction {train.lr_warmup_fraction:g} and --lr-warmup-iters {train.lr_warmup_iters}"
+        errors.append(f"{flags} say the same; leave one out")
     if train.lr_warmup_init > train.lr:
         errors.append(f"--lr-warmup-init {train.lr_warmup_init:g} is over --lr {train.lr:g}; a warm-up rises to it")
     return errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -45,27 +46,20 @@ def flag_warnings(config: Config) -> list[str]:
 
 def context_warnings(config: Config) -> list[str]:
     """Warn of a function in slime's form under context parallelism, which it may or may not support."""
-    size = config.model.context_parallel_size
+    size, paths = config.model.context_parallel_size, vars(config.algorithm)
     fields = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
-    custom_fields = [name for name in fields if getattr(config.algorithm, name) is not None]
-    if size == 1 or not custom_fields or not has_policy_loss(config):
-        return []
+    harm = f"each of the {size} context ranks calls it with whole responses; it must not sum over these ranks itself"
     return [
-        f"{flag_of(name)} {getattr(config.algorithm, name)}: with --context-parallel-size {size} each of the {size}"
-        " context ranks calls it with whole responses; it must not sum over these ranks itself, or every token counts"
-        f" {size} times"
-        for name in custom_fields
+        f"{flag_of(name)} {paths[name]}: with --context-parallel-size {size} {harm}"
+        for name in fields
+        if paths[name] is not None and size > 1 and has_policy_loss(config)
     ]
 
 
 def agent_warnings(config: Config) -> list[str]:
     """A text where agents get other answers than they ask for."""
-    if not config.rollout.agent_free_sampling:
-        return []
-    return [
-        "--agent-free-sampling: requests of agents with a forced tool_choice, a response_format or a grammar are"
-        " answered by free sampling; an answer may lack the call, or not be JSON, and the agent must cope with that"
-    ]
+    free = "answers to a forced tool_choice, a response_format or a grammar may lack the call, or not be JSON"
+    return [f"--agent-free-sampling: {free}"] if config.rollout.agent_free_sampling else []
 
 
 def staleness_warnings(config: Config) -> list[str]:
@@ -77,31 +71,24 @@ def staleness_warnings(config: Config) -> list[str]:
         knobs = knobs_of(config, None, 1)
     except ValueError:  # an error tells it
         return []
-    staleness, interval = knobs.max_staleness, knobs.fetches_per_push
-    if not staleness and interval > 1:
-        return [
-            f"--pipeline {config.run.pipeline}: the later of the {interval} rollouts between two pushes are trained by"
-            " weights that have moved, and the loss does not correct for it; add --use-tis (decoupled PPO) or"
-            " --use-rollout-logprobs"
-        ]
-    if not staleness:
-        return []
-    return [
-        f"--pipeline {config.run.pipeline}: tokens may be {staleness} versions old, and the loss takes them for"
-        " tokens of the newest weights; add --use-tis (decoupled PPO) or --use-rollout-logprobs"
-    ]
+    age = f"tokens may be {knobs.max_staleness} versions old"
+    if not knobs.max_staleness:
+        if knobs.fetches_per_push == 1:
+            return []
+        age = f"weights have moved for the later of the {knobs.fetches_per_push} rollouts between two pushes"
+    cure = "add --use-tis (decoupled PPO) or --use-rollout-logprobs"
+    return [f"--pipeline {config.run.pipeline}: {age}, and the loss does not correct for it; {cure}"]
 
 
 def chat_warnings(config: Config) -> list[str]:
     """The warning, where the default functions would give text to a model whose tokenizer has a chat template.
 
-    Nothing is said of a text that has marks of turns: its author has rendered it. A user's rollout, generate or
-    data source function may render prompts itself. (A list of messages without --apply-chat-template is an error.)
+    A text that has marks of turns is rendered already, and a user's rollout, generate or data source function may
+    render prompts itself. (A list of messages without --apply-chat-template is an error.)
     """
     data, rollout, folder = config.data, config.rollout, config.model.hf_checkpoint
-    is_own = has_own_source(config) or reads_prompts(
-        rollout.rollout_function_path, rollout.custom_generate_function_path
-    )
+    functions = (rollout.rollout_function_path, rollout.custom_generate_function_path)
+    is_own = has_own_source(config) or reads_prompts(*functions)
     is_silent = config.run.mode == "sft" or data.apply_chat_template or config.run.load_debug_rollout_data is not None
     if is_own or is_silent or folder is None or not Path(folder).is_dir() or not has_chat_template(folder):
         return []
@@ -109,11 +96,8 @@ def chat_warnings(config: Config) -> list[str]:
     marks = [token for token in read_tokenizer_files(folder).special_tokens if len(token) > 1]
     if not isinstance(prompt, str) or _MARK.search(prompt) or any(mark in prompt for mark in marks):
         return []
-    return [
-        f"{flag}: its prompts are plain text, the tokenizer of --hf-checkpoint has a chat template, and"
-        " --apply-chat-template is not given: a chat model answers such text badly and may never stop; add the flag"
-        " (a base model may want the text as it is)"
-    ]
+    text = "its prompts are plain text, and the tokenizer of --hf-checkpoint has a chat template"
+    return [f"{flag}: {text}; add --apply-chat-template, or a chat model may never stop (a base model needs none)"]
 
 
 def _first_prompt(config: Config) -> tuple[str, object]:
@@ -122,9 +106,7 @@ def _first_prompt(config: Config) -> tuple[str, object]:
     if config.run.mode == "eval":
         sets = [(f"evaluation set {each.name}", each.path, each.input_key) for each in readable_sets(config)]
     for flag, path, key in sets[:1]:
-        try:
+        with contextlib.suppress(ValueError):  # data that cannot be read is an error elsewhere
             for _, row in read_rows(path, flag):
                 return flag, row.get(key)
-        except ValueError:
-            break  # data that cannot be read is an error elsewhere
     return "", None

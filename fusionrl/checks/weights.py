@@ -57,10 +57,7 @@ def disk_push_errors(config: Config) -> list[str]:
         return []
     is_delta = weights.update_weight_mode == "delta"
     if is_delta and weights.update_weight_local_checkpoint_dir is None:
-        errors.append(
-            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host of engines,"
-            " with room for the weights, where the changes are applied"
-        )
+        errors.append("--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host")
     kind = weights.update_weight_delta_checksum
     needed = {f"--update-weight-delta-checksum {kind}": CHECKSUM_PACKAGES.get(kind)}
     needed["--update-weight-mode delta"] = COMPRESSION_PACKAGE if is_delta else None

@@ -1,7 +1,7 @@
 """Names that other trainers give to what has another name here, and what to write instead.
 
-Each cure names fusionrl flags (a test checks that they exist), or says why no flag does it. A name that is a flag here
-with another meaning is not in these tables.
+A key has the names that share a cure, which names fusionrl flags (a test checks that they exist), or says why none does
+it. A name that is a flag here with another meaning is not in these tables.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TRL: dict[str, str] = {
     "attn_implementation": "--attention-backend",
     "beta": "--use-kl-loss --kl-loss-coef (for DPO: --dpo-beta)",
     "chat_template_kwargs": "--apply-chat-template-kwargs",
-    "dataloader_num_workers": _NO_SUCH_FLAG,
-    "dataset": "--prompt-data",
+    "dataloader_num_workers min_p use_liger_kernel": _NO_SUCH_FLAG,
+    "dataset train_dataset": "--prompt-data",
     "dataset_name": "--prompt-data (NAME:SPLIT)",
     "dataset_test_split": "--eval-prompt-data (NAME PATH:SPLIT)",
     "dataset_text_field": "--input-key",
     "dataset_train_split": "--prompt-data (PATH:SPLIT)",
-    "deepspeed": "leave it out: --tensor-model-parallel-size and its like divide the model",
+    "deepspeed fsdp": "leave it out: --tensor-model-parallel-size and its like divide the model",
     "delta": "--eps-clip-c",
     "do_eval": "--eval-interval with --eval-prompt-data",
     "do_train": "--mode rl or --mode sft",
@@ -39,10 +39,7 @@ TRL: dict[str, str] = {
     "epsilon_high": "--eps-clip-high",
     "eval_dataset": "--eval-prompt-data",
     "eval_on_start": "leave it out: it is so; --skip-eval-before-train turns it off",
-    "eval_steps": "--eval-interval",
-    "eval_strategy": "--eval-interval",
-    "evaluation_strategy": "--eval-interval",
-    "fsdp": "leave it out: --tensor-model-parallel-size and its like divide the model",
+    "eval_steps eval_strategy evaluation_strategy": "--eval-interval",
     "generation_batch_size": "--rollout-batch-size (prompts) x --n-samples-per-prompt",
     "gradient_accumulation_steps": "--global-batch-size: the samples of one optimizer step; micro-batches follow",
     "gradient_checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -52,28 +49,18 @@ TRL: dict[str, str] = {
     "log_completions": "leave it out: every sample is in the run's folder, rollouts/",
     "logging_dir": "--run-dir",
     "logging_steps": "leave it out: every step is reported",
-    "lora_alpha": _NO_ADAPTERS,
-    "lora_r": _NO_ADAPTERS,
-    "lora_target_modules": _NO_ADAPTERS,
+    "lora_alpha lora_r lora_target_modules use_peft": _NO_ADAPTERS,
     "lr_scheduler_type": "--lr-decay-style",
     "mask_truncated_completions": "--rollout-sample-filter-path (a function that sets remove_sample)",
-    "max_completion_length": "--rollout-max-response-len",
+    "max_completion_length max_new_tokens": "--rollout-max-response-len",
     "max_grad_norm": "--clip-grad",
-    "max_length": "--max-tokens-per-gpu bounds a conversation in --mode sft; longer ones are an error, not cut",
-    "max_new_tokens": "--rollout-max-response-len",
+    "max_length max_seq_length": "--max-tokens-per-gpu bounds a conversation in --mode sft; longer ones are an error",
     "max_prompt_length": "--rollout-max-prompt-len",
-    "max_seq_length": "--max-tokens-per-gpu bounds a conversation in --mode sft; longer ones are an error, not cut",
     "max_steps": "--num-rollout (rollouts, each of --num-steps-per-rollout optimizer steps)",
-    "min_p": _NO_SUCH_FLAG,
-    "model": "--hf-checkpoint",
-    "model_name": "--hf-checkpoint",
-    "model_name_or_path": "--hf-checkpoint",
-    "model_path": "--hf-checkpoint",
-    "num_completions": "--n-samples-per-prompt",
-    "num_epochs": "--num-epoch",
-    "num_generations": "--n-samples-per-prompt",
+    "model model_name model_name_or_path model_path": "--hf-checkpoint",
+    "num_completions num_generations": "--n-samples-per-prompt",
+    "num_epochs num_train_epochs": "--num-epoch",
     "num_iterations": "leave it out: each sample is trained on once; --num-steps-per-rollout divides a rollout",
-    "num_train_epochs": "--num-epoch",
     "optim": "leave it out: the optimizer is Adam (--adam-beta1, --adam-beta2, --adam-eps)",
     "output_dir": "--run-dir (the weights: --save-hf)",
     "packing": _ALWAYS,
@@ -85,8 +72,7 @@ TRL: dict[str, str] = {
     "reward_model_name_or_path": "--rm-model with --rm-type reward_model",
     "reward_weights": "--rm-type with weights, as in math:0.8+format:0.2",
     "run_name": "--name",
-    "save_steps": "--save-interval",
-    "save_strategy": "--save-interval",
+    "save_steps save_strategy": "--save-interval",
     "save_total_limit": "--keep-checkpoints",
     "scale_rewards": "--disable-grpo-std-normalization (for False)",
     "steps_per_generation": "--num-steps-per-rollout",
@@ -95,9 +81,6 @@ TRL: dict[str, str] = {
     "top_k": "--rollout-top-k",
     "top_p": "--rollout-top-p",
     "torch_dtype": "--precision",
-    "train_dataset": "--prompt-data",
-    "use_liger_kernel": _NO_SUCH_FLAG,
-    "use_peft": _NO_ADAPTERS,
     "use_vllm": "leave it out: SGLang generates",
     "vllm_gpu_memory_utilization": "--sglang-mem-fraction-static",
     "vllm_importance_sampling_cap": "--use-tis --tis-clip",
@@ -193,8 +176,7 @@ VERL: dict[str, str] = {
     "critic.model.path": "--critic-load",
     "critic.optim.lr": "--critic-lr",
     "critic.optim.lr_warmup_steps": "--critic-lr-warmup-iters",
-    "custom_reward_function.name": "--custom-rm-path FILE.py:FUNCTION",
-    "custom_reward_function.path": "--custom-rm-path FILE.py:FUNCTION",
+    "custom_reward_function.name custom_reward_function.path": "--custom-rm-path FILE.py:FUNCTION",
     "data.custom_cls.path": "--data-source-path",
     "data.filter_overlong_prompts": "leave it out: --rollout-max-prompt-len does so",
     "data.reward_fn_key": "leave it out: a sample of a mixture has its set's name in metadata['data_source']",
@@ -208,19 +190,17 @@ VERL: dict[str, str] = {
     "data.val_files": "--eval-prompt-data (pairs of name and file)",
     "reward_model.enable": "--rm-type reward_model with --rm-model",
     "reward_model.model.path": "--rm-model with --rm-type reward_model",
-    "reward_model.overlong_buffer.enable": "--overlong-buffer-len",
-    "reward_model.overlong_buffer.len": "--overlong-buffer-len",
+    "reward_model.overlong_buffer.enable reward_model.overlong_buffer.len": "--overlong-buffer-len",
     "reward_model.overlong_buffer.penalty_factor": "--overlong-penalty-factor",
     "reward_model.reward_manager": "--rm-type",
     "reward_model.sandbox_fusion.url": "--rm-type code (in a sandbox on the node)",
     "trainer.critic_warmup": "--num-critic-only-steps",
     "trainer.default_local_dir": "--run-dir",
-    "trainer.experiment_name": "--name",
     "trainer.logger": "--use-tensorboard",
     "trainer.max_actor_ckpt_to_keep": "--keep-checkpoints",
     "trainer.n_gpus_per_node": "--actor-num-gpus-per-node",
     "trainer.nnodes": "--actor-num-nodes",
-    "trainer.project_name": "--name",
+    "trainer.experiment_name trainer.project_name": "--name",
     "trainer.resume_mode": "--resume",
     "trainer.rollout_data_dir": "leave it out: every sample is in the run's folder, rollouts/",
     "trainer.save_freq": "--save-interval",
@@ -234,47 +214,39 @@ VERL: dict[str, str] = {
 
 # Names that several frameworks share.
 COMMON: dict[str, str] = {
-    "batch_size": _BATCH,
+    "batch_size train_batch_size": _BATCH,
     "checkpoint": "--hf-checkpoint",
     "clip_range": "--eps-clip",
-    "data": "--prompt-data",
+    "data train_data train_files": "--prompt-data",
     "device_map": "--device",
     "dtype": "--precision",
     "epochs": "--num-epoch",
     "eval_data": "--eval-prompt-data",
-    "gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
+    "gpus num_gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
     "grad_clip": "--clip-grad",
-    "group_size": "--n-samples-per-prompt",
+    "group_size num_samples rollout_n": "--n-samples-per-prompt",
     "kl": "--use-kl-loss --kl-loss-coef (in the loss) or --kl-coef (in the reward)",
-    "kl_beta": "--use-kl-loss --kl-loss-coef",
-    "kl_loss": "--use-kl-loss --kl-loss-coef",
-    "max_response_length": "--rollout-max-response-len",
-    "max_tokens": "--rollout-max-response-len",
-    "num_gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
-    "num_samples": "--n-samples-per-prompt",
+    "kl_beta kl_loss": "--use-kl-loss --kl-loss-coef",
+    "max_response_length max_tokens response_length": "--rollout-max-response-len",
     "num_steps": "--num-rollout",
     "prompt_key": "--input-key",
-    "response_length": "--rollout-max-response-len",
     "reward": "--rm-type or --custom-rm-path",
-    "reward_fn": "--custom-rm-path",
-    "reward_function": "--custom-rm-path",
+    "reward_fn reward_function": "--custom-rm-path",
     "reward_model": "--rm-type reward_model with --rm-model",
-    "rollout_n": "--n-samples-per-prompt",
-    "tensor_parallel_size": "--tensor-model-parallel-size (trainers) or --rollout-num-gpus-per-engine (engines)",
-    "tp": "--tensor-model-parallel-size (trainers) or --rollout-num-gpus-per-engine (engines)",
-    "train_batch_size": _BATCH,
-    "train_data": "--prompt-data",
-    "train_files": "--prompt-data",
+    "tensor_parallel_size tp": "--tensor-model-parallel-size (trainers) or --rollout-num-gpus-per-engine (engines)",
     "warmup": "--lr-warmup-iters",
 }
 
 # slime's flags have a table of their own: `fusionrl/compat/slime/flags/table.py`.
-TABLES: dict[str, dict[str, str]] = {"TRL": TRL, "verl": VERL, "": COMMON}
+TABLES: dict[str, dict[str, str]] = {
+    owner: {name: cure for names, cure in table.items() for name in names.split()}
+    for owner, table in (("TRL", TRL), ("verl", VERL), ("", COMMON))
+}
 _VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward_model", "trainer")
 _SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=.*", re.DOTALL)
 
-# Values of a flag that are called otherwise elsewhere: (field, value) -> what to write.
-VALUES: dict[tuple[str, str], str] = {
+# Values of a flag that are called otherwise elsewhere: (field, values) -> what to write.
+_VALUES: dict[tuple[str, str], str] = {
     ("advantage_estimator", "dapo"): "--algorithm dapo",
     ("advantage_estimator", "drgrpo"): "--advantage-estimator dr_grpo",
     ("advantage_estimator", "dpo"): "--algorithm dpo",
@@ -283,13 +255,11 @@ VALUES: dict[tuple[str, str], str] = {
     ("advantage_estimator", "group_norm"): "--advantage-estimator grpo",
     ("advantage_estimator", "grpo_passk"): "--advantage-estimator pass_at_k",
     ("advantage_estimator", "on_policy_distillation"): "--use-opd",
-    ("advantage_estimator", "reinforce"): "--advantage-estimator reinforce_plus_plus",
-    ("advantage_estimator", "reinforce++"): "--advantage-estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce reinforce++"): "--advantage-estimator reinforce_plus_plus",
     ("advantage_estimator", "reinforce++_baseline"): "--advantage-estimator reinforce_plus_plus_baseline",
     ("algorithm", "drgrpo"): "--algorithm dr_grpo",
     ("algorithm", "gae"): "--algorithm ppo",
-    ("algorithm", "reinforce"): "--algorithm reinforce_plus_plus",
-    ("algorithm", "reinforce++"): "--algorithm reinforce_plus_plus",
+    ("algorithm", "reinforce reinforce++"): "--algorithm reinforce_plus_plus",
     ("algorithm", "reinforce++_baseline"): "--algorithm reinforce_plus_plus_baseline",
     ("algorithm", "sft"): "--mode sft",
     ("device", "gpu"): "--device cuda",
@@ -309,28 +279,21 @@ VALUES: dict[tuple[str, str], str] = {
     ("loss_type", "sft"): "--mode sft",
     ("lr_decay_style", "constant_with_warmup"): "--lr-decay-style constant with --lr-warmup-iters",
     ("mode", "dpo"): "--mode rl --algorithm dpo",
-    ("mode", "evaluate"): "--mode eval",
-    ("mode", "evaluation"): "--mode eval",
+    ("mode", "evaluate evaluation test"): "--mode eval",
     ("mode", "generate"): "--mode eval, or --mode reject-sampling",
     ("mode", "grpo"): "--mode rl --algorithm grpo",
     ("mode", "ppo"): "--mode rl --algorithm ppo",
-    ("mode", "rejection"): "--mode reject-sampling",
-    ("mode", "rejection_sampling"): "--mode reject-sampling",
-    ("mode", "rlhf"): "--mode rl",
-    ("mode", "rlvr"): "--mode rl",
+    ("mode", "rejection rejection_sampling"): "--mode reject-sampling",
+    ("mode", "rlhf rlvr train"): "--mode rl",
     ("mode", "supervised"): "--mode sft",
-    ("mode", "test"): "--mode eval",
-    ("mode", "train"): "--mode rl",
     ("pipeline", "sync"): "--pipeline on-policy",
     ("policy_loss", "clip_covariance"): "--policy-loss clip_cov",
     ("policy_loss", "geo_mean"): "--policy-loss gmpo",
     ("policy_loss", "vanilla"): "--policy-loss ppo",
     ("rm_type", "accuracy"): "--rm-type math_verify (formulas) or --rm-type exact (text)",
-    ("rm_type", "equal"): "--rm-type exact",
-    ("rm_type", "exact_match"): "--rm-type exact",
-    ("rm_type", "gsm8k"): "--rm-type last_number",
+    ("rm_type", "equal exact_match"): "--rm-type exact",
+    ("rm_type", "gsm8k number"): "--rm-type last_number",
     ("rm_type", "math_dapo"): "--rm-type dapo",
-    ("rm_type", "number"): "--rm-type last_number",
     ("rm_type", "prime_math"): "--rm-type math",
     ("rm_type", "regex"): "--rm-type format with --rm-format-regex",
     ("rm_type", "remote"): "--rm-type remote_rm with --rm-url",
@@ -338,15 +301,12 @@ VALUES: dict[tuple[str, str], str] = {
     ("transformer_impl", "te"): "--transformer-impl transformer_engine",
     ("update_weight_transport", "tensor"): "--update-weight-transport ipc",
     **{
-        (field, value): f"--{field.replace('_', '-')} {precision}"
+        (field, names): f"--{field.replace('_', '-')} {precision}"
         for field in ("precision", "rollout_dtype")
-        for precision, values in (
-            ("bf16", ("bfloat16", "fp16", "float16", "half")),
-            ("fp32", ("float32", "float", "full")),
-        )
-        for value in values
+        for precision, names in (("bf16", "bfloat16 fp16 float16 half"), ("fp32", "float32 float full"))
     },
 }
+VALUES = {(field, value): cure for (field, values), cure in _VALUES.items() for value in values.split()}
 
 
 def setting_of(token: str) -> str | None:
@@ -376,7 +336,7 @@ def cure_for(name: str, flags: Collection[str] = ()) -> str | None:
 
 def _verl_cure(setting: str, flags: Collection[str]) -> str | None:
     last = setting.rpartition(".")[2]
-    cure = TRL.get(last) or COMMON.get(last)
+    cure = TABLES["TRL"].get(last) or TABLES[""].get(last)
     if setting.startswith(_ROLLOUT):  # engines have flags of their own: --precision or --seed are the trainers'
         is_rollouts = cure is not None and cure.startswith("--rollout-") and setting == _ROLLOUT + last
         return cure if is_rollouts else None

@@ -62,11 +62,7 @@ class HookArgs(argparse.Namespace):
     """
 
     def __getattr__(self, name: str) -> object:
-        """Return the default of an SGLang server argument that was not given (`sglang_…`), as slime's args have them.
-
-        Raises:
-            AttributeError: no argument has this name.
-        """
+        """Return the default of an SGLang server argument that was not given (`sglang_…`), as slime does."""
         if name.startswith("sglang_"):
             action = next((option for option in sglang_parser()._actions if f"sglang_{option.dest}" == name), None)
             if action is not None:
@@ -105,13 +101,10 @@ class Config(Group):
     def from_flat(
         cls, values: Mapping[str, object], passthrough: PassThrough | None = None, preset: Collection[str] = ()
     ) -> Config:
-        """Build a Config from flat field names, as a test or a notebook has them.
+        """Build a Config from flat field names. ValueError: an unknown field, or a value that a field does not take.
 
         preset  names of `values` that a preset chose, not the user: `given` leaves them out, and the default of a loss
                 for tokens of older weights (`off_policy`).
-
-        Raises:
-            ValueError: an unknown field, or a value that a field does not take.
         """
         known = {field: group for group, model in GROUPS.items() for field in model.model_fields}
         unknown = sorted(set(values) - set(known))

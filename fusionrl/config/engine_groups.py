@@ -2,17 +2,13 @@
 
     --engine-group wide:num_gpus=4,per_engine=4,mem-fraction-static=0.8 small:num_gpus=2,per_engine=1
 
-A group is a name, its devices, and SGLang flags that its engines get on top of the run's --sglang-*.
-All of them serve the policy's model and get the weights of every push that reaches them. A role says what they do:
-
-generate  (the default) they answer requests behind the run's router
-prefill   they read prompts, and hand the keys and values to a decode engine: prefill/decode disaggregation
-decode    they generate from there; the router pairs one of each for every request
-eval      they evaluate and do nothing else, as those of --eval-num-gpus
+A group is a name, its devices, and SGLang flags that its engines get on top of the run's --sglang-*. All of them serve
+the policy's model and get the weights of every push that reaches them; docs/guides/engines.md explains the roles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -58,11 +54,7 @@ class EngineGroup:
 
 
 def engine_groups(config: Config) -> tuple[EngineGroup, ...]:
-    """Return the groups of the run; none without the flag.
-
-    Raises:
-        ValueError: one cannot be read, with its text and what is wrong with it.
-    """
+    """Return the groups of the run; none without the flag. ValueError: one cannot be read."""
     return read_groups(tuple(config.cluster.engine_group), config.cluster.rollout_num_gpus_per_engine)
 
 
@@ -82,11 +74,7 @@ def has_pairs(texts: Sequence[str]) -> bool:
 
 
 def devices_of_groups(values: Mapping[str, object]) -> dict[str, int]:
-    """Return the counts of devices that follow from the groups, by field, without those that `values` have.
-
-    Raises:
-        ValueError: a text cannot be read.
-    """
+    """Return the counts of devices that follow from the groups, by field, without those that `values` have."""
     texts = values.get("engine_group")
     groups = read_groups(tuple(map(str, texts)) if isinstance(texts, list) else (), 1)
     counts = {
@@ -98,11 +86,7 @@ def devices_of_groups(values: Mapping[str, object]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def read_groups(texts: tuple[str, ...], default_size: int) -> tuple[EngineGroup, ...]:
-    """Read the values of the flag. `default_size`: devices of an engine whose group does not say.
-
-    Raises:
-        ValueError: with the text, what is wrong with it, and what would do.
-    """
+    """Read the values of the flag. `default_size`: devices of an engine whose group does not say."""
     groups = tuple(_read(text, default_size) for text in texts)
     names = [group.name for group in groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -115,8 +99,7 @@ def read_groups(texts: tuple[str, ...], default_size: int) -> tuple[EngineGroup,
         raise ValueError(f"{FLAG}: a group with role={there} needs one with role={missing}: they answer together")
     if "prefill" in roles and "generate" in roles:
         raise ValueError(
-            f"{FLAG}: role=generate together with role=prefill: one router serves pairs or whole engines; give all the"
-            " groups that answer one of both kinds"
+            f"{FLAG}: a router serves pairs (role=prefill) or whole engines (role=generate); give one kind"
         )
     return groups
 
@@ -171,14 +154,12 @@ def _count(flag: str, key: str, value: str) -> int:
 
 
 def _server_args(flag: str, values: Mapping[str, str]) -> dict[str, object]:
-    """Parse SGLang flags with SGLang's parser; return fields of `ServerArgs`."""
     parsed: dict[str, object] = {}
     for key, value in values.items():
+        option = key.replace("_", "-")
         if key in ALIKE:
-            raise ValueError(
-                f"{flag}: {key} is the same for all engines, as {ALIKE[key]}; give --sglang-{key.replace('_', '-')}"
-            )
-        option, parser = "--" + key.replace("_", "-"), upstream.sglang_parser()
+            raise ValueError(f"{flag}: {key} is the same for all engines ({ALIKE[key]}); give --sglang-{option}")
+        option, parser = f"--{option}", upstream.sglang_parser()
         try:
             if upstream.is_switch(parser, option):
                 if value not in ("true", "false"):
@@ -186,17 +167,10 @@ def _server_args(flag: str, values: Mapping[str, str]) -> dict[str, object]:
                 fields = upstream.parse_with(parser, option, [], upstream.SGLANG_OWNED)
                 parsed |= {name: on if value == "true" else False for name, on in fields.items()}
             else:
-                parsed |= upstream.parse_with(parser, option, _listed(value), upstream.SGLANG_OWNED)
+                listed = [value]
+                with contextlib.suppress(ValueError):  # several values are a JSON list
+                    listed = list(map(str, json.loads(value))) if value.startswith("[") else listed
+                parsed |= upstream.parse_with(parser, option, listed, upstream.SGLANG_OWNED)
         except upstream.UpstreamError as error:
             raise ValueError(f"{flag}: {key}={value}: {error}") from error
     return parsed
-
-
-def _listed(value: str) -> list[str]:
-    """Return several values of a JSON list, or the one."""
-    if value.startswith("["):
-        try:
-            return [str(item) for item in json.loads(value)]
-        except ValueError:
-            return [value]
-    return [value]

@@ -1,20 +1,6 @@
 """Evaluation sets: by flags (--eval-prompt-data), or by a file with settings of its own for each (--eval-config).
 
-The file, in slime's form:
-
-    eval:
-      defaults:                     # for every set; what is not given here either comes from the flags
-        n_samples_per_eval_prompt: 4
-        temperature: 0.6
-      datasets:                     # a list, or a mapping of names to the rest
-        - name: aime
-          path: aime.jsonl
-          rm_type: math
-        - name: short
-          path: short.parquet
-          max_response_len: 64
-
-The keys are the fields of `EvalSet`.
+docs/guides/evaluation.md shows the file, which has slime's form; its keys are the fields of `EvalSet`.
 """
 
 from __future__ import annotations
@@ -48,7 +34,7 @@ class EvalSet(Group):
     top_k: int = Field(ge=-1)
     max_response_len: int | None = Field(ge=1)
     min_new_tokens: int = Field(ge=0)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
     stop: list[str]
     stop_token_ids: list[int]
     rm_type: str | None = None
@@ -59,12 +45,7 @@ class EvalSet(Group):
 
 
 def eval_sets(args: Namespace) -> list[EvalSet]:
-    """The sets of the flags `args` (a flat namespace), each with every setting filled in.
-
-    Raises:
-        ValueError: the file of --eval-config cannot be read, or has a key or value that a set does not take; one line
-            a mistake, with file and key.
-    """
+    """The sets of the flags `args`, with every setting filled in. ValueError: a line for each mistake in the file."""
     flags = _from_flags(args)
     if args.eval_config is None:
         pairs = args.eval_prompt_data

@@ -48,12 +48,9 @@ class FileFlags:
 
 
 def read_config_file(path: str, errors: list[str], overridden: Collection[str] = ()) -> FileFlags:
-    """Return all that fits of the file; a message for each thing that does not goes to `errors`.
+    """Return all that fits of the file; a message for each thing that does not goes to `errors`, or an UnreadableFile.
 
     overridden  names of the flags that the command line gives: a password that the file hides is not missed there.
-
-    Raises:
-        UnreadableFile: no such file, or no valid YAML, TOML or JSON.
     """
     settings, mistakes = read_settings(path)
     errors += mistakes
@@ -92,11 +89,6 @@ def _without_sections(settings: list[Setting], flags: FileFlags, errors: list[st
 
 
 def _take(name: str, setting: Setting, flags: FileFlags) -> None:
-    """Put one flag's value into `flags`.
-
-    Raises:
-        ValueError: no such flag, or a value that it does not take.
-    """
     key = setting.key
     if name in FIELDS:
         value = _value(name, setting) if _is_wanted(flag_of(name), setting.typed, name in flags.overridden) else None
@@ -115,11 +107,7 @@ def _take(name: str, setting: Setting, flags: FileFlags) -> None:
 
 
 def _is_wanted(flag: str, value: object, is_overridden: bool) -> bool:
-    """Return False for a value with a hidden password where the command line gives the flag; True for a whole value.
-
-    Raises:
-        ValueError: the password is hidden, and the command line does not give the flag.
-    """
+    """Return False for a value with a hidden password where the command line gives the flag; else it is an error."""
     if not _hides_password(value):
         return True
     if is_overridden:
@@ -152,12 +140,8 @@ def _value(name: str, setting: Setting) -> object:
         value = setting.typed if isinstance(setting.typed, dict) else text
     elif typing.get_origin(kind) is list:
         value = text if isinstance(text, list) else [text]
-        if not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{flag}: a list of plain values is wanted, not {json.dumps(setting.typed)}")
         if value == [] and FIELDS[name].get_default(call_default_factory=True) is None:
             raise ValueError(f"{flag}: it needs a value")
-    elif not isinstance(text, str):
-        raise ValueError(f"{flag}: one value is wanted, not {json.dumps(setting.typed)}")
     try:
         GROUPS[GROUP_OF[name]](**{name: value})
     except ValidationError as error:
@@ -192,7 +176,6 @@ def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
 
 
 def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> None:
-    """Put what a former run passed through into `flags`, under upstream's own names."""
     flags.custom = {}
     for kind in setting.entries:
         if kind.key == "custom" and isinstance(kind.typed, dict):
@@ -205,7 +188,8 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
                 name = f"{kind.key}.{entry.key}"
                 try:
                     upstream.check_field(kind.key, entry.key)
-                    if _is_wanted(_part_flag(kind.key, entry.key), entry.typed, name in flags.overridden):
+                    flag = flag_of(f"{kind.key}_{entry.key}" if kind.key in upstream.PARTS else entry.key)
+                    if _is_wanted(flag, entry.typed, name in flags.overridden):
                         flags.passthrough[kind.key][entry.key] = entry.typed
                 except upstream.UpstreamError as error:
                     errors.append(f"{entry.place}: passthrough.{name}: {error}")
@@ -216,21 +200,13 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
             errors.append(f"{kind.place}: passthrough.{kind.key}: unknown key; known are {known}, each a mapping")
 
 
-def _part_flag(kind: str, name: str) -> str:
-    prefix = f"{kind}_" if kind in upstream.PARTS else ""
-    return flag_of(prefix + name)
-
-
 def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: list[str]) -> None:
-    """Put the values of a former run's --custom-config-path into `custom`."""
     for entry in entries:
         if reason := own_name_error(entry.key):
             errors.append(f"{entry.place}: passthrough.custom.{entry.key}: {reason}")
         elif _hides_password(entry.typed):
             where = f"{entry.place}: passthrough.custom.{entry.key}"
-            errors.append(
-                f"{where}: the password is not kept in a run's folder; write it, or give --custom-config-path"
-            )
+            errors.append(f"{where}: the password is not kept in a run's folder; give --custom-config-path")
         else:
             custom[entry.key] = entry.typed
 

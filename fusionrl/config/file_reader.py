@@ -11,17 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    import yaml
+from typing import TypeAlias
 
 Text: TypeAlias = "str | list[Text] | dict[str, Text] | None"
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 # YAML 1.1's words; `y` and `n` are text to PyYAML, and so here.
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_MAX_NODES = 20_000  # keys and values of a file: nested aliases soon expand to millions
+_MAX_NODES = 20_000  # values of a file: nested aliases soon expand to millions
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,7 @@ class UnreadableFile(ValueError):
 
 
 def read_settings(path: str) -> tuple[list[Setting], list[str]]:
-    """Return the settings of the file, and a message with file and line for each that is there twice.
-
-    The suffix tells the format: .toml, .json, and YAML for any other.
-
-    Raises:
-        UnreadableFile: no such file, or no valid YAML, TOML or JSON.
-    """
+    """Return the settings of the file (.toml, .json, else YAML), and a message for each that is there twice."""
     errors: list[str] = []
     try:
         source = Path(path).read_text(encoding="utf-8-sig")
@@ -86,81 +77,48 @@ def _yaml_settings(path: str, source: str, errors: list[str]) -> list[Setting]:
         raise UnreadableFile(f"{path}{line}: it is not valid YAML ({error.problem or error.context})") from error
     except yaml.YAMLError as error:
         raise UnreadableFile(f"{path}: it is not valid YAML ({' '.join(str(error).split())})") from error
+    num_nodes = 0
+
+    def settings_of(mapping: yaml.MappingNode) -> list[Setting]:
+        settings: dict[str, Setting] = {}
+        for key, value in mapping.value:
+            place = f"{path}:{key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                errors.append(f"{place}: a key is the name of a flag, not a list or a mapping")
+            elif key.tag == "tag:yaml.org,2002:merge":  # it would be taken for a flag
+                raise UnreadableFile(f"{place}: merge keys ({key.value}) are not read; write the keys themselves")
+            elif key.value in settings:
+                first = settings[key.value].place.rpartition(":")[2]
+                errors.append(f"{place}: {key.value}: it stands on line {first} already")
+            else:
+                settings[key.value] = Setting(key.value, place, *value_of(value, place))
+        return list(settings.values())
+
+    def value_of(node: yaml.Node, place: str) -> tuple[Text, Json, tuple[Setting, ...]]:
+        nonlocal num_nodes
+        num_nodes += 1
+        if num_nodes > _MAX_NODES:
+            raise UnreadableFile(f"{place}: it has more than {_MAX_NODES:,} values, aliases written out")
+        if isinstance(node, yaml.MappingNode):
+            entries = tuple(settings_of(node))
+            return {each.key: each.text for each in entries}, {each.key: each.typed for each in entries}, entries
+        if isinstance(node, yaml.SequenceNode):
+            items = [value_of(item, place) for item in node.value]
+            return [text for text, _, _ in items], [typed for _, typed, _ in items], ()
+        assert isinstance(node, yaml.ScalarNode)
+        if node.tag == "tag:yaml.org,2002:null":
+            return None, None, ()
+        text = str(node.value)
+        return text, text if node.style is not None else _plain(text), ()  # quoted, or a block of text
+
     if root is None:  # comments alone
         return []
     if not isinstance(root, yaml.MappingNode):
         raise UnreadableFile(f"{path}:{root.start_mark.line + 1}: expected a mapping of flags to values")
-    _count_nodes(path, root, {})
-    return _of_mapping(path, root, errors)
+    return settings_of(root)
 
 
-def _count_nodes(path: str, node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return the number of nodes in this one, aliases expanded; `counts` caches other nodes.
-
-    Raises:
-        UnreadableFile: they are too many, or there is a merge key, which would be taken for a flag.
-    """
-    import yaml
-
-    if id(node) in counts:
-        return counts[id(node)]
-    count, line = 1, node.start_mark.line + 1
-    if node.tag == "tag:yaml.org,2002:merge":
-        raise UnreadableFile(f"{path}:{line}: merge keys ({node.value}) are not read; write the keys themselves")
-    if isinstance(node, yaml.MappingNode):
-        count += sum(_count_nodes(path, part, counts) for pair in node.value for part in pair)
-    elif isinstance(node, yaml.SequenceNode):
-        count += sum(_count_nodes(path, item, counts) for item in node.value)
-    if count > _MAX_NODES:
-        raise UnreadableFile(f"{path}:{line}: it has more than {_MAX_NODES:,} keys and values, aliases written out")
-    counts[id(node)] = count
-    return count
-
-
-def _of_mapping(path: str, node: yaml.MappingNode, errors: list[str]) -> list[Setting]:
-    import yaml
-
-    lines: dict[str, int] = {}
-    settings = []
-    for key_node, value in node.value:
-        line = key_node.start_mark.line + 1
-        place = f"{path}:{line}"
-        if not isinstance(key_node, yaml.ScalarNode):
-            errors.append(f"{place}: a key is the name of a flag, not a list or a mapping")
-            continue
-        key = key_node.value
-        if key in lines:
-            errors.append(f"{place}: {key}: it stands on line {lines[key]} already")
-            continue
-        lines[key] = line
-        entries = _of_mapping(path, value, errors) if isinstance(value, yaml.MappingNode) else ()
-        settings.append(Setting(key, place, _node_text(value), _node_typed(value), tuple(entries)))
-    return settings
-
-
-def _node_text(node: yaml.Node) -> Text:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _node_text(value) for key, value in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [_node_text(item) for item in node.value]
-    return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
-
-
-def _node_typed(node: yaml.Node) -> Json:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _node_typed(value) for key, value in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [_node_typed(item) for item in node.value]
-    assert isinstance(node, yaml.ScalarNode)
-    text = str(node.value)
-    if node.tag == "tag:yaml.org,2002:null":
-        return None
-    if node.style is not None:  # quoted, or a block of text
-        return text
+def _plain(text: str) -> Json:
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     try:
@@ -180,7 +138,7 @@ def _toml_settings(path: str, source: str) -> list[Setting]:
         message, _, at = str(error).partition(" (at line ")
         line = at.partition(",")[0]
         raise UnreadableFile(f"{path}:{line or len(source.splitlines())}: it is not valid TOML ({message})") from error
-    return _of_parsed(path, source.splitlines(), parsed, 0)
+    return _of_parsed(path, source.splitlines(), json.loads(json.dumps(parsed, default=str)), 0)  # TOML has dates
 
 
 def _json_settings(path: str, source: str, errors: list[str]) -> list[Setting]:
@@ -202,13 +160,13 @@ def _json_settings(path: str, source: str, errors: list[str]) -> list[Setting]:
     return _of_parsed(path, lines, parsed, 0)
 
 
-def _of_parsed(path: str, lines: list[str], parsed: Mapping[str, object], start: int) -> list[Setting]:
+def _of_parsed(path: str, lines: list[str], parsed: Mapping[str, Json], start: int) -> list[Setting]:
     """Return the settings of a mapping that begins on line `start` or after it; lines are found by their keys."""
     settings = []
     for key, value in parsed.items():
         line = _line_of(lines, key, start)
         entries = _of_parsed(path, lines, value, line - 1) if isinstance(value, dict) else ()
-        settings.append(Setting(key, f"{path}:{line}", _as_text(value), _as_json(value), tuple(entries)))
+        settings.append(Setting(key, f"{path}:{line}", _as_text(value), value, tuple(entries)))
     return settings
 
 
@@ -218,7 +176,7 @@ def _line_of(lines: list[str], key: str, start: int) -> int:
     return next((i + 1 for i in range(start, len(lines)) if pattern.search(lines[i])), start + 1)
 
 
-def _as_text(value: object) -> Text:
+def _as_text(value: Json) -> Text:
     if isinstance(value, dict):
         return {key: _as_text(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -226,11 +184,3 @@ def _as_text(value: object) -> Text:
     if isinstance(value, bool):
         return "true" if value else "false"
     return None if value is None else str(value)
-
-
-def _as_json(value: object) -> Json:
-    if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_as_json(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)  # TOML's dates

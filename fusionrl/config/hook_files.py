@@ -8,12 +8,10 @@ The file finds its neighbours as if Python ran it as a script, or as a part of i
                                from my_pkg.common import parse     the same module
     examples/task/generate.py  from examples.task.tool import run  examples/task/tool.py, in folders without one
 
-Modules of a folder belong to the hooks of that folder alone. Their full name is `fusionrl_hooks_<hash of the folder's
-path>.calc_tool`, so two hooks in two folders may each have a `utils.py`, and a `random.py` next to a hook hides the
-standard one only from the hook's other files; within a package, installed modules go first. The name is the same in
-every process: what a hook makes can be pickled in one process and read in another, which only has to know the folder
-(`register_folder`). What Python finds by itself, because the folder is in sys.path, keeps its own name, so that no
-module is loaded twice: a hook's file in a package, and modules next to a hook.
+Modules of a folder belong to its hooks alone: their full name is `fusionrl_hooks_<hash of the folder>.calc_tool`,
+the same in every process, so what a hook makes can be pickled in one and read in another (`register_folder`). A module
+next to a hook hides a standard one from the hook's other files; within a package, installed modules go first. What
+Python finds by itself, because the folder is in sys.path, keeps its own name: no module is loaded twice.
 """
 
 from __future__ import annotations
@@ -44,12 +42,7 @@ _elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported 
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module of a hook's file; loaded once a process, by whichever path it is named.
-
-    Raises:
-        ValueError: it is not a Python file.
-        Exception: whatever the file raises while it is imported.
-    """
+    """The module of a hook's file; loaded once a process, by whichever path it is named."""
     file = path.resolve()
     if file.suffix != ".py":
         raise ValueError(f"{str(path)!r} is not a Python file")
@@ -117,7 +110,6 @@ def _place(file: Path) -> tuple[Path, str]:
 
 
 def _is_found_by_python(name: str, folder: Path, file: Path) -> bool:
-    """Return whether `import name` gives the `file` of a package in `folder` by sys.path alone."""
     top = name.partition(".")[0]
     # In this order: to look for a part of a package, Python runs the package's __init__.py.
     return _origin(top) == folder / top / "__init__.py" and _origin(name) == file
@@ -145,9 +137,7 @@ def install_stand_ins() -> None:
 class _StandInFinder:
     """Finds slime's modules after all other finders, and imports the wing `compat` for them alone."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in _STAND_IN_ROOTS:
             return None
         from fusionrl.compat.slime.names.finder import find_spec
@@ -156,11 +146,7 @@ class _StandInFinder:
 
 
 class _Finder:
-    """Finds the packages that represent hooks' folders, and the modules in them."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(_PREFIX):
             return None
         if name in _folders:
@@ -196,7 +182,6 @@ def _import(
     fromlist: Sequence[str] = (),
     level: int = 0,
 ) -> ModuleType:
-    """`builtins.__import__` for a module of a hook's folder."""
     package = str((globals or {}).get("__package__") or "")
     top = name.partition(".")[0]
     if level or not package or (package, top) in _elsewhere:

@@ -16,27 +16,12 @@ from typing import Any
 
 from fusionrl.base import cpu_wing
 from fusionrl.config.hook_files import import_file, install_stand_ins, register_folder
-from fusionrl.config.user_code import HookError, last_user_line, user_code
+from fusionrl.config.user_code import HookError as HookError
+from fusionrl.config.user_code import last_user_line, user_code
 
 # Every process that loads a user's function does so by this module: in each of them the name `slime` is known.
 install_stand_ins()
 cpu_wing.install_stand_ins()  # a hook may import sglang's parsers, which import triton, on a machine without CUDA
-
-__all__ = [
-    "OPTIONAL",
-    "SIGNATURES",
-    "HookError",
-    "awaited_hook",
-    "call_hook",
-    "check_hook",
-    "flag_of",
-    "hook_paths",
-    "load_function",
-    "load_object",
-    "register_hooks",
-    "takes_input",
-    "user_code",
-]
 
 # Per flag: the call as fusionrl makes it, as people read it. What stands after `*`, or has a default, is a keyword.
 SIGNATURES: dict[str, str] = {
@@ -95,11 +80,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config",
 
 
 def call_hook(field: str, path: str, *args: object, **kwargs: object) -> Any:
-    """Call the function `path` of the flag of `field`.
-
-    Raises:
-        HookError: whatever the function raised.
-    """
+    """Call the function `path` of the flag of `field`. HookError: whatever the function raised."""
     function = load_function(path)
     with user_code(f"{flag_of(field)} {path}", path, *args):
         return function(*args, **kwargs)
@@ -119,11 +100,7 @@ def flag_of(field: str) -> str:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function (or class) that `path` names.
-
-    Raises:
-        ValueError: the module or file cannot be imported, or lacks the name, or it is not callable.
-    """
+    """The function (or class) that `path` names. ValueError: it cannot be imported, or is not callable."""
     function = load_object(path)
     if not callable(function):
         raise ValueError(f"{path!r} is not callable")
@@ -172,7 +149,6 @@ def load_object(path: str) -> Any:
 
 
 def _without_a_function(path: str) -> str:
-    """Return the error of a path that names a file and no function of it."""
     if not Path(path).is_file():
         return f"{path!r}: this file does not exist; name a function as path/to/file.py:function"
     names = _functions_in(path)
@@ -181,7 +157,6 @@ def _without_a_function(path: str) -> str:
 
 
 def _functions_in(file: str) -> list[str]:
-    """Return the names of the functions and classes that a file of Python defines; none where it cannot be read."""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -254,24 +229,20 @@ def takes_input(field: str, function: Callable[..., Any]) -> bool:
 
 
 def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:
-    """Return what is wrong with a reward function that is written for another framework's call."""
     if field != "custom_rm_path":
         return None
     foreign = [name for name in list(signature.parameters)[:2] if name in _FOREIGN_REWARD_NAMES]
     if not foreign:
         return None
-    return (
-        f"its signature {signature} comes from another framework: {' and '.join(foreign)} would be bound by position to"
-        " args and sample; write rm(args, sample, **kw), and read sample.prompt, sample.response and sample.label"
-    )
+    bound = f"{' and '.join(foreign)} would be bound by position to args and sample"
+    return f"its signature {signature} comes from another framework: {bound}; write rm(args, sample, **kw)"
 
 
 def _async_problem(field: str, function: Callable[..., Any]) -> str | None:
     """Return what is wrong with a function that is async where fusionrl does not await it, or the other way round.
 
-    Where fusionrl awaits, a function is a coroutine function, or its result is awaitable. A plain `def`, also as a
-    method, in a partial or as an object's `__call__`, that promises no awaitable is refused here; what a lambda or a
-    decorator's function returns, the call will tell.
+    A plain `def`, also as a method, in a partial or as an object's `__call__`, that promises no awaitable is refused
+    where fusionrl awaits; what a lambda or a decorator's function returns, the call will tell.
     """
     if field in _MAY_BE_ASYNC:
         return None

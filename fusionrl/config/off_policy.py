@@ -75,14 +75,10 @@ def described(config: Config) -> str | None:
         return None
     if not a.use_tis:
         return "tokens of older weights are taken for tokens of the newest"
-    why = f"the default of --pipeline {config.run.pipeline}, off by --no-use-tis" if corrects_by_default(config) else ""
+    default = f", the default of --pipeline {config.run.pipeline}, off by --no-use-tis"
+    why = default if corrects_by_default(config) else ""
+    verb = {"truncate": "truncated to", "mask": "0 outside of", "none": "not used, range"}[a.tis_mode]
     return (
         "decoupled: ratio to the log-probs of before the step, computed again where a rollout has several; each token"
-        f" weighed by its ratio to the engine's log-prob, {_range(config)} (--use-tis{f', {why}' if why else ''})"
+        f" weighed by its ratio to the engine's log-prob, {verb} {a.tis_clip_low:g} … {a.tis_clip:g} (--use-tis{why})"
     )
-
-
-def _range(config: Config) -> str:
-    a = config.algorithm
-    verb = {"truncate": "truncated to", "mask": "0 outside of", "none": "not used, range"}[a.tis_mode]
-    return f"{verb} {a.tis_clip_low:g} … {a.tis_clip:g}"

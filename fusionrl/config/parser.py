@@ -83,11 +83,7 @@ def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
-    """Turn a command line into a Config.
-
-    Raises:
-        CommandLineError: every unknown flag and every value that does not fit, each with flag, value and cure.
-    """
+    """Turn a command line into a Config. CommandLineError: every mistake, each with flag, value and cure."""
     config, errors = read_args(argv, prog)
     if errors:
         raise CommandLineError(errors)
@@ -97,8 +93,7 @@ def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
 def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config, list[str]]:
     """The Config of all that fits, and a message for each thing that does not; those flags keep their defaults.
 
-    Raises:
-        CommandLineError: the file of --config cannot be read. Most flags are in it, so no other check makes sense.
+    CommandLineError: the file of --config cannot be read. Most flags are in it, so no other check makes sense.
     """
     errors: list[str] = []
     translated = translate_slime_flags(argv)
@@ -108,10 +103,8 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     values = vars(parsed)
     former = _former_file(values)
     paths = values.pop("config", [former] if former else [])
-    overridden = {
-        *values,
-        *(f"{kind}.{name}" for kind in PassThrough.model_fields for name in getattr(passthrough, kind)),
-    }
+    parts = passthrough.model_dump()
+    overridden = {*values, *(f"{kind}.{name}" for kind, passed in parts.items() for name in passed)}
     file = _read_file(paths, overridden, errors)
     custom_path = values.get("custom_config_path")
     if file.custom is None:  # else the values are those of a former run
@@ -165,7 +158,6 @@ def short_resume_error(argv: Sequence[str], config: Config) -> str | None:
 
 
 def _flag_values(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the text of each flag on a command line, by field."""
     tokens = normalise_switches(translate_slime_flags(argv).argv, switches(), [])
     return vars(build_parser().parse_known_args(tokens)[0])
 
@@ -178,7 +170,6 @@ def _former_file(values: Mapping[str, object]) -> str | None:
 
 
 def _read_file(paths: Sequence[str | None], overridden: Collection[str], errors: list[str]) -> FileFlags:
-    """Return the flags of the file of --config, if there is one. `overridden`: names of the command line."""
     if not paths:
         return FileFlags()
     if None in paths:
@@ -211,5 +202,4 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
 
 
 def _field_of(location: tuple[int | str, ...]) -> str:
-    """Return the field that pydantic's location (group, field, item …) names."""
     return str(location[1]) if len(location) > 1 else str(location[0])

@@ -13,9 +13,6 @@ from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.slime_flags import slime_entry
 
-# Flags of the field whose work is still to come here: refused by name, never ignored.
-COMING: dict[str, str] = {"multimodal_keys": "multimodal data"}
-
 
 def parse_extras(
     extras: Sequence[str], errors: list[str], of_slime: Mapping[str, object] = MappingProxyType({})
@@ -48,8 +45,6 @@ def parse_extra(flag: str, values: list[str], parsed: dict[str, dict[str, object
             return f"{text}: {cure}"
         if not flag.startswith("--"):
             return f"{flag}: unexpected argument (flags begin with --)"
-        if field in COMING:
-            return f"{text}: not available yet ({COMING[field]} is still to come); leave it out"
         part, option = upstream.split_flag(flag)
         if part:
             parser, owned = upstream.PARTS[part]

@@ -34,11 +34,7 @@ def take_plan_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str], lis
 
 
 def imbalance_of(values: dict[str, str]) -> float:
-    """The value of --router-imbalance.
-
-    Raises:
-        ValueError: no number of at least 1.
-    """
+    """The value of --router-imbalance. ValueError: no number of at least 1."""
     text = values.get("--router-imbalance", "1.0")
     try:
         number = float(text)

@@ -29,11 +29,7 @@ class ProfileOrder:
 
     @classmethod
     def of(cls, config: Config) -> ProfileOrder | None:
-        """Read the flags; None: the run takes no profile.
-
-        Raises:
-            ValueError: a value is not of its form; names flag and value.
-        """
+        """Read the flags; None: the run takes no profile. ValueError: a value is not of its form."""
         run = config.run
         if not run.profile_steps:
             return None
@@ -43,18 +39,10 @@ class ProfileOrder:
             if text != ALL:
                 match = re.fullmatch(r"(engine-)?(\d+)", text)
                 if match is None:
-                    raise ValueError(
-                        f"--profile-ranks {text}: expected a trainer's rank (0), an engine (engine-0), or all"
-                    )
+                    raise ValueError(f"--profile-ranks {text}: give a trainer's rank (0), an engine (engine-0), or all")
                 (engines if match[1] else trainers).add(int(match[2]))
-        is_all = ALL in run.profile_ranks
-        return cls(
-            steps,
-            None if is_all else frozenset(trainers),
-            None if is_all else frozenset(engines),
-            run.profile_tool,
-            run.profile_continuous,
-        )
+        some_trainers, some_engines = (None if ALL in run.profile_ranks else frozenset(x) for x in (trainers, engines))
+        return cls(steps, some_trainers, some_engines, run.profile_tool, run.profile_continuous)
 
     def has(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self.steps)

@@ -12,7 +12,6 @@ from fusionrl.config.config import GROUPS
 from fusionrl.config.fields import inner_type
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CONFIG_FLAG_HELP
-from fusionrl.config.passed_flags import COMING
 from fusionrl.config.plan_flags import PLAN_FLAGS
 
 _HEAD = """# Flags
@@ -40,39 +39,36 @@ _WIDTH = 118
 def render_reference() -> str:
     """The whole page as Markdown."""
     parts = [_HEAD]
+    head = "\n\n| flag | values | default | |\n|---|---|---|---|\n"
     for model in GROUPS.values():
-        parts.append(f"\n## {(model.__doc__ or '').strip()}\n\n| flag | values | default | |\n|---|---|---|---|\n")
+        parts.append(f"\n## {(model.__doc__ or '').strip()}{head}")
         for field, info in model.model_fields.items():
             text = (info.description or "").replace("|", "\\|")  # a bare bar would end the cell
             parts.append(f"| `{flag_of(field)}` | {_values(info)} | {_default(info)} | {text} |\n")
-    parts.append("\n## The command line alone\n\n| flag | values | default | |\n|---|---|---|---|\n")
-    parts.append(f"| `--config` | file |  | {CONFIG_FLAG_HELP} |\n")
-    parts.append("\n## Of `fusionrl plan` alone\n\n| flag | values | default | |\n|---|---|---|---|\n")
+    parts.append(f"\n## The command line alone{head}| `--config` | file |  | {CONFIG_FLAG_HELP} |\n")
+    parts.append(f"\n## Of `fusionrl plan` alone{head}")
     for flag, (values, default, text) in PLAN_FLAGS.items():
         parts.append(f"| `{flag}` | {values} | {f'`{default}`' if default else ''} | {text} |\n")
-    parts.append("\n## Still to come\n\nRefused by name, never ignored: ")
-    parts.append(", ".join(f"`{flag_of(field)}`" for field in sorted(COMING)) + ".\n")
     return "".join(parts)
+
+
+def _choices(info: FieldInfo) -> tuple[object, ...]:
+    kind = inner_type(info)
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 def _values(info: FieldInfo) -> str:
     kind = inner_type(info)
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        return "values"
-    if typing.get_origin(kind) is dict:
-        return "JSON"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "on/off"}.get(kind.__name__, kind.__name__)
+    name = (typing.get_origin(kind) or kind).__name__
+    names = {"str": "text", "int": "integer", "float": "number", "bool": "on/off", "list": "values", "dict": "JSON"}
+    return ", ".join(f"`{choice}`" for choice in _choices(info)) or names[name]
 
 
 def _default(info: FieldInfo) -> str:
     value = info.get_default(call_default_factory=True)
-    if value is None or value in ([], {}):
-        return ""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"`{value}`"
+    return "" if value is None or value in ([], {}) else f"`{value}`"
 
 
 def render_template() -> str:
@@ -82,21 +78,9 @@ def render_template() -> str:
         title = (group.__doc__ or "").strip()
         parts.append(f"\n# {'-' * (_WIDTH - 3 - len(title))} {title}\n")
         for field, info in group.model_fields.items():
-            text = f"{info.description or ''}{_template_choices(info)}"
+            choices, value = ", ".join(map(str, _choices(info))), info.get_default(call_default_factory=True)
+            text = f"{info.description or ''}{f' [{choices}]' if choices else ''}"
             parts += [f"# {line}\n" for line in textwrap.wrap(text, _WIDTH - 2)]
-            parts.append(f"#{field.replace('_', '-')}:{_template_default(info)}\n")
+            default = value if isinstance(value, str) and value else json.dumps(value)  # as YAML and JSON both write it
+            parts.append(f"#{field.replace('_', '-')}:{'' if value is None else f' {default}'}\n")
     return "".join(parts)
-
-
-def _template_choices(info: FieldInfo) -> str:
-    kind = inner_type(info)
-    is_choice = typing.get_origin(kind) is typing.Literal
-    return f" [{', '.join(map(str, typing.get_args(kind)))}]" if is_choice else ""
-
-
-def _template_default(info: FieldInfo) -> str:
-    """Return the default with a space before it, as YAML and JSON both write it; nothing for None."""
-    value = info.get_default(call_default_factory=True)
-    if value is None:
-        return ""
-    return f" {value}" if isinstance(value, str) and value else f" {json.dumps(value)}"

@@ -68,13 +68,7 @@ def differences(former: Mapping[str, object], config: Config) -> dict[str, str]:
 
 
 def difference_lines(former: Mapping[str, object], config: Config, num_optimizer_steps: int | None) -> list[str]:
-    """Return a line for each flag that differs, and one where a decay of the learning rate has another length now.
-
-    Args:
-        former: a run's config.json.
-        config: of the resume.
-        num_optimizer_steps: of the whole run, as the flags now say; None: no step is left.
-    """
+    """Return a line for each flag that differs, and one where a decay of the learning rate has another length now."""
     changes, train = differences(former, config), config.train
     lines = list(changes.values())
     if (

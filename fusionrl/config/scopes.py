@@ -24,27 +24,25 @@ class Scope:
     """The settings in which a field acts.
 
     holds     whether it does in a run
-    missing   what a run lacks where it does not: of the mode ("it has no trainers") or, with `of_flags`, of the other
-              flags ("without --use-kl-loss")
-    refuses   where it does not hold, a value that is not the default is an error, not a warning
+    missing   what a run lacks where it does not: of the mode ("it has no trainers"), or of the other flags, with or
+              without which it acts ("without --use-kl-loss")
+    refuses   where it does not hold, a value that is not the default is an error
     """
 
     holds: Callable[[Config], bool]
     missing: str
-    of_flags: bool = False
     refuses: bool = False
 
 
 def _if(missing: str, holds: Callable[[Config], bool]) -> Scope:
-    return Scope(holds, missing, of_flags=True)
+    return Scope(holds, missing)
 
 
 def _needs(missing: str, holds: Callable[[Config], bool]) -> Scope:
-    return Scope(holds, missing, of_flags=True, refuses=True)
+    return Scope(holds, missing, refuses=True)
 
 
 # ------------------------------------------------------------------------------------------------ by mode
-ALWAYS = Scope(lambda c: True, "")
 TRAINERS = Scope(run_parts.uses_trainers, "it has no trainers")
 ENGINES = Scope(run_parts.uses_engines, "it has no engines")
 PUSHES = Scope(lambda c: run_parts.uses_trainers(c) and run_parts.uses_engines(c), "no weights are pushed")
@@ -163,6 +161,10 @@ AGGREGATED = _if(
 )
 AGENT = _if("without --custom-generate-function-path", _may_be_agent)
 PARTIAL = _if("without --partial-rollout", lambda c: c.rollout.partial_rollout)
+KEEPS_SOME = _needs("without --keep-checkpoints", lambda c: c.checkpoint.keep_checkpoints is not None)
+IN_PROCESS = _needs("without --in-process", lambda c: c.run.in_process)
+REPLAYS = _needs("without --debug-train-only", lambda c: c.run.debug_train_only)
+CUSTOM_REWARD = _needs("without --custom-rm-path", lambda c: c.reward.custom_rm_path is not None)
 HAS_SETS = _if("without --eval-prompt-data or --eval-config", lambda c: c.eval.has_sets)
 IS_DUE = _if(
     "with --skip-eval-before-train and without --eval-interval",
@@ -188,12 +190,9 @@ OVERLONG = _needs("without --overlong-buffer-len", lambda c: c.reward.overlong_b
 PROFILED = _if("without --profile-steps", lambda c: bool(c.run.profile_steps))
 ON_GPUS = _if("with --device cpu", lambda c: c.cluster.device != "cpu")
 ON_A_CPU = _if("with --device cuda", lambda c: c.cluster.device != "cuda")
-PRICED = of_estimators(*readers_of("kl_coef"))
 PRICE = _if("without --kl-coef", lambda c: c.algorithm.kl_coef > 0)
 TIS = _needs("without --use-tis", lambda c: c.algorithm.use_tis or _corrects_itself(c))
-REJECTION = _needs(
-    "without --rejection-level", lambda c: c.algorithm.rejection_level is not None or _corrects_itself(c)
-)
+REJECTION = _needs("without --rejection-level", lambda c: bool(c.algorithm.rejection_level) or _corrects_itself(c))
 OPSM = _needs("without --use-opsm", lambda c: c.algorithm.use_opsm)
 DISTILLS = _needs("without --use-opd", lambda c: c.algorithm.use_opd)
 TEACHER_ENGINES = _if("with --opd-type megatron", lambda c: c.algorithm.opd_type == "sglang")

@@ -25,7 +25,7 @@ def switch_spellings(field: str) -> dict[str, bool]:
 def spell(field: str, value: object) -> str:
     """The shortest spelling that gives a flag this value: `--lr 0.1`, `--colocate`, `--no-colocate`, `--no-save`."""
     if not isinstance(value, bool):
-        return f"--{field.replace('_', '-')} {value}"
+        return f"--{field.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
     return next(spelling for spelling, meaning in switch_spellings(field).items() if meaning == value)
 
 

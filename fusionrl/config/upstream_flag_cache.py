@@ -1,11 +1,8 @@
-"""Another package's command line, kept in a file: its flags are known without the seconds that importing it takes.
+"""Another package's command line, kept in a file: SGLang's parser imports torch and all of SGLang, 3 s of CPU time.
 
-Building SGLang's parser imports torch and every SGLang layer: 3 s of CPU time before a run starts. The
-file describes the options that are plain (a number, a text, a switch, with or without choices). What it does not
-describe, and every value that it would refuse, is for the package's own parser: so a message is always the package's.
-
-The file is JSON in the user's cache folder, for this user alone, and named by the versions and files that the parser
-came from. Without it, or where it cannot be written, the package is imported as before.
+The file describes the options that are plain (a number, a text, a switch, with or without choices). What it does not
+describe, and every value that it would refuse, is for the package's own parser, and so every message is the package's.
+It is JSON in the user's cache folder, named by the versions and files that the parser came from.
 """
 
 from __future__ import annotations
@@ -18,10 +15,7 @@ from typing import Any, NoReturn
 
 from fusionrl.base.cache_files import cache_path, file_fact, read_cache, write_cache
 
-_SWITCHES: dict[type[argparse.Action], str] = {
-    argparse._StoreTrueAction: "store_true",
-    argparse._StoreFalseAction: "store_false",
-}
+_SWITCHES: dict[type, str] = {argparse._StoreTrueAction: "store_true", argparse._StoreFalseAction: "store_false"}
 _TYPES = {None: None, int: "int", float: "float", str: "str"}
 _FORM = 2  # of the file: names of an option, and its arguments of `add_argument`
 
@@ -31,8 +25,6 @@ class _Unknown(Exception):
 
 
 class _ForTheOther(argparse.Action):
-    """An option that is known by its name alone."""
-
     def __call__(self, *_: object) -> NoReturn:
         raise _Unknown
 
@@ -41,7 +33,6 @@ class KeptParser(argparse.ArgumentParser):
     """A parser of the options in a file, with the package's own behind it."""
 
     def __init__(self, options: Iterable[Any], real: Callable[[], argparse.ArgumentParser]) -> None:
-        """`options` come from `describe`; `real` imports the package and gives its parser."""
         super().__init__(add_help=False, allow_abbrev=False)
         self.real = real
         self.register("action", "other", _ForTheOther)
@@ -93,11 +84,9 @@ def kept_parser(
 ) -> argparse.ArgumentParser:
     """The parser of a package, from the file where there is one; else the package's own, and the file is written.
 
-    Args:
-        package: a name for the file.
-        version: versions of all packages that may change the options.
-        sources: files of the package that declare its options.
-        real: imports the package and gives its parser.
+    version  versions of all packages that may change the options
+    sources  files of the package that declare its options
+    real     imports the package and gives its parser
     """
     try:
         facts = [file_fact(source, source.stat()) for source in sorted(sources)]

@@ -157,12 +157,9 @@ def split_flag(flag: str) -> tuple[str, str]:
 def parse_with(
     parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]
 ) -> dict[str, object]:
-    """The fields that `option values…` sets by upstream's own parser.
+    """The fields that `option values…` sets by upstream's own parser, or an UpstreamError.
 
     A list that it reads from one JSON text stays that text: so it is handed to engines.
-
-    Raises:
-        UpstreamError: unknown to upstream, a value it does not take, or a field that fusionrl owns.
     """
     if not {option, RENAMED.get(option)} & parser._option_string_actions.keys():
         parser = own_parser(parser)  # the file may be older than the package
@@ -200,11 +197,7 @@ def num_values(parser: argparse.ArgumentParser, option: str) -> int:
 
 
 def check_field(kind: str, name: str) -> None:
-    """Check that fusionrl passes the field `name` on, as the config.json of a run has it.
-
-    Raises:
-        UpstreamError: the installed version has no such field, or fusionrl sets it.
-    """
+    """Check that upstream has the field `name` of a run's config.json, and fusionrl does not set it: UpstreamError."""
     if kind in PARTS:
         parser, owned = PARTS[kind][0](), PARTS[kind][1]
         known = {action.dest for action in parser._actions}
@@ -249,11 +242,7 @@ def _hint(cls: type, field: dataclasses.Field) -> object:
 
 
 def parse_megatron(field: str, values: list[str]) -> dict[str, object]:
-    """Class kind → value for every Megatron class that has `field` (one that several share is set in all).
-
-    Raises:
-        UpstreamError: no class has it, fusionrl owns it, or the value does not fit its type.
-    """
+    """Class kind → value for every Megatron class that has `field`. UpstreamError: fusionrl owns it, or a bad value."""
     fields = megatron_fields()
     name, negated = (field[3:], True) if field.startswith("no_") else (field, False)
     if negated and any(field in of for of in fields.values()):

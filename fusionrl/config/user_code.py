@@ -79,14 +79,11 @@ class user_code:
         only_theirs: bool = False,
         passing: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Prepare the block.
+        """`where` begins the message (flag and function); samples are looked for in the `arguments` of the function.
 
-        Args:
-            where: who is called, as the message begins: flag and function.
-            path: the function, as the flag names it.
-            arguments: its arguments, which are searched for samples.
-            only_theirs: leave errors alone that do not come out of a file of the user's.
-            passing: leave these alone, too.
+        path        the function, as the flag names it
+        only_theirs leave errors alone that do not come out of a file of the user's
+        passing     leave these alone, too
         """
         self.where, self.path, self.arguments = where, path, arguments
         self.only_theirs, self.passing = only_theirs, passing

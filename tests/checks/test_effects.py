@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from fusionrl.checks.effects import effect_errors, effect_warnings
-from fusionrl.config.config import GROUPS, Config, PassThrough
-from fusionrl.config.fields import inner_type
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.fields import GROUP_OF, inner_type
 from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
 from fusionrl.config.presets import PRESETS
 from fusionrl.config.run_parts import policy_loss_name
 
-FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
+HOOK_FLAGS = set(map(flag_of, SIGNATURES))
 SFT = "in --mode sft, where"
 
 
@@ -31,14 +31,12 @@ def lines_of(*argv: str) -> list[str]:
     ("argv", "lines"),
     [
         ("--use-kl-loss", []),
-        ("--stall-warn-s 9 --stall-timeout-s 99", []),
         (
             "--in-process --stall-warn-s 9 --stall-timeout-s 99 --numa-affinity",
             ["no effect with --in-process: --stall-warn-s, --stall-timeout-s, --numa-affinity"],
         ),
         ("--mode sft --lr 1e-3 --input-key messages --loss-mask-type chatml", []),
         ("--mode sft --use-kl-loss --eps-clip 0.1", [f"{SFT} it has no policy loss: --eps-clip, --use-kl-loss"]),
-        ("--mode sft --no-use-kl-loss", [f"no effect {SFT} it has no policy loss: --use-kl-loss"]),
         (
             "--mode sft --rollout-data-postprocess-path a.b --entropy-coef 0.1",
             [
@@ -61,8 +59,6 @@ def lines_of(*argv: str) -> list[str]:
         ("--mode eval --eval-prompt-data v v.jsonl --eval-top-k 5 --rollout-stop x", []),
         ("--mode eval --rollout-function-path a.b --rollout-sample-hook-path a.b", []),
         ("--mode eval --lr 1 --save-interval 1", ["no weights are trained: --lr", "nothing is saved: --save"]),
-        ("--mode eval --actor-num-nodes 2", ["in --mode eval, where it has no trainers: --actor-num-nodes"]),
-        ("--mode reject-sampling --lr 1", ["in --mode reject-sampling, where no weights are trained: --lr"]),
         ("--mode reject-sampling --eval-interval 1", ["nothing is evaluated between steps: --eval-interval"]),
         ("--mode reject-sampling --tensor-model-parallel-size 2", []),
         (
@@ -85,7 +81,6 @@ def lines_of(*argv: str) -> list[str]:
         ("--kl-loss-type k2", ["no effect without --use-kl-loss: --kl-loss-type"]),
         ("--algorithm grpo --kl-loss-type k2", []),
         ("--ref-load x", ["(no reference model): --ref-load"]),
-        ("--kl-coef-type k2 --algorithm ppo", []),
         ("--kl-coef-type k2 --advantage-estimator ppo", ["no effect without --kl-coef: --kl-coef-type"]),
         (
             "--gamma 1 --lambd 1",
@@ -94,34 +89,24 @@ def lines_of(*argv: str) -> list[str]:
                 "without --advantage-estimator ppo: --lambd",
             ],
         ),
-        ("--gamma 1 --advantage-estimator prime", []),
         ("--pass-k 1", ["no effect without --advantage-estimator pass_at_k: --pass-k"]),
         ("--critic-lr 1e-5 --value-clip 0.2", ["without --advantage-estimator ppo: --critic-lr, --value-clip"]),
-        ("--critic-lr 1e-5 --algorithm ppo", []),
         ("--prm-beta 0.05", ["without --advantage-estimator prime: --prm-beta"]),
         ("--tis-clip 2 --tis-level token", ["no effect without --use-tis: --tis-clip, --tis-level"]),
         ("--tis-clip 2 --custom-tis-function-path a.b", []),
         ("--rejection-low 0.5", ["no effect without --rejection-level: --rejection-low"]),
         ("--opsm-delta 1e-4", ["no effect without --use-opsm: --opsm-delta"]),
-        ("--opsm-delta 1e-4 --use-opsm", []),
         ("--dpo-beta 0.1", ["no effect without --policy-loss dpo: --dpo-beta"]),
         ("--loss-length 9", ["no effect without --loss-aggregation constant: --loss-length"]),
-        ("--algorithm rloo --loss-length 9", []),
         ("--opd-kl-coef 1", ["no effect without --use-opd: --opd-kl-coef"]),
         (
             "--use-opd --opd-type megatron --opd-teacher-num-gpus 2",
             ["no effect with --opd-type megatron: --opd-teacher-num-gpus"],
         ),
         ("--rm-num-gpus 1", ["no effect without --rm-model: --rm-num-gpus"]),
-        ("--rm-num-gpus 1 --rm-model x", []),
         ("--overlong-penalty-factor 1", ["no effect without --overlong-buffer-len: --overlong-penalty-factor"]),
         ("--accuracy-lower-bound 0.2", ["check_accuracy_in_range: --accuracy-lower-bound"]),
         ("--accuracy-lower-bound 0.2 --dynamic-sampling-filter-path a.b", []),
-        ("--accuracy-lower-bound 0.2 --algorithm prime", []),
-        (
-            "--rollout-health-check-interval 30",
-            ["no effect without --use-fault-tolerance: --rollout-health-check-interval"],
-        ),
         ("--colocate --offload-rollout --device cpu", ["no effect with --device cpu: --offload-rollout"]),
         ("--colocate --offload-rollout", []),
         ("--engine-num-threads 2 --device cuda", ["no effect with --device cuda: --engine-num-threads"]),
@@ -136,14 +121,11 @@ def lines_of(*argv: str) -> list[str]:
         ("--eps-clip 0.1", ["with one optimizer step a rollout (its ratio to the policy that sampled is 1): --eps-"]),
         ("--eps-clip 0.1 --num-steps-per-rollout 2", []),
         ("--eps-clip 0.1 --use-rollout-logprobs", []),
-        ("--eps-clip 0.1 --custom-policy-loss-path a.b", []),
         ("--eps-clip 0.1 --policy-loss gpg", ["no effect without --policy-loss ppo or gspo"]),
         ("--sapo-tau-pos 2", ["no effect without --policy-loss sapo: --sapo-tau-pos"]),
         ("--loss-aggregation constant --calculate-per-token-loss", ["--loss-aggregation or --policy-loss dpo: --calc"]),
-        ("--disable-grpo-std-normalization", []),
         ("--advantage-estimator rloo --disable-grpo-std-normalization", ["--disable-grpo-std-normalization"]),
         ("--advantage-estimator ppo --disable-rewards-normalization", ["--disable-rewards-normalization"]),
-        ("--max-turns 3", ["no effect without --custom-generate-function-path: --max-turns"]),
         ("--max-turns 3 --custom-generate-function-path fusionrl.rollout.agent.generate", []),
         ("--eval-prompt-data v v.jsonl --skip-eval-before-train", ["without --eval-interval: --eval-prompt-data"]),
         ("--num-rollout 3 --num-epoch 1", ["no effect with --num-rollout: --num-epoch"]),
@@ -170,14 +152,28 @@ def test_lines(argv: str, lines: list[str]) -> None:
         ("--prm-beta 0.1", "--advantage-estimator prime"),
         ("--kl-coef-type k2", "--advantage-estimator reinforce_plus_plus or ppo"),
         ("--mode sft --dpo-beta 0.2", "--policy-loss dpo"),
+        ("--kl-coef 0.1", "--advantage-estimator reinforce_plus_plus or ppo"),
+        ("--keep-best eval/a/accuracy", "--keep-checkpoints"),
+        ("--group-rm", "--custom-rm-path"),
+        ("--pdb", "--in-process"),
     ],
 )
 def test_a_value_that_needs_another_flag_is_refused(argv: str, missing: str) -> None:
     """In any mode, where it is not the default; a user's function may read it."""
     (error,) = effect_errors(read_args(argv.split())[0])
-    assert error.startswith(f"{argv.removeprefix('--mode sft ')} has no effect without {missing}; ")
+    assert error.startswith(f"{argv.removeprefix('--mode sft ')} has no effect without {missing}; add that")
     assert effect_errors(read_args(["--kl-loss-type", "k2", "--tis-clip", "2"])[0]) == []
     assert effect_errors(read_args(["--tis-clip", "3", "--custom-tis-function-path", "a.b"])[0]) == []
+
+
+@pytest.mark.parametrize(
+    "argv", ["--profile-steps 3 4 --mode eval", "--save-hf out --mode eval", "--use-opd --mode sft", "--no-trainer"]
+)
+def test_a_value_that_only_other_modes_take_is_refused(argv: str) -> None:
+    (error,) = effect_errors(read_args(argv.split())[0])
+    assert error.startswith(f"{argv.partition(' --mode')[0]} has no effect in --mode ") and error.endswith(
+        "; leave it out"
+    )
 
 
 def test_a_preset_is_not_what_the_user_gave() -> None:
@@ -189,17 +185,16 @@ def test_a_preset_is_not_what_the_user_gave() -> None:
 
 
 def test_what_is_written_for_any_flag_in_any_mode() -> None:
-    """No field and mode is without words; a flag is named once; a hook is 'not called'."""
+    """A flag is named once; a hook is 'not called', and has no effect nowhere."""
     for mode, debug in itertools.product(("rl", "sft", "reject-sampling", "eval"), ("", "rollout", "train")):
         run = {"mode": mode, **({f"debug_{debug}_only": True} if debug else {})}
         plain = Config.from_flat(run)
-        for field in FIELDS:
-            if field in run:
-                continue
-            group = next(getattr(plain, name) for name, model in GROUPS.items() if field in model.model_fields)
-            for line in effect_warnings(Config.from_flat(run | {field: getattr(group, field)})):
-                assert line.split(": ")[1] == flag_of(field)
-                assert line.startswith("not called" if field in SIGNATURES else "no effect")
+        values = {field: getattr(getattr(plain, group), field) for field, group in GROUP_OF.items()}
+        lines = effect_warnings(Config.from_flat(values))
+        assert lines and all(line.startswith(("not called", "no effect")) for line in lines)
+        named = [(flag, line[:10] == "not called") for line in lines for flag in line.rpartition(": ")[2].split(", ")]
+        assert len(dict(named)) == len(named)
+        assert all(is_hook == (flag in HOOK_FLAGS) for flag, is_hook in named)
 
 
 def test_passed_through_to_several_classes_is_named_once() -> None:

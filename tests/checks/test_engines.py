@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from fusionrl.checks.effects import effect_errors
 from fusionrl.checks.engines import eval_engine_errors, guest_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
+from fusionrl.pipeline.knobs import PIPELINES
 
 FITS: dict[str, Any] = {"eval_num_gpus": 1, "eval_prompt_data": ["a", "a.jsonl"], "eval_interval": 2}
 
@@ -17,32 +20,27 @@ FITS: dict[str, Any] = {"eval_num_gpus": 1, "eval_prompt_data": ["a", "a.jsonl"]
     ("changes", "said"),
     [
         ({"mode": "eval"}, "in --mode eval all engines evaluate; give --rollout-num-gpus"),
-        ({"mode": "sft"}, "no engine evaluates in --mode sft"),
-        ({"mode": "reject-sampling"}, "no engine evaluates in --mode reject-sampling"),
-        ({"debug_rollout_only": True}, "with --debug-rollout-only nothing is evaluated"),
-        ({"debug_train_only": True}, "with --debug-train-only nothing is evaluated"),
-        ({"colocate": True}, "with --colocate engines and trainers share their devices and work in turn"),
-        ({"eval_prompt_data": []}, "nothing is evaluated; give --eval-prompt-data (or --eval-config)"),
-        ({"eval_interval": None, "skip_eval_before_train": True}, "nothing is evaluated; give"),
-        ({"update_weight_transport": "ipc"}, "--update-weight-transport ipc reaches engines on the trainers' devices"),
+        ({"mode": "sft"}, "has no effect in --mode sft"),
+        ({"mode": "reject-sampling"}, "has no effect in --mode reject-sampling"),
+        ({"debug_rollout_only": True}, "has no effect in --mode rl --debug-rollout-only"),
+        ({"debug_train_only": True}, "has no effect in --mode rl --debug-train-only"),
+        ({"colocate": True}, "with --colocate"),
+        ({"eval_prompt_data": [], "eval_interval": None}, "without --eval-prompt-data or --eval-config"),
+        ({"eval_interval": None, "skip_eval_before_train": True}, "without --eval-interval"),
+        ({"update_weight_transport": "ipc"}, "--update-weight-transport ipc"),
         ({"keep_checkpoints": 1, "keep_best": "eval/a/accuracy"}, "too late for --keep-best eval/a/accuracy"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
-    errors = eval_engine_errors(Config.from_flat(FITS | changes))
-    assert len(errors) == 1 and errors[0].startswith("--eval-num-gpus 1: ") and said in errors[0]
+    config = Config.from_flat(FITS | changes)
+    (error,) = eval_engine_errors(config) + effect_errors(config)
+    assert error.startswith("--eval-num-gpus 1") and said in error
 
 
-@pytest.mark.parametrize("pipeline", ["on-policy", "stream", "one-step-off", "async", "async-partial"])
-@pytest.mark.parametrize("transport", ["auto", "broadcast", "disk"])
-def test_every_pipeline_takes_it(pipeline: str, transport: str) -> None:
-    assert (
-        eval_engine_errors(Config.from_flat(FITS | {"pipeline": pipeline, "update_weight_transport": transport})) == []
-    )
-
-
-def test_none_are_asked_for() -> None:
-    assert eval_engine_errors(Config.from_flat({"mode": "sft", "colocate": True})) == []
+def test_every_pipeline_and_transport_takes_it() -> None:
+    for pipeline, transport in itertools.product(PIPELINES, ("auto", "broadcast", "disk")):
+        config = Config.from_flat(FITS | {"pipeline": pipeline, "update_weight_transport": transport})
+        assert eval_engine_errors(config) == [], (pipeline, transport)
 
 
 @pytest.mark.parametrize("text", ["role=prefill", "role= prefill"])

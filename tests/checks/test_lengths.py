@@ -46,26 +46,18 @@ def one(found: list[str], *parts: str) -> None:
     assert all(part in found[0] for part in parts), found
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        None,
-        {"rope_type": "default"},
-        LLAMA3,
-        {"rope_type": "yarn", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
-        {"rope_type": "linear", "factor": 2.5},
-        {"type": "dynamic", "factor": 2.0},
-    ],
-)
-def test_positions_are_counted_as_sglang_counts_them(scaling: dict[str, Any] | None) -> None:
+def test_positions_are_counted_as_sglang_counts_them() -> None:
     from fusionrl.base import cpu_wing
 
     cpu_wing.install_stand_ins()
     from sglang.srt.utils.hf_transformers.common import get_context_length
 
-    config = SimpleNamespace(max_position_embeddings=4096, rope_scaling=scaling)
-    assert context_length(4096, scaling) == get_context_length(config)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    linear, dynamic = {"rope_type": "linear", "factor": 2.5}, {"type": "dynamic", "factor": 2.0}
+    more = yarn | {"original_max_position_embeddings": 4096}
+    for scaling in (None, {"rope_type": "default"}, LLAMA3, yarn, more, linear, dynamic):
+        config = SimpleNamespace(max_position_embeddings=4096, rope_scaling=scaling)
+        assert context_length(4096, scaling) == get_context_length(config), scaling
 
 
 def test_prompts_to_the_token(errors: Errors, write_rows: Callable[..., Path]) -> None:
@@ -80,12 +72,8 @@ def test_prompts_to_the_token(errors: Errors, write_rows: Callable[..., Path]) -
         "leave long prompts out with --rollout-max-prompt-len 1024, lower --rollout-max-response-len, or bound both"
         " with --rollout-max-context-len 2048",
     )
-    for cure in (
-        {"rollout_max_prompt_len": 1024},
-        {"rollout_max_response_len": 1023},
-        {"rollout_max_context_len": 2048},
-    ):
-        assert errors(prompt_data=long, **cure) == []
+    cures = ({"rollout_max_prompt_len": 1024}, {"rollout_max_response_len": 1023}, {"rollout_max_context_len": 2048})
+    assert [errors(prompt_data=long, **cure) for cure in cures] == [[]] * 3
     # Prompts that may be longer, but are not; or that are, and are left out; or that no default rollout reads.
     assert errors(prompt_data=write_rows(rows, "short.jsonl"), rollout_max_prompt_len=2000) == []
     assert errors(prompt_data=long, rollout_max_prompt_len=1024) == []
@@ -123,11 +111,7 @@ def test_other_limits_of_a_sample(
     assert errors(prompt_data=data, max_tokens_per_gpu=964, context_parallel_size=2, tensor_model_parallel_size=2) == []
     assert errors(prompt_data=data, max_tokens_per_gpu=1900, mode="reject-sampling") == []
     one(errors(prompt_data=data, rollout_max_response_len=2048), "--rollout-max-response-len 2048 leaves no room")
-    one(
-        errors(prompt_data=data, rollout_max_context_len=5000),
-        "--rollout-max-context-len 5000 is over",
-        "2048 positions",
-    )
+    one(errors(prompt_data=data, rollout_max_context_len=5000), "--rollout-max-context-len 5000 is over", "2048 posit")
     small = shutil.copytree(tiny_model, tmp_path / "small")
     raw = json.loads((small / "config.json").read_text()) | {"max_position_embeddings": 1500}
     (small / "config.json").write_text(json.dumps(raw))
@@ -142,10 +126,8 @@ def test_what_a_data_source_of_ones_own_gives(errors: Errors) -> None:
     own = {"data_source_path": "a.Source", "prompt_data": "anything"}
     assert errors(**own) == []
     assert errors(**own, rollout_max_prompt_len=1024) == []
-    one(
-        errors(**own, rollout_max_prompt_len=1025),
-        "--rollout-max-prompt-len 1025 + --rollout-max-response-len 1024 = 2049",
-    )
+    said = "--rollout-max-prompt-len 1025 + --rollout-max-response-len 1024 = 2049"
+    one(errors(**own, rollout_max_prompt_len=1025), said)
 
 
 def test_evaluation_sets(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
@@ -158,9 +140,8 @@ def test_evaluation_sets(errors: Errors, write_rows: Callable[..., Path], tmp_pa
     one(errors(**sets | {"mode": "rl"}, max_tokens_per_gpu=9999), "--eval-prompt-data")
     file = tmp_path / "eval.yaml"
     file.write_text(f"datasets: [{{name: a, path: {data}, input_key: q, max_response_len: 1000}}]")
-    one(
-        errors(mode="eval", eval_config=file), f"--eval-config {file}: set a: {data}: line 1: ", "max_response_len 1000"
-    )
+    where = f"--eval-config {file}: set a: {data}: line 1: "
+    one(errors(mode="eval", eval_config=file), where, "max_response_len 1000")
 
 
 def test_conversations(errors: Errors, write_rows: Callable[..., Path]) -> None:

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+import yaml
 
+from fusionrl.checks.sampling import eval_sampling_errors, rollout_sampling_errors
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
@@ -58,6 +59,14 @@ def base(tiny_model: Path, write_rows: Callable[..., Path]) -> dict[str, Any]:
     return values | sizes | {"mode": "reject-sampling", "device": "cpu"}
 
 
+@pytest.fixture
+def of_eval(base: dict[str, Any]) -> dict[str, Any]:
+    kept = {
+        name: base[name] for name in ("hf_checkpoint", "label_key", "rm_type", "device", "rollout_max_response_len")
+    }
+    return kept | {"mode": "eval", "eval_prompt_data": ["own", base["prompt_data"]]}
+
+
 def sglang_refuses(params: dict[str, Any]) -> bool:
     """Ask SGLang itself; an empty stop string and a stop token beyond the vocabulary it lets pass, or dies of."""
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -73,53 +82,46 @@ def sglang_refuses(params: dict[str, Any]) -> bool:
     return False
 
 
-def mistakes(values: dict[str, Any]) -> list[str]:
+def outcome(values: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """What is wrong, or the parameters that SGLang gets."""
     try:
         config = Config.from_flat(values)
-    except (ValidationError, ValueError) as error:
-        return str(error).splitlines()
-    return validate(config)[1]
+        args = config.to_args()
+        if config.run.mode != "eval":
+            return rollout_sampling_errors(config, VOCAB), sampling_params(args)
+        (own,) = eval_sets(args)
+    except ValueError as error:
+        return [str(error)], {}
+    errors = eval_sampling_errors(config, own, "set own:" if config.eval.eval_config else "", VOCAB)
+    return errors, eval_sampling_params(sampling_params(args), own)
+
+
+def is_refused(values: dict[str, Any], name: str) -> bool:
+    """Whether the values are refused, by this name, where SGLang would refuse them."""
+    errors, params = outcome(values)
+    assert all(name in error.replace("-", "_") for error in errors), errors
+    assert errors or not sglang_refuses(params), params
+    return bool(errors)
 
 
 @pytest.mark.parametrize("flag", VALUES)
-def test_what_sglang_refuses_is_refused_by_name_before_the_start(flag: str, base: dict[str, Any]) -> None:
+def test_what_sglang_refuses_is_refused_by_name_before_the_start(
+    flag: str, base: dict[str, Any], of_eval: dict[str, Any]
+) -> None:
     pytest.importorskip("sglang")
-    is_eval = flag.startswith("eval_")
-    if is_eval:
-        base |= {"mode": "eval", "eval_prompt_data": ["own", base.pop("prompt_data")]}
-        for name in ("rollout_batch_size", "num_rollout", "n_samples_per_prompt"):
-            base.pop(name)
-    verdicts = set()
-    for value in VALUES[flag]:
-        found = mistakes(base | {flag: value})
-        verdicts.add(bool(found))
-        if found:
-            assert any(flag in text.replace("-", "_") for text in found), (value, found)
-            continue
-        args = Config.from_flat(base | {flag: value}).to_args()
-        params = sampling_params(args)
-        if is_eval:
-            params = eval_sampling_params(params, eval_sets(args)[0])
-        assert not sglang_refuses(params), (flag, value)
+    values = of_eval if flag.startswith("eval_") else base
+    verdicts = {is_refused(values | {flag: value}, flag) for value in VALUES[flag]}
     assert False in verdicts, "some value is good"
 
 
 @pytest.mark.parametrize("key", OF_A_SET)
-def test_the_same_holds_for_keys_of_eval_config(key: str, base: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_holds_for_keys_of_eval_config(key: str, of_eval: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("sglang")
-    import yaml
-
+    path = of_eval.pop("eval_prompt_data")[1]
     for number, value in enumerate(OF_A_SET[key]):
         file = tmp_path / f"sets-{number}.yaml"
-        file.write_text(yaml.safe_dump({"datasets": [{"name": "own", "path": base["prompt_data"], key: value}]}))
-        values = {name: v for name, v in base.items() if name in ("hf_checkpoint", "label_key", "rm_type", "device")}
-        values |= {"mode": "eval", "eval_config": str(file), "rollout_max_response_len": 4}
-        found = mistakes(values)
-        if found:
-            assert all(key in text for text in found), (value, found)
-            continue
-        args = Config.from_flat(values).to_args()
-        assert not sglang_refuses(eval_sampling_params(sampling_params(args), eval_sets(args)[0])), (key, value)
+        file.write_text(yaml.safe_dump({"datasets": [{"name": "own", "path": path, key: value}]}))
+        is_refused(of_eval | {"eval_config": str(file)}, key)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +129,19 @@ def test_the_same_holds_for_keys_of_eval_config(key: str, base: dict[str, Any], 
     [
         ({"rollout_stop": [""]}, "--rollout-stop '': every answer would end after its first token"),
         ({"rollout_stop_token_ids": [2, 512]}, "--rollout-stop-token-ids 512: the model's token ids are 0 to 511"),
-        ({"rollout_temperature": 1e-9}, "--rollout-temperature 1e-09: below 1e-06 SGLang takes the likeliest token"),
+        ({"rollout_temperature": 1e-9}, "--rollout-temperature 1e-09: SGLang is greedy below 1e-06"),
         ({"rollout_min_response_len": 2, "mode": "rl"}, "--rollout-min-response-len 2 with --mode rl"),
         ({"rollout_min_response_len": 9}, "--rollout-min-response-len 9: it is over --rollout-max-response-len 4"),
         ({"rollout_top_k": 0}, "--rollout-top-k 0: give at least 1, or -1 for all tokens"),
     ],
 )
 def test_what_a_mistake_is_told(changes: dict[str, Any], text: str, base: dict[str, Any]) -> None:
-    found = mistakes(base | changes)
-    assert any(text in one for one in found), found
+    found = validate(Config.from_flat(base | changes))[1]
+    assert any(text in error for error in found), found
 
 
-def test_a_flag_of_rollouts_that_an_evaluation_takes_over_is_named_as_it_was_given(base: dict[str, Any]) -> None:
-    base |= {"mode": "eval", "eval_prompt_data": ["own", base.pop("prompt_data")]}
-    for name in ("rollout_batch_size", "num_rollout", "n_samples_per_prompt"):
-        base.pop(name)
-    (found,) = mistakes(base | {"rollout_top_k": 0})
-    assert found.startswith("--rollout-top-k 0:")
-    (found,) = mistakes(base | {"eval_top_k": 0})
-    assert found.startswith("--eval-top-k 0:")
-    assert mistakes(base | {"eval_temperature": 0}) == []
+def test_a_flag_of_rollouts_that_an_evaluation_takes_over_is_named_as_it_was_given(of_eval: dict[str, Any]) -> None:
+    for flag in ("rollout_top_k", "eval_top_k"):
+        (error,) = validate(Config.from_flat(of_eval | {flag: 0}))[1]
+        assert error.startswith(f"--{flag.replace('_', '-')} 0:")
+    assert validate(Config.from_flat(of_eval | {"eval_temperature": 0}))[1] == []

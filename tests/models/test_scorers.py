@@ -132,7 +132,7 @@ def test_good_configurations(errors: Errors, rm: Path, tiny_model: Path, other_t
         ({"prm_beta": 0.1}, ["--prm-beta 0.1 has no effect without --advantage-estimator prime"]),
         (
             {"advantage_estimator": "prime", "policy_loss": "dpo", "n_samples_per_prompt": 2},
-            ["--advantage-estimator prime: --policy-loss dpo learns from pairs"],
+            ["--advantage-estimator prime: --policy-loss dpo has no use for it"],
         ),
         ({"use_opd": True}, ["--use-opd needs --opd-teacher-load"]),
         ({"use_opd": True, "opd_teacher_load": "/nowhere"}, ["--opd-teacher-load /nowhere: there is no such folder"]),
@@ -183,8 +183,8 @@ def test_a_teacher_that_does_not_fit(
     one(opd(rollout_temperature=0.7), "--rollout-temperature 0.7", "at temperature 1")
     assert opd(opd_type="megatron", rollout_temperature=0.7) == []
     deeper = make_tiny_qwen3(tmp_path / "deeper", num_layers=3)
-    one(opd(opd_type="megatron", opd_teacher_load=deeper), "its config.json describes another shape")
-    one(opd(mode="reject-sampling"), "--use-opd belongs to --mode rl, not to reject-sampling")
+    one(opd(opd_type="megatron", opd_teacher_load=deeper), "its shape differs from that of --hf-checkpoint")
+    one(opd(mode="reject-sampling"), "--use-opd has no effect in --mode reject-sampling")
     one(opd(opd_teacher_num_gpus_per_engine=3), "--opd-teacher-num-gpus-per-engine 3 does not divide")
     data = str(write_rows([{"input": "1+1=", "label": "2"}], "eval.jsonl"))
     one(opd(rm_type=None, eval_prompt_data=["a", data]), "an evaluation needs a reward")

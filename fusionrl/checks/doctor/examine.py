@@ -145,21 +145,13 @@ def run_findings(examined: Examined, options: Options) -> list[Finding]:
 
 
 def _probes(config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Finding]:
-    kwargs = config.data.apply_chat_template_kwargs or {}
     uses_template = config.data.apply_chat_template or config.run.mode == "sft"
     has_template = bool(getattr(tokenizer, "chat_template", None))
+    kwargs = (config.data.apply_chat_template_kwargs or {}) if uses_template and has_template else None
     findings = tokenizer_findings(tokenizer, plan.shape.vocab_size)
-    if uses_template and has_template:
-        findings += template_findings(tokenizer, kwargs)
+    findings += [] if kwargs is None else template_findings(tokenizer, kwargs)
     if uses_engines(config) and not config.rollout.rollout_ignore_eos:
-        findings += end_findings(
-            tokenizer,
-            Path(str(config.model.hf_checkpoint)),
-            plan.shape.vocab_size,
-            uses_template=uses_template and has_template,
-            more_stops=config.rollout.rollout_stop_token_ids,
-            kwargs=kwargs,
-        )
+        findings += end_findings(tokenizer, config, plan.shape.vocab_size, kwargs)
     if not generates(config) or config.run.load_debug_rollout_data is not None:
         return findings
     rows = probe_rows(config, tokenizer)

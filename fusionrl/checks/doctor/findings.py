@@ -64,11 +64,8 @@ def has_fault(findings: Sequence[Finding]) -> bool:
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return the last line of the report."""
-    num_faults = sum(finding.status == "fault" for finding in findings)
-    num_warnings = sum(finding.status == "warning" for finding in findings)
-    parts = [counted(len(findings), "check"), _or_no(num_faults, "fault"), _or_no(num_warnings, "warning")]
+    parts = [counted(len(findings), "check")]
+    for status in ("fault", "warning"):
+        number = sum(finding.status == status for finding in findings)
+        parts.append(counted(number, status) if number else f"no {status}s")
     return ", ".join(parts)
-
-
-def _or_no(number: int, name: str) -> str:
-    return counted(number, name) if number else f"no {name}s"

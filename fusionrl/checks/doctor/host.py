@@ -5,6 +5,7 @@ Functions take `root`, below which /proc and /sys are read: "/" but in tests.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -47,14 +48,13 @@ def shared_memory_findings(folder: Path = ROOT / "dev/shm") -> list[Finding]:
 def limit_findings(root: Path = ROOT) -> list[Finding]:
     """Look at the limits of open files and of processes, by ulimit and by control group."""
     files = most_open_files()
-    limits = {"ulimit -u": _finite(resource.getrlimit(resource.RLIMIT_NPROC)[1])}
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    limits = {"ulimit -u": None if most == resource.RLIM_INFINITY else float(most)}
     for name in ("sys/fs/cgroup/pids.max", "sys/fs/cgroup/pids/pids.max"):
         limits[f"/{name}"] = kernel_number(root / name)
     findings = []
     if files < FEWEST_FILES:
-        cure = (
-            f"raise the hard limit: ulimit -Hn {1 << 16} before the shell starts, or docker run --ulimit nofile=65536"
-        )
+        cure = "raise the hard limit: ulimit -Hn 65536 before the shell starts, or docker run --ulimit nofile=65536"
         findings.append(fault("files", f"a process may open {files} files; Ray and the router need thousands", cure))
     least, where = min(((value, name) for name, value in limits.items() if value is not None), default=(None, ""))
     if least is not None and least < FEWEST_PROCESSES:
@@ -84,12 +84,10 @@ def memory_findings(plan: Plan | None, root: Path = ROOT) -> list[Finding]:
 def free_memory(root: Path = ROOT) -> float | None:
     """Return the bytes that new processes may take: of the machine, or fewer by a control group."""
     sizes: list[float] = []
-    try:
+    with contextlib.suppress(OSError):  # no Linux
         for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 sizes.append(float(line.split()[1]) * 1024)
-    except OSError:
-        pass  # no Linux
     sizes += [group.limit - group.used for group in limited_groups(root)]
     return min(sizes, default=None)
 
@@ -99,16 +97,13 @@ def core_findings(num_processes: int, root: Path = ROOT) -> list[Finding]:
     seen = len(os.sched_getaffinity(0))
     quota = _quota(root)
     if quota is not None and quota < seen * 0.75:
-        cure = (
-            f"give the container more CPU, or pin it (taskset -c 0-{max(int(quota) - 1, 0)}), so that it sees its share"
-        )
+        cure = f"give the container more CPU, or show it its share: taskset -c 0-{max(int(quota) - 1, 0)}"
         text = f"programs see {seen} cores and may use {quota:g}: their threads wait for each other"
         return [warning("cores", text, cure)]
     return [fact("cores", f"{seen} cores" + (f" for {num_processes} busy processes" if num_processes else ""))]
 
 
 def _quota(root: Path) -> float | None:
-    """Return the cores that a control group allows; None: no limit."""
     try:
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()[:2]
         return None if quota == "max" else float(quota) / float(period)
@@ -162,9 +157,7 @@ def disk_findings_of_run(config: Config | None, plan: Plan | None) -> list[Findi
 
 def disk_warnings(config: Config, plan: Plan) -> list[str]:
     """Return a text, with its cure, for each disk that has too little room."""
-    return [
-        f"{finding.fact}; {finding.cure}" for finding in disk_findings_of_run(config, plan) if finding.status != "fact"
-    ]
+    return [f"{each.fact}; {each.cure}" for each in disk_findings_of_run(config, plan) if each.status != "fact"]
 
 
 def checkpoint_bytes(config: Config, plan: Plan) -> float:
@@ -182,7 +175,3 @@ def checkpoint_bytes(config: Config, plan: Plan) -> float:
 def temporary_folder() -> Path:
     """Return the folder in which Ray keeps its sockets and spills what does not fit into memory."""
     return Path(tempfile.gettempdir())
-
-
-def _finite(limit: int) -> float | None:
-    return None if limit == resource.RLIM_INFINITY else float(limit)

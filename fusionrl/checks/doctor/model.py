@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
+from fusionrl.config.config import Config
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import read_end_tokens
 from fusionrl.models.weight_files import stored_tensors
@@ -20,37 +21,27 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 # A lossy tokenizer loses these first: spaces, new lines, digits, marks, letters of other scripts.
 _TEXT = "A  b\n\n\tc 12,345.67 \\boxed{x^2} <b>ü</b> 中文"
 _QUESTION, _ANSWER = "How much is 17 and 25?", "It is 42, of course."
+_TURNS = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
 _MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>")
 
 
 def end_findings(
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    vocab_size: int,
-    *,
-    uses_template: bool,
-    more_stops: Sequence[int] = (),
-    kwargs: Mapping[str, object] | None = None,
+    tokenizer: PreTrainedTokenizerBase, config: Config, vocab_size: int, kwargs: Mapping[str, object] | None
 ) -> list[Finding]:
-    """Check that an engine stops at a token by which the model can end an answer.
-
-    SGLang stops at the tokens of config.json, generation_config.json and the tokenizer, and at `more_stops`
-    (--rollout-stop-token-ids).
-    """
-    stops = {*more_stops, *read_end_tokens(folder)}
+    """Check that an engine stops at a token by which the model can end an answer; `kwargs`: of the template, if any."""
+    folder = Path(str(config.model.hf_checkpoint))
+    stops = {*config.rollout.rollout_stop_token_ids, *read_end_tokens(folder)}
     if tokenizer.eos_token_id is not None:
         stops.add(int(tokenizer.eos_token_id))
     cure = f"set eos_token_id in {folder}/generation_config.json, or give --rollout-stop-token-ids"
     if not stops:
-        return [
-            fault("end", "no file of --hf-checkpoint names a token that ends an answer: all run to their limit", cure)
-        ]
+        return [fault("end", "no file of --hf-checkpoint names a token that ends an answer", cure)]
     can_emit = sorted(stop for stop in stops if 0 <= stop < vocab_size)
     if not can_emit:
         text = f"the tokens that end an answer, {sorted(stops)}, are outside of the model's vocabulary of {vocab_size}"
         return [fault("end", f"{text}: it cannot emit one", cure)]
     named = ", ".join(f"{stop} {tokenizer.convert_ids_to_tokens(stop)!r}" for stop in can_emit)
-    last = _end_of_turn(tokenizer, kwargs or {}) if uses_template else None
+    last = None if kwargs is None else _end_of_turn(tokenizer, kwargs)
     if last is not None and last not in stops:
         text = f"the chat template ends a turn with {last} {tokenizer.convert_ids_to_tokens(last)!r}"
         return [fault("end", f"{text}, and engines stop only at {named}: answers run to their limit", cure)]
@@ -60,9 +51,8 @@ def end_findings(
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> int | None:
     """Return the control token that the template writes right after an answer; None: it writes none, or refuses."""
-    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = call_template(tokenizer.apply_chat_template, turns, tokenize=False, **kwargs)
+        text = call_template(tokenizer.apply_chat_template, _TURNS, tokenize=False, **kwargs)
     except TemplateError:
         return None
     _, marker, after = text.rpartition(_ANSWER)
@@ -83,19 +73,14 @@ def tokenizer_findings(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> l
     highest = max([*tokenizer.added_tokens_decoder, len(tokenizer) - 1])
     if highest >= vocab_size:
         cure = "use the tokenizer of this model, or resize its embeddings to the tokenizer"
-        findings.append(
-            fault(_CHECK, f"the tokenizer has token {highest}, the model has {vocab_size} embeddings", cure)
-        )
+        text = f"the tokenizer has token {highest}, the model has {vocab_size} embeddings"
+        findings.append(fault(_CHECK, text, cure))
     return findings or [fact(_CHECK, f"{len(tokenizer)} tokens for {vocab_size} embeddings; text comes back unchanged")]
 
 
 def template_findings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> list[Finding]:
     """Check that the chat template keeps what is said, and that its marks are tokens of this tokenizer."""
-    turns = [
-        {"role": "user", "content": _QUESTION},
-        {"role": "assistant", "content": _ANSWER},
-        {"role": "user", "content": _QUESTION[::-1]},
-    ]
+    turns = [*_TURNS, {"role": "user", "content": _QUESTION[::-1]}]
     try:
         text = call_template(tokenizer.apply_chat_template, turns, tokenize=False, add_generation_prompt=True, **kwargs)
     except TemplateError as error:
@@ -105,9 +90,8 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, o
     if lost:
         cure = "take the template that came with the model (chat_template.jinja, or tokenizer_config.json)"
         return [fault(_TEMPLATE, f"the chat template leaves out {lost[0]!r}", cure)]
-    back = tokenizer.decode(
-        tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     split = sorted({mark for mark in _MARK.findall(text) if len(tokenizer.encode(mark, add_special_tokens=False)) > 1})
     findings = []
     if split:
@@ -116,9 +100,8 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, o
         findings.append(warning(_TEMPLATE, text, cure))
     if back.strip() != text.strip() and not split:
         cure = "use tokenizer and template of the same model; prompts reach it spoilt"
-        findings.append(
-            warning(_TEMPLATE, f"a rendered conversation does not come back from its tokens: {back!r:.200}", cure)
-        )
+        text = f"a rendered conversation does not come back from its tokens: {back!r:.200}"
+        findings.append(warning(_TEMPLATE, text, cure))
     return findings or [fact(_TEMPLATE, "a conversation keeps its words and comes back from its tokens unchanged")]
 
 
@@ -135,9 +118,8 @@ def prompt_findings(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[Fin
     if tokenizer.encode("a")[:1] == [bos] and ids[:1] != [bos]:
         cure = f"add --apply-chat-template where the template writes it, or begin each prompt with {name}"
         return [warning("bos", f"the model was trained with {name} first, and the first prompt has none", cure)]
-    return [
-        fact("bos", f"prompts begin with {name}" if ids[:1] == [bos] else f"prompts have no {name}, as in training")
-    ]
+    is_first = ids[:1] == [bos]
+    return [fact("bos", f"prompts begin with {name}" if is_first else f"prompts have no {name}, as in training")]
 
 
 def label_findings(tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], longest: int | None) -> list[Finding]:
@@ -172,7 +154,5 @@ def weight_findings(folder: Path) -> list[Finding]:
                     bad += [] if torch.isfinite(reader.get_tensor(name)).all() else [name]
     if bad:
         text = f"{len(bad)} of {num_read} tensors have values that are not finite, the first: {bad[0]}"
-        return [
-            fault(_WEIGHTS, text, "copy the model again, or take an earlier checkpoint: the first loss would be NaN")
-        ]
+        return [fault(_WEIGHTS, text, "copy the model again, or take an earlier checkpoint")]
     return [fact(_WEIGHTS, f"all values of {num_read} tensors are finite")]

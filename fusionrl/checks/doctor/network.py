@@ -63,9 +63,7 @@ def _proxy_findings(environ: Mapping[str, str]) -> list[Finding]:
     if urllib.request.proxy_bypass_environment(_LOCAL, proxies):  # type: ignore[attr-defined]  # typeshed lacks it
         return []
     cure = "export no_proxy=127.0.0.1,localhost, with the addresses of all nodes"
-    return [
-        warning("proxy", f"{variables[0]} is set and no_proxy does not name {_LOCAL}: engines are asked there", cure)
-    ]
+    return [warning("proxy", f"{variables[0]} is set, and no_proxy does not name {_LOCAL}, where engines are", cure)]
 
 
 def address_findings(check: str, flag: str, address: str) -> list[Finding]:

@@ -97,9 +97,9 @@ class NodeDoctor:
         def error_of(place: tuple[str, int]) -> str:
             try:
                 socket.create_connection(place, _CONNECT_S).close()
+                return ""
             except OSError as error:
                 return str(error)
-            return ""
 
         with ThreadPoolExecutor(32) as threads:
             errors = dict(zip(places, threads.map(error_of, places.values()), strict=True))
@@ -152,9 +152,8 @@ class NodeDoctor:
 def device_findings(devices: Mapping[str, int], plan: Plan | None) -> list[Finding]:
     """Compare the devices that Ray counts, by node, with those that the plan needs."""
     total = sum(devices.values())
-    text = f"{counted(len(devices), 'node')}, {counted(total, 'device')}: " + ", ".join(
-        f"{name} has {n}" for name, n in devices.items()
-    )
+    each = ", ".join(f"{name} has {n}" for name, n in devices.items())
+    text = f"{counted(len(devices), 'node')}, {counted(total, 'device')}: {each}"
     if plan is not None and plan.num_bundles > total:
         cure = "start more nodes, give their number of devices (ray start --num-gpus, --resources), or plan with fewer"
         return [fault("nodes", f"{text}; the plan needs {plan.num_bundles}", cure)]
@@ -201,10 +200,11 @@ def reach_findings(failed: Mapping[str, Mapping[str, str] | Exception]) -> list[
 
 def prepare_findings(answers: Mapping[str, object]) -> list[Finding]:
     """Report the nodes that cannot import torch: node → its version, or the error."""
-    errors = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
     cure = f"look with `fusionrl doctor` on that node why; where torch is broken, {CURE}"
     return [
-        fault("collective", f"node {name}: torch is not imported ({error})", cure) for name, error in errors.items()
+        fault("collective", f"node {name}: torch is not imported ({answer})", cure)
+        for name, answer in answers.items()
+        if isinstance(answer, Exception)
     ]
 
 
@@ -217,10 +217,8 @@ def reduce_findings(answers: Mapping[str, float | Exception]) -> list[Finding]:
         text = f"an all-reduce of {REDUCED_BYTES >> 20} MiB over {len(answers)} nodes takes {slowest:.2f} s"
         return [fact("collective", f"{text} on the CPUs ({rate:.0f} MB/s)")]
     cure = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each node to the interface of its address; open all ports"
-    return [
-        fault("collective", f"node {name}: an all-reduce over the nodes fails ({error})", cure)
-        for name, error in errors.items()
-    ]
+    fails = "an all-reduce over the nodes fails"
+    return [fault("collective", f"node {name}: {fails} ({error})", cure) for name, error in errors.items()]
 
 
 def clock_findings(offsets: Mapping[str, tuple[float, float] | Exception]) -> list[Finding]:

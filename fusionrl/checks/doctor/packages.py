@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -14,7 +15,6 @@ from pathlib import Path
 from fusionrl.base.environment import child_environment
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 
-_OLDEST_PYTHON = (3, 11)
 _OPTIONAL = frozenset({"matplotlib", "sglang", "sglang-router", "nvidia-ml-py", "transformer-engine"})
 _EXTRA = "gpu"  # names the engines' packages, which a CPU has, too
 _MODULES = ("torch", "ray", "transformers", "megatron.core", "sglang", "sglang_router")
@@ -33,21 +33,17 @@ def package_findings(needs_engines: bool = True, requirements: Iterable[str] | N
     """Compare what is installed with `requirements`; None: those that fusionrl's own package names."""
     from packaging.requirements import Requirement
 
-    python = platform.python_version()
-    if sys.version_info < _OLDEST_PYTHON:
-        return [fault("python", f"Python {python}", "use Python 3.11 or newer")]
     try:
         named = list(metadata.requires("fusionrl") or []) if requirements is None else list(requirements)
     except metadata.PackageNotFoundError:
         cure = "install fusionrl (pip install -e .) into the environment that runs it"
         return [warning("packages", "fusionrl is not an installed package, so its requirements are not known", cure)]
     findings: list[Finding] = []
-    versions: list[str] = [f"python {python}"]
+    versions = [f"python {platform.python_version()}"]
     for text in named:
         requirement = Requirement(text)
-        if requirement.marker is not None and not any(
-            requirement.marker.evaluate({"extra": extra}) for extra in ("", _EXTRA)
-        ):
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", _EXTRA)):
             continue
         name = requirement.name
         try:
@@ -55,9 +51,8 @@ def package_findings(needs_engines: bool = True, requirements: Iterable[str] | N
         except metadata.PackageNotFoundError:
             is_needed = name not in _OPTIONAL or (needs_engines and name.startswith("sglang"))
             if is_needed:
-                findings.append(
-                    fault("packages", f"{name} is not installed", f"pip install '{name}{requirement.specifier}'")
-                )
+                cure = f"pip install '{name}{requirement.specifier}'"
+                findings.append(fault("packages", f"{name} is not installed", cure))
             continue
         versions.append(f"{name} {version}")
         if requirement.specifier and not requirement.specifier.contains(version, prereleases=True):
@@ -70,15 +65,12 @@ def torch_findings(device: str) -> list[Finding]:
     """Import torch in a process of its own: a broken build shows itself there. `device`: "cpu" or "cuda"."""
     ran = _python(_TORCH)
     if ran.returncode:
-        return [
-            fault("torch", f"it cannot be imported: {_last_line(ran.stderr)}", "install torch again: pip install torch")
-        ]
+        text = f"it cannot be imported: {_last_line(ran.stderr)}"
+        return [fault("torch", text, "install torch again: pip install torch")]
     version, cuda, has_cuda = json.loads(ran.stdout.splitlines()[-1])
     if device == "cuda" and not has_cuda:
         built = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
-        cure = (
-            "install the build of torch that fits the driver (nvidia-smi names its CUDA version), or use --device cpu"
-        )
+        cure = "install the build of torch for the driver's CUDA version (nvidia-smi), or use --device cpu"
         return [fault("torch", f"torch {version} {built} and finds no GPU, though the machine has one", cure)]
     return [fact("torch", f"torch {version}" + (f", CUDA {cuda}" if cuda else ", a CPU build"))]
 
@@ -97,14 +89,8 @@ def import_findings(modules: Iterable[str] = _MODULES) -> list[Finding]:
 def _python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *argv]
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_LIMIT_S,
-            check=False,
-            env=child_environment("doctor"),
-        )
+        env = child_environment("doctor")
+        return subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False, env=env)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"no answer within {_IMPORT_LIMIT_S:.0f} s")
 
@@ -115,14 +101,7 @@ def _last_line(text: str) -> str:
 
 # Processes of different nodes send each other pickled objects of these, or compute together.
 _PACKAGES = (
-    "fusionrl",
-    "torch",
-    "ray",
-    "megatron-core",
-    "sglang",
-    "sglang-router",
-    "transformers",
-    "transformer-engine",
+    *("fusionrl", "torch", "ray", "megatron-core", "sglang", "sglang-router", "transformers", "transformer-engine"),
 )
 _SOURCES = Path(__file__).parents[2]
 _SHOWN = 12  # digits of a hash
@@ -136,21 +115,13 @@ def installed_versions(sources: Path = _SOURCES) -> dict[str, str]:
     """
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    versions["fusionrl"] = f"{versions.get('fusionrl', 'not installed')} (sources {_hash_of(sources)})"
-    return versions
-
-
-def _hash_of(folder: Path) -> str:
-    """Return a hash of the names and contents of all Python files below a folder."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:_SHOWN]
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(f"{path.relative_to(sources)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    versions["fusionrl"] = f"{versions.get('fusionrl', 'not installed')} (sources {digest.hexdigest()[:_SHOWN]})"
+    return versions
 
 
 def version_findings(versions: Mapping[str, Mapping[str, str]], own_node: str) -> list[Finding]:

@@ -1,7 +1,6 @@
 """The reward on a few rows of the data: the gold label must score above an empty answer.
 
-A reward that cannot tell the two apart teaches nothing, and the run shows it only hours later as a reward of 0. The
-label is tried in several common forms, as no flag says which one the reward looks for; --gold names another.
+The label is tried in several common forms, as no flag says which one the reward looks for; --gold names another.
 """
 
 from __future__ import annotations
@@ -77,11 +76,8 @@ def why_unprobed(config: Config) -> str | None:
 def reward_findings(config: Config, args: Namespace, rows: Sequence[Sample], gold: str | None) -> list[Finding]:
     """Score gold and empty answers of `rows`, by the function and in the processes that a run uses.
 
-    Args:
-        config: what the user asked for.
-        args: as a hook gets them.
-        rows: samples without an answer.
-        gold: --gold; None: the forms above are tried.
+    args  as a hook gets them
+    gold  --gold; None: the forms above are tried
     """
     reason = why_unprobed(config)
     if reason is not None:
@@ -93,7 +89,9 @@ def reward_findings(config: Config, args: Namespace, rows: Sequence[Sample], gol
         answers = gold_answers(row.label, gold)
         if not answers:
             continue
-        samples = [_answered(row, answer) for answer in (*answers, "")]
+        samples = [deepcopy(row) for _ in (*answers, "")]
+        for sample, answer in zip(samples, (*answers, ""), strict=True):
+            sample.response, sample.status = answer, Sample.Status.COMPLETED
         problem = _problem(config, settings, samples, problems, gold)
         if problem is not None:
             return [problem]
@@ -129,18 +127,10 @@ def _problem(
     forms = "in each form that was tried" if gold is None else f"as --gold {gold}"
     text = f"{name}: the gold label {label!r:.60} scores {best:g} {forms}, an empty answer {empty:g}"
     if config.reward.custom_rm_path and gold is None:
-        cure = (
-            "if it wants another form, say which one: --gold 'FINAL: {label}'; else look why it does not see the label"
-        )
+        cure = "if it wants another form, give it: --gold 'FINAL: {label}'; else look why it does not see the label"
         return warning(_CHECK, text, cure)
     cure = "check --label-key and the form of the labels, and choose the reward that fits (docs/guides/rewards.md)"
     return fault(_CHECK, text, cure)
-
-
-def _answered(row: Sample, answer: str) -> Sample:
-    sample = deepcopy(row)
-    sample.response, sample.status = answer, Sample.Status.COMPLETED
-    return sample
 
 
 def _number(reward: float | Mapping[str, object], key: str | None) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.losses import LOSSES
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, JsonObject, acting, of_policy, of_rl
+from fusionrl.config.groups.base import Group, JsonObject, acting, of_policy, of_rl, of_rl_training
 from fusionrl.config.presets import PRESETS
 
 # The tables decide what these flags take. A type checker cannot read a Literal of a table.
@@ -20,7 +20,7 @@ else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[("auto", *LOSSES)]
 
-of_rl_training = acting(scopes.TRAINS, scopes.RL)
+only_of_rl = acting(scopes.TRAINS, scopes.needed(scopes.RL))
 of_clip = acting(scopes.POLICY, scopes.of_losses("eps_clip"), scopes.MOVES)
 of_sapo = acting(scopes.POLICY, scopes.of_losses("sapo_tau_pos"), scopes.MOVES)
 of_clip_cov = acting(scopes.POLICY, scopes.of_losses("clip_cov_low"))
@@ -39,14 +39,10 @@ class AlgorithmGroup(Group):
     """Algorithm"""
 
     algorithm: AlgorithmName | None = acting(scopes.PRESET)(
-        None,
-        "Set the flags of a published algorithm (docs/guides/algorithms.md); any flag you also pass"
-        " overrides the preset.",
+        None, "Flags of a published algorithm (docs/guides/algorithms.md); any flag you also pass overrides the preset."
     )
     advantage_estimator: EstimatorName = of_rl(
-        "grpo",
-        "Advantage estimator (docs/guides/algorithms.md); gspo and cispo use grpo's advantages with their"
-        " own policy loss.",
+        "grpo", "Advantage estimator (docs/guides/algorithms.md); gspo and cispo are grpo with their own policy loss."
     )
     pass_k: int = acting(scopes.POLICY, scopes.ESTIMATOR, scopes.read_by_estimators("pass_k"))(
         1, "Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1
@@ -61,16 +57,14 @@ class AlgorithmGroup(Group):
     normalize_advantages: bool = acting(scopes.POLICY, scopes.WHITENS)(
         False, "Whiten advantages over all tokens of a rollout; reinforce_plus_plus and prime always do."
     )
-    kl_coef: float = acting(scopes.POLICY, scopes.PRICED)(
+    kl_coef: float = acting(scopes.POLICY, scopes.read_by_estimators("kl_coef"))(
         0.0, "Coefficient of the KL penalty to the reference in each token's reward (reinforce_plus_plus, ppo).", ge=0
     )
     kl_coef_type: Literal["k1", "k2", "k3", "low_var_kl"] = acting(
         scopes.POLICY, scopes.PRICE, scopes.read_by_estimators("kl_coef_type")
     )("k1", "Estimator of that KL; k2 and k3 are never negative, and also penalise a token that became less likely.")
     policy_loss: PolicyLossName = of_rl_training(
-        "auto",
-        "Policy loss (docs/guides/algorithms.md); auto is gspo or cispo for the estimators of that name,"
-        " otherwise ppo.",
+        "auto", "Policy loss (docs/guides/algorithms.md); auto: gspo or cispo for those estimators, otherwise ppo."
     )
     custom_policy_loss_path: str | None = of_policy(
         None, "Function that computes the policy loss of each token, in place of --policy-loss."
@@ -132,40 +126,28 @@ class AlgorithmGroup(Group):
     custom_tis_function_path: str | None = of_policy(
         None, "Function that corrects the policy loss for the engine's log-probs; replaces the tis flags."
     )
-    use_opsm: bool = of_policy(
-        False, "Off-policy sequence masking: leave out samples with a negative advantage that are far off-policy."
-    )
+    use_opsm: bool = of_policy(False, "Off-policy masking: leave out far off-policy samples with a negative advantage.")
     opsm_delta: float = acting(scopes.POLICY, scopes.OPSM)(
         1e-4, "Mean log-ratio above which a sample is far off-policy, nats.", ge=0
     )
-    use_unbiased_kl: bool = of_kl_loss(
-        False, "Weight the KL term by the ratio of the policy to the sampling policy, which unbiases it."
-    )
+    use_unbiased_kl: bool = of_kl_loss(False, "Weight the KL term by the policy's ratio to the sampling policy.")
     use_kl_loss: bool = of_policy(False, "Add a KL term to the reference model to the loss.")
     kl_loss_coef: float = of_kl_loss(0.0, "Coefficient of the KL term in the loss.", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = acting(scopes.POLICY, scopes.KL_LOSS)(
         "k3", "Estimator of the KL term."
     )
     entropy_coef: float = of_policy(0.0, "Coefficient of the entropy bonus.", ge=0)
-    use_opd: bool = of_rl_training(
-        False, "On-policy distillation: a teacher scores each token of a response by its log-prob."
-    )
+    use_opd: bool = only_of_rl(False, "On-policy distillation: a teacher scores each response token by its log-prob.")
     opd_type: Literal["sglang", "megatron"] = of_distillation(
         "sglang", "Where the teacher's log-probs are computed: in its own engines, or in the trainers."
     )
     opd_kl_coef: float = of_distillation(1.0, "Coefficient of the reverse KL to the teacher.", ge=0)
     opd_teacher_load: str | None = of_distillation(
-        None,
-        "Hugging Face folder of the teacher; its tokenizer must match --hf-checkpoint. Default: your"
-        " function sets teacher_log_probs.",
+        None, "Folder of the teacher, with the policy's tokenizer. Default: your function sets teacher_log_probs."
     )
     opd_teacher_num_gpus: int = of_teacher_engines(1, "Devices of the teacher's engines in all.", ge=1)
-    opd_teacher_num_gpus_per_engine: int = of_teacher_engines(
-        1, "Devices of one of them (its tensor parallel size).", ge=1
-    )
-    opd_teacher_server_args: JsonObject = of_teacher_engines(
-        {}, "SGLang ServerArgs fields of the teacher's engines, as JSON."
-    )
+    opd_teacher_num_gpus_per_engine: int = of_teacher_engines(1, "Devices of one (its tensor parallel size).", ge=1)
+    opd_teacher_server_args: JsonObject = of_teacher_engines({}, "SGLang ServerArgs fields of these engines, as JSON.")
     calculate_per_token_loss: bool = acting(scopes.TRAINS, scopes.AGGREGATED)(
         True, "Average the loss over all tokens; off: over samples of their token means."
     )
@@ -176,18 +158,12 @@ class AlgorithmGroup(Group):
     custom_loss_function_path: str | None = of_rl(
         None, "Function that computes the loss of a micro-batch from its logits (--loss-type custom_loss)."
     )
-    use_rollout_logprobs: bool = of_policy(
-        False, "Use the engine's log-probs as those of the old policy instead of recomputing them."
+    use_rollout_logprobs: bool = of_policy(False, "Use the engine's log-probs for the old policy, without recomputing.")
+    use_routing_replay: bool = only_of_rl(
+        False, "Experts: route tokens in all steps of a rollout as in its log-prob pass (docs/guides/models.md)."
     )
-    use_routing_replay: bool = of_rl_training(
-        False,
-        "Mixtures of experts: in all optimizer steps of a rollout, send each token to the experts of the"
-        " log-prob pass before the first (docs/guides/models.md).",
-    )
-    use_rollout_routing_replay: bool = of_rl_training(
-        False,
-        "Mixtures of experts: in log-prob pass and steps, send each token to the experts that the engine"
-        " chose, the samples' rollout_routed_experts (docs/guides/models.md).",
+    use_rollout_routing_replay: bool = only_of_rl(
+        False, "Experts: route tokens as the engine did, by rollout_routed_experts (docs/guides/models.md)."
     )
 
 
@@ -199,13 +175,9 @@ class CriticGroup(Group):
         "Hugging Face folder that the critic starts with. Default: --hf-checkpoint with a value head that returns 0.",
     )
     critic_lr: float | None = of_critic(None, "Learning rate of the critic. Default: --lr.", ge=0)
-    critic_lr_warmup_iters: int | None = of_critic(
-        None, "Its warm-up, optimizer steps. Default: --lr-warmup-iters.", ge=0
-    )
+    critic_lr_warmup_iters: int | None = of_critic(None, "Its warm-up, in steps. Default: --lr-warmup-iters.", ge=0)
     critic_num_gpus: int | None = of_critic(None, "Devices of the critic alone. Default: it shares the actor's.", ge=1)
-    critic_tensor_model_parallel_size: int | None = of_critic(
-        None, "Tensor parallel size of the critic. Default: as the actor's, here and below.", ge=1
-    )
+    critic_tensor_model_parallel_size: int | None = of_critic(None, "Tensor parallel size. Default: the actor's.", ge=1)
     critic_pipeline_model_parallel_size: int | None = of_critic(None, "Pipeline parallel size of the critic.", ge=1)
     critic_context_parallel_size: int | None = of_critic(None, "Context parallel size of the critic.", ge=1)
     critic_expert_model_parallel_size: int | None = of_critic(None, "Expert parallel size of the critic.", ge=1)
@@ -217,23 +189,17 @@ class PrmGroup(Group):
     """Process reward model (--advantage-estimator prime)"""
 
     prm_load: str | None = of_prm(
-        None,
-        "Hugging Face folder of the initial reward model, also the reference of its log-ratios."
-        " Default: --hf-checkpoint.",
+        None, "Folder of the initial reward model, also the reference of its log-ratios. Default: --hf-checkpoint."
     )
     prm_lr: float | None = of_prm(
-        None,
-        "Learning rate of the reward model, trained to separate raw rewards above 0 from the rest. Default: --lr.",
-        ge=0,
+        None, "Learning rate of the reward model, trained to tell raw rewards above 0 from others. Default: --lr.", ge=0
     )
     prm_lr_warmup_iters: int | None = of_prm(None, "Its warm-up, optimizer steps. Default: --lr-warmup-iters.", ge=0)
     prm_beta: float = of_prm(0.05, "Process reward per nat of log-ratio to the initial reward model.", gt=0)
     prm_process_coef: float = of_prm(1.0, "Weight of the process rewards in the advantage.", ge=0)
     prm_outcome_coef: float = of_prm(1.0, "Weight of the outcome in the advantage.", ge=0)
     prm_num_gpus: int | None = of_prm(None, "Devices of the reward model alone. Default: it shares the actor's.", ge=1)
-    prm_tensor_model_parallel_size: int | None = of_prm(
-        None, "Tensor parallel size of the reward model. Default: as the actor's, here and below.", ge=1
-    )
+    prm_tensor_model_parallel_size: int | None = of_prm(None, "Tensor parallel size. Default: the actor's.", ge=1)
     prm_pipeline_model_parallel_size: int | None = of_prm(None, "Pipeline parallel size of the reward model.", ge=1)
     prm_context_parallel_size: int | None = of_prm(None, "Context parallel size of the reward model.", ge=1)
     prm_expert_model_parallel_size: int | None = of_prm(None, "Expert parallel size of the reward model.", ge=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Protocol
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -29,14 +30,8 @@ def _from_json(value: object) -> object:
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_from_json)]
 
 
-class Declare(Protocol):
-    """Declares a flag: its default, its help, and its bounds (those of `pydantic.Field`)."""
-
-    def __call__(self, default: object, text: str, /, **bounds: Any) -> Any: ...
-
-
-def acting(*where: Scope) -> Declare:
-    """Return what declares flags that act where all these scopes hold."""
+def acting(*where: Scope) -> Callable[..., Any]:
+    """Return what declares flags that act where all these scopes hold: by default, help and `pydantic.Field` bounds."""
 
     def declare(default: object, text: str, /, **bounds: Any) -> Any:
         return Field(default, description=text, json_schema_extra={"scopes": where}, **bounds)  # type: ignore
@@ -57,3 +52,9 @@ of_trainers = acting(scopes.TRAINERS)
 of_training = acting(scopes.TRAINS)
 of_policy = acting(scopes.POLICY)
 of_rl = acting(scopes.RL)
+of_rl_training = acting(scopes.TRAINS, scopes.RL)
+of_pushes = acting(scopes.PUSHES)
+of_steps = acting(scopes.STEPS)
+of_scores = acting(scopes.SCORES)
+of_prompts = acting(scopes.PROMPTS)
+of_eval_engines = acting(scopes.EVALUATES, scopes.HAS_SETS)

@@ -7,14 +7,12 @@ from typing import Literal
 from pydantic import field_serializer, field_validator
 
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, JsonObject, acting, always, of_engines
+from fusionrl.config.groups.base import Group, JsonObject, acting, always, of_engines, of_eval_engines, of_prompts
 from fusionrl.config.run_parts import DEFAULT_SOURCE
 
-of_prompts = acting(scopes.PROMPTS)
 of_eval_interval = acting(scopes.TESTS_BETWEEN, scopes.HAS_SETS)
 of_eval_sets = acting(scopes.TESTS, scopes.IS_DUE)
 of_eval_columns = acting(scopes.TESTS, scopes.HAS_SETS)
-of_eval_engines = acting(scopes.EVALUATES, scopes.HAS_SETS)
 
 
 class DataGroup(Group):
@@ -26,9 +24,7 @@ class DataGroup(Group):
         " [NAME=]PATH[:SPLIT][@[START:STOP]], each a .jsonl, .json or .parquet file, a folder of such files or of"
         " datasets.save_to_disk, or a data set of the Hub (openai/gsm8k/main:train). See docs/guides/data.md.",
     )
-    prompt_data_weights: list[float] = of_prompts(
-        [], "Sampling weights of the prompt sets. Default: in proportion to their sizes."
-    )
+    prompt_data_weights: list[float] = of_prompts([], "Sampling weights of the prompt sets. Default: by their sizes.")
     input_key: str = always("input", "Column of the prompt (text, or a list of messages).")
     label_key: str | None = always(None, "Column of the label handed to the reward.")
     metadata_key: str = always("metadata", "Column of a JSON object that hooks get unchanged.")
@@ -39,17 +35,14 @@ class DataGroup(Group):
         "auto", "chatml", "qwen", "qwen3", "qwen3_5", "llama3", "distill_qwen", "prefix", "template"
     ] = acting(scopes.SFT)(
         "auto",
-        "How the assistant's tokens of a conversation are found (sft): by the marks of a known template"
-        " (chatml, and qwen, qwen3, qwen3_5, which speak it; llama3; distill_qwen), by what each turn adds (prefix), or"
-        " by the template's own generation blocks. auto: the marks, where the template's generation prompt has known"
-        " ones.",
+        "How the assistant's tokens of a conversation are found (sft): by the marks of a known template (chatml and"
+        " others), by what each turn adds (prefix), or by the template's own generation blocks (template). auto: by"
+        " marks, where the generation prompt has known ones.",
     )
     rollout_shuffle: bool = of_prompts(False, "Reshuffle the prompts in each epoch.")
     rollout_seed: int = always(42, "Seed of the shuffle and of sampling.", ge=0)
     rollout_max_prompt_len: int | None = of_engines(None, "Leave out, and count, prompts with more tokens.", ge=1)
-    data_source_path: str = of_prompts(
-        DEFAULT_SOURCE, "Import path of the data source's class; some need no --prompt-data."
-    )
+    data_source_path: str = of_prompts(DEFAULT_SOURCE, "Path of the data source's class; some need no --prompt-data.")
     buffer_filter_path: str | None = of_prompts(None, "Function that chooses which returned groups are used first.")
 
     @field_validator("prompt_data", mode="before")
@@ -66,30 +59,25 @@ class DataGroup(Group):
 class EvalGroup(Group):
     """Evaluation"""
 
-    eval_interval: int | None = of_eval_interval(None, "Rollout steps between evaluations.", ge=1)
+    eval_interval: int | None = acting(scopes.TESTS_BETWEEN, scopes.needed(scopes.HAS_SETS))(
+        None, "Rollout steps between evaluations.", ge=1
+    )
     eval_prompt_data: list[str] = of_eval_sets(
         [], "Pairs of name and file, `--eval-prompt-data aime aime.jsonl`; files as for --prompt-data."
     )
     eval_config: str | None = of_eval_sets(
-        None,
-        "YAML file of evaluation sets, each with its own number of samples, sampling and reward"
-        " (eval.defaults, eval.datasets); instead of --eval-prompt-data.",
+        None, "YAML file of evaluation sets with settings of their own (docs/guides/evaluation.md)."
     )
     skip_eval_before_train: bool = of_eval_interval(False, "Skip the evaluation before the first step.")
     eval_input_key: str | None = of_eval_columns(None, "As --input-key, for evaluation.")
     eval_label_key: str | None = of_eval_columns(None, "As --label-key, for evaluation.")
     n_samples_per_eval_prompt: int = of_eval_engines(1, "Samples of each evaluation prompt.", ge=1)
-    eval_temperature: float | None = of_eval_engines(
-        None, "Temperature of evaluation; 0 is greedy. Default: --rollout-temperature.", ge=0
-    )
+    eval_temperature: float | None = of_eval_engines(None, "0 is greedy. Default: --rollout-temperature.", ge=0)
     eval_top_p: float | None = of_eval_engines(None, "As --rollout-top-p, for evaluation.", gt=0, le=1)
     eval_top_k: int | None = of_eval_engines(None, "As --rollout-top-k, for evaluation.", ge=-1)
     eval_max_response_len: int | None = of_eval_engines(None, "As --rollout-max-response-len.", ge=1)
-    eval_num_gpus: int = of_eval_engines(
-        0,
-        "Extra devices for engines that only evaluate, while training and generation continue. 0: the"
-        " policy's engines evaluate, and training waits.",
-        ge=0,
+    eval_num_gpus: int = acting(*map(scopes.needed, (scopes.EVALUATES, scopes.HAS_SETS, scopes.IS_DUE)))(
+        0, "Extra devices for engines that only evaluate. 0: the policy's engines do, and training waits.", ge=0
     )
 
     @property

@@ -5,40 +5,31 @@ from __future__ import annotations
 from typing import Literal
 
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, acting, always, of_engines, of_trainers
+from fusionrl.config.groups.base import Group, acting, always, of_engines, of_pushes, of_trainers
 
 of_disk_pushes = acting(scopes.PUSHES, scopes.DISK)
-of_pushes = acting(scopes.PUSHES)
 
 
 class ModelGroup(Group):
     """Model and precision"""
 
     hf_checkpoint: str | None = always(
-        None,
-        "Hugging Face folder, or a name on the Hub (Qwen/Qwen3-0.6B; every flag for such a folder takes"
-        " one): the model's shape, its tokenizer and the initial weights.",
+        None, "Hugging Face folder, or name on the Hub (as for every such flag): shape, tokenizer and initial weights."
     )
     debug_random_weights: bool = of_trainers(
         False, "Start from random weights in the shape of --hf-checkpoint, for benchmarks; reads only config.json."
     )
     megatron_checkpoint: str | None = of_trainers(
-        None,
-        "Folder of a Megatron checkpoint (torch_dist: from Megatron-LM, slime or fusionrl) with the initial"
-        " weights; config and tokenizer still come from --hf-checkpoint.",
+        None, "Folder of a Megatron checkpoint (torch_dist) with the initial weights; the rest is --hf-checkpoint's."
     )
     custom_model_provider_path: str | None = of_trainers(
         None, "Function that builds a pipeline stage of the policy: Megatron's GPTModel, with its names."
     )
     custom_spec_path: str | None = of_trainers(
-        None,
-        "Function `spec(args, config, vp_stage)` that returns Megatron's spec of the layers, or a function"
-        " that builds a pipeline stage (slime's --spec).",
+        None, "Function `spec(args, config, vp_stage)` that gives Megatron's spec of the layers, or builds a stage."
     )
     ref_load: str | None = acting(scopes.POLICY, scopes.REFERENCE)(
-        None,
-        "Folder of the reference model for KL terms, Hugging Face or torch_dist. Default: the initial"
-        " weights of the run.",
+        None, "Folder of the reference model for KL terms, Hugging Face or torch_dist. Default: the initial weights."
     )
     precision: Literal["auto", "fp32", "bf16"] = always(
         "auto", "Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."
@@ -71,9 +62,7 @@ class WeightsGroup(Group):
         "full", "Push all weights (full), or what changed since the last push (delta, for transport disk)."
     )
     update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = of_pushes(
-        "auto",
-        "How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
-        " folder that all nodes share (docs/guides/weight-push.md).",
+        "auto", "How weights reach engines; auto: ipc if colocated, else broadcast (docs/guides/weight-push.md)."
     )
     update_weight_disk_dir: str | None = of_disk_pushes(
         None, "Folder for transport disk, used by this run alone. Default: weights in the run's folder."
@@ -82,9 +71,7 @@ class WeightsGroup(Group):
         False, "Keep the files of every version. Default: only the last version, until the run ends."
     )
     update_weight_local_checkpoint_dir: str | None = of_disk_pushes(
-        None,
-        "Folder on each engine host for a copy of the weights that engines load; required for delta."
-        " Without it engines load from --update-weight-disk-dir.",
+        None, "Folder of each engine host to load from; required for delta. Default: --update-weight-disk-dir."
     )
     update_weight_delta_encoding: Literal["xor", "overwrite"] = acting(scopes.PUSHES, scopes.DISK, scopes.DELTA)(
         "xor", "Encoding of a delta: xor of all bits, or positions and new values."

@@ -14,14 +14,10 @@ class PipelineGroup(Group):
     """Pipeline: how far generation may run ahead of training"""
 
     max_staleness: int | None = of_stream(
-        None,
-        "Maximum number of weight versions between sampling a token and training on it. Default: set by --pipeline.",
-        ge=0,
+        None, "Maximum weight versions between sampling a token and training on it. Default: set by --pipeline.", ge=0
     )
     admission_lead: float | None = of_stream(
-        None,
-        "How many batches ahead of need prompts are admitted: 0 to --max-staleness. Default: set by --pipeline.",
-        ge=0,
+        None, "How many batches ahead of need prompts are admitted, 0 to --max-staleness. Default: by --pipeline.", ge=0
     )
     update_weights_interval: int | None = of_stream(
         None, "Rollouts trained between two weight pushes. Default: set by --pipeline.", ge=1
@@ -32,24 +28,19 @@ class PipelineGroup(Group):
         " new weights, their KV cache recomputed (retract) or kept (in_place). Default: set by --pipeline.",
     )
     at_deadline: Literal["wait", "drop"] | None = of_stream(
-        None,
-        "At a version's last batch, wait for groups that would be too old later, or drop them, which"
-        " trains on fewer long answers. Default: wait.",
+        None, "At a version's last batch, wait for groups that would be too old later, or drop them. Default: wait."
     )
     max_samples_in_flight: int | None = of_stream(
         None, "Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.", ge=1
     )
     sample_timeout: float | None = of_engines(
         None,
-        "Time limit of a sample, in seconds, from its first request to its last token, tools included. A"
-        " sample that exceeds it fails and is not trained on. A function that blocks its thread cannot be stopped."
-        " Default: none.",
+        "Time limit of a sample, seconds, from its first request to its last token, tools included; a sample over it"
+        " fails and is not trained on. A function that blocks its thread cannot be stopped. Default: none.",
         gt=0,
     )
     failed_samples: Literal["leave-out", "replace"] = of_stream(
-        "leave-out",
-        "Train a group without its failed samples (leave-out), or replace the whole group. A group whose"
-        " samples all failed is always replaced.",
+        "leave-out", "Train a group without its failed samples, or replace the whole group (always if all failed)."
     )
     max_group_tries: int = of_stream(
         2, "Tries of a failed group, each from its prompt, before another group replaces it.", ge=1

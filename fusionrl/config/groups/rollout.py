@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, JsonObject, acting, always, of_engines, of_rl
+from fusionrl.config.groups.base import Group, JsonObject, acting, of_engines, of_eval_engines, of_prompts, of_scores
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT
 
-of_eval_engines = acting(scopes.EVALUATES, scopes.HAS_SETS)
 of_agents = acting(scopes.ENGINES, scopes.AGENT)
-of_steps = acting(scopes.STEPS)
-of_scores = acting(scopes.SCORES)
 of_generation = acting(scopes.GENERATES)
-of_prompts = acting(scopes.PROMPTS)
 of_filters = acting(scopes.GENERATES, scopes.FILTERS)
 of_samples = acting(scopes.NOT_SFT)
 of_health_checks = acting(scopes.ENGINES, scopes.FAULT_TOLERANCE)
 of_reward_model = acting(scopes.ENGINES, scopes.REWARD_MODEL)
-of_rl_training = acting(scopes.TRAINS, scopes.RL)
+only_of_rl = acting(scopes.needed(scopes.RL))
 of_reject_sampling = acting(scopes.REJECTS)
 
 
@@ -26,41 +22,29 @@ class RolloutGroup(Group):
     """Rollout"""
 
     rollout_function_path: str = acting(scopes.ROLLOUT_FUNCTION)(DEFAULT_ROLLOUT, "Function that generates a rollout.")
-    eval_function_path: str | None = of_eval_engines(
-        None, "Function that runs an evaluation. Default: --rollout-function-path."
-    )
+    eval_function_path: str | None = of_eval_engines(None, "Function that evaluates. Default: --rollout-function-path.")
     custom_generate_function_path: str | None = of_engines(None, "Function that generates one sample.")
     tools_path: str | None = of_agents(
-        None,
-        "Function that returns the tools of fusionrl.rollout.agent.generate, `tools(args, sample)`."
-        " Default: Python in a sandbox.",
+        None, "Tools of fusionrl.rollout.agent.generate, `tools(args, sample)`. Default: Python in a sandbox."
     )
     tool_call_parser: str = of_agents(
         "auto", "SGLang parser for tool calls; auto picks the one that fits the chat template."
     )
     max_turns: int = of_agents(8, "Maximum model turns in one sample of an agent.", ge=1)
     max_tool_response_len: int = of_agents(1024, "Maximum tokens of one tool response; the rest is cut.", ge=1)
-    tool_timeout_s: float = of_agents(
-        60.0, "Time limit of one tool call, seconds; a timeout is reported to the model.", gt=0
-    )
+    tool_timeout_s: float = of_agents(60.0, "Time limit of a tool call, seconds; the model is told of a timeout.", gt=0)
     agent_path: str | None = of_agents(
-        None,
-        "Agent of fusionrl.rollout.sessions.generate, `agent(args, sample, base_url, api_key)`, which calls"
-        " the model by OpenAI's or Anthropic's protocol (docs/guides/agents.md).",
+        None, "`agent(args, sample, base_url, api_key)` of fusionrl.rollout.sessions.generate (docs/guides/agents.md)."
     )
     agent_timeout_s: float = of_agents(
         3600.0, "Time limit of one run of that agent, seconds; after that its sample counts as truncated.", gt=0
     )
     agent_free_sampling: bool = of_agents(
-        False,
-        "Sample freely where an agent's request would constrain the model (a forced tool_choice, a"
-        " response_format, a grammar); such requests are refused otherwise.",
+        False, "Sample freely where an agent's request constrains the model (tool_choice, grammar), not refuse it."
     )
-    rollout_batch_size: int | None = of_steps(None, "Prompts in one rollout step.", ge=1)
+    rollout_batch_size: int | None = acting(scopes.STEPS)(None, "Prompts in one rollout step.", ge=1)
     n_samples_per_prompt: int = of_scores(1, "Samples generated for each prompt.", ge=1)
-    partial_rollout: bool = of_generation(
-        False, "Keep the responses unfinished when a rollout has enough groups; continue them in the next."
-    )
+    partial_rollout: bool = of_generation(False, "When a rollout has enough groups, continue the rest in the next.")
     mask_offpolicy_in_partial_rollout: bool = acting(scopes.GENERATES, scopes.PARTIAL)(
         False, "With --partial-rollout: train only on tokens generated in the last rollout of a sample."
     )
@@ -99,23 +83,17 @@ class RolloutGroup(Group):
     rollout_skip_special_tokens: bool = of_engines(True, "Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = of_engines(512, "Maximum requests in flight per engine.", ge=1)
     router_api_key: Literal["auto", "none"] = of_engines(
-        "auto",
-        "Key that the router requires from clients. auto: generated for the run; none: no key, allowed only"
-        " on one machine (docs/guides/security.md).",
+        "auto", "Key of the router: made for the run, or none, only on one machine (docs/guides/security.md)."
     )
     stream_responses: bool = of_engines(
-        False,
-        "Stream responses token by token: when an engine dies, another continues from the tokens already"
-        " received (--use-fault-tolerance).",
+        False, "Stream responses token by token: when an engine dies, another continues them (--use-fault-tolerance)."
     )
     engine_start_timeout_s: float = of_engines(300.0, "Time limit for an engine to become healthy, seconds.", gt=0)
     engine_num_threads: int = acting(scopes.ENGINES, scopes.ON_A_CPU)(
         1, "CPU threads of an engine's forward pass, on a CPU.", ge=1
     )
     use_fault_tolerance: bool = of_engines(
-        False,
-        "When an engine dies or hangs, continue with the others and restart it before the next weight push"
-        " (docs/guides/trouble.md).",
+        False, "When an engine dies or hangs, continue with the others and restart it (docs/guides/trouble.md)."
     )
     rollout_health_check_interval: float = of_health_checks(
         30.0, "With --use-fault-tolerance: seconds between health checks of an engine in a rollout.", gt=0
@@ -123,9 +101,7 @@ class RolloutGroup(Group):
     rollout_health_check_timeout: float = of_health_checks(
         30.0, "Seconds without a token after which an engine counts as hung and is killed.", gt=1
     )
-    rollout_health_check_first_wait: float = of_health_checks(
-        0.0, "Seconds into a rollout before the first health check.", ge=0
-    )
+    rollout_health_check_first_wait: float = of_health_checks(0.0, "Seconds into a rollout before the first one.", ge=0)
 
 
 class RewardGroup(Group):
@@ -134,19 +110,13 @@ class RewardGroup(Group):
     rm_type: str | None = of_engines(
         None, "Built-in reward (docs/guides/rewards.md) or a weighted sum: math, math:0.8+format:0.2."
     )
-    rm_format_regex: str | None = of_engines(
-        None, "Regular expression that the whole response must match, for --rm-type format."
-    )
+    rm_format_regex: str | None = of_engines(None, "Regular expression for the whole response, for --rm-type format.")
     rm_url: str | None = of_engines(None, "Server that scores the samples, for --rm-type remote_rm.")
     rm_model: str | None = of_engines(
-        None,
-        "Hugging Face folder of a reward model (a sequence classifier with one label), for --rm-type"
-        " reward_model: it runs in its own engines.",
+        None, "Hugging Face folder of a reward model (a sequence classifier, one label), for --rm-type reward_model."
     )
     rm_input: Literal["auto", "tokens", "chat"] = of_reward_model(
-        "auto",
-        "Input of the reward model: the sample's tokens, or the conversation in its own chat template."
-        " auto: tokens if both models have the same tokenizer.",
+        "auto", "Input of the reward model: tokens, or the chat in its own template. auto: tokens if tokenizers agree."
     )
     rm_num_gpus: int = of_reward_model(1, "Devices of all engines of the reward model.", ge=1)
     rm_num_gpus_per_engine: int = of_reward_model(
@@ -156,14 +126,16 @@ class RewardGroup(Group):
         {}, "SGLang ServerArgs fields of the reward model's engines, as JSON; --sglang-* are the policy's."
     )
     custom_rm_path: str | None = of_engines(None, "Reward function, `async rm(args, sample, **kw)`.")
-    group_rm: bool = of_engines(False, "Call the reward function on a whole group; it returns a list.")
+    group_rm: bool = acting(scopes.ENGINES, scopes.CUSTOM_REWARD)(
+        False, "Call the reward function on a whole group; it returns a list."
+    )
     reward_key: str | None = of_samples(None, "Key of the reward to train on, if rewards are dicts.")
     eval_reward_key: str | None = of_eval_engines(None, "Key of the reward that an evaluation reports.")
     reward_timeout_s: float = of_engines(60.0, "Time limit of the reward of one sample, seconds.", gt=0)
     reward_failure_value: float | None = of_engines(
         None,
-        "Reward of a sample whose reward function raises, hangs or crashes its process; such samples are"
-        " counted. Default: none; an exception ends the run, and after a hang or crash the sample is not trained on.",
+        "Reward of a sample whose reward function raises, hangs or crashes its process. Default: none; an exception"
+        " ends the run, and after a hang or crash the sample is not trained on.",
         allow_inf_nan=False,
     )
     reward_num_processes: int | None = of_engines(
@@ -171,23 +143,20 @@ class RewardGroup(Group):
     )
     allow_weak_sandbox: bool = of_engines(
         False,
-        "Run programs of a model (--rm-type code, the Python tool) even if the kernel grants no namespaces."
-        " Then only seccomp and Landlock keep them from other processes, files and the network; without Landlock"
-        " they can read and write every file of their user. The plan lists the missing protections.",
+        "Run programs of a model (--rm-type code, the Python tool) even if the kernel grants no namespaces: then only"
+        " seccomp and Landlock keep them from other processes, files and the network (docs/guides/sandbox.md).",
     )
-    overlong_buffer_len: int | None = of_rl(
+    overlong_buffer_len: int | None = only_of_rl(
         None, "Number of last tokens before --rollout-max-response-len over which a penalty grows from 0 (DAPO).", ge=1
     )
     overlong_penalty_factor: float = acting(scopes.RL, scopes.OVERLONG)(
         1.0, "Maximum penalty of an overlong response.", gt=0
     )
-    length_penalty_coef: float = of_rl(
+    length_penalty_coef: float = only_of_rl(
         0.0, "Penalty of a response of --rollout-max-response-len tokens, in proportion for shorter ones.", ge=0
     )
-    custom_reward_post_process_path: str | None = of_scores(
-        None, "Function that turns raw rewards into the rewards to train on."
-    )
-    custom_convert_samples_to_train_data_path: str | None = of_rl_training(
+    custom_reward_post_process_path: str | None = of_scores(None, "Function that turns rewards into those to train on.")
+    custom_convert_samples_to_train_data_path: str | None = acting(scopes.TRAINS, scopes.RL)(
         None, "Function that turns a rollout's samples into train data: a dict of lists."
     )
 
@@ -200,4 +169,4 @@ class RejectSamplingGroup(Group):
     )
     reject_sampling_threshold: float = of_reject_sampling(1.0, "Samples with at least this reward are accepted.")
     reject_sampling_per_prompt: int = of_reject_sampling(1, "Maximum accepted samples per prompt, best first.", ge=1)
-    no_trainer: bool = always(False, "reject-sampling without trainers: the engines load the checkpoint.")
+    no_trainer: bool = acting(scopes.needed(scopes.REJECTS))(False, "No trainers: the engines load the checkpoint.")

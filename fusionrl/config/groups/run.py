@@ -8,7 +8,7 @@ from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, acting, always, of_engines, of_rl, of_trainers
+from fusionrl.config.groups.base import Group, acting, always, of_engines, of_pushes, of_rl, of_steps, of_trainers
 from fusionrl.pipeline.knobs import PIPELINES
 
 # The table decides what the flag takes. A type checker cannot read a Literal of a table.
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 else:
     PipelineName = Literal[tuple(PIPELINES)]
 
-of_steps = acting(scopes.STEPS)
-of_scores = acting(scopes.SCORES)
-of_rl_training = acting(scopes.TRAINS, scopes.RL)
 of_profile = acting(scopes.STEPS, scopes.PROFILED)
 of_processes = acting(scopes.PROCESSES)
-of_pushes = acting(scopes.PUSHES)
 of_saves = acting(scopes.SAVES, scopes.SAVING)
 
 
@@ -39,9 +35,7 @@ class RunGroup(Group):
         "700", "Permissions of the run's folders, in octal; files get the same without execution."
     )
     hook_env: list[str] = always(
-        [],
-        "Environment variables with secrets (names such as OPENAI_API_KEY) passed to your functions."
-        " Other secrets reach no process of the run; docs/guides/security.md.",
+        [], "Environment variables with secrets (e.g. OPENAI_API_KEY) for your functions (docs/guides/security.md)."
     )
     resume: bool = always(
         False,
@@ -57,27 +51,22 @@ class RunGroup(Group):
     dry_run: bool = always(False, "Check everything, print the plan and stop before Ray starts.")
     dashboard: bool = acting(scopes.LOCAL_RAY)(False, "Start Ray's dashboard if this command starts the cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = always("info", "Level of the log files.")
-    log_samples: int = of_scores(
-        0,
-        "Samples of each rollout (rl, reject-sampling) to print, a line each: reward, label, answer,"
-        " prompt. `fusionrl show` prints any of them later.",
-        ge=0,
+    log_samples: int = acting(scopes.SCORES)(
+        0, "Samples of each rollout to print, a line each: reward, label, answer, prompt (also: `fusionrl show`).", ge=0
     )
-    save_token_values: bool = of_rl_training(
+    save_token_values: bool = acting(scopes.TRAINS, scopes.RL)(
         False,
         "Save the trainers' log-prob, entropy and advantage of every trained token with the samples, about"
         " 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, not the entropy.",
     )
-    profile_steps: list[str] = of_steps(
+    profile_steps: list[str] = acting(scopes.needed(scopes.STEPS))(
         [], "Steps to profile, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none."
     )
     profile_ranks: list[str] = of_profile(
         ["0", "engine-0"], "Trainers (by rank) and engines (engine-0, …) to profile; all: every one."
     )
     profile_tool: Literal["torch", "nsys", "memory"] = of_profile(
-        "torch",
-        "Profiler: torch's, whose traces `fusionrl timeline` shows; nsys (NVIDIA Nsight Systems); or the"
-        " history of the GPU's memory.",
+        "torch", "Profiler: torch's (shown by `fusionrl timeline`), nsys (Nsight Systems), or the GPU memory's history."
     )
     profile_continuous: bool = of_profile(False, "Write one profile for consecutive steps instead of one per step.")
     custom_config_path: str | None = always(
@@ -85,27 +74,21 @@ class RunGroup(Group):
     )
     stall_warn_s: float = of_processes(
         60.0,
-        "Report a phase that takes over five times its median and more than this many seconds (five times"
-        " as many for the first of its kind), with what it waits for and all stacks; docs/guides/trouble.md.",
+        "Report a phase that takes over five times its median and more than this many seconds (five times as many for"
+        " the first of its kind), with all stacks; docs/guides/trouble.md.",
         gt=0,
     )
-    stall_timeout_s: float | None = of_processes(
-        None, "End the run with that report when a phase takes this many seconds.", gt=0
-    )
+    stall_timeout_s: float | None = of_processes(None, "End the run with that report when a phase takes longer.", gt=0)
     in_process: bool = always(
-        False,
-        "Run driver, Buffer, rewards and one trainer rank in this process, without Ray: breakpoint()"
-        " stops in the terminal; engines stay children. docs/guides/trouble.md.",
+        False, "Run all but the engines in this process, without Ray; breakpoint() works (docs/guides/trouble.md)."
     )
-    pdb: bool = always(False, "With --in-process: when an error ends the run, open the debugger where it was raised.")
+    pdb: bool = acting(scopes.IN_PROCESS)(False, "When an error ends the run, open the debugger where it was raised.")
     debug_rollout_only: bool = always(False, "Run only the engines and the Buffer, without training.")
     debug_train_only: bool = always(False, "Run only the trainers, on saved rollouts (--load-debug-rollout-data).")
-    load_debug_rollout_data: str | None = always(
+    load_debug_rollout_data: str | None = acting(scopes.REPLAYS)(
         None, "Path template with {rollout_id} of rollouts to train on instead of generating."
     )
-    save_debug_rollout_data: str | None = of_steps(
-        None, "Path template with {rollout_id} to save each rollout's samples for later replay."
-    )
+    save_debug_rollout_data: str | None = of_steps(None, "Path template with {rollout_id} to save samples for replay.")
 
 
 class ClusterGroup(Group):
@@ -117,17 +100,13 @@ class ClusterGroup(Group):
         False, "Join a Ray cluster without token authentication: anyone who reaches it can run code in it."
     )
     actor_num_nodes: int = of_trainers(1, "Number of trainer nodes.", ge=1)
-    actor_num_gpus_per_node: int = of_trainers(
-        1, "Trainer ranks per node; a device is a GPU, or a process on a CPU.", ge=1
-    )
+    actor_num_gpus_per_node: int = of_trainers(1, "Trainer ranks per node; a device is a GPU, or a CPU process.", ge=1)
     rollout_num_gpus: int | None = of_engines(
         None, "Devices of all engines together. Default: those of the trainers if colocated, else 1.", ge=1
     )
     rollout_num_gpus_per_engine: int = of_engines(1, "Devices of one engine (its tensor parallel size).", ge=1)
-    rollout_external_engine_addrs: list[str] = of_engines(
-        [],
-        "Addresses (host:port) of running engines to use in addition to the run's own"
-        " (docs/guides/engines.md). Set FUSIONRL_ENGINE_KEY to their key, if they have one.",
+    rollout_external_engine_addrs: list[str] = acting(scopes.needed(scopes.ENGINES))(
+        [], "host:port of running engines to use as well; their key: FUSIONRL_ENGINE_KEY (docs/guides/engines.md)."
     )
     engine_group: list[str] = of_engines(
         [],
@@ -153,10 +132,7 @@ class ClusterGroup(Group):
         True, "Bind trainers and engines to the CPUs near their GPUs; docs/guides/profiling.md."
     )
     peak_tflops: float | None = of_trainers(
-        None,
-        "Peak TFLOP/s of one device, the reference of perf/mfu. Default: the data sheet's bf16 value for"
-        " the GPU's name; if unknown, perf/mfu is not reported.",
-        gt=0,
+        None, "Peak TFLOP/s of one device, for perf/mfu. Default: the data sheet's bf16 value for the GPU's name.", gt=0
     )
     train_num_threads: int | None = of_trainers(
         None, "CPU threads of one trainer rank. Default: cores divided among the ranks.", ge=1
@@ -178,26 +154,18 @@ class ClusterGroup(Group):
 class CheckpointGroup(Group):
     """Checkpoints"""
 
-    save_interval: int | None = of_saves(
-        None, "Rollout steps between checkpoints; without it only the last step is saved.", ge=1
-    )
+    save_interval: int | None = of_saves(None, "Rollout steps between checkpoints; without it: the last alone.", ge=1)
     no_save: bool = always(False, "Write no checkpoints at all.")
     async_save: bool = acting(scopes.SAVES, scopes.TRAINS, scopes.SAVING)(
         False, "Write a checkpoint's files while training continues, from a copy in a process of each trainer."
     )
     verify_checkpoints: bool = acting(scopes.SAVES, scopes.CHECKS_SAVES)(
-        False,
-        "Store hashes of weights, optimizer, RNG and data cursor with each checkpoint, and refuse to resume"
-        " if the loaded state differs (takes seconds per GB).",
+        False, "Store hashes of all state with each checkpoint, and refuse to resume from another (seconds per GB)."
     )
-    keep_checkpoints: int | None = of_saves(
-        None, "Keep this many of the newest checkpoints and delete older ones. Default: all.", ge=1
+    keep_checkpoints: int | None = of_saves(None, "Keep this many of the newest checkpoints. Default: all.", ge=1)
+    keep_best: str | None = acting(scopes.SAVES, scopes.SAVING, scopes.KEEPS_SOME)(
+        None, "With --keep-checkpoints: also keep the one with the highest value of this metric (eval/<set>/accuracy)."
     )
-    keep_best: str | None = of_saves(
-        None,
-        "With --keep-checkpoints: also keep the checkpoint with the highest value of this metric"
-        " (eval/<set>/accuracy).",
-    )
-    save_hf: str | None = of_trainers(
+    save_hf: str | None = acting(scopes.TRAINERS, scopes.needed(scopes.STEPS))(
         None, "Folder for the final weights in Hugging Face format; {rollout_id} is filled in."
     )

@@ -24,32 +24,19 @@ class TrainGroup(Group):
     use_dynamic_batch_size: bool = always(
         True, "Fill micro-batches up to --max-tokens-per-gpu; always on (accepted for slime's launch scripts)."
     )
-    balance_data: bool = always(
-        True, "Balance samples over ranks by cost; always on (accepted for slime's launch scripts)."
-    )
+    balance_data: bool = always(True, "Balance samples over ranks by cost; always on (accepted for slime's scripts).")
     lr: float = of_training(1e-6, "Peak learning rate.", ge=0)
     min_lr: float = of_decay(0.0, "Learning rate at the end of the decay.", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = of_training("constant", "Shape of the decay.")
-    lr_decay_iters: int | None = of_decay(
-        None, "Optimizer steps over which the rate decays. Default: the whole run.", ge=1
-    )
+    lr_decay_iters: int | None = of_decay(None, "Optimizer steps of the decay. Default: the whole run.", ge=1)
     lr_warmup_iters: int = of_training(
-        0,
-        "Optimizer steps of linear warm-up, from --lr-warmup-init on. The first of them has that rate, the"
-        " one after them --lr.",
-        ge=0,
+        0, "Optimizer steps of linear warm-up; the first has --lr-warmup-init, the one after the last --lr.", ge=0
     )
     lr_warmup_fraction: float | None = of_training(
-        None,
-        "Warm-up as a share of the decay steps (--lr-decay-iters, or the whole run), instead of --lr-warmup-iters.",
-        ge=0,
-        lt=1,
+        None, "Warm-up as a share of --lr-decay-iters (or of the run), instead of --lr-warmup-iters.", ge=0, lt=1
     )
     lr_warmup_init: float = acting(scopes.TRAINS, scopes.WARM_UP)(
-        0.0,
-        "Learning rate of the first warm-up step. At 0, the default of Megatron-LM and slime, that step"
-        " changes no weights.",
-        ge=0,
+        0.0, "Learning rate of the first warm-up step. At 0, as in Megatron-LM and slime, it changes no weights.", ge=0
     )
     weight_decay: float = of_training(0.0, "Weight decay (decoupled).", ge=0)
     adam_beta1: float = of_training(0.9, "Adam's beta 1.", ge=0, lt=1)
@@ -57,9 +44,7 @@ class TrainGroup(Group):
     adam_eps: float = of_training(1e-8, "Adam's epsilon.", gt=0)
     clip_grad: float = of_training(1.0, "Clip the gradient to this norm; 0 disables clipping.", ge=0)
     max_skipped_steps: int = of_training(
-        5,
-        "End the run after this many skipped steps in a row; a step is skipped if its loss or gradient is not finite.",
-        ge=1,
+        5, "End the run after this many skipped steps in a row, whose loss or gradient is not finite.", ge=1
     )
     custom_advantage_function_path: str | None = of_policy(
         None, "Function that sets advantages (and returns) of a rank's samples in the trainers."
@@ -70,12 +55,8 @@ class TrainGroup(Group):
     custom_megatron_init_path: str | None = of_trainers(
         None, "Function called in each trainer after Megatron's process groups exist, before the model is built."
     )
-    custom_megatron_before_log_prob_hook_path: str | None = of_policy(
-        None, "Function called in each trainer before log-probs are computed."
-    )
-    custom_megatron_before_train_step_hook_path: str | None = of_training(
-        None, "Function called in each trainer before an optimizer step."
-    )
+    custom_megatron_before_log_prob_hook_path: str | None = of_policy(None, "Called in each trainer before log-probs.")
+    custom_megatron_before_train_step_hook_path: str | None = of_training(None, "Called in each trainer before a step.")
     share_prompts: bool = of_trainers(
         True,
         "Compute a prompt that several samples of a micro-batch share only once, if this saves a quarter of"

@@ -43,8 +43,8 @@ def doctor(
     return call
 
 
-def troubles(findings: list[dict[str, str]]) -> list[dict[str, str]]:
-    found = [finding for finding in findings if finding["status"] != "fact"]
+def troubles(findings: list[dict[str, str]], check: str = "") -> list[dict[str, str]]:
+    found = [finding for finding in findings if finding["status"] != "fact" and check in finding["check"]]
     assert all(finding["cure"] for finding in found)
     return found
 
@@ -87,15 +87,11 @@ def test_a_machine_without_the_gpu_that_a_flag_of_a_cluster_asks_for(
     assert found["fact"].startswith("--device cuda: ") and "--device cpu" in found["cure"]
 
 
-def test_wrong_flags_are_all_told(doctor: Doctor) -> None:
+def test_wrong_flags_are_all_told(doctor: Doctor, tmp_path: Path) -> None:
     code, found = doctor("--global-batch-size", "3", "--lr", "fast")
-    flags = troubles(found)
-    assert code == 2 and {finding["check"] for finding in flags} == {"flags"}
-    assert any("--lr fast" in finding["fact"] for finding in flags)
-    assert any("--global-batch-size 3" in finding["fact"] for finding in flags)
-
-
-def test_a_file_of_flags_that_is_not_there(doctor: Doctor, tmp_path: Path) -> None:
+    assert code == 2 and {finding["check"] for finding in troubles(found)} == {"flags"}
+    for text in ("--lr fast", "--global-batch-size 3"):
+        assert any(text in finding["fact"] for finding in found)
     code, found = doctor("--config", str(tmp_path / "none.yaml"))
     (trouble,) = troubles(found)
     assert code == 2 and trouble["check"] == "flags" and "none.yaml" in trouble["fact"]
@@ -114,7 +110,7 @@ def test_gpus_are_examined_where_flags_are_wrong(doctor: Doctor, monkeypatch: py
 def test_a_model_that_does_not_fit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionrl.plan.devices.host_memory", lambda: 1e9)
     code, found = doctor()
-    (trouble,) = [finding for finding in troubles(found) if finding["check"] == "estimate"]
+    (trouble,) = troubles(found, "estimate")
     assert code == 2 and trouble["fact"].startswith("DOES NOT FIT")
 
 
@@ -132,17 +128,14 @@ def test_an_end_that_the_template_does_not_write(doctor: Doctor, model: Path) ->
 def test_an_end_that_the_model_cannot_emit(doctor: Doctor, model: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         edit(model / name, eos_token_id=9999)
-    settings = model / "tokenizer_config.json"
-    edit(settings, eos_token=None)
-    for name in ("special_tokens_map.json",):
-        if (model / name).exists():
-            (model / name).unlink()
+    edit(model / "tokenizer_config.json", eos_token=None)
+    (model / "special_tokens_map.json").unlink(missing_ok=True)
     code, found = doctor()
-    (trouble,) = [finding for finding in troubles(found) if finding["check"] == "end"]
+    (trouble,) = troubles(found, "end")
     assert code == 2 and "[9999], are outside of the model's vocabulary of 512" in trouble["fact"]
     for name in ("config.json", "generation_config.json"):
         edit(model / name, eos_token_id=None)
-    (trouble,) = [finding for finding in troubles(doctor()[1]) if finding["check"] == "end"]
+    (trouble,) = troubles(doctor()[1], "end")
     assert "no file of --hf-checkpoint names a token that ends an answer" in trouble["fact"]
 
 
@@ -169,7 +162,7 @@ def test_a_begin_token_twice(doctor: Doctor, model: Path) -> None:
     edit(model / "tokenizer_config.json", bos_token="<|endoftext|>")
     rows = [{"input": "<|endoftext|><|endoftext|>1+1=", "label": "2"}] * 4
     _, found = doctor("--no-apply-chat-template", rows=rows)
-    (trouble,) = [finding for finding in troubles(found) if finding["check"] == "bos"]
+    (trouble,) = troubles(found, "bos")
     assert trouble["status"] == "fault" and "begins with <|endoftext|> twice" in trouble["fact"]
 
 
@@ -199,10 +192,9 @@ def test_a_form_of_ones_own(doctor: Doctor, tmp_path: Path) -> None:
     forms = "(f'FINAL: {sample.label}', f'-{sample.label}')"
     path = reward_file(tmp_path, f"return float(sample.response.strip() in {forms})")
     assert troubles(doctor("--custom-rm-path", path)[1])
-    code, found = doctor("--custom-rm-path", path, "--gold", "FINAL: {label}", "--rollout-max-response-len", "16")
-    assert code == 0 and not troubles(found)
-    code, found = doctor("--custom-rm-path", path, "--gold", "-{label}", "--rollout-max-response-len", "16")
-    assert code == 0 and not troubles(found)
+    for form in ("FINAL: {label}", "-{label}"):
+        code, found = doctor("--custom-rm-path", path, "--gold", form, "--rollout-max-response-len", "16")
+        assert code == 0 and not troubles(found)
 
 
 @pytest.mark.parametrize("flags", [["--gold", "FINAL"], ["--gold"], ["--gold", "--json"]])
@@ -218,18 +210,18 @@ def test_a_built_in_reward_that_does_not_reward_the_label(doctor: Doctor) -> Non
     assert "--rm-type exact:-1: the gold label '40' scores 0 in each form" in trouble["fact"]
 
 
-def test_a_reward_that_raises(doctor: Doctor, tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "return float(sample.metadata['level'] > 2)")
-    code, found = doctor("--custom-rm-path", path)
+@pytest.mark.parametrize(
+    ("body", "flags", "said"),
+    [
+        ("return float(sample.metadata['level'] > 2)", [], "KeyError"),
+        ("import time; time.sleep(60)", ["--reward-timeout-s", "1"], "no reward within 1 s"),
+    ],
+)
+def test_a_reward_that_gives_nothing(doctor: Doctor, tmp_path: Path, body: str, flags: list[str], said: str) -> None:
+    path = reward_file(tmp_path, body)
+    code, found = doctor("--custom-rm-path", path, *flags)
     (trouble,) = troubles(found)
-    assert code == 2 and "KeyError" in trouble["fact"] and path in trouble["fact"]
-
-
-def test_a_reward_that_hangs(doctor: Doctor, tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "import time; time.sleep(60)")
-    code, found = doctor("--custom-rm-path", path, "--reward-timeout-s", "1")
-    (trouble,) = troubles(found)
-    assert code == 2 and "no reward within 1 s" in trouble["fact"]
+    assert code == 2 and said in trouble["fact"] and path in trouble["fact"]
 
 
 def test_a_reward_that_gives_a_dict(doctor: Doctor, tmp_path: Path) -> None:
