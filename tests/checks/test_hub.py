@@ -139,16 +139,12 @@ def test_an_unknown_name_is_refused_at_once_with_the_command_that_gets_it(home: 
     start = time.perf_counter()
     error = refused(hf_checkpoint="Qwen/Qwen3-0.6B")
     assert time.perf_counter() - start < 5
-    assert error.startswith(
-        "--hf-checkpoint Qwen/Qwen3-0.6B: there is no such folder here, it is not in the local cache"
-    )
-    assert "the Hub cannot be reached" in error
+    begin = "--hf-checkpoint Qwen/Qwen3-0.6B: there is no such folder here, it is not in the local cache"
+    assert error.startswith(begin) and "the Hub cannot be reached" in error
     assert error.endswith("`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then --hf-checkpoint Qwen3-0.6B")
     error = refused(eval_prompt_data=["aime", "math-ai/aime24:test"])
-    assert (
-        "`hf download math-ai/aime24 --repo-type dataset --local-dir aime24`, then --eval-prompt-data aime24" in error
-    )
-    assert error.endswith("aime24:test")
+    assert "`hf download math-ai/aime24 --repo-type dataset --local-dir aime24`" in error
+    assert error.endswith("then --eval-prompt-data aime24:test")
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,19 +169,15 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(home: Path, monkeypatch: p
 )
 def test_data_sets(home: Path, spec: str, name: str, rows: list[dict[str, Any]]) -> None:
     """A split in one file or in several, configurations in folders: the rows are those of the files, in order."""
-    put_in_cache(
-        home,
-        "dataset",
-        "o/sums",
-        {
-            "README.md": b"sums",
-            "dataset_infos.json": b"{}",
-            "data/train-00000-of-00002.jsonl": lines(ROWS[:2]),
-            "data/train-00001-of-00002.jsonl": lines(ROWS[2:4]),
-            "data/test-00000-of-00001.jsonl": lines(ROWS[4:]),
-            "hard/test.jsonl": lines(ROWS[5:]),
-        },
-    )
+    files = {
+        "README.md": b"sums",
+        "dataset_infos.json": b"{}",
+        "data/train-00000-of-00002.jsonl": lines(ROWS[:2]),
+        "data/train-00001-of-00002.jsonl": lines(ROWS[2:4]),
+        "data/test-00000-of-00001.jsonl": lines(ROWS[4:]),
+        "hard/test.jsonl": lines(ROWS[5:]),
+    }
+    put_in_cache(home, "dataset", "o/sums", files)
     put_in_cache(home, "dataset", "o/numbered", {"default/train/0000.jsonl": lines(ROWS[:3])})
     config = resolved(prompt_data=spec)
     (found,) = config.data.prompt_data or []
@@ -198,9 +190,7 @@ def test_data_sets(home: Path, spec: str, name: str, rows: list[dict[str, Any]])
 
 def test_data_sets_that_cannot_be(home: Path) -> None:
     put_in_cache(home, "dataset", "o/half", {"data/train-00000-of-00002.jsonl": lines(ROWS)})
-    assert refused(prompt_data="o/half").startswith(
-        "--prompt-data o/half: there is no such file; of a data set of the Hub"
-    )
+    assert "there is no such file; of a data set of the Hub" in refused(prompt_data="o/half")
     assert "the local cache has not all of o/half:train" in refused(prompt_data="o/half:train")
     put_in_cache(home, "dataset", "o/two", {"main/test.jsonl": lines(ROWS), "other/test.jsonl": lines(ROWS)})
     error = refused(prompt_data="o/two:test")
@@ -228,37 +218,34 @@ def a_hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             asked.append(f"{self.command} {self.path}")
             for repo, files in repos.items():
-                site = repo.removeprefix("models/")
+                start = f"/{repo.removeprefix('models/')}/resolve/{COMMIT}/"
                 if self.path.split("?")[0] in (f"/api/{repo}", f"/api/{repo}/revision/main"):
                     siblings = [{"rfilename": name} for name in files]
-                    return self.answer(
-                        json.dumps({"id": repo.split("/", 1)[1], "sha": COMMIT, "siblings": siblings}).encode()
-                    )
+                    return self.answer({"id": repo.split("/", 1)[1], "sha": COMMIT, "siblings": siblings})
                 if self.path.startswith(f"/api/{repo}/tree/{COMMIT}"):
-                    tree = [
-                        {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
-                        for n, c in files.items()
-                    ]
-                    return self.answer(json.dumps(tree).encode())
-                start = f"/{site}/resolve/{COMMIT}/"
+                    facts = {name: (len(text), hashlib.sha1(text).hexdigest()) for name, text in files.items()}
+                    tree = [{"type": "file", "path": n, "size": size, "oid": oid} for n, (size, oid) in facts.items()]
+                    return self.answer(tree)
                 if self.path.startswith(start) and self.path.removeprefix(start) in files:
                     return self.answer(files[self.path.removeprefix(start)])
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return None
+            return self.answer(b"", 404, **{"X-Error-Code": "RepoNotFound"})
 
         do_HEAD = do_GET
 
-        def answer(self, content: bytes) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        def answer(self, content: object, code: int = 200, **headers: str) -> None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            etag = f'"{hashlib.sha1(body).hexdigest()}"'
+            self.send_response(code)
+            for name, value in {
+                "Content-Length": str(len(body)),
+                "X-Repo-Commit": COMMIT,
+                "ETag": etag,
+                **headers,
+            }.items():
+                self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(content)
+                self.wfile.write(body)
 
         def log_message(self, *args: Any) -> None: ...
 
@@ -269,35 +256,31 @@ def a_hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def test_a_plan_by_names(a_hub: tuple[str, list[str]], tmp_path: Path) -> None:
+RESOLVE = """
+import json, sys
+from fusionrl.checks.hub import resolve_names
+from fusionrl.config.config import Config
+config, errors = resolve_names(Config.from_flat(json.loads(sys.argv[1])))
+print(json.dumps([config.model_dump(mode="json"), errors]))
+"""
+
+
+def test_a_run_by_names(a_hub: tuple[str, list[str]], tmp_path: Path) -> None:
     """From a Hub, then from its cache without one; a name that the Hub does not have is said so."""
     url, asked = a_hub
-    flags = (
-        "--hf-checkpoint o/tiny --prompt-data o/sums:train@[:4] --label-key label --rm-type exact --device cpu"
-        " --eval-prompt-data held-out o/sums:train@[4:] --rollout-batch-size 2 --num-epoch 1 --n-samples-per-prompt 2"
-        f" --rollout-max-response-len 4 --run-dir {tmp_path / 'run'}"
-    ).split()
+    values = {"hf_checkpoint": "o/tiny", "prompt_data": "o/sums:train@[:4]", "eval_prompt_data": ["a", "o/sums:train"]}
 
-    def plan(*more: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "fusionrl.cli", "plan", *flags, *more],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"} | env,
-        )
+    def resolve(env: dict[str, str], **more: str) -> tuple[dict[str, Any], list[str], str]:
+        env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"} | env
+        command = [sys.executable, "-c", RESOLVE, json.dumps(values | more)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+        return *json.loads(done.stdout), done.stderr
 
-    fresh = plan(HF_ENDPOINT=url)
-    assert fresh.returncode == 0, fresh.stderr
-    assert "downloading o/tiny from the Hugging Face Hub" in fresh.stderr
-    assert "2 rollout steps" in fresh.stdout
+    fresh, (error,), printed = resolve({"HF_ENDPOINT": url}, ref_load="o/none")
+    assert "downloading o/tiny from the Hugging Face Hub" in printed
+    assert error.startswith("--ref-load o/none: ") and "the Hub has no such model" in error
     assert not any("onnx" in line or ".bin" in line for line in asked if "resolve" in line)
+    assert [row for _, row in read_rows(fresh["data"]["prompt_data"])] == ROWS[:4]
     asked.clear()
-    start = time.perf_counter()
-    offline = plan(HF_HUB_OFFLINE="1")
-    assert time.perf_counter() - start < 20
-    assert (offline.stderr, offline.stdout, asked) == ("", fresh.stdout, [])
-    unknown = plan("--ref-load", "o/none", HF_ENDPOINT=url)
-    assert unknown.returncode == 2
-    assert "--ref-load o/none: " in unknown.stderr and "the Hub has no such model" in unknown.stderr
+    fresh["model"]["ref_load"] = None
+    assert resolve({"HF_HUB_OFFLINE": "1"}) == (fresh, [], "") and asked == []

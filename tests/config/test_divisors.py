@@ -30,9 +30,9 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("count", [*range(1, 61), 97, 151_936])
-def test_divisors(count: int) -> None:
-    assert divisors(count) == [size for size in range(1, count + 1) if count % size == 0]
+def test_divisors() -> None:
+    for count in (*range(1, 61), 97, 1936):
+        assert divisors(count) == [size for size in range(1, count + 1) if count % size == 0]
 
 
 def test_the_nearest_are_named() -> None:

@@ -134,13 +134,13 @@ def test_names_that_are_no_names_of_python(write: Write, name: str) -> None:
 
 
 def test_what_is_missing_is_said_with_the_line(write: Write) -> None:
-    folder = write(
-        {"h.py": "import os\n\nimport calc_tol\n", "deep.py": "from broken import x\n", "broken.py": "1 / 0\n"}
-    )
-    message = check_hook("custom_rm_path", f"{folder / 'h.py'}:f")
-    assert message is not None and f"No module named 'calc_tol' at {folder / 'h.py'}:3: import calc_tol" in message
-    message = check_hook("custom_rm_path", f"{folder / 'deep.py'}:f")
-    assert message is not None and f"division by zero at {folder / 'broken.py'}:1: 1 / 0" in message
+    files = {"h.py": "import os\n\nimport calc_tol\n", "deep.py": "from broken import x\n", "broken.py": "1 / 0\n"}
+    folder = write(files)
+    for name, said in (
+        ("h.py", f"No module named 'calc_tol' at {folder / 'h.py'}:3: import calc_tol"),
+        ("deep.py", f"division by zero at {folder / 'broken.py'}:1: 1 / 0"),
+    ):
+        assert said in str(check_hook("custom_rm_path", f"{folder / name}:f"))
 
 
 PICKLED = """
