@@ -22,7 +22,7 @@ from fusionrl.config.presets import NONZERO_STD
 from tests.tiny_model import make_fp8, make_tiny_qwen3
 
 Errors = Callable[..., list[str]]
-SESSIONS, AGENT = "fusionrl.rollout.sessions.generate", "tests/rollout/session_agents.py:silent"
+SESSIONS, AGENT = "fusionrl.rollout.sessions.generate", "tests/rollout/session_agents.py:blocking"
 HALVE, GENERATE = "tests/buffer/buffer_hooks.py:halve", "tests/e2e/slime_functions.py:two_answers"
 
 
