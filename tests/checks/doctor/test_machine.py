@@ -206,7 +206,7 @@ def _nvml(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
     values: dict[str, object] = {
         "nvmlDeviceGetCount": 1,
         "nvmlDeviceGetHandleByIndex": object(),
-        "nvmlDeviceGetName": b"NVIDIA H100",
+        "nvmlDeviceGetName": "NVIDIA H100",
         "nvmlSystemGetDriverVersion": "580.10",
         "nvmlSystemGetCudaDriverVersion": 13000,
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=0, total=80 * GIB),
