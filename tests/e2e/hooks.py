@@ -67,14 +67,18 @@ def _newest_step(run_dir: str) -> int:
     return max((int(step) for row in rows for step in re.findall(r'"step": ?(\d+)', row)), default=0)
 
 
-def waits_at_rollout_10(args: Any, rollout_id: int, *_: Any) -> None:
-    """Before a training step: from the tenth rollout on, wait while the file of FUSIONRL_TEST_FILE exists."""
+def waits_or_fails(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
+    """Before a training step: from the tenth rollout on, wait while the file of FUSIONRL_TEST_FILE exists; raise at
+    the rollout and the optimizer step of FUSIONRL_TEST_FAILS_AT."""
     import os
     import time
 
     deadline = time.monotonic() + 120
-    while rollout_id >= 10 and os.path.exists(os.environ["FUSIONRL_TEST_FILE"]) and time.monotonic() < deadline:
+    hold = os.environ.get("FUSIONRL_TEST_FILE", "")
+    while rollout_id >= 10 and hold and os.path.exists(hold) and time.monotonic() < deadline:
         time.sleep(0.05)
+    if os.environ.get("FUSIONRL_TEST_FAILS_AT") == f"{rollout_id} {step_id}":
+        raise KeyError("no such column")
 
 
 async def never(args: Any, sample: Any, **kwargs: Any) -> float:

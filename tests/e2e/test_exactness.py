@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -51,17 +53,17 @@ def attempts(folder: Path) -> set[int]:
     return {row["attempt"] for row in metrics_of(folder) if "train/loss" in row}
 
 
-def twice_and_killed(flags: list[str], folder: Path) -> None:
-    """One run from start to end, and one that is killed in the middle and resumed: equal at every step."""
+def run_and_kill(flags: list[str], folder: Path) -> list[str]:
+    """One run from start to end, in `whole`, and one in `killed` that is killed in its middle; return its flags."""
     flags = [*flags, "--num-rollout", str(STEPS), "--save-interval", "4", "--keep-checkpoints", "2"]
     flags += ["--verify-checkpoints"]
     run([*flags, "--run-dir", str(folder / "whole")], folder)
-    want = numbers(folder / "whole")
-    assert sorted(want) == list(range(1, STEPS + 1))
-    assert len({tuple(values) for values in want.values()}) > 1
+    steps = numbers(folder / "whole")
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert len({tuple(values) for values in steps.values()}) > 1
 
     killed = [*flags, "--async-save", "--run-dir", str(folder / "killed"), "--resume"]
-    killed += ["--custom-megatron-before-train-step-hook-path", "tests/e2e/hooks.py:waits_at_rollout_10"]
+    killed += ["--custom-megatron-before-train-step-hook-path", "tests/e2e/hooks.py:waits_or_fails"]
     hold = folder / "hold"
     hold.touch()
     first = launch(killed, folder, FUSIONRL_TEST_FILE=str(hold))
@@ -69,17 +71,34 @@ def twice_and_killed(flags: list[str], folder: Path) -> None:
     os.kill(first.process.pid, signal.SIGKILL)
     first.wait()
     first.assert_nothing_left()
-    hold.unlink()
-    run(killed, folder, FUSIONRL_TEST_FILE=str(hold))
-    assert attempts(folder / "killed") == {1, 2}
-    assert numbers(folder / "killed") == want, differing(folder / "whole", folder / "killed")
+    return killed
+
+
+def assert_equal(folder: Path, num_attempts: int) -> None:
+    """Both runs have the same numbers at every step, after as many attempts of the killed one."""
+    assert attempts(folder / "killed") == set(range(1, num_attempts + 1))
+    assert numbers(folder / "killed") == numbers(folder / "whole"), differing(folder / "whole", folder / "killed")
 
 
 def test_sft(task: Path, tmp_path: Path) -> None:
+    """Two ranks, two optimizer steps a rollout. After the kill a hook raises: before the first optimizer step of a
+    rollout, and in the middle of the next one. What is trained is saved, and each resume goes on from there."""
     flags = ["--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(task / "model"), "--input-key", "messages"]
     flags += ["--prompt-data", str(task / "sft.jsonl"), "--rollout-batch-size", "64", "--rollout-shuffle"]
-    flags += ["--actor-num-gpus-per-node", "2"]
-    twice_and_killed([*flags, "--lr", "1e-3", "--weight-decay", "0.01"], tmp_path)
+    flags += ["--actor-num-gpus-per-node", "2", "--num-steps-per-rollout", "2"]
+    killed = run_and_kill([*flags, "--lr", "1e-3", "--weight-decay", "0.01"], tmp_path)
+    failed = run(killed, tmp_path, code=1, FUSIONRL_TEST_FAILS_AT="10 0").output()
+    text = " ".join(failed.split())
+    assert "failed: HookError: --custom-megatron-before-train-step-hook-path" in text and "no such column" in text
+    assert "the run ended after step 10; step_000010 has all of it: --resume continues from there" in text
+    command = re.search(r"to continue: fusionrl train (.*--resume)$", failed, re.MULTILINE)
+    assert command is not None
+    again = shlex.split(command[1])
+    text = " ".join(run(again, tmp_path, code=1, FUSIONRL_TEST_FAILS_AT="11 1").output().split())
+    assert "the trained steps could not be saved: the error interrupted the training of step 12" in text
+    assert "the run ended after step 11; step 11 is lost: --resume continues from step_000010" in text
+    run(again, tmp_path)
+    assert_equal(tmp_path, 4)
 
 
 @pytest.mark.xdist_group("recorded")
@@ -93,7 +112,9 @@ def test_rl_on_recorded_rollouts(rl_flags: list[str], recorded: Path, tmp_path: 
     without = rl_flags[: rl_flags.index("--prompt-data")] + rl_flags[rl_flags.index("--prompt-data") + 2 :]
     flags = [*without, "--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
     train = ["--debug-train-only", "--load-debug-rollout-data", template, "--num-steps-per-rollout", "2"]
-    twice_and_killed([*flags, *train], tmp_path)
+    killed = run_and_kill([*flags, *train], tmp_path)
+    run(killed, tmp_path)
+    assert_equal(tmp_path, 2)
     # Without Ray, in one process: every metric but the times.
     alone = [*flags, *train, "--num-rollout", str(STEPS), "--in-process", "--run-dir", str(tmp_path / "alone")]
     run([*alone, "--save-interval", "4", "--keep-checkpoints", "2", "--verify-checkpoints"], tmp_path)
