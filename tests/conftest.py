@@ -50,7 +50,6 @@ _LONG = (
     "tools/test_bench_loss.py",
     "runtime/test_open_ray.py",
     "engines/test_scorers.py",
-    "engines/test_router_key.py",
     "tools/test_from_slime_check.py",
     "data/test_auto_tokenizer.py",
     "pipeline/test_properties.py",

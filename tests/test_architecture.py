@@ -48,7 +48,7 @@ WINGS = {
 HEAVY = {
     "ray": {"buffer", "runtime", "weights", "trainer"},
     "megatron": {"cpu", "models", "weights", "trainer", "checks", "compat", "config/upstream_flags.py"},
-    "sglang": {"cpu", "engines", "rollout", "config/upstream_flags.py"},
+    "sglang": {"cpu", "engines/launch_server.py", "engines/stream_versions.py", "rollout", "config/upstream_flags.py"},
     "sglang_router": {"engines", "config/upstream_flags.py"},
     "transformer_engine": {"trainer"},
     "torch": {

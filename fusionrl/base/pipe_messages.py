@@ -17,13 +17,8 @@ def frame(message: object) -> bytes:
 
 def receive(connection: socket.socket) -> Any:
     """The next message of a blocking connection. Raises EOFError if the other end has closed it."""
-    return pickle.loads(receive_bytes(connection))
-
-
-def receive_bytes(connection: socket.socket) -> bytes:
-    """Receive raw bytes with their length before them; like `receive`, but without unpickling."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    return _read(connection, length)
+    return pickle.loads(_read(connection, length))
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

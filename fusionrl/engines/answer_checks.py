@@ -1,6 +1,6 @@
-"""Check every answer of an engine against its request.
+"""Check every answer of an engine against its request. Pure: no sockets, no processes.
 
-Pure: no sockets, no processes.
+Each function raises AnswerError, with the field and its value, for what it refuses.
 """
 
 from __future__ import annotations
@@ -60,21 +60,13 @@ class AnswerBounds:
         return cls(num_answers, new, bool(payload.get("return_logprob")), vocab_size, num_bytes)
 
     def check_size(self, num_bytes: int) -> None:
-        """Refuse a body that is longer than any answer to the request can be.
-
-        Raises:
-            AnswerError: it is.
-        """
+        """Refuse a body that is longer than any answer to the request can be."""
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             raise AnswerError(f"the body has over {self.max_bytes} bytes, more than an answer to this request can have")
 
 
 def prompt_of(payload: Mapping[str, object]) -> Sequence[object] | np.ndarray:
-    """The prompts of a request in SGLang's form: ids, lists of ids, a text or texts.
-
-    Raises:
-        TypeError: something else.
-    """
+    """The prompts of a request in SGLang's form: ids, lists of ids, a text or texts; TypeError for anything else."""
     prompt = payload.get("input_ids")
     if prompt is None:
         prompt = payload.get("text") or ""
@@ -84,11 +76,7 @@ def prompt_of(payload: Mapping[str, object]) -> Sequence[object] | np.ndarray:
 
 
 def sampling_params(payload: Mapping[str, object]) -> Mapping[str, object]:
-    """The sampling parameters of a request in SGLang's form.
-
-    Raises:
-        TypeError: they are not a mapping.
-    """
+    """The sampling parameters of a request in SGLang's form; TypeError if they are not a mapping."""
     params = payload.get("sampling_params") or {}
     if not isinstance(params, (dict, Mapping)):
         raise TypeError(f"sampling_params of a request is a {type(params).__name__}")
@@ -96,11 +84,7 @@ def sampling_params(payload: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def num_new_tokens(payload: Mapping[str, object]) -> int:
-    """The tokens of an answer that a request in SGLang's form allows.
-
-    Raises:
-        TypeError: no number.
-    """
+    """The tokens of an answer that a request in SGLang's form allows; TypeError if that is not a number."""
     limit = sampling_params(payload).get("max_new_tokens")
     if limit is None:
         return DEFAULT_NEW_TOKENS
@@ -110,11 +94,7 @@ def num_new_tokens(payload: Mapping[str, object]) -> int:
 
 
 def token_ids(values: object, field: str, bounds: AnswerBounds) -> np.ndarray:
-    """The ids of a field as int32 [n].
-
-    Raises:
-        AnswerError: not a list of whole numbers, one outside the vocabulary, or more than the bound.
-    """
+    """The ids of a field as int32 [n]: whole numbers within the vocabulary, and no more than the bound."""
     if not isinstance(values, list):
         raise AnswerError(f"{field} is {_shown(values)}, not a list of token ids")
     most = _LARGEST_INT32 if bounds.vocab_size is None else bounds.vocab_size - 1
@@ -134,11 +114,7 @@ def token_ids(values: object, field: str, bounds: AnswerBounds) -> np.ndarray:
 
 
 def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[object]]:
-    """Return (log-probs, float32 [n]; ids, [n]) of entries [log-prob, id, text or null].
-
-    Raises:
-        AnswerError: other entries, or a log-prob that is none.
-    """
+    """Return (log-probs, float32 [n]; ids, [n]) of entries [log-prob, id, text or null]."""
     if not isinstance(entries, list):
         raise AnswerError(f"{field} is {_shown(entries)}, not a list of [log-prob, token, text]")
     try:
@@ -150,11 +126,7 @@ def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[obje
 
 
 def log_probs(values: list[Any], field: str) -> np.ndarray:
-    """Log-probs as float32 [n].
-
-    Raises:
-        AnswerError: one that is null, no number, not finite, or over 0 by more than rounding.
-    """
+    """Log-probs as float32 [n]: finite numbers, over 0 by no more than rounding."""
     try:
         exact = _packed(values, "d", np.float64)
         least, largest = extremes(exact)
@@ -165,11 +137,8 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
         wrong = next((value for value in values if type(value) not in _NUMBERS or not abs(value) < math.inf), values)
         raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is not a finite number") from None
     if largest > LARGEST_LOG_PROB or least < SMALLEST_LOG_PROB:
-        bad = (exact < SMALLEST_LOG_PROB) | (exact > LARGEST_LOG_PROB)
-        raise AnswerError(
-            f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
-            " 0"
-        )
+        bad = exact[(exact < SMALLEST_LOG_PROB) | (exact > LARGEST_LOG_PROB)][0]
+        raise AnswerError(f"{field} holds the log-prob {bad}; log-probs are finite and at most 0")
     return exact.astype(np.float32)
 
 
@@ -177,9 +146,6 @@ def input_log_probs(meta: Mapping[str, object], count: int) -> np.ndarray:
     """The log-probs of the last `count` tokens of a prompt that was read, float32 [count].
 
     The first entry has none, as no token precedes it.
-
-    Raises:
-        AnswerError: there are none, or of another number of tokens.
     """
     field = "meta_info.input_token_logprobs"
     entries = meta.get("input_token_logprobs")
@@ -191,11 +157,7 @@ def input_log_probs(meta: Mapping[str, object], count: int) -> np.ndarray:
 
 
 def routed_experts(meta: Mapping[str, object], size: tuple[int, ...], num_experts: int | None) -> np.ndarray:
-    """The experts that the engine chose, of base64 of int32, as int16 of the shape `size` (tokens, layers, experts).
-
-    Raises:
-        AnswerError: none, of another number of values, or experts that the model does not have.
-    """
+    """The experts that the engine chose, of base64 of int32, as int16 of the shape `size` (tokens, layers, experts)."""
     field, data = "meta_info.routed_experts", meta.get("routed_experts")
     if not isinstance(data, str):
         raise AnswerError(f"{field} is {_shown(data)}, not base64 of int32 for {size} (tokens, layers, experts)")
@@ -212,18 +174,14 @@ def routed_experts(meta: Mapping[str, object], size: tuple[int, ...], num_expert
     return experts.reshape(size).astype(np.int16)
 
 
-def extremes(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+def extremes(values: Sequence[object] | np.ndarray) -> tuple[float, float]:
     """(least, largest) of numbers; (0, 0) of none."""
     numbers = np.asarray(values)
     return (numbers.min(), numbers.max()) if numbers.size else (0.0, 0.0)
 
 
 def score(answer: object, field: str = "embedding") -> float:
-    """The one number of what a classifier's `/classify` answers.
-
-    Raises:
-        AnswerError: no finite number.
-    """
+    """The one finite number of what a classifier's `/classify` answers."""
     values = answer.get(field) if isinstance(answer, dict) else None
     value = values[0] if isinstance(values, list) and values else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -232,12 +190,8 @@ def score(answer: object, field: str = "embedding") -> float:
 
 
 def _packed(values: list[Any], code: str, dtype: type) -> np.ndarray:
-    """[n] of `struct`'s type `code`, which takes nothing but numbers, true and false: numpy reads text, and makes NaN
-    of null. It also takes half as long as numpy or `array`.
-
-    Raises:
-        struct.error: a value is not a number of this type.
-        OverflowError: a float is too large for it.
+    """[n] of `struct`'s type `code`, which takes nothing but numbers, true and false (struct.error), and none that are
+    too large (OverflowError): numpy reads text, and makes NaN of null. It also takes half as long as numpy or `array`.
     """
     data = bytearray(len(values) * np.dtype(dtype).itemsize)
     struct.pack_into(f"={len(values)}{code}", data, 0, *values)

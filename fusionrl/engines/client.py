@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+import zlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import orjson
 
-from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, extremes, num_new_tokens, sampling_params
+from fusionrl.engines import answer_checks
+from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, num_new_tokens, sampling_params
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parser_processes import ParserProcesses
 from fusionrl.engines.request_merging import RequestMerger
-from fusionrl.engines.request_targets import RequestTargets
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,6 +44,62 @@ _CONTINUABLE = frozenset(
 )
 
 
+class RequestTargets:
+    """URLs of `/generate`: those that requests go to, and those that a refused answer's request goes to instead."""
+
+    def __init__(self, base_url: str, worker_urls: Sequence[str] = (), engine_urls: Sequence[str] = ()) -> None:
+        """Arguments as of `GenerateClient`."""
+        self.urls = [_generate_url(url) for url in worker_urls or [base_url]]
+        self.engines = [_generate_url(url) for url in engine_urls or worker_urls or [base_url]]
+        self.num_refused = 0
+        """Answers that violated the bounds of their request (`AnswerBounds`)."""
+        self._under_way = dict.fromkeys(self.urls, 0)
+
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Take other engines: one that died is back at another address."""
+        if self.urls == self.engines:  # requests go to the engines, not to the router
+            self.urls = [_generate_url(url) for url in urls]
+        self.engines = [_generate_url(url) for url in urls]
+        self._under_way |= {url: 0 for url in self.urls if url not in self._under_way}
+
+    def choose(self, routing_key: str | None, attempt: int, refused: Sequence[str]) -> str:
+        """Return the URL for try number `attempt`: another one for each try, and none of `refused`, if possible."""
+        if refused:
+            candidates = [url for url in self.engines if url not in refused] or self.engines
+            candidates = sorted(candidates, key=lambda url: self._under_way.get(url, 0))
+            return candidates[(attempt + self.num_refused) % len(candidates)]
+        if len(self.urls) == 1:
+            return self.urls[0]
+        if routing_key is not None:
+            first = zlib.crc32(routing_key.encode())
+            return self.urls[(first + attempt) % len(self.urls)]
+        return sorted(self.urls, key=self._under_way.__getitem__)[attempt % len(self.urls)]
+
+    def refuse(self, url: str, error: AnswerError, refused: list[str]) -> None:
+        """Count an answer that was refused, and add who gave it to `refused`, those of the request so far.
+
+        The second one of an engine, or where there is one engine, raises AnswerError.
+        """
+        self.num_refused += 1
+        refused.append(url)
+        num_known = sum(refused_url in self.engines for refused_url in refused)
+        if num_known >= 2 or (len(self.engines) == 1 and len(refused) >= 2):
+            raise AnswerError(f"{url}: the answer is refused, as one before it was: {error}") from error
+        logger.warning("%s: the answer is refused (%s); the request is sent once more, elsewhere", url, error)
+
+    @contextmanager
+    def counted(self, url: str) -> Iterator[None]:
+        self._under_way[url] = self._under_way.get(url, 0) + 1
+        try:
+            yield
+        finally:
+            self._under_way[url] -= 1
+
+
+def _generate_url(url: str) -> str:
+    return url.rstrip("/") + "/generate"
+
+
 class GenerateClient:
     """Sends `/generate` requests over kept connections. Belongs to one event loop; close it there."""
 
@@ -59,21 +116,19 @@ class GenerateClient:
         worker_urls: Sequence[str] = (),
         engine_urls: Sequence[str] = (),
     ) -> None:
-        """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
+        """Every answer is checked (`generation.parse_generation`). A request whose answer is refused is sent once more,
+        to another engine, so that a faulty one is avoided, and named if the other errs too. Through the router the
+        answering engine is unknown; there a second one is tried.
 
-        `num_tries` bounds the tries at one request; the pauses between ten of them add up to about 40 s.
-
-        With `vocab_size`, `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang
-        server, and the router would try the request on the next one.
-
-        With `stream_responses`, `generate` reads a stream: what an engine that died had sent is kept.
-
-        With `worker_urls`, requests go to these engines and not to `base_url`, for the router drops fields that it does
-        not know: to the engine of a routing key, else to the one with the fewest under way.
-
-        Every answer is checked (`generation.parse_generation`). A request whose answer is refused is sent once more: to
-        another of `engine_urls` (default: of `worker_urls`), so that a faulty engine is avoided, and named
-        if the other errs too. Through the router the answering engine is unknown; there a second one is tried.
+        timeout_s         of one request, retries included
+        max_connections   requests under way
+        vocab_size        `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang server, and
+                          the router would try the request on the next one
+        num_tries         at one request; the pauses between ten of them add up to about 40 s
+        stream_responses  `generate` reads a stream: what an engine that died had sent is kept
+        worker_urls       requests go to these engines and not to `base_url`, for the router drops fields that it does
+                          not know: to the engine of a routing key, else to the one with the fewest under way
+        engine_urls       those that a refused answer's request is sent to; default: `worker_urls`
         """
         self._vocab_size = vocab_size
         self._num_tries = num_tries
@@ -84,11 +139,7 @@ class GenerateClient:
         """Tokens of dead engines that another engine continued."""
         self._targets = RequestTargets(base_url, worker_urls, engine_urls)
         # No compression: a small body could become any size in memory.
-        self._headers = {
-            "Content-Type": "application/json",
-            "Accept-Encoding": "identity",
-            **auth_headers(api_key),
-        }
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **auth_headers(api_key)}
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
@@ -111,9 +162,8 @@ class GenerateClient:
         Requests of one `routing_key` go to one engine, where the router's policy keeps to keys (`manual`).
 
         `return_logprob` is set unless the payload has it. Broken connections and 5xx answers are tried
-        again with growing pauses. Raises RuntimeError with the server's text for a 4xx
-        answer at once and for the last failed try, AnswerError for the second answer that is refused, TimeoutError
-        after `timeout_s` seconds.
+        again with growing pauses. Raises RuntimeError with the server's text for a 4xx answer at once and for the last
+        failed try, AnswerError for the second answer that is refused, TimeoutError after `timeout_s` seconds.
         """
         params = sampling_params(payload)
         if params.get("n", 1) != 1:
@@ -121,9 +171,9 @@ class GenerateClient:
         self._check_tokens(payload)
         if self._stream_responses and payload.get("input_ids") is not None and _is_continuable(params):
             return join([piece async for piece in self.stream(payload, routing_key)])
-        if routing_key is None and payload.get("input_ids") is not None and _is_short(payload):
+        if routing_key is None and payload.get("input_ids") is not None and num_new_tokens(payload) <= _SHORT_TOKENS:
             return await self._merger.generate({"return_logprob": True, **payload})
-        return (await self._request({"return_logprob": True, **payload}, routing_key))[0]
+        return (await self._request({"return_logprob": True, **payload}, None, routing_key))[0]
 
     async def stream(
         self, payload: Mapping[str, object], routing_key: str | None = None
@@ -189,7 +239,7 @@ class GenerateClient:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         with self._targets.counted(url):
             async with asyncio.timeout_at(deadline):
-                response = await self._open().post(url, data=body, headers=self._headers_of(routing_key))
+                response = await self._open().post(url, data=body, headers=_headers_of(routing_key))
             # Closing it early breaks the connection, by which the engine learns that the client is gone.
             async with aclosing(_lines(response, deadline, bounds)) as lines:
                 if response.status >= 400:
@@ -215,7 +265,7 @@ class GenerateClient:
                     yield _checked_event(url, event)
 
     async def _request(
-        self, payload: Mapping[str, object], routing_key: str | None = None, body: bytes | None = None
+        self, payload: Mapping[str, object], body: bytes | None, routing_key: str | None = None
     ) -> list[Generation]:
         """Send `payload`, of which `body` is the JSON if it is made already."""
         if body is None:
@@ -233,18 +283,13 @@ class GenerateClient:
                     self._targets.refuse(url, error, refused)
 
     def _check_tokens(self, payload: Mapping[str, object]) -> None:
-        input_ids = payload.get("input_ids")
-        if self._vocab_size is None or input_ids is None:
+        if self._vocab_size is None or payload.get("input_ids") is None:
             return
-        if not isinstance(input_ids, (list, np.ndarray, Sequence)):
-            raise TypeError(f"input_ids of a request is a {type(input_ids).__name__}")
-        if len(input_ids) == 0:
-            return
-        least, largest = extremes(input_ids)
+        least, largest = answer_checks.extremes(answer_checks.prompt_of(payload))
         if least < 0 or largest >= self._vocab_size:
             raise ValueError(
-                f"input_ids hold {least}..{largest}, the model's tokens are 0..{self._vocab_size - 1}: "
-                f"is the tokenizer the model's?"
+                f"input_ids hold {least}..{largest}, the model's tokens are 0..{self._vocab_size - 1}; use the model's"
+                " tokenizer"
             )
 
     async def _send(
@@ -256,7 +301,7 @@ class GenerateClient:
         """
         import aiohttp
 
-        headers = self._headers_of(routing_key)
+        headers = _headers_of(routing_key)
         attempt = 0
         while True:
             url = self._targets.choose(routing_key, attempt, refused)
@@ -290,11 +335,6 @@ class GenerateClient:
         await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
         if self._is_closed:  # in the meantime
             raise error
-
-    @staticmethod
-    def _headers_of(routing_key: str | None) -> dict[str, str] | None:
-        """Return the headers that a request adds to those of the session."""
-        return None if routing_key is None else {ROUTING_KEY: routing_key}
 
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
@@ -334,9 +374,8 @@ def _is_continuable(params: Mapping[str, object]) -> bool:
     return all(name in _CONTINUABLE for name, value in params.items() if value)
 
 
-def _is_short(payload: Mapping[str, object]) -> bool:
-    """Return whether the answer has few tokens."""
-    return num_new_tokens(payload) <= _SHORT_TOKENS
+def _headers_of(routing_key: str | None) -> dict[str, str] | None:
+    return None if routing_key is None else {ROUTING_KEY: routing_key}
 
 
 def _check_plain(response: aiohttp.ClientResponse) -> None:
@@ -363,12 +402,7 @@ async def _body(response: aiohttp.ClientResponse, bounds: AnswerBounds) -> bytes
 
 
 def _checked_event(url: str, event: object) -> Mapping[str, object]:
-    """The event of a stream; raises what it says went wrong.
-
-    Raises:
-        EndpointError: the engine refuses or gives up the request, though the status line said 200.
-        AnswerError: the event has an unknown form.
-    """
+    """The event of a stream; EndpointError if the engine refuses or gives up the request after a status of 200."""
     if not isinstance(event, dict):
         raise AnswerError(f"an event of the stream is not a JSON object: {str(event)[:80]}")
     error = event.get("error")
@@ -383,7 +417,6 @@ def _checked_event(url: str, event: object) -> Mapping[str, object]:
 
 
 def _as_status(code: object) -> int:
-    """An HTTP status; 500 for what is none."""
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
@@ -410,7 +443,6 @@ async def _lines(
 
 
 def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:
-    """Return the request that continues after `tokens` of its answer."""
     if not tokens:
         return payload
     params = dict(sampling_params(payload))
@@ -429,23 +461,18 @@ async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, time
     """
     import aiohttp
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+    timeout, headers = aiohttp.ClientTimeout(total=timeout_s), auth_headers(api_key)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
 
         async def abort(url: str) -> None:
             try:
-                async with session.post(
-                    f"{url}/abort_request", json={"abort_all": True}, headers=auth_headers(api_key)
-                ) as response:
+                async with session.post(f"{url}/abort_request", json={"abort_all": True}) as response:
                     if response.status >= 400:
                         raise EndpointError(f"{url}/abort_request", response.status, await response.text())
             except (aiohttp.ClientError, TimeoutError) as error:
                 logger.warning("abort_request to %s: no answer: %r", url, error)
 
         results = await asyncio.gather(*(abort(url) for url in engine_urls), return_exceptions=True)
-    failed = [
-        f"{url}: {result!r}"
-        for url, result in zip(engine_urls, results, strict=True)
-        if isinstance(result, BaseException)
-    ]
+    failed = [f"{url}: {result!r}" for url, result in zip(engine_urls, results, strict=True) if result]
     if failed:
         raise RuntimeError("abort_request failed: " + "; ".join(failed))

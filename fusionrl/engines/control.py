@@ -38,9 +38,7 @@ class EngineControl:
         payload: Mapping[str, object] | None = None,
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
-        watch: bool = True,
     ) -> object:
-        """One request. `watch`: of a server that this process started, look whether it lives."""
         return call(method, self.url + path, payload, api_key=self._api_key, timeout_s=timeout_s)
 
     # ---- profiles
@@ -52,7 +50,6 @@ class EngineControl:
         self._post("/start_profile", payload)
 
     def stop_profile(self) -> None:
-        """End it, and write what was recorded."""
         self._post("/stop_profile")
 
     # ---- generation
@@ -71,7 +68,6 @@ class EngineControl:
 
     @phase("resume")
     def resume(self) -> None:
-        """Go on after `pause`."""
         self._post("/continue_generation")
         self._is_paused_in_place = False
 
@@ -90,8 +86,7 @@ class EngineControl:
 
     @phase("begin weights")
     def begin_weight_update(self) -> None:
-        """Open the session that updates by tensor or broadcast have to lie in, where the server knows
-        sessions."""
+        """Open the session that updates by tensor or broadcast need, where the server knows sessions."""
         if self._has_update_sessions is False:
             return
         try:
@@ -101,15 +96,12 @@ class EngineControl:
             if "already open" in str(error):  # of an update that failed, and whose end the server missed
                 self._post("/end_weight_update")
                 self._post("/begin_weight_update")
-                self._has_update_sessions = True
-                return
-            if error.status != 404:
+            elif error.status != 404:
                 raise
-            self._has_update_sessions = False
+            self._has_update_sessions = error.status != 404
 
     @phase("end weights")
     def end_weight_update(self) -> None:
-        """Close the session that `begin_weight_update` has opened."""
         if self._has_update_sessions:
             self._post("/end_weight_update")
 
@@ -153,7 +145,6 @@ class EngineControl:
         self._post("/update_weights_from_distributed", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave the group."""
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     @phase("load weights")
@@ -189,6 +180,5 @@ class EngineControl:
 
     @phase("resume memory")
     def resume_memory(self, tags: list[str] | None) -> None:
-        """Take back what `release_memory` gave; the contents of released weights are undefined until
-        updated."""
+        """Take back what `release_memory` gave; the contents of released weights are undefined until updated."""
         self._post("/resume_memory_occupation", {} if tags is None else {"tags": tags})

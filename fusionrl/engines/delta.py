@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -46,11 +46,7 @@ def encode(base: Words, new: Words, encoding: Encoding) -> tuple[bytes, int]:
 
 
 def apply(base: Words, payload: bytes, encoding: Encoding, num_changed: int) -> None:
-    """Make `base` [n] what `encode` was given as `new`, in place.
-
-    Raises:
-        DamagedDelta: `payload` is not what `encode` returned; of `base` nothing was touched.
-    """
+    """Make `base` [n] what `encode` was given as `new`, in place; DamagedDelta if `payload` is damaged."""
     if encoding == "xor":
         base ^= _words(_decompress(payload, base.nbytes), base.dtype)
         return
@@ -90,16 +86,6 @@ def _decompress(payload: bytes, num_bytes: int) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------ checksums
-class Checksum(Protocol):
-    """A hash that is fed piece by piece, as those of hashlib."""
-
-    def update(self, data: ReadableBuffer, /) -> object:
-        """Add `data`, any buffer of bytes."""
-
-    def hexdigest(self) -> str:
-        """Of all that was added."""
-
-
 class _Adler32:
     def __init__(self) -> None:
         self._value = 1
@@ -111,8 +97,8 @@ class _Adler32:
         return f"{self._value:08x}"
 
 
-def new_checksum(kind: str) -> Checksum:
-    """A fresh hash of --update-weight-delta-checksum `kind`."""
+def new_checksum(kind: str) -> Any:
+    """A fresh hash of --update-weight-delta-checksum `kind`, fed piece by piece as those of hashlib."""
     if kind == "xxh3-128":
         import xxhash
 

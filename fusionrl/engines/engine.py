@@ -1,8 +1,7 @@
 """One SGLang engine: its server as a child process, under the control endpoints of `EngineControl`.
 
-`EngineActor` is a plain class that the room `runtime` turns into a Ray actor. Every method that talks to the
-server raises RuntimeError with the endpoint, the status and the server's text when the server refuses, and
-with the end of the server's log when the server is dead.
+Every method that talks to the server raises RuntimeError: with endpoint, status and the server's text if it refuses,
+and with the end of its log if it is dead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from pathlib import Path
 
 from fusionrl.base.socket_folder import socket_folder
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
-from fusionrl.engines.forked_server import fork_server
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
@@ -46,23 +44,17 @@ class EngineActor(EngineControl):
     def start(self) -> str:
         """Start the server, wait until it has generated a token, and return its base URL.
 
-        Raises RuntimeError with the end of the log when the server ends or is not ready after
-        `spec.start_timeout_s` seconds.
+        Raises RuntimeError with the end of the log if it ends or is not ready after `spec.start_timeout_s` seconds.
         """
         if self._server is not None and self._server.alive():
             return self.url
         self._has_update_sessions, self._is_paused_in_place = None, False
-        self._server = start_on_free_ports(
-            self.spec.host, 3 if self.spec.meets_decoders else 2, self._spawn, self._wait_ready
-        )
+        num_ports = 3 if self.spec.meets_decoders else 2
+        self._server = start_on_free_ports(self.spec.host, num_ports, self._spawn, self._wait_ready)
         if self.spec.role == "reward-model":
             self._clear_head_bias()
-        self._note_shared_memory(self._server)
+        self._shared_memory |= shared_memory_of(self._server.pid)
         return self.url
-
-    def _note_shared_memory(self, server: ChildProcess) -> None:
-        segments = shared_memory_of(server.pid)
-        self._shared_memory |= {path for path in segments if path.name.startswith(("sgl_", "sglang_"))}
 
     def _spawn(self, ports: list[int]) -> ChildProcess:
         port, nccl_port, *bootstrap_ports = ports
@@ -83,7 +75,6 @@ class EngineActor(EngineControl):
             os.path.join(self.spec.log_dir, self.spec.log_name),
             env=env,
             secret=self.spec.api_key,
-            fork=fork_server,
         )
 
     def _wait_ready(self, server: ChildProcess) -> None:
@@ -100,9 +91,9 @@ class EngineActor(EngineControl):
                 # /health_generate sleeps a second before it looks for the token.
                 payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
                 path = "/classify" if self.spec.role == "reward-model" else "/generate"
-                self._call("POST", path, payload, timeout_s=60.0, watch=False)
+                super()._call("POST", path, payload, timeout_s=60.0)
             else:
-                self._call("GET", path, timeout_s=30.0, watch=False)
+                super()._call("GET", path, timeout_s=30.0)
         except RuntimeError:
             return False
         return True
@@ -122,9 +113,8 @@ class EngineActor(EngineControl):
 
             zeros = by_value([("score.bias", torch.zeros(model.num_labels))])
             self.begin_weight_update()
-            self.update_weights_from_tensor(
-                [zeros] * self.spec.tp_size, load_format=None, version=None, flush_cache=True
-            )
+            payloads = [zeros] * self.spec.tp_size
+            self.update_weights_from_tensor(payloads, load_format=None, version=None, flush_cache=True)
             self.end_weight_update()
 
     def check_alive(self) -> None:
@@ -188,7 +178,6 @@ class EngineActor(EngineControl):
         return pull_version(folder, local_folder)
 
     def drop_local_copy(self, local_folder: str) -> None:
-        """Remove this host's copy of the weights."""
         shutil.rmtree(local_folder, ignore_errors=True)
 
     # ---- calls
@@ -207,23 +196,20 @@ class EngineActor(EngineControl):
         payload: Mapping[str, object] | None = None,
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
-        watch: bool = True,
     ) -> object:
-        if watch:
-            self._living(path)
+        server = self._living(path)
         try:
             return super()._call(method, path, payload, timeout_s=timeout_s)
         except EndpointError:
             raise
         except RuntimeError as error:
             # No answer: where the server died meanwhile, its log says more than the broken connection.
-            if watch and self._server is not None and self._server.wait_exit(2.0):
-                raise self._server.died(f"{path} of {self.spec.name} at {self.url}") from error
+            if server.wait_exit(2.0):
+                raise server.died(f"{path} of {self.spec.name} at {self.url}") from error
             raise
 
 
 def node_id() -> str:
-    """Return the name of this process's node: Ray's, or without Ray the host's."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().get_node_id())
@@ -239,10 +225,7 @@ class EnginePart(EngineActor):
     def join(self, meeting: str, bootstrap_port: int | None = None) -> None:
         """Start the server, whose ranks meet the others at `meeting` (host:port), and wait until the engine is whole.
 
-        bootstrap_port  of part 0, where the engine prefills
-
-        Raises:
-            RuntimeError: it ended, or the others did not come in time; with the end of the log.
+        `bootstrap_port` is part 0's, where the engine prefills. Raises RuntimeError with the end of the log.
         """
 
         def spawn(ports: list[int]) -> ChildProcess:
@@ -252,4 +235,4 @@ class EnginePart(EngineActor):
 
         self.shutdown(0.0)  # of a try before this one
         self._server = start_on_free_ports(self.spec.host, 1, spawn, lambda server: self._wait_for(server, "/health"))
-        self._note_shared_memory(self._server)
+        self._shared_memory |= shared_memory_of(self._server.pid)

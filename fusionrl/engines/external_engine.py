@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,13 @@ class EngineRequirements:
     model_path: str
     architectures: tuple[str, ...]
     shape: ModelShape
-    dtype: str
-    """ "float32" or "bfloat16"."""
-    flags: dict[str, object] = field(default_factory=dict)
-    """ServerArgs fields that the run's own engines need."""
+    dtype: str  # "float32" or "bfloat16"
+    flags: dict[str, object] = field(default_factory=dict)  # ServerArgs fields that the run's own engines need
+    # Others that are the same for all engines, also where the run does not set them (None).
     alike: dict[str, object] = field(default_factory=dict)
-    """Others that are the same for all engines, also where the run does not set them (None)."""
-    wait_s: float = 0.0
-    """Time in which a server that is still starting has to answer."""
-    by_ipc: bool = False
-    """Weights go by CUDA IPC, from the trainer on an engine's own GPU."""
-    only_here: bool = False
-    """Weights go by broadcast, in a run that listens on loopback alone."""
+    wait_s: float = 0.0  # time in which a server that is still starting has to answer
+    by_ipc: bool = False  # weights go by CUDA IPC, from the trainer on an engine's own GPU
+    only_here: bool = False  # weights go by broadcast, in a run that listens on loopback alone
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,7 @@ class AttachedEngine(EngineControl):
     def join(self, expected: EngineRequirements, *own_weights: list[dict[str, str]] | None) -> ExternalEngineFacts:
         """Ask the server what it is. `own_weights` are the checksums of the run's own engine, where no push comes.
 
-        Raises:
-            ValueError: the run cannot use it; says why, and what to start it with.
-            RuntimeError: it does not answer in time.
+        Raises ValueError with reason and cure if the run cannot use it, RuntimeError if it does not answer in time.
         """
         if reason := _out_of_reach(self.url, expected):
             raise ValueError(f"engine at {self.url}: {reason}")
@@ -110,18 +105,12 @@ class AttachedEngine(EngineControl):
 
     def release(self) -> None:
         """Leave the server as it can be used without the run: no group, no open update, not paused. Idempotent."""
-        for name in sorted(self._groups):
-            self._quietly("/destroy_weights_update_group", {"group_name": name})
-        self._groups.clear()
-        if self._has_update_sessions:
-            self._quietly("/end_weight_update")  # refused where none is open
-        self._quietly("/continue_generation")
-
-    def _quietly(self, path: str, payload: Mapping[str, object] | None = None) -> None:
-        try:
-            self._post(path, payload, timeout_s=10.0)
-        except RuntimeError:
-            pass  # the server is gone, or had nothing to end: either way there is nothing more to leave
+        groups, self._groups = sorted(self._groups), set()
+        requests = [("/destroy_weights_update_group", {"group_name": name}) for name in groups]
+        requests += [("/end_weight_update", {})] if self._has_update_sessions else []  # refused where none is open
+        for path, payload in [*requests, ("/continue_generation", {})]:
+            with suppress(RuntimeError):  # the server is gone, or had nothing to end
+                self._post(path, payload, timeout_s=10.0)
 
     # ---- weights
 
@@ -131,14 +120,12 @@ class AttachedEngine(EngineControl):
         self._groups.add(str(settings["group_name"]))
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave the group."""
         self._groups.discard(group_name)
         super().destroy_weights_update_group(group_name)
 
     def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
         """Return the folder of a full version, which the server reads itself; None for a delta: it needs a full one."""
-        from fusionrl.engines.local_copy import pull_version
-        from fusionrl.engines.manifest import Manifest
+        from fusionrl.engines.local_copy import Manifest, pull_version
 
         return None if Manifest.read(folder).base is not None else pull_version(folder, None)
 
@@ -147,16 +134,10 @@ class AttachedEngine(EngineControl):
 
 
 def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: EngineRequirements) -> list[str]:
-    """List why a run cannot use an engine.
-
-    Args:
-        model: the engine's answer to /model_info
-        args: the engine's answer to /server_info
-        expected: the run's own engines
-    """
+    """List why a run cannot use an engine, whose answers to /model_info and /server_info are `model` and `args`."""
     errors = []
     version = str(args.get("version", "0"))
-    if _version(version) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         errors.append(f"its SGLang is {version}; a push needs {'.'.join(map(str, OLDEST))} or later")
     if not model.get("is_generation", True):
         errors.append("it does not generate")
@@ -169,11 +150,7 @@ def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: E
     for name in ("pp_size", "dp_size"):
         if _number(args, name) > 1:
             errors.append(f"it has --{name.replace('_', '-')} {args[name]}; a push reaches tensor-parallel ranks alone")
-    for name, value in expected.flags.items():
-        if args.get(name) != value:
-            flag = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-            errors.append(f"start it with {flag}, as this run's own engines are")
-    for name, value in expected.alike.items():
+    for name, value in (expected.flags | expected.alike).items():
         if (args.get(name) or None) != (value or None):
             flag = "--" + name.replace("_", "-")
             cure = f"with {flag}" + ("" if value is True else f" {value}") if value else f"without {flag}"
@@ -192,12 +169,7 @@ def _dtype_of(path: str) -> str | None:
 
 
 def other_weights(checksums: list[dict[str, str]] | None, expected: list[dict[str, str]] | None) -> str | None:
-    """Return why a run without pushes cannot use an engine; None if it holds the weights of the run's own engines.
-
-    Args:
-        checksums: the engine's checksums by rank
-        expected: those of the run's own engine
-    """
+    """Return why a run without pushes cannot use an engine with these checksums by rank; None if it expects them."""
     if expected is None or checksums is None:
         return (
             "this run pushes no weights, and SGLang has no checksums here to compare them by; leave the engine out, or"
@@ -205,14 +177,7 @@ def other_weights(checksums: list[dict[str, str]] | None, expected: list[dict[st
         )
     if len(checksums) != len(expected):
         return f"this run pushes no weights, and compares them rank by rank: start it with --tp-size {len(expected)}"
-    wrong = sorted(
-        {
-            name
-            for a, b in zip(checksums, expected, strict=True)
-            for name in a.keys() | b.keys()
-            if a.get(name) != b.get(name)
-        }
-    )
+    wrong = sorted({name for a, b in zip(checksums, expected, strict=True) for name, _ in a.items() ^ b.items()})
     if not wrong:
         return None
     return (
@@ -252,18 +217,9 @@ def _out_of_reach(url: str, expected: EngineRequirements) -> str | None:
 
 
 def host_of(url: str) -> str:
-    """Return the host of an engine's address."""
     return urlsplit(url).hostname or ""
 
 
 def _number(values: Mapping[str, object], name: str, otherwise: int = 1) -> int:
     value = values.get(name)
     return value if isinstance(value, int) else otherwise
-
-
-def _version(text: str) -> tuple[int, ...]:
-    numbers = []
-    for part in text.split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        numbers.append(int(digits or 0))
-    return tuple(numbers)

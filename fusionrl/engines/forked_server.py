@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,24 +57,24 @@ class ForkedMinder:
                     self.returncode = os.waitstatus_to_exitcode(int(status))
                 else:  # killed, and its group is left behind
                     self.returncode = -signal.SIGKILL
-                    try:
-                        os.killpg(self.pid, signal.SIGKILL)
-                    except (ProcessLookupError, PermissionError):
-                        pass
+                    kill_group(self.pid)
             return self.returncode
 
     def kill(self) -> None:
-        """End it at once."""
         if self.poll() is None:
-            try:
+            with suppress(ProcessLookupError):  # it ended at this moment
                 os.kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended at this moment
 
     def __del__(self) -> None:
         """Close the pipe if the exit code was never read."""
         if self._status >= 0:
             os.close(self._status)
+
+
+def kill_group(pgid: int) -> None:
+    """SIGKILL to a process group, which may be empty."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signal.SIGKILL)
 
 
 def fork_server(
@@ -102,10 +103,8 @@ def mind_server(arguments: list[str]) -> None:
     set_title(f"fusionrl.engines.process_minder {MODULE}")
 
     def report(status: int) -> None:
-        try:
+        with suppress(OSError):  # the starter is gone
             os.write(_STATUS, b"%d" % status)
-        except OSError:
-            pass  # the starter is gone
 
     this = os.getpid()
     try:

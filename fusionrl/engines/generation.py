@@ -22,29 +22,19 @@ FINISH_REASONS = ("stop", "length", "abort")
 class Generation:
     """One generated continuation of `n` tokens."""
 
-    tokens: np.ndarray
-    """int32 [n]."""
-    log_probs: np.ndarray
-    """float32 [n], of the sampled tokens under the engine's distribution; [0] if they were not asked for."""
+    tokens: np.ndarray  # int32 [n]
+    log_probs: np.ndarray  # float32 [n], under the engine's distribution; [0] if they were not asked for
     text: str
-    finish_reason: str
-    """ "stop", "length" or "abort"."""
-    weight_versions: list[tuple[int | str, int]]
-    """(version, number of tokens) in order; the numbers sum to n."""
+    finish_reason: str  # "stop", "length" or "abort"
+    weight_versions: list[tuple[int | str, int]]  # (version, number of tokens) in order; the numbers sum to n
     prompt_tokens: int
     cached_tokens: int
-    meta_info: dict[str, Any]
-    """The engine's own, without the log-probs."""
-    part: int = 1
-    """Number of the request that made its end: over 1 if an engine died and another continued."""
+    meta_info: dict[str, Any]  # the engine's own, without the log-probs
+    part: int = 1  # number of the request that made its end: over 1 if an engine died and another continued
 
 
 def parse_answer(body: bytes, bounds: AnswerBounds = _UNBOUNDED) -> list[Generation]:
-    """The generations of the body of an answer: one, or one for each prompt of the request.
-
-    Raises:
-        AnswerError: not JSON, another number of answers, or one that `parse_generation` refuses.
-    """
+    """The generations of the body of an answer: one, or one for each prompt of the request; AnswerError if wrong."""
     bounds.check_size(len(body))
     try:
         answer = orjson.loads(body)
@@ -56,8 +46,10 @@ def parse_answer(body: bytes, bounds: AnswerBounds = _UNBOUNDED) -> list[Generat
     return [parse_generation(item, bounds) for item in answers]
 
 
-def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED) -> Generation:
+def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED, first: int = 0) -> Generation:
     """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
+
+    first  number of its first token in the request's answer, of which `weight_versions` are spans
 
     Raises:
         AnswerError: a field is missing, of another type, or out of its range (`AnswerBounds`); or fields do not belong
@@ -79,15 +71,12 @@ def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED) -> Gener
         raise AnswerError(f"{field} is missing; the request asked for log-probs")
     if bounds.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
         raise AnswerError(f"output_ids holds no token, with the finish reason {finish}")
-    text = answer.get("text")
-    if text is not None and not isinstance(text, str):
-        raise AnswerError(f"text is a {type(text).__name__}")
     return Generation(
         tokens=tokens,
         log_probs=values,
-        text=text or "",
+        text=_text(answer),
         finish_reason=finish or "abort",
-        weight_versions=_version_spans(meta, len(ids)),
+        weight_versions=_version_spans(meta, len(ids), first),
         prompt_tokens=_count(meta, "prompt_tokens"),
         cached_tokens=_count(meta, "cached_tokens"),
         meta_info=meta,
@@ -95,11 +84,7 @@ def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED) -> Gener
 
 
 def finish_reason(meta: Mapping[str, object]) -> str:
-    """ "stop", "length" or "abort"; "" if the answer continues.
-
-    Raises:
-        AnswerError: anything else.
-    """
+    """ "stop", "length" or "abort"; "" if the answer continues; AnswerError for anything else."""
     reason = meta.get("finish_reason")
     if reason is None:
         return ""
@@ -107,6 +92,15 @@ def finish_reason(meta: Mapping[str, object]) -> str:
     if kind not in FINISH_REASONS:
         raise AnswerError(f"meta_info.finish_reason is {reason!r}; known are {', '.join(FINISH_REASONS)}")
     return str(kind)
+
+
+def _text(answer: Mapping[str, object]) -> str:
+    text = answer.get("text")
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise AnswerError(f"text is a {type(text).__name__}")
+    return text
 
 
 def _count(meta: Mapping[str, object], name: str) -> int:
@@ -118,20 +112,18 @@ def _count(meta: Mapping[str, object], name: str) -> int:
     return value
 
 
-def _version_spans(meta: Mapping[str, object], num_tokens: int) -> list[tuple[int | str, int]]:
-    """`weight_versions` where the server has it, else one span of `weight_version`."""
+def _version_spans(meta: Mapping[str, object], num_tokens: int, first: int = 0) -> list[tuple[int | str, int]]:
+    """`weight_versions` from token `first` on where the server has it, else one span of `weight_version`."""
     spans = meta.get("weight_versions")
     if num_tokens == 0:
         return []
     if not spans:
         return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
-    if not isinstance(spans, list):
-        raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end")
     version_counts = []
     covered = 0
     try:
-        for span in spans:
-            end = min(int(span["end"]), num_tokens)
+        for span in spans:  # type: ignore[attr-defined]
+            end = min(int(span["end"]) - first, num_tokens)
             if end > covered:
                 version_counts.append((_as_version(span["version"]), end - covered))
                 covered = end
@@ -166,9 +158,8 @@ class StreamParser:
     def parse(self, event: Mapping[str, object]) -> Generation:
         """The tokens that are new in `event`; the finish reason is "" in all but the last one.
 
-        The versions are those that the event tells (`engines.stream_versions`), else the current one.
-        Raises:
-            AnswerError: tokens are missing, or a field is wrong (`parse_generation`).
+        The versions are those that the event tells (`engines.stream_versions`), else the current one. Raises
+        AnswerError if tokens are missing, or a field is wrong (`parse_generation`).
         """
         meta = event.get("meta_info") if isinstance(event, dict) else None
         if not isinstance(meta, dict) or "completion_tokens" not in meta:
@@ -176,47 +167,29 @@ class StreamParser:
         total, ids = _count(meta, "completion_tokens"), event.get("output_ids") or []
         num_new = total - self._num_tokens
         if not isinstance(ids, list) or not 0 <= num_new <= len(ids):
-            brought = f"{len(ids)} tokens" if isinstance(ids, list) else f"{ids!r:.80}"
-            raise AnswerError(f"output_ids: the stream brought {brought} where {num_new} of {total} were due")
+            raise AnswerError(f"output_ids: the stream brought {ids!r:.80} where {num_new} of {total} tokens were due")
         most = self._bounds.max_new_tokens
         if most is not None and total > most:
             raise AnswerError(f"the stream brought {total} tokens; the request asked for at most {most}")
-        text = event.get("text") or ""
-        if not isinstance(text, str):
-            raise AnswerError(f"text is a {type(text).__name__}")
+        text = _text(event)
         if len(ids) != num_new:  # all so far, or the repetition
             text = text[len(self._text) :] if len(ids) == total else ""
         entries = meta.get("output_token_logprobs") or []
-        if not isinstance(entries, list):
-            raise AnswerError(f"meta_info.output_token_logprobs is {entries!r:.80}")
-        finish = finish_reason(meta)
-        if most and not total and finish not in ("", "abort"):
-            raise AnswerError(f"output_ids: the stream brought no token, with the finish reason {finish}")
-        spans = meta.get("weight_versions")
-        try:
-            moved = spans and [{**span, "end": int(span["end"]) - self._num_tokens} for span in spans]
-        except (KeyError, TypeError, ValueError) as error:
-            raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end") from error
-        piece_meta = {
-            **meta,
-            "output_token_logprobs": entries[len(entries) - num_new :] if entries else [],
-            "weight_versions": moved,
-        }
+        if isinstance(entries, list):
+            entries = entries[len(entries) - num_new :]
+        new_meta = {**meta, "output_token_logprobs": entries}
+        answer = {"output_ids": ids[len(ids) - num_new :], "text": text, "meta_info": new_meta}
         # Events without a token are usual: the last one may bring the finish reason alone.
-        bounds = replace(self._bounds, max_new_tokens=None)
-        piece = parse_generation(
-            {"output_ids": ids[len(ids) - num_new :], "text": text, "meta_info": piece_meta}, bounds
-        )
+        bounds = replace(self._bounds, max_new_tokens=None) if total else self._bounds
+        piece = parse_generation(answer, bounds, self._num_tokens)
         self._num_tokens, self._text = total, self._text + text
-        return replace(piece, finish_reason=finish, meta_info=piece_meta | {"weight_versions": spans})
+        return replace(piece, finish_reason=finish_reason(meta))
 
 
 def join(pieces: Sequence[Generation]) -> Generation:
     """One answer of the pieces of a stream; its versions are the exact ones of the last event, where that has them."""
     last = pieces[-1]
-    last_pieces = [
-        piece for piece in pieces if piece.part == last.part
-    ]  # the last event speaks of the last request alone
+    last_pieces = [piece for piece in pieces if piece.part == last.part]  # of whose request the last event speaks
     num_own = sum(len(piece.tokens) for piece in last_pieces)
     earlier = pieces[: len(pieces) - len(last_pieces)]
     spans = last_pieces if not last.meta_info.get("weight_versions") else []

@@ -8,6 +8,8 @@ import orjson
 import requests
 
 LONGEST_ANSWER = 256 << 20  # bytes: control endpoints answer kilobytes, checksums of a large model some megabytes
+# With ROUTER_KEY, in the environment of the processes that run users' functions, which may ask the engines.
+ROUTER_URLS = "FUSIONRL_ROUTER_URLS"
 
 
 class EndpointError(RuntimeError):
@@ -16,10 +18,6 @@ class EndpointError(RuntimeError):
     def __init__(self, url: str, status: int, text: str) -> None:
         super().__init__(f"{url} answered {status}: {text[:2000]}")
         self.status = status
-
-
-# With ROUTER_KEY, in the environment of the processes that run users' functions, which may ask the engines.
-ROUTER_URLS = "FUSIONRL_ROUTER_URLS"
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
@@ -66,22 +64,14 @@ def call(
 
 
 def as_object(answer: object, name: str) -> dict[str, object]:
-    """`answer` as the JSON object that it should be.
-
-    Raises:
-        RuntimeError: it is not; names the answer.
-    """
+    """`answer` as the JSON object that it should be; else RuntimeError."""
     if not isinstance(answer, dict):
         raise RuntimeError(f"{name} is not a JSON object: {str(answer)[:200]}")
     return answer
 
 
 def as_list(answer: object, name: str) -> list[object]:
-    """`answer` as the JSON list that it should be.
-
-    Raises:
-        RuntimeError: it is not; names the answer.
-    """
+    """`answer` as the JSON list that it should be; else RuntimeError."""
     if not isinstance(answer, list):
         raise RuntimeError(f"{name} is not a JSON list: {str(answer)[:200]}")
     return answer

@@ -1,10 +1,9 @@
 """Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
 
-Differences to `python -m sglang.launch_server`: the API key comes by standard input, as every user of the machine can
-read a command line and every process of the user the environment; nothing of SGLang is imported before that. Each event
-of a stream reports which weights sampled which token (`stream_versions`). With `FUSIONRL_DEVICE=cpu` importing this
-module installs the stand-ins of the cpu wing, so that spawned children, which import their parent's main module, have
-them too, and SGLang's children are forked instead.
+Unlike with `python -m sglang.launch_server` the API key comes by standard input, as every user of the machine can read
+a command line, and each event of a stream reports which weights sampled which token (`stream_versions`). With
+`FUSIONRL_DEVICE=cpu` importing this module installs the stand-ins of the cpu wing, so that spawned children, which
+import their parent's main module, have them too, and SGLang's children are forked instead.
 """
 
 from __future__ import annotations
@@ -46,18 +45,14 @@ if _is_on_cpu():
 
 
 def _leave_megatron_out() -> None:
-    """Let SGLang find no Megatron-core.
-
-    SGLang's tensor dumper imports an installed Megatron: 1 s of a core in each forked scheduler.
-    """
+    """Let SGLang find no Megatron-core: its tensor dumper imports one, 1 s of a core in each forked scheduler."""
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # the import system's sign for "not there"
 
 
 def _fork_children() -> None:
     """Let SGLang's scheduler and detokenizer be forks of this process, which has imported all that they need.
 
-    SGLang asks for "spawn", as CUDA does not survive a fork. Where there is none, each spawned child pays the imports
-    again: 5 s of a core and 350 MB.
+    SGLang asks for "spawn", as CUDA does not survive a fork; each child would pay 5 s of a core and 350 MB.
     """
     import multiprocessing
 
@@ -92,9 +87,8 @@ def import_model() -> None:
 def endpoints_later() -> Iterator[None]:
     """Import SGLang's server within it without the parts that a run never uses: 0.6 s of a core.
 
-    The endpoints for other protocols (OpenAI's, Anthropic's, Ollama's) describe their messages by 150 pydantic classes,
-    whose validators are then built by the first message. The endpoint for speech imports the models of speech, images
-    and mixtures of experts for the text of one prompt.
+    The first message builds the validators of 150 pydantic classes of other protocols (OpenAI's, Anthropic's,
+    Ollama's). The endpoint for speech imports the models of speech and images for the text of one prompt.
     """
     from pydantic import BaseModel
 

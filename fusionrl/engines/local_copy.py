@@ -1,4 +1,4 @@
-"""The engines' half of a push by files: a version is verified, and brought into this host's own copy of the weights.
+"""A version that trainers pushed by files, and the engines' half: it is verified, and brought into this host's copy.
 
     <local folder>/
         state           name of the weights in the copy; absent while they change, and unless they are a whole version
@@ -16,18 +16,57 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from safetensors import safe_open
 
+from fusionrl.base.file_hashes import plain_name
 from fusionrl.engines import delta
-from fusionrl.engines.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
 _CHUNK = 16 * 1024**2
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One tensor of a delta."""
+
+    file: str
+    num_changed: int  # elements
+    checksum: str  # of the new tensor's bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a version's folder."""
+
+    version: int
+    state: str  # name of these very weights; another run's version of this number has another
+    base: str | None  # state that a delta is against; None: the version is full
+    encoding: delta.Encoding
+    checksum: str  # kind of all checksums
+    files: dict[str, str]  # name -> checksum
+    changes: dict[str, Change]  # tensor -> its change; those that did not change are left out
+
+    @staticmethod
+    def read(folder: str | Path) -> Manifest:
+        """The manifest in `folder`; RuntimeError if there is none that can be read."""
+        try:
+            raw = json.loads(Path(folder, MANIFEST).read_text(encoding="utf-8"))
+            changes = {name: Change(**change) for name, change in raw.pop("changes").items()}
+            for name in raw["files"]:
+                plain_name(name, MANIFEST)
+            return Manifest(**raw, changes=changes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RuntimeError(
+                f"{folder} is not a complete version of the weights ({error!r}); --update-weight-disk-dir must name one"
+                " folder that the nodes of all trainers and engines see"
+            ) from error
 
 
 class DamagedVersion(RuntimeError):
@@ -38,10 +77,8 @@ def pull_version(folder: str, local_folder: str | None) -> str | None:
     """Verify the version in `folder` and bring this host's copy to it. Returns what engines load.
 
     None: the copy is not the version that a delta is against, or the delta is damaged; a full version is needed.
-
-    Raises:
-        RuntimeError: the version is incomplete, a file of a full one is damaged (`DamagedVersion`), or the copy
-            cannot be written; names file and folder. The copy is then as it was before, or counts as none.
+    RuntimeError names file and folder if the version is incomplete, a file of a full one is damaged, or the copy cannot
+    be written. The copy is then as it was before, or counts as none.
     """
     manifest = Manifest.read(folder)
     if local_folder is None:
@@ -118,7 +155,6 @@ def _check_file(path: Path, checksum: str, kind: str, copy: BinaryIO | None = No
 
 
 def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
-    """Copy all files of a full version."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for name, checksum in manifest.files.items():
@@ -127,11 +163,7 @@ def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
 
 
 def _apply(folder: Path, manifest: Manifest, target: Path) -> None:
-    """Change the tensors of the copy where they are.
-
-    Raises:
-        DamagedDelta: a tensor that has come out has another checksum, or cannot come out of these bytes.
-    """
+    """Change the tensors of the copy where they are; DamagedDelta if one does not come out of these bytes."""
     places = _places(target)
     for file in manifest.files:
         with safe_open(folder / file, framework="numpy") as payloads:

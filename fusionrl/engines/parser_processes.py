@@ -1,8 +1,8 @@
 """Processes that turn long answers into arrays: one interpreter parses 600 of 4,096 tokens a second, and no more.
 
-Short ones are parsed where they are; to send them away would cost more. So are the first long ones: to start the
-processes takes as long as to parse `START_AFTER` bytes. They end with the client, and at the latest when the end of the
-connection is closed with the process that started them. One that dies costs time: what it had is parsed here.
+Short answers are parsed in this process: sending them away would cost more. So are the first long ones, as starting the
+processes takes as long as parsing `START_AFTER` bytes. The processes (`python -m fusionrl.engines.parser_processes`)
+end with the client, or when the process that started them ends. If one dies, its answers are parsed here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
-from collections import deque
+from contextlib import suppress
 
 from fusionrl.base.environment import child_environment
 from fusionrl.base.pipe_messages import LENGTH, frame
-from fusionrl.engines.answer_checks import AnswerBounds
+from fusionrl.engines.answer_checks import AnswerBounds, AnswerError
 from fusionrl.engines.generation import Generation, parse_answer
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
@@ -30,92 +31,94 @@ class ParserProcesses:
     """See the module. Belongs to one event loop; close it there."""
 
     def __init__(self) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._num_processes = min(cores, MAX_PROCESSES)
-        self._helpers: list[_ParserProcess] = []
-        self._starting: asyncio.Task[None] | None = None
+        self._num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+        self._starting: asyncio.Task[list[_Parser]] | None = None
         self._num_bytes = 0  # of long answers, so far
         self._room = asyncio.Semaphore(self._num_processes * IN_HAND)
 
     async def parse(self, body: bytes, bounds: AnswerBounds | None = None) -> list[Generation]:
         """As `parse_answer`."""
         bounds = bounds or AnswerBounds()
-        if len(body) < LONG_BYTES:
-            return parse_answer(body, bounds)
-        self._num_bytes += len(body)
-        if self._num_bytes <= START_AFTER:
-            return parse_answer(body, bounds)
-        async with self._room:
-            if self._starting is None:
-                self._starting = asyncio.create_task(self._start())
-            await asyncio.shield(self._starting)  # a cancelled caller must not stop the others
-            living = [helper for helper in self._helpers if helper.is_living]
-            if living:
-                helper = min(living, key=lambda helper: len(helper.waiting))
-                generations = await helper.parse(body, bounds)
-                if generations is not None:
-                    return generations
+        if len(body) >= LONG_BYTES:
+            self._num_bytes += len(body)
+            if self._num_bytes > START_AFTER and (generations := await self._parse_elsewhere(body, bounds)):
+                return generations
         return parse_answer(body, bounds)  # raises the error if the answer is wrong
 
-    async def _start(self) -> None:
-        for _ in range(self._num_processes):
-            helper = _ParserProcess()
-            self._helpers.append(helper)
-            await helper.connect()
+    async def _parse_elsewhere(self, body: bytes, bounds: AnswerBounds) -> list[Generation] | None:
+        async with self._room:
+            if self._starting is None:
+                self._starting = asyncio.create_task(_start(self._num_processes))
+            parsers = await asyncio.shield(self._starting)  # a cancelled caller must not stop the others
+            living = [parser for parser in parsers if parser.process.poll() is None]
+            if not living:
+                return None
+            parser = min(living, key=lambda parser: parser.num_waiting)
+            return await asyncio.shield(parser.parse(body, bounds))  # nor leave its answer for the next one
 
     async def close(self) -> None:
         """End the processes; who still waits for one is cancelled by its owner."""
-        if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)  # its callers have raised its error
-        for helper in self._helpers:
-            await helper.close()
-        self._helpers = []
-        self._starting = None
+        starting, self._starting = self._starting, None
+        if starting is None:
+            return
+        await asyncio.wait([starting])
+        for parser in starting.result() if starting.exception() is None else ():  # its callers have raised its error
+            parser.process.kill()
+            parser.process.wait()
+            parser.writer.close()
 
 
-class _ParserProcess:
+async def _start(count: int) -> list[_Parser]:
+    parsers = []
+    for _ in range(count):
+        connection, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "fusionrl.engines.parser_processes"]
+            env = child_environment("answer-parser")
+            process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
+        parsers.append(_Parser(process, *await asyncio.open_connection(sock=connection, limit=1 << 20)))
+    return parsers
+
+
+class _Parser:
     """One process; it answers in the order in which it is asked."""
 
-    def __init__(self) -> None:
-        self.waiting: deque[asyncio.Future[list[Generation] | None]] = deque()
-        self.is_living = True
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "fusionrl.engines.parse_worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=child_environment("answer-parser"),
-            )
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process, self.writer, self.num_waiting = process, writer, 0
+        self._reader, self._turn = reader, asyncio.Lock()
 
-    async def connect(self) -> None:
-        self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=1 << 20)
-        self._listening = asyncio.create_task(self._listen())
+    def parse(self, body: bytes, bounds: AnswerBounds) -> asyncio.Task[list[Generation] | None]:
+        """Return the task of one answer, which gives None if the process died or the answer is wrong."""
+        self.num_waiting += 1
+        self.writer.write(pickle.dumps(bounds) + LENGTH.pack(len(body)))  # each write may be a call of the system
+        self.writer.write(body)
+        return asyncio.create_task(self._receive())
 
-    def parse(self, body: bytes, bounds: AnswerBounds) -> asyncio.Future[list[Generation] | None]:
-        """None: it died, or the answer is none."""
-        future: asyncio.Future[list[Generation] | None] = asyncio.get_running_loop().create_future()
-        self.waiting.append(future)
-        self._writer.write(frame(bounds) + LENGTH.pack(len(body)))  # each write may be a call of the system
-        self._writer.write(body)
-        return future
-
-    async def _listen(self) -> None:
+    async def _receive(self) -> list[Generation] | None:
         try:
-            while True:
+            async with self._turn:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                answer = pickle.loads(await self._reader.readexactly(length))
-                future = self.waiting.popleft()
-                if not future.done():  # the caller may have given up
-                    future.set_result(answer)
+                return pickle.loads(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.is_living = False
-            for future in self.waiting:
-                if not future.done():
-                    future.set_result(None)
+            return None
+        finally:
+            self.num_waiting -= 1
 
-    async def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        await self._listening
-        self._writer.close()
+
+def main() -> None:
+    """Parse the answers that a socket, standard input, brings; each comes after its `AnswerBounds`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=0) as connection, connection.makefile("rb") as stream, suppress(ConnectionError):
+        while stream.peek(1):
+            bounds = pickle.load(stream)
+            body = stream.read(*LENGTH.unpack(stream.read(LENGTH.size)))
+            generations: list[Generation] | None = None
+            with suppress(AnswerError):  # the other end parses it again and raises the same, in its own process
+                generations = parse_answer(body, bounds)
+            connection.sendall(frame(generations))
+
+
+if __name__ == "__main__":
+    main()

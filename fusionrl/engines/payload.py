@@ -1,16 +1,18 @@
-"""Payloads of `/update_weights_from_tensor`, made without importing SGLang.
+"""Payloads of `/update_weights_from_tensor`, made without importing SGLang, and how an engine loads them.
 
 SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. Both forms here stay within it:
 
-* `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by
-  HTTP.
+* `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by HTTP.
 * `SharedBuffer.payload`: an index of what lies where in shared memory, for engines of this host that were started with
-  the loader of `fusionrl.engines.segments`.
+  the loader `load` (`--custom-weight-loader`). SGLang's own way is to map a segment when it unpickles a payload and to
+  drop it after the load, so that every bucket costs the page faults of a fresh mapping, and to unpickle a view for
+  every tensor. Here a mapping stays until its sender has another segment in the same slot.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import pickle
@@ -77,3 +79,42 @@ class SharedBuffer:
         ]
         index = json.dumps({"slot": self.slot, "where": self.where, "tensors": tensors})
         return by_value([(index, torch.zeros(1, dtype=torch.uint8))])  # SGLang wants a tensor with each name
+
+
+# -------------------------------------------------------------------------------------------------- the engine's end
+_held: dict[str, tuple[int, torch.Tensor]] = {}  # slot → inode and bytes of the segment that was in it last
+
+
+def map_segment(where: tuple[str, int, int]) -> torch.Tensor:
+    """The bytes of `SharedBuffer.where`, uint8; RuntimeError if its process is gone or another user's."""
+    path, inode, size = where
+    try:
+        with open(path, "r+b") as file:
+            if os.fstat(file.fileno()).st_ino != inode:  # a number that was given out again
+                raise FileNotFoundError(path)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise RuntimeError(f"shared weights: {path} of their sender cannot be opened ({error})") from error
+
+
+def take(named: NamedTensors) -> list[tuple[str, torch.Tensor]]:
+    """(name, view of the segment) of all tensors that the index of `SharedBuffer.payload` lists.
+
+    `named` is what such a payload holds: the index as a name, and a tensor that means nothing.
+    """
+    index = json.loads(named[0][0])
+    slot, where = index["slot"], index["where"]
+    if slot not in _held or _held[slot][0] != where[1]:
+        _held.pop(slot, None)  # gone before the next one comes
+        _held[slot] = where[1], map_segment(where)
+    flat, views = _held[slot][1], []
+    for name, dtype_name, sizes, offset in index["tensors"]:
+        dtype = getattr(torch, dtype_name)
+        part = flat[offset : offset + math.prod(sizes) * dtype.itemsize]
+        views.append((name, part.view(dtype).view(sizes)))
+    return views
+
+
+def load(model: torch.nn.Module, named: NamedTensors) -> None:
+    """Load what the segment holds into an SGLang model; it may be written again after that."""
+    model.load_weights(take(named))

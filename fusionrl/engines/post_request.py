@@ -32,11 +32,8 @@ async def post(
 ) -> Any:
     """POST `payload` as JSON and return the JSON that is answered; the run's own engines get their key by themselves.
 
-    Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s.
-
-    Raises:
-        RuntimeError: a 4xx answer, or the last failed try, with the server's text; an answer that is not JSON, or that
-            has over `LONGEST_ANSWER` bytes.
+    Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. Raises RuntimeError with the
+    server's text for a 4xx answer and the last failed try; also for an answer that is not JSON, or too long.
     """
     import aiohttp  # a tenth of a second, which commands that import this module need not take
 

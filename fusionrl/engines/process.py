@@ -1,18 +1,15 @@
 """Child processes that never outlive their starter, and ports that are theirs.
 
-Ports. A port found free by bind-and-close can be taken before the server binds it, ten seconds later. Here a
-`PortReservation` keeps the socket bound (not listening, SO_REUSEADDR set) until the server answers: on Linux
-the kernel then gives that port to no process that asks for "any port", refuses it to those that bind it without
-SO_REUSEADDR, and lets the server, which sets SO_REUSEADDR as uvicorn, the router and torch's TCPStore all do,
-bind and listen on it. What remains is a stranger who names this very port with SO_REUSEADDR; then the server
-ends with "address already in use", and `start_on_free_ports` starts it again on other ports.
+A port found free by bind-and-close can be taken before the server binds it, ten seconds later. A `PortReservation`
+keeps the socket bound (not listening, SO_REUSEADDR set) until the server answers: Linux then gives that port to no
+process that asks for any, refuses it to those that bind it without SO_REUSEADDR, and lets the server, which sets it,
+bind and listen. If a stranger names this very port with SO_REUSEADDR, `start_on_free_ports` tries others.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,10 +17,11 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import Self
 
 from fusionrl.base.memory_groups import MemoryKills
 from fusionrl.base.signal_names import signal_name
+from fusionrl.engines.forked_server import ForkedMinder, fork_server, kill_group
 
 _MINDER = Path(__file__).with_name("process_minder.py")
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|\b(errno|os error) 98\b", re.IGNORECASE)
@@ -49,23 +47,6 @@ class ChildExited(RuntimeError):
         self.address_in_use = bool(_ADDRESS_IN_USE.search(log))
 
 
-class Minder(Protocol):
-    """The process that minds a command, as `subprocess.Popen` has it."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
-Fork = Callable[[Sequence[str], socket.socket, BinaryIO, Mapping[str, str]], Minder | None]
-"""Starts the minder of a command, with the control socket, log and environment; None: it cannot."""
-
-
 class ChildProcess:
     """A command in a session of its own that dies, with all its descendants, when this object's process does.
 
@@ -80,12 +61,10 @@ class ChildProcess:
         *,
         env: Mapping[str, str] | None = None,
         secret: str | None = None,
-        fork: Fork = lambda command, control, log, env: None,
     ) -> None:
         """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest.
 
-        The command reads `secret` from its standard input, and its log has *** in its place. `fork` may start the
-        command's minder in another way.
+        The command reads `secret` from its standard input, and its log has *** in its place.
         """
         self.log_path = Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +74,8 @@ class ChildProcess:
         try:
             with open(self.log_path, "ab") as log:
                 self._log_start = log.tell()  # what an earlier start wrote is not this child's log
-                self._minder: Minder = fork(command, theirs, log, environment) or subprocess.Popen(
+                minder = fork_server(command, theirs, log, environment)
+                self._minder: ForkedMinder | subprocess.Popen[bytes] = minder or subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_MINDER), str(theirs.fileno()), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -125,7 +105,6 @@ class ChildProcess:
         return int(line) if line.strip() else self._minder.pid
 
     def alive(self) -> bool:
-        """Return whether the command is still running."""
         return self._poll() is None
 
     def _poll(self) -> int | None:
@@ -138,11 +117,10 @@ class ChildProcess:
             if ended is not None:
                 # A minder that was itself killed leaves its group behind. As long as it is not collected, its
                 # process group's number cannot be another's.
-                _kill_group(self._minder.pid)
+                kill_group(self._minder.pid)
         return self._minder.poll()
 
     def wait_exit(self, timeout_s: float) -> bool:
-        """Return whether the command has ended within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._poll() is None:
             if time.monotonic() > deadline:
@@ -212,14 +190,6 @@ class ChildProcess:
         self.terminate()
 
 
-def _kill_group(pgid: int) -> None:
-    """SIGKILL to a process group, which may be empty."""
-    try:
-        os.killpg(pgid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
 class PortReservation:
     """A TCP port kept for a server that is about to bind it; see the module's docstring."""
 
@@ -233,8 +203,7 @@ class PortReservation:
         except OSError as error:
             self._socket.close()
             raise ValueError(
-                f"{flag}: cannot bind {host}:{port}: {error.strerror}. Leave {flag} out to get a free port, "
-                f"or end the process that has it."
+                f"{flag}: cannot bind {host}:{port}: {error.strerror}; leave {flag} out to get a free port"
             ) from error
         self.port: int = self._socket.getsockname()[1]
 
@@ -284,7 +253,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Files in /dev/shm that the process or a descendant of it has mapped."""
+    """SGLang's files in /dev/shm that the process or a descendant of it has mapped."""
     import psutil
 
     files = set()
@@ -293,7 +262,7 @@ def shared_memory_of(pid: int) -> set[Path]:
         for process in (root, *root.children(recursive=True)):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 path = line.partition("/dev/shm/")[2]
-                if path and not path.endswith("(deleted)"):
+                if path.startswith(("sgl_", "sglang_")) and not path.endswith("(deleted)"):
                     files.add(Path("/dev/shm", path))
     except (psutil.Error, OSError):
         pass  # a process ended meanwhile, or this system has no /proc: what is not found is not cleaned up

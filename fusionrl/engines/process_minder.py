@@ -1,16 +1,13 @@
 """Run one command and end it, with all its descendants, the moment the starter of this program is gone.
 
 `python -I -S process_minder.py FD COMMAND...`, started by `process.ChildProcess`. FD is one end of a socket pair
-whose other end only the starter holds: end-of-file on it means that the starter ended, in whatever way,
-SIGKILL included. A program of its own rather than PR_SET_PDEATHSIG, which follows the *thread* that started
-the child and is not inherited by grandchildren. It is a child subreaper, so a descendant that leaves the
-process group or whose parent dies is still found. It imports the standard library alone: starting it takes
-about 30 ms.
+whose other end only the starter holds: end-of-file means that it ended, in whatever way. PR_SET_PDEATHSIG would follow
+the *thread* that started the child, and no grandchild inherits it. Importing the standard library alone, this program
+starts in about 30 ms.
 
-Protocol: the starter writes a line, the length of a secret (0: none), and the secret. The minder gives it to the
-command on its standard input, and writes the command's output with *** in its place, as SGLang prints its arguments,
-key and all. Then the minder writes the command's pid as one line; a byte `T` from the starter sends the command
-SIGTERM. The minder ends as the command ended, with the same exit code or by the same signal.
+The starter writes a line, the length of a secret (0: none), and the secret. The command reads it from its standard
+input; its output has *** in its place. The minder writes the command's pid as a line, sends it SIGTERM for a byte `T`
+from the starter, and ends as the command ended, with the same exit code or by the same signal.
 """
 
 from __future__ import annotations
@@ -96,7 +93,6 @@ def _reap(child: int) -> int | None:
 
 
 def _end_like(status: int) -> NoReturn:
-    """End this process the way the command ended."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
@@ -161,22 +157,12 @@ def _read_secret(starter: socket.socket) -> bytes:
 def start_command(command: Sequence[str], stdin: int, output: int | None) -> int:
     """Start a command that reads from the descriptor `stdin`, and writes to `output`. Returns its pid.
 
-    It does not outlive the minder either; the minder has one thread, which ends with it.
-
-    Raises:
-        OSError: the program does not exist.
+    It does not outlive the minder either; the minder has one thread, which ends with it. OSError: no such program.
     """
-    return subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-        preexec_fn=end_with_parent,
-    ).pid
+    return subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, preexec_fn=end_with_parent).pid
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -191,13 +177,11 @@ def _input_with(secret: bytes) -> int:
 def mind(
     starter: socket.socket, start: Callable[[int, int | None], int], name: str, report: Callable[[int], None]
 ) -> NoReturn:
-    """Start the command, then wait for its end or the starter's, and end as it ended.
+    """Start the command `name`, then wait for its end or the starter's, and end as it ended.
 
-    Args:
-        starter: the socket pair's end.
-        start: starts the command, which reads from one descriptor and writes to another one, and returns its pid.
-        name: of the command.
-        report: gets the wait status with which this program ends.
+    starter  this end of the socket pair
+    start    starts the command, which reads from one descriptor and writes to another one, and returns its pid
+    report   gets the wait status with which this program ends
     """
     starter.set_inheritable(False)
     secret = _read_secret(starter)
@@ -252,7 +236,6 @@ def mind(
 
 
 def main() -> None:
-    """Mind the command of this program's arguments."""
     command = sys.argv[2:]
     starter = socket.socket(fileno=int(sys.argv[1]))
     mind(starter, functools.partial(start_command, command), command[0], lambda status: None)

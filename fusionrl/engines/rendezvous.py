@@ -1,14 +1,11 @@
 """Connect SGLang's ranks to each other and to the trainers without a TCPStore that strangers can write to.
 
-SGLang meets at `tcp://host:port`: its own ranks when it starts, and with a trainer when it joins a group for a weight
-push. `install` replaces torch's handler of that scheme in the server's processes:
+`install` replaces torch's handler of `tcp://host:port`, where SGLang meets, in the server's processes:
 
-* SGLang's own ranks, if they are on one machine, meet in a file of the engine's temporary folder; those of an engine
-  over several nodes in a store that rank 0 makes at the given address, which takes connections from the run's nodes
-  alone;
-* a trainer is met in the store that it made (`fusionrl.base.torch_stores`): a file, or a TCPStore on another node. All
-  members of the group wait there for each other, and NCCL's communicator is made at once
-  (`fusionrl.base.group_rendezvous`).
+* SGLang's own ranks meet in a file of the engine's temporary folder; those of an engine over several nodes in a store
+  of rank 0 that takes connections from the run's nodes alone;
+* a trainer is met, for a weight push, in the store that it made (`fusionrl.base.torch_stores`). All members of the
+  group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.group_rendezvous`).
 """
 
 from __future__ import annotations

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 
 from fusionrl.engines.generation import Generation
 
-
-class Send(Protocol):
-    """Sends a request, of which `body` is the JSON if it is made already; one answer for each of its prompts."""
-
-    async def __call__(self, payload: Mapping[str, object], *, body: bytes | None = None) -> list[Generation]:
-        """Return the answers."""
+Send = Callable[[Mapping[str, object], bytes | None], Awaitable[list[Generation]]]
+"""Sends a request, of which the second argument is the JSON if it is made already; one answer for each prompt."""
 
 
 class RequestMerger:
@@ -48,7 +43,7 @@ class RequestMerger:
             finally:
                 del self._waiting[key]
             if not waiting:
-                return (await self._send(payload, body=key))[0]  # alone: no task and no future, which cost
+                return (await self._send(payload, key))[0]  # alone: no task and no future, which cost
             first: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
             waiting.insert(0, first)
             self._start_answer(payload, waiting)
@@ -66,7 +61,7 @@ class RequestMerger:
         if len(waiting) > 1:
             payload = {**payload, "input_ids": [payload["input_ids"]] * len(waiting)}
         try:
-            answers = await self._send(payload)
+            answers = await self._send(payload, None)
         except BaseException as error:  # whatever ended the request ends the wait of everyone who shares it
             for future in waiting:
                 if not future.done():

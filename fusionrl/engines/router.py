@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
 from urllib.parse import quote
 
-from fusionrl.base.environment import child_environment
 from fusionrl.engines.http import EndpointError, as_list, as_object, call
 from fusionrl.engines.post_request import NO_KEY
 from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
-from fusionrl.engines.spec import to_flags
+from fusionrl.engines.spec import package_environment, to_flags
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +36,6 @@ _DEFAULTS: dict[str, object] = {
 }
 
 
-class Worker(TypedDict):
-    """An engine in the router's records; they have more fields."""
-
-    id: str
-    url: str
-    is_healthy: bool
-
-
 class Router:
     """Starts, fills and ends one router."""
 
@@ -62,14 +51,10 @@ class Router:
     ) -> None:
         """`router_args` are fields of sglang_router's RouterArgs; they win over the defaults here.
 
-        `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its
-        clients for it. `name` is that of its log. Raises ValueError when `router_args` has what this class sets itself.
+        `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its clients for it.
+        `name` is that of its log.
         """
         args = dict(router_args or {})
-        taken = sorted({"host", "api_key", "worker_urls"} & args.keys())
-        if taken:
-            flags = ", ".join("--router-" + name.replace("_", "-") for name in taken)
-            raise ValueError(f"{flags}: set by fusionrl itself")
         self._fixed_port = _port(args.pop("port", None))
         self._fixed_prometheus_port = _port(args.pop("prometheus_port", None))
         self._args = {**_DEFAULTS, **args}
@@ -83,10 +68,7 @@ class Router:
         self.url = ""
 
     def start(self) -> str:
-        """Start the router, wait until it answers, and return its base URL.
-
-        Raises ValueError when a port the user fixed is in use, RuntimeError with the log's end when it dies.
-        """
+        """Start the router, wait until it answers, and return its base URL; ValueError if a fixed port is in use."""
         for flag, host, port in (
             ("--router-port", self._host, self._fixed_port),
             ("--router-prometheus-port", self._prometheus_host, self._fixed_prometheus_port),
@@ -102,19 +84,10 @@ class Router:
         # Its default is one fixed port, which a second router on the machine could not have.
         prometheus_port = self._fixed_prometheus_port or ports[1]
         self._metrics_url = base_url(self._prometheus_host, prometheus_port) + "/metrics"
-        flags = to_flags(
-            {
-                **self._args,
-                "host": self._host,
-                "port": port,
-                "prometheus_port": prometheus_port,
-            }
-        )
-        env = child_environment("router")
-        package_root = str(Path(__file__).resolve().parents[2])
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
+        own = {"host": self._host, "port": port, "prometheus_port": prometheus_port}
+        flags = to_flags({**self._args, **own})
         command = [sys.executable, "-m", "fusionrl.engines.launch_router", *flags]
-        return ChildProcess(command, self._log_path, env=env, secret=self._api_key)
+        return ChildProcess(command, self._log_path, env=package_environment("router"), secret=self._api_key)
 
     def _wait_ready(self, process: ChildProcess) -> None:
         def answers() -> bool:
@@ -127,11 +100,7 @@ class Router:
         process.wait_until(answers, self._start_timeout_s, f"start of the router at {self.url}")
 
     def add_worker(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
-        """Register an engine and wait until the router has found it healthy.
-
-        `api_key` is the engine's. Raises RuntimeError when that takes longer than `timeout_s` seconds or the
-        router ends meanwhile.
-        """
+        """Register an engine with the key `api_key`, and wait `timeout_s` at most until the router finds it healthy."""
         process = self._living("add a worker")
         payload: dict[str, object] = {"url": url}
         if api_key is not None:
@@ -146,24 +115,22 @@ class Router:
         )
 
     def remove_worker(self, url: str, timeout_s: float = 30.0) -> None:
-        """Take an engine out and wait until the router no longer lists it. One it does not know is no
-        error."""
+        """Take an engine out and wait until the router no longer lists it, if it does."""
         deadline = time.monotonic() + timeout_s
         while listed := [worker for worker in self.workers() if worker["url"] == url]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the router at {self.url} still lists {url} after {timeout_s:.0f} s")
             try:
-                self._call("DELETE", "/workers/" + quote(listed[0]["id"], safe=""))
+                self._call("DELETE", "/workers/" + quote(str(listed[0]["id"]), safe=""))
             except EndpointError as error:
                 if error.status != 404:  # it went between the look and the call
                     raise
             time.sleep(0.05)
 
-    def workers(self) -> list[Worker]:
-        """The engines that the router knows."""
+    def workers(self) -> list[dict[str, object]]:
+        """The router's records of its engines: id, url, is_healthy and more."""
         records = as_list(as_object(self._call("GET", "/workers"), "/workers")["workers"], "workers of /workers")
-        workers = [as_object(record, "a worker of /workers") for record in records]
-        return [Worker(id=str(w["id"]), url=str(w["url"]), is_healthy=bool(w["is_healthy"])) for w in workers]
+        return [as_object(record, "a worker of /workers") for record in records]
 
     def num_retries(self) -> int:
         """Requests that the router has sent to an engine again by itself, since its start."""
@@ -196,7 +163,6 @@ class Router:
         self._living("supervision")
 
     def shutdown(self) -> None:
-        """End the router. Idempotent."""
         if self._process is not None:
             self._process.terminate(timeout_s=5.0)
 
@@ -213,11 +179,7 @@ class Router:
 
 
 def _half_of_pair(url: str, api_key: str | None) -> dict[str, object]:
-    """Ask an engine that prefills or decodes for what the router wants to know of it.
-
-    Raises:
-        RuntimeError: it does neither, or does not answer.
-    """
+    """Ask an engine that prefills or decodes for what the router wants to know; RuntimeError if it does neither."""
     facts = as_object(call("GET", url + "/server_info", api_key=api_key, timeout_s=60.0), "/server_info")
     kind = facts.get("disaggregation_mode")
     if kind not in ("prefill", "decode"):

@@ -21,15 +21,8 @@ from fusionrl.models.scorers import read_scorer
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 
-OWNED_FIELDS = frozenset(
-    ("model_path", "device", "dtype", "tp_size", "dp_size", "pp_size", "host", "port", "nccl_port")
-    + ("base_gpu_id", "gpu_id_step", "random_seed", "api_key", "admin_api_key")
-    + ("nnodes", "node_rank", "dist_init_addr")
-)
-"""ServerArgs fields that the specification sets; `server_args` may not hold them."""
-
-LOADER = "fusionrl.engines.segments.load"
-"""Load format of a payload that `fusionrl.engines.segments` takes apart; engines on a CPU are started with it."""
+LOADER = "fusionrl.engines.payload.load"
+"""Load format of a payload that `fusionrl.engines.payload` takes apart; engines on a CPU are started with it."""
 
 # These back ends need no GPU kernel (`cpu_attention` registers its own); without sleep_on_idle an idle scheduler
 # burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a
@@ -64,40 +57,31 @@ class EngineSpec:
 
     index: int
     model_path: str
-    device: str
-    """ "cpu" or "cuda"."""
-    dtype: str
-    """ "float32" or "bfloat16"."""
+    device: str  # "cpu" or "cuda"
+    dtype: str  # "float32" or "bfloat16"
     tp_size: int
+    # Devices as this process numbers them, one a tensor-parallel rank here, evenly spaced; ignored on a CPU.
     gpu_ids: tuple[int, ...]
-    """Devices as this process numbers them, one a tensor-parallel rank here, evenly spaced; ignored on a CPU."""
-    host: str
-    """Address to bind; the one by which other nodes reach this engine."""
+    host: str  # address to bind; the one by which other nodes reach this engine
     api_key: str | None = field(repr=False)
     log_dir: str
     seed: int
     start_timeout_s: float = 300.0
-    num_threads: int = 1
-    """OpenMP threads a scheduler on a CPU."""
+    num_threads: int = 1  # OpenMP threads a scheduler on a CPU
+    # The user's values of ServerArgs fields, but for those that fusionrl sets (`upstream_flags.SGLANG_OWNED`).
     server_args: dict[str, Any] = field(default_factory=dict)
-    """The user's values of ServerArgs fields; they override the defaults here."""
-    wrapper: tuple[str, ...] = ()
-    """The beginning of the server's command line: that of a profiler, under which it runs."""
+    wrapper: tuple[str, ...] = ()  # the beginning of the server's command line: a profiler's, under which it runs
+    # Part of the log's name. A reward model classifies and a teacher reads: only an engine generates.
     role: Literal["engine", "reward-model", "teacher"] = "engine"
-    """Part of the log's name. A reward model classifies and a teacher reads: only an engine generates."""
-    num_nodes: int = 1
-    """Nodes that it spans, each with as many of its ranks."""
-    node_rank: int = 0
-    """This part's place among them. Part 0 serves; the others only compute."""
+    num_nodes: int = 1  # that it spans, each with as many of its ranks
+    node_rank: int = 0  # this part's place among them; part 0 serves, and the others only compute
 
     @property
     def name(self) -> str:
-        """Return the name that messages use."""
         return f"{self.role} {self.index}" + (f" part {self.node_rank}" if self.node_rank else "")
 
     @property
     def log_name(self) -> str:
-        """Return the name of its log."""
         return f"{self.role}-{self.index}" + (f"-part-{self.node_rank}" if self.node_rank else "") + ".log"
 
     @property
@@ -107,21 +91,11 @@ class EngineSpec:
 
     @property
     def ranks_here(self) -> int:
-        """Return the tensor-parallel ranks on this node."""
         return self.tp_size // self.num_nodes
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be started."""
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r} of {self.name}: expected 'cpu' or 'cuda'")
-        owned = sorted(OWNED_FIELDS & self.server_args.keys())
-        if owned:
-            flags = ", ".join("--sglang-" + name.replace("_", "-") for name in owned)
-            raise ValueError(f"{flags}: set by fusionrl itself; use fusionrl's own flags for it")
         if self.tp_size % self.num_nodes:
-            raise ValueError(
-                f"{self.name}: tp_size={self.tp_size} cannot be shared out evenly to {self.num_nodes} nodes"
-            )
+            raise ValueError(f"{self.name}: tp_size={self.tp_size} is not a multiple of {self.num_nodes} nodes")
         if self.device == "cuda":
             steps = {b - a for a, b in zip(self.gpu_ids, self.gpu_ids[1:], strict=False)}
             if len(self.gpu_ids) != self.ranks_here or len(steps) > 1 or (steps and min(steps) < 1):
@@ -146,7 +120,7 @@ def server_command(
         **(_CPU_DEFAULTS if spec.device == "cpu" else _FP32_GPU_DEFAULTS if spec.dtype == "float32" else {}),
         **({} if spec.role == "engine" else {"context_length": _reading_length(spec.model_path)}),
         **spec.server_args,
-        "model_path": _resolved(spec.model_path),
+        "model_path": os.path.abspath(spec.model_path) if os.path.isdir(spec.model_path) else spec.model_path,
         "device": spec.device,
         "dtype": spec.dtype,
         "tp_size": spec.tp_size,
@@ -192,7 +166,7 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
 
     It keeps this process's CUDA_VISIBLE_DEVICES, by which `spec.gpu_ids` are counted.
     """
-    env = child_environment("engine")
+    env = package_environment("engine")
     env[DEVICE_VARIABLE] = spec.device
     # A health check that generates a token fails by design while generation is paused or memory released;
     # the router would take the engine out.
@@ -201,8 +175,6 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     # the next rollout's requests over it: hundreds of resets at once.
     env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(24 * 3600))
     env.setdefault("SGLANG_LOG_MS", "1")  # milliseconds in the log, from which the timeline has the engine's load
-    package_root = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
     env |= collective_interfaces(spec.host, env)
     if spec.num_nodes > 1:
         env[NODES_VARIABLE] = str(spec.num_nodes)
@@ -223,6 +195,14 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
+def package_environment(purpose: str) -> dict[str, str]:
+    """Environment of a child of this `purpose`, in which this package can be imported."""
+    env = child_environment(purpose)
+    package_root = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
+    return env
+
+
 def _reading_length(model_path: str) -> int | None:
     """A context length by which a model may read as many tokens as it has positions; None: SGLang's own.
 
@@ -231,10 +211,6 @@ def _reading_length(model_path: str) -> int | None:
     """
     longest = read_scorer(model_path, "model").max_positions
     return None if longest is None else longest + _RESERVED_TOKENS
-
-
-def _resolved(model_path: str) -> str:
-    return os.path.abspath(model_path) if os.path.isdir(model_path) else model_path
 
 
 def _thread_binding(spec: EngineSpec) -> str:

@@ -1,11 +1,10 @@
 """Each event of a stream says which weights sampled which of its tokens, put into SGLang from outside.
 
-SGLang's scheduler knows it, and tells it with the last event of an answer. Its front end gives the events before that
-the version of the moment, which is too new for tokens that were on their way through the detokenizer at an update.
-An engine that dies has no last event, and a function that streams stops before it.
+SGLang's scheduler tells it with the last event of an answer, which an engine that dies does not send. The events before
+have the version of the moment, too new for tokens that were on their way through the detokenizer at an update.
 
-One case is not exact, in the last event either: a pause `in_place` of an engine that schedules ahead, as on a GPU. The
-token that is being sampled then counts as one of the new weights.
+At a pause `in_place` of an engine that schedules ahead, as on a GPU, the token that is being sampled counts as one of
+the new weights, in the last event too.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fusionrl.engines.delta import Encoding, checksum_of, encode
-from fusionrl.engines.manifest import MANIFEST, Change, Manifest
+from fusionrl.engines.local_copy import MANIFEST, Change, Manifest
 from fusionrl.models.hf_io import INDEX, copy_companions
 from fusionrl.weights.gather import buckets, of_all_ranks
 from fusionrl.weights.remote_calls import WriteReport

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gzip
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -42,10 +41,7 @@ def put(*path: str | int, value: Any) -> bytes:
 
 def drop(*path: str) -> bytes:
     answer = copy.deepcopy(GOOD)
-    at: Any = answer
-    for name in path[:-1]:
-        at = at[name]
-    del at[path[-1]]
+    del (answer if len(path) == 1 else answer[path[0]])[path[-1]]
     return body(answer)
 
 
@@ -69,76 +65,53 @@ MUTATIONS: list[tuple[str, str, bytes]] = [
     ("body", "no JSON", b"<html>Bad gateway</html>"),
     ("body", "cut in the middle", body(GOOD)[:-20]),
     ("body", "bytes that are no UTF-8", body(GOOD).replace(b"abc", b"\xff\xfe\xfd")),
-    ("body", "half a surrogate pair", body(GOOD).replace(b"abc", rb"\ud800")),
     ("body", "NaN as a number", body(GOOD).replace(b"-1.25", b"NaN")),
     ("body", "nested 100,000 deep", b"[" * 100_000 + b"]" * 100_000),
-    ("body", "a number of 5,000 digits as a token", body(GOOD).replace(b"97", b"9" * 5000)),
     ("body", "null", b"null"),
     ("body", "text", b'"abc"'),
-    ("body", "a number", b"17"),
     ("body", "an empty object", b"{}"),
     ("body", "8 MB of blanks before the answer", b" " * (8 << 20) + body(GOOD)),
-    ("body", "8 MB of text", put("text", value="a" * (8 << 20))),
     ("number of answers", "none", b"[]"),
     ("number of answers", "two for one request", body([GOOD, GOOD])),
     ("number of answers", "a list in a list", body([[GOOD]])),
     ("meta_info", "missing", drop(META)),
-    ("meta_info", "null", put(META, value=None)),
     ("meta_info", "a list", put(META, value=[])),
     ("meta_info", "prompt_tokens is negative", put(META, "prompt_tokens", value=-1)),
-    ("meta_info", "prompt_tokens is text", put(META, "prompt_tokens", value="two")),
     ("meta_info", "cached_tokens is a fraction", put(META, "cached_tokens", value=0.5)),
     ("tokens", "null for an id", tokens(97, None)),
     ("tokens", "text for an id", tokens(97, "98")),
     ("tokens", "a fraction for an id", tokens(97, 98.5)),
     ("tokens", "true for an id", tokens(97, True)),
     ("tokens", "a list for an id", tokens(97, [98])),
-    ("tokens", "an object for an id", tokens(97, {"id": 98})),
     ("tokens", "one id past the vocabulary", tokens(97, VOCAB_SIZE)),
-    ("tokens", "an id of a billion", tokens(10**9)),
-    ("tokens", "an id of 2^40", tokens(2**40)),
     ("tokens", "an id of 2^63", tokens(2**63)),
     ("tokens", "a negative id", tokens(97, -1)),
     ("tokens", "more tokens than were asked for", tokens(*[97] * (MAX_NEW_TOKENS + 1))),
-    ("tokens", "10,000 more", tokens(*[97] * 10_000)),
     ("tokens", "none, and yet it stopped", tokens()),
-    ("tokens", "output_ids is text", put("output_ids", value="abc")),
     ("tokens", "output_ids is an object", put("output_ids", value={"0": 97})),
     ("tokens", "text is a number", put("text", value=17)),
-    ("tokens", "text is a list", put("text", value=["a"])),
     ("log-probs", "missing", drop(META, ENTRIES)),
-    ("log-probs", "null", put(META, ENTRIES, value=None)),
-    ("log-probs", "empty", put(META, ENTRIES, value=[])),
     ("log-probs", "one too few", put(META, ENTRIES, value=GOOD[META][ENTRIES][:2])),
-    ("log-probs", "one too many", put(META, ENTRIES, value=GOOD[META][ENTRIES] + [[-1.0, 97, None]])),
     ("log-probs", "of other tokens", put(META, ENTRIES, 1, value=[-1.25, 97, None])),
     ("log-probs", "a null log-prob", log_prob(None)),
     ("log-probs", "text for a log-prob", log_prob("-1.25")),
     ("log-probs", "true for a log-prob", log_prob(True)),
-    ("log-probs", "a list for a log-prob", log_prob([-1.25])),
     ("log-probs", "a probability instead", log_prob(0.3)),
-    ("log-probs", "1e30", log_prob(1e30)),
     ("log-probs", "-1e30", log_prob(-1e30)),
     ("log-probs", "-1e400, which JSON reads as infinite or refuses", body(GOOD).replace(b"-1.25", b"-1e400")),
     ("log-probs", "an entry without a token", put(META, ENTRIES, 1, value=[-1.25])),
-    ("log-probs", "an empty entry", put(META, ENTRIES, 1, value=[])),
     ("log-probs", "a number for an entry", put(META, ENTRIES, 1, value=-1.25)),
     ("log-probs", "an object for an entry", put(META, ENTRIES, 1, value={"logprob": -1.25})),
     ("log-probs", "an object for all entries", put(META, ENTRIES, value={"97": -0.5})),
-    ("log-probs", "text for all entries", put(META, ENTRIES, value="none")),
     ("finish reason", "unknown", put(META, "finish_reason", value={"type": "tired"})),
-    ("finish reason", "without a type", put(META, "finish_reason", value={})),
     ("finish reason", "a number", put(META, "finish_reason", value=3)),
     ("finish reason", "a type that is a list", put(META, "finish_reason", value={"type": ["stop"]})),
     ("versions", "of fewer tokens", put(META, "weight_versions", value=[{"version": "3", "start": 0, "end": 2}])),
     ("versions", "without an end", put(META, "weight_versions", value=[{"version": "3"}])),
-    ("versions", "text for spans", put(META, "weight_versions", value="3")),
     ("versions", "a number for spans", put(META, "weight_versions", value=3)),
-    ("versions", "text for an end", put(META, "weight_versions", value=[{"version": "3", "end": "all"}])),
     ("versions", "a list for a version", put(META, "weight_versions", value=[{"version": [3], "end": 3}])),
 ]
 HARMLESS: list[tuple[str, bytes]] = [
-    ("as it is", body(GOOD)),
     ("one answer in a list", body([GOOD])),
     ("a field that is not known", put("novelty", value={"a": 1})),
     ("no text", drop("text")),
@@ -151,6 +124,6 @@ HARMLESS: list[tuple[str, bytes]] = [
 ]
 
 
-def compressed(mutate: Callable[[bytes], bytes] = gzip.compress) -> bytes:
+def compressed() -> bytes:
     """600 MB of blanks and an answer: half a megabyte on the wire."""
-    return mutate(b" " * (600 << 20) + body(GOOD))
+    return gzip.compress(b" " * (20 << 20)) * 30 + gzip.compress(body(GOOD))

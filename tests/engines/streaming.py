@@ -28,6 +28,7 @@ class Engine:
     version: str = "7"
     healthy: bool = True
     routed_experts: bytes | None = None  # what a request that asks for it gets, in base64
+    api_key: str | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a client went before the end
@@ -40,6 +41,8 @@ class Engine:
         asked = await request.json()
         self.asked.append(asked)
         self.keys.append(request.headers.get("X-SMG-Routing-Key"))
+        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.Response(status=401)
         fault, at = self.faults.pop(0) if self.faults else ("none", 0)
         if fault == "status":
             return web.Response(status=at, text="not now")
@@ -125,14 +128,45 @@ class Engine:
         return runner
 
 
-def serve(engine: Engine, use: Callable[[str], Awaitable[Any]]) -> Any:
-    """Run `use(url)` while `engine` answers."""
+def serve(engine: Engine, use: Callable[..., Awaitable[Any]], *others: Engine) -> Any:
+    """Run `use(url, …)` while the engines answer."""
+    engines = (engine, *others)
 
     async def run() -> Any:
-        runner = await engine.start()
+        runners = [await engine.start() for engine in engines]
         try:
-            return await use(engine.url)
+            return await use(*(engine.url for engine in engines))
         finally:
-            await runner.cleanup()
+            for runner in runners:
+                await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+NUMBER = web.AppKey("number", int)
+Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def serve_all(
+    answer: Answers, use: Callable[[list[str]], Awaitable[Any]], num_engines: int = 2, path: str = "/generate"
+) -> Any:
+    """Run `use(urls)` with engines that answer by `answer`, which finds its number in `request.app[NUMBER]`."""
+
+    async def run() -> Any:
+        runners, urls = [], []
+        for number in range(num_engines):
+            app = web.Application(client_max_size=1 << 30)
+            app[NUMBER] = number
+            app.router.add_post(path, answer)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            runners.append(runner)
+            urls.append("http://{}:{}".format(*runner.addresses[0][:2]))
+        try:
+            return await use(urls)
+        finally:
+            for runner in runners:
+                await runner.cleanup()
 
     return asyncio.run(run())

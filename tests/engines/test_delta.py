@@ -36,19 +36,15 @@ def test_out_comes_what_went_in(encoding: Encoding, dtype: type, size: int, dens
         assert target.tolist() == new.tolist()
 
 
-@pytest.mark.parametrize(
-    ("learning_rate", "density", "xor", "overwrite"),
-    [(1e-6, 0.023, 0.0266, 0.0288), (1e-5, 0.145, 0.110, 0.140), (1e-4, 0.609, 0.246, 0.503)],
-)
-def test_steps_of_a_learning_rate_in_bf16(learning_rate: float, density: float, xor: float, overwrite: float) -> None:
-    """The table of docs/guides/weight-push.md: normal weights, each moved by up to the learning rate."""
+def test_steps_of_a_learning_rate_in_bf16() -> None:
+    """A line of docs/guides/weight-push.md: normal weights, each moved by up to the learning rate."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(2_000_000, generator=generator) * 0.02
-    moves = (2 * torch.rand(weights.numel(), generator=generator) - 1) * learning_rate
+    moves = (2 * torch.rand(weights.numel(), generator=generator) - 1) * 1e-5
     base, new = (x.bfloat16().view(torch.uint16).numpy() for x in (weights, weights + moves))
-    for encoding, share in (("xor", xor), ("overwrite", overwrite)):
+    for encoding, share in (("xor", 0.110), ("overwrite", 0.140)):
         payload, num_changed = encode(base, new, encoding)
-        assert num_changed / base.size == pytest.approx(density, rel=0.03)
+        assert num_changed / base.size == pytest.approx(0.145, rel=0.03)
         assert len(payload) / base.nbytes == pytest.approx(share, rel=0.03)
 
 

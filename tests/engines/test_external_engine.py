@@ -42,7 +42,6 @@ def test_one_that_fits(expected: EngineRequirements) -> None:
         ({"architectures": ["LlamaForCausalLM"]}, {}, "(LlamaForCausalLM, not Qwen3ForCausalLM)"),
         ({"is_generation": False}, {}, "it does not generate"),
         ({}, {"version": "0.5.9"}, "its SGLang is 0.5.9; a push needs 0.5.17 or later"),
-        ({}, {"dtype": "bfloat16"}, "it computes in bfloat16; start it with --dtype float32"),
         ({}, {"quantization": "fp8"}, "its --quantization is fp8; start it without --quantization"),
         ({}, {"context_length": 64}, "its --context-length is 64; start it without --context-length"),
         ({}, {"dp_size": 2}, "--dp-size 2; a push reaches tensor-parallel ranks alone"),

@@ -10,8 +10,7 @@ import pybase64
 import pytest
 import torch
 
-from fusionrl.engines import segments
-from fusionrl.engines.payload import SharedBuffer, by_value
+from fusionrl.engines.payload import SharedBuffer, by_value, map_segment, take
 
 
 def test_storages_have_torchs_name_where_another_function_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +37,24 @@ def test_a_shared_buffer_is_read_where_its_index_says() -> None:
     named = [("wide", wide), ("half", half), ("one", one), ("none", none)]
     for _, tensor in named:
         tensor.copy_(torch.randn(tensor.shape))
-    found = segments.take(pickle.loads(pybase64.b64decode(buffer.payload(named))))
+    found = take(pickle.loads(pybase64.b64decode(buffer.payload(named))))
     assert [name for name, _ in found] == ["wide", "half", "one", "none"]
     for (_, tensor), (_, view) in zip(named, found, strict=True):
         assert view.dtype is tensor.dtype and view.shape == tensor.shape and view.is_contiguous()
         assert torch.equal(view, tensor)
     wide.fill_(7.0)
     assert found[0][1].eq(7.0).all()
+
+
+def test_a_segment_of_a_sender_that_is_gone_is_refused() -> None:
+    shared = SharedBuffer(64, "0.0")
+    where = shared.where
+    mapped = map_segment(where)
+    shared.flat.fill_(7)
+    assert mapped.tolist() == [7] * 64
+    del shared
+    assert mapped.tolist() == [7] * 64, "it is there while somebody maps it"
+    again = SharedBuffer(64, "0.0")  # perhaps under the same number
+    assert again.where[1] != where[1]
+    with pytest.raises(RuntimeError, match="shared weights: /proc/.* of their sender cannot be opened"):
+        map_segment(where)

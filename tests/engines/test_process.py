@@ -23,14 +23,10 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process_title import ROOM
 from fusionrl.base.signal_names import signal_name
 from fusionrl.engines.forked_server import MODULE, SOCKET, ForkedMinder, fork_server
-from fusionrl.engines.process import (
-    ChildExited,
-    ChildProcess,
-    PortReservation,
-    start_on_free_ports,
-)
+from fusionrl.engines.process import ChildExited, ChildProcess, PortReservation, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.runtime.nursery_order import engine_branch
+from fusionrl.sandbox.cgroup import MemoryCgroup, writable_parent
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.
@@ -44,9 +40,8 @@ time.sleep(600)
 
 STARTER = """
 import os, subprocess, sys, time
-from fusionrl.engines.forked_server import fork_server
 from fusionrl.engines.process import ChildProcess
-child = ChildProcess(sys.argv[2:], sys.argv[1], fork=fork_server)
+child = ChildProcess(sys.argv[2:], sys.argv[1])
 subprocess.Popen(["sleep", "20"])                 # a later child by exec ...
 if os.fork() == 0: time.sleep(20); os._exit(0)    # ... and one by fork must not keep the socket open
 time.sleep(600)
@@ -90,7 +85,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _start(log: Path, *arguments: str, command: Sequence[str], **options: Any) -> ChildProcess:
-    return ChildProcess([*command, *arguments], log, fork=fork_server, **options)
+    return ChildProcess([*command, *arguments], log, **options)
 
 
 Start = functools.partial[ChildProcess]
@@ -144,9 +139,8 @@ def test_a_child_may_end_by_any_signal(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "log", "import os; os.kill(os.getpid(), 40)") as child:
         assert child.wait_exit(60.0)
         assert child.exit_status() == "killed by SIGRTMIN+6"
-    assert [signal_name(number) for number in (9, 33, 34, 64, 99)] == [
-        *("SIGKILL", "signal 33", "SIGRTMIN", "SIGRTMAX", "signal 99")
-    ]
+    names = ["SIGKILL", "signal 33", "SIGRTMIN", "SIGRTMAX", "signal 99"]
+    assert [signal_name(number) for number in (9, 33, 34, 64, 99)] == names
 
 
 def test_sigkill_of_the_minder_ends_the_child(start: Start, tmp_path: Path) -> None:
@@ -177,7 +171,13 @@ def test_terminate_kills_what_ignores_sigterm(start: Start, tmp_path: Path) -> N
     child.terminate()
 
 
-def test_terminate_lets_the_child_end_by_itself(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("grace_s", "status", "last"), [(10.0, "exit code 7", "goodbye"), (0.0, "killed by SIGKILL", "ready")]
+)
+def test_terminate_lets_the_child_end_by_itself(
+    start: Start, tmp_path: Path, grace_s: float, status: str, last: str
+) -> None:
+    """Without a grace it is not asked."""
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('goodbye', flush=True), sys.exit(7)))\n"
@@ -185,22 +185,8 @@ def test_terminate_lets_the_child_end_by_itself(start: Start, tmp_path: Path) ->
     )
     child = start(tmp_path / "log", code)
     child.wait_until(lambda: "ready" in child.log_tail(), 10.0, "ready")
-    child.terminate(timeout_s=10.0)
-    assert child.exit_status() == "exit code 7"
-    assert child.log_tail(1) == "goodbye"
-
-
-def test_terminate_without_a_grace_asks_nobody(start: Start, tmp_path: Path) -> None:
-    code = (
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
-        "print('ready', flush=True); time.sleep(600)"
-    )
-    child = start(tmp_path / "log", code)
-    child.wait_until(lambda: "ready" in child.log_tail(), 10.0, "ready")
-    child.terminate(timeout_s=0.0)
-    assert child.exit_status() == "killed by SIGKILL"
-    assert child.log_tail() == "ready"
+    child.terminate(timeout_s=grace_s)
+    assert (child.exit_status(), child.log_tail(1)) == (status, last)
 
 
 def test_end_of_the_main_process_ends_its_orphans(start: Start, tmp_path: Path) -> None:
@@ -227,15 +213,12 @@ def test_wait_until_shows_status_and_log_of_a_dead_child(start: Start, tmp_path:
     assert not error.value.address_in_use
 
 
-def test_wait_until_times_out(start: Start, tmp_path: Path) -> None:
+def test_wait_until_times_out_and_there_may_be_no_such_command(tmp_path: Path) -> None:
     code = "import time; print('still loading', flush=True); time.sleep(600)"
-    with start(tmp_path / "log", code) as child:
+    with _start(tmp_path / "log", code, command=[sys.executable, "-c"]) as child:
         assert _wait(lambda: bool(child.log_tail()))
         with pytest.raises(RuntimeError, match="start of X: not there after 0 s(.|\n)*still loading"):
             child.wait_until(lambda: False, 0.1, "start of X")
-
-
-def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     child = ChildProcess(["/nonexistent/program"], tmp_path / "log")
     with pytest.raises(ChildExited, match="exit code 127(.|\n)*cannot start /nonexistent/program"):
         child.wait_until(lambda: False, 10.0, "start")
@@ -317,14 +300,18 @@ time.sleep(600)
     assert text.count("***") == 5 and "x" * 300_000 + " ***\nready\n" in text
 
 
-def test_what_a_command_with_a_secret_writes_last_is_in_the_log(start: Start, tmp_path: Path) -> None:
-    """Also the beginning of the secret, if no more of it came, and the exit code."""
-    log = tmp_path / "log"
-    code = "import sys; sys.stderr.write(sys.stdin.read()[:4]); sys.exit(3)"
-    child = start(log, code, secret="abcdefgh")
-    assert child.wait_exit(15)
-    assert child.exit_status() == "exit code 3"
-    assert log.read_text() == "abcd"
+def test_many_threads_may_wait_for_one_end_and_what_a_command_writes_last_is_in_the_log(
+    start: Start, tmp_path: Path
+) -> None:
+    """Threads as an engine's actor has them: all are told how it ended, and no file of somebody else's is closed. What
+    it writes is the beginning of its secret, of which no more comes.
+    """
+    code = "import sys, time; text = sys.stdin.read(); time.sleep(0.3); sys.stderr.write(text[:4]); sys.exit(3)"
+    with start(tmp_path / "log", code, secret="abcdefgh") as child, ThreadPoolExecutor(8) as pool:
+        ended = [pool.submit(child.wait_exit, 60.0) for _ in range(8)]
+        assert all(one.result(60) for one in ended)
+        assert child.exit_status() == "exit code 3"
+    assert (tmp_path / "log").read_text() == "abcd"
 
 
 def test_a_fork_is_shown_as_the_server_that_it_is(start: Start, tmp_path: Path) -> None:
@@ -350,15 +337,6 @@ def test_without_a_nursery_it_is_started_as_usual(
         monkeypatch.setenv(name, value)
     with open(tmp_path / "log", "ab") as log, socket.socketpair()[0] as control:
         assert fork_server([sys.executable, "-m", MODULE], control, log, dict(os.environ)) is None
-
-
-def test_many_threads_may_wait_for_one_end(start: Start, tmp_path: Path) -> None:
-    """As the calls of an engine's actor do: all are told how it ended, and no file of somebody else's is closed."""
-    with start(tmp_path / "log", "import sys; sys.stdin.read(); import time; time.sleep(0.3); sys.exit(3)") as child:
-        with ThreadPoolExecutor(8) as pool:
-            ended = [pool.submit(child.wait_exit, 60.0) for _ in range(8)]
-            assert all(one.result(60) for one in ended)
-        assert child.exit_status() == "exit code 3"
 
 
 def test_an_end_is_read_once() -> None:
@@ -418,3 +396,35 @@ def test_an_engine_of_several_ranks_is_forked(tmp_path: Path, tiny_model: Path) 
     one, two = (server_environment(EngineSpec(tp_size=size, **options)) for size in (1, 2))
     names = {name for name in (*one, *two) if name.startswith(tuple(branch.kept)) and one.get(name) != two.get(name)}
     assert names == set(branch.free) != set()
+
+
+# It joins the group, and starts a child that takes more than the group has.
+JOINING_STARTER = """
+import os, sys
+from pathlib import Path
+from fusionrl.engines.process import ChildProcess
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+FIRST = "open('/proc/self/oom_score_adj', 'w').write('1000')"  # of all the kernel kills this one
+GREEDY = f"{FIRST}; print('loading', flush=True); bytearray(b'x') * (1 << 30)"
+child = ChildProcess([sys.executable, "-c", GREEDY], sys.argv[2])
+assert child.wait_exit(30.0)
+print(child.died("/generate of engine 0"))
+"""
+
+
+def test_a_child_over_the_memory_of_its_control_group(tmp_path: Path) -> None:
+    parent = writable_parent()
+    if parent is None:
+        pytest.skip("this user may make no control groups here: tests/base/test_memory_groups.py has the files alone")
+    group = MemoryCgroup(parent, 256 << 20)
+    try:
+        command = [sys.executable, "-c", JOINING_STARTER, str(group.oom_events.parent), str(tmp_path / "engine-0.log")]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        group.remove()
+    assert ran.returncode == 0, ran.stderr
+    first, last = ran.stdout.strip().splitlines()
+    assert first.startswith("/generate of engine 0: the process ended (killed by SIGKILL). Since ")
+    assert f" the kernel of {socket.gethostname()} has killed a process of this run" in first
+    assert f"its control group (limit 0.2 GiB, {group.oom_events.parent})" in first
+    assert last == "loading"

@@ -15,10 +15,11 @@ import torch
 
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
-from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.engine import EngineActor
 from fusionrl.models.scorers import REWARD_MODELS
 from fusionrl.rewards.dispatch import RewardError, async_rm
 from fusionrl.rollout.teacher import Teacher, score_samples
+from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_classifier, make_tiny_qwen3
 
 pytestmark = [
@@ -26,17 +27,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
 ]
-KEY = "a key of the test"
 POSITIONS = 2048  # of the tiny models
 PAD = 256
-
-
-def engine(role: Any, folder: Path, log_dir: Path) -> EngineActor:
-    args = {"max_total_tokens": 8192, "chunked_prefill_size": 96}  # long samples are read in pieces
-    places = {"tp_size": 1, "gpu_ids": (), "host": "127.0.0.1", "api_key": KEY, "log_dir": str(log_dir), "seed": 1}
-    return EngineActor(
-        EngineSpec(0, str(folder), "cpu", "float32", **places, start_timeout_s=240.0, server_args=args, role=role)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +37,8 @@ def args(forked_engines: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
     rm, teacher = make_classifier(tiny_model, folder / "rm", 3), make_tiny_qwen3(folder / "teacher", 4)
     flags = {"rm_model": str(rm), "rm_type": "reward_model", "opd_teacher_load": str(teacher), "use_opd": True}
     made: Any = Config.from_flat({"hf_checkpoint": str(tiny_model), **flags}).to_args(api_key=KEY, vocab_size=512)
-    engines = [engine("reward-model", rm, folder), engine("teacher", teacher, folder)]
+    models = (("reward-model", rm), ("teacher", teacher))  # long samples are read in pieces
+    engines = [real_engine(model, folder, role, chunked_prefill_size=96) for role, model in models]
     try:
         with ThreadPoolExecutor() as pool:
             urls = list(pool.map(EngineActor.start, engines))
@@ -137,10 +130,7 @@ def test_the_teacher_s_log_probs_are_those_of_transformers(args: Any) -> None:
     asyncio.run(score_samples(lambda: Teacher.of_args(args), [*samples, twin, removed, known]))
     model = AutoModelForCausalLM.from_pretrained(args.opd_teacher_load, dtype=torch.float32).eval()
     for sample in [*samples[:-1], twin]:
-        ids = torch.from_numpy(np.asarray(sample.tokens, np.int64))
-        with torch.no_grad():
-            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        expected = torch.cat([torch.zeros(1), log_probs])[sample.prompt_length :].numpy()
+        expected = np.concatenate([[0.0], log_probs(model, sample.tokens, 1)])[sample.prompt_length :]
         assert isinstance(sample.teacher_log_probs, np.ndarray) and sample.teacher_log_probs.dtype == np.float32
         np.testing.assert_allclose(sample.teacher_log_probs, expected, atol=1e-4)
     assert samples[-1].teacher_log_probs is None and removed.teacher_log_probs is None  # they train nothing

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from fusionrl.data.sample_fields import SpecInfo
-from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.engine import EngineActor
 from fusionrl.plan.device_checks import CPU_DRAFTERS
+from tests.engines.real_engine import log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = [
@@ -35,26 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(forked_engines: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineActor]:
-    spec = EngineSpec(
-        index=0,
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        tp_size=1,
-        gpu_ids=(),
-        host="127.0.0.1",
-        api_key="a key of the test",
-        log_dir=str(tmp_path_factory.mktemp("logs")),
-        seed=1,
-        start_timeout_s=300.0,
-        server_args={
-            "speculative_algorithm": CPU_DRAFTERS[0],
-            "speculative_num_draft_tokens": 6,
-            "speculative_ngram_max_bfs_breadth": 2,
-            "max_total_tokens": 8192,
-        },
-    )
-    engine = EngineActor(spec)
+    ngrams = {"speculative_num_draft_tokens": 6, "speculative_ngram_max_bfs_breadth": 2}
+    engine = real_engine(model, tmp_path_factory.mktemp("logs"), speculative_algorithm=CPU_DRAFTERS[0], **ngrams)
     try:
         engine.start()
         yield engine
@@ -80,13 +63,12 @@ def test_log_probs_are_the_model_s(engine: EngineActor, model: Path, temperature
     num_likeliest = 0
     for prompt, meta in zip(PROMPTS, _generate(engine, temperature), strict=True):
         counts.add(meta)
-        log_probs, tokens, _ = zip(*meta["output_token_logprobs"], strict=True)
+        found, tokens, _ = zip(*meta["output_token_logprobs"], strict=True)
+        ids = prompt + list(tokens)
+        np.testing.assert_allclose(found, log_probs(policy, ids, len(prompt), temperature or 1.0), atol=1e-4)
         with torch.no_grad():
-            logits = policy(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
-        chosen = torch.tensor(tokens)
-        expected = (logits / (temperature or 1.0)).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        np.testing.assert_allclose(log_probs, expected.numpy(), atol=1e-4)
-        num_likeliest += int((logits.argmax(-1) == chosen).sum())
+            likeliest = policy(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        num_likeliest += int((likeliest == torch.tensor(tokens)).sum())
     assert counts.completion_token_num == NUM_TOKENS * len(PROMPTS)
     assert counts.spec_draft_token_num == 5 * counts.spec_verify_ct > 0
     if temperature == 0:

@@ -17,7 +17,7 @@ GROUP = "sys/fs/cgroup/memory"
 
 @pytest.mark.parametrize("kills", [0, 1])
 def test_an_actor_that_the_kernel_killed(kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray and the kernel's files are fakes: a real kill is in tests/engines/test_memory_kills.py."""
+    """Ray and the kernel's files are fakes: a real kill is in tests/engines/test_process.py."""
     files = {
         "proc/self/mountinfo": f"33 24 0:29 / /{GROUP} rw - cgroup cgroup rw,memory\n",
         "proc/self/cgroup": "4:memory:/\n",

@@ -321,7 +321,7 @@ class CpuClock:
         """Return the seconds so far."""
         this_process, times = psutil.Process(), 0.0
         for process in (this_process, *this_process.children(recursive=True)):
-            if "fusionrl.engines.parse_worker" in process.cmdline():
+            if "fusionrl.engines.parser_processes" in process.cmdline():
                 times += sum(process.cpu_times()[:2])
         return {"buffer": time.process_time() + times, "router": sum(self.router.cpu_times()[:2])}
 

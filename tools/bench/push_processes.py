@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.base.torch_stores import create_group_store
-from fusionrl.engines import segments
 from fusionrl.engines.external_engine import AttachedEngine
+from fusionrl.engines.payload import take
 from fusionrl.engines.spec import LOADER
 from fusionrl.models import convert
 from fusionrl.models.families import Rule, model_rules
@@ -264,7 +264,7 @@ class Receiver:
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         named = pickle.loads(pybase64.b64decode(body["serialized_named_tensors"][0]))
         if body["load_format"] == LOADER:
-            named = segments.take(named)
+            named = take(named)
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
         with self._update(body, sum(sizes)) as flat:
             parts = flat.split(sizes)

@@ -1,0 +1,187 @@
+"""The real router: before engines that die or hang, with and without a key, and where engines prefill or decode."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from aiohttp import web
+
+from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.post_request import post
+from fusionrl.engines.router import Router
+from tests.engines.streaming import Engine, serve
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed"),
+]
+
+KEY = "a key of the test"
+PROMPT = [1, 2, 3]
+TOKENS = list(range(97, 109))
+
+
+@pytest.fixture(scope="module", params=["round_robin", "manual"])
+def sharing_router(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """Policies that share eight requests out evenly; "manual" keeps each session on its engine."""
+    flags = {"policy": request.param, "assignment_mode": "min_group"}
+    yield from _running(tmp_path_factory.mktemp("router"), router_args=flags)
+
+
+def _running(folder: Path, **options: Any) -> Iterator[Router]:
+    router = Router("127.0.0.1", str(folder), **options)
+    router.start()
+    yield router
+    router.shutdown()
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize("fault", ["die", "hang"])
+def test_an_engine_that_is_taken_out_loses_no_request(sharing_router: Router, fault: str, is_streaming: bool) -> None:
+    """Eight sessions on two engines; all requests of one engine stick, then it is taken out and ended, as the driver
+    does. Each is answered in full by the other one, a session's next request as well."""
+    router, engines = sharing_router, [Engine(TOKENS, len(PROMPT)) for _ in range(2)]
+
+    async def run() -> tuple[list[Any], list[Any], Any]:
+        runners = [await engine.start() for engine in engines]
+        try:
+            for engine in engines:
+                await asyncio.to_thread(router.add_worker, engine.url)
+            bad, good = engines
+            bad.faults = [(fault, 5 if is_streaming else 0)] * 100
+            async with GenerateClient(router.url, None, 60.0, 16, stream_responses=is_streaming) as client:
+                payload = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": len(TOKENS)}}
+                asks = [asyncio.create_task(client.generate(payload, f"session {i}")) for i in range(8)]
+                while not bad.asked or len(bad.asked) + len(good.asked) < 8:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(router.remove_worker, bad.url)
+                await runners[0].cleanup()  # its connections break
+                first = await asyncio.gather(*asks)
+                asked = len(bad.asked)
+                second = await asyncio.gather(*(client.generate(payload, f"session {i}") for i in range(8)))
+                assert len(bad.asked) == asked
+                return first, second, client
+        finally:
+            for engine, runner in zip(engines, runners, strict=True):
+                await asyncio.to_thread(router.remove_worker, engine.url)
+                await runner.cleanup()
+
+    before = router.num_retries()
+    first, second, client = asyncio.run(run())
+    for answer in first + second:
+        assert answer.tokens.tolist() == TOKENS
+        assert answer.log_probs.tolist() == [engines[0].log_prob(i) for i in range(len(TOKENS))]
+        assert sum(count for _, count in answer.weight_versions) == len(TOKENS)
+    assert client.num_retries + router.num_retries() - before > 0
+    continued = sum(answer.part - 1 for answer in first)  # one may meet the bad engine again before it is out
+    begun = dict[str | None, int]()  # with how many tokens of its answer a session's last request came
+    for engine in engines:
+        for key, asked in zip(engine.keys, engine.asked, strict=True):
+            begun[key] = max(begun.get(key, 0), len(asked["input_ids"]) - len(PROMPT))
+    assert client.num_tokens_kept == sum(begun.values()) <= 5 * continued
+    assert (continued > 0) == is_streaming
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Router]:
+    """A router with the arguments that the test is parametrized by."""
+    yield from _running(tmp_path, **request.param)
+
+
+@pytest.mark.parametrize("router", [{"api_key": KEY}], indirect=True)
+def test_what_is_refused_is_explained(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+    """A client without the key sees a bare 401; the log says how many, and what to send."""
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        answer = requests.post(f"{router.url}/generate", json={"text": "x"}, headers=headers, timeout=30)
+        assert (answer.status_code, answer.text) == (401, "")
+    with caplog.at_level(logging.WARNING):
+        router.warn_of_refusals()
+        router.warn_of_refusals()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "answered 401 to 2 requests" in said
+    assert all(word in said for word in ("Authorization: Bearer", "args.api_key", "FUSIONRL_ROUTER_KEY"))
+    with pytest.raises(RuntimeError, match=r"answered 401: .*Authorization: Bearer KEY.*--router-api-key none"):
+        asyncio.run(post(f"{router.url}/generate", {"text": "x"}))
+    assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize("router", [{}], indirect=True)
+def test_a_router_without_a_key_lets_any_client_in(router: Router) -> None:
+    """The engine behind it keeps its key, which the router sends."""
+    payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
+
+    async def use(url: str) -> None:
+        await asyncio.to_thread(router.add_worker, url, KEY)
+        for key in (None, "of my own", KEY):
+            async with GenerateClient(router.url, key) as client:
+                assert (await client.generate(payload)).tokens.tolist() == TOKENS[:3]
+        with pytest.raises(RuntimeError, match="answered 401"):
+            async with GenerateClient(url) as client:
+                await client.generate(payload)
+
+    serve(Engine(TOKENS, 2, api_key=KEY), use)
+    assert router.num_refused() == 0
+
+
+class Half(Engine):
+    """An engine that prefills or decodes: a few lines, as SGLang moves keys and values between GPUs alone."""
+
+    def __init__(self, mode: str, bootstrap_port: int | None = None) -> None:
+        super().__init__(TOKENS, num_prompt=2)
+        self.facts = {"disaggregation_mode": mode, "disaggregation_bootstrap_port": bootstrap_port}
+
+    async def info(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self.facts)
+
+
+PAIRS = {"router_args": {"pd_disaggregation": True}}
+
+
+@pytest.mark.parametrize("router", [PAIRS], indirect=True)
+def test_each_request_goes_to_a_pair_that_meets_at_the_prefiller_s_port(router: Router) -> None:
+    """Engines come and go as in a run: the router starts without any."""
+    prefill, decode = Half("prefill", 4321), Half("decode")
+
+    async def run() -> Any:
+        runners = [await half.start() for half in (prefill, decode)]
+        try:
+            for half in (prefill, decode):
+                await asyncio.to_thread(router.add_worker, half.url)
+            async with GenerateClient(router.url, None, 60.0, 4) as client:
+                payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 12}, "return_logprob": True}
+                return await client.generate(payload)
+        finally:
+            for half, runner in zip((prefill, decode), runners, strict=True):
+                await asyncio.to_thread(router.remove_worker, half.url)
+                await runner.cleanup()
+
+    answer = asyncio.run(run())
+    assert answer.tokens.tolist() == TOKENS and answer.weight_versions == [(7, 12)]
+    (first,), (second,) = prefill.asked, decode.asked
+    assert first["bootstrap_port"] == second["bootstrap_port"] == 4321
+    assert first["bootstrap_host"] == second["bootstrap_host"] == "127.0.0.1"
+    assert first["bootstrap_room"] == second["bootstrap_room"] is not None
+    assert first["input_ids"] == second["input_ids"] == [1, 2]
+    assert router.workers() == []
+
+
+@pytest.mark.parametrize("router", [PAIRS], indirect=True)
+def test_an_engine_that_does_neither_is_refused(router: Router) -> None:
+    whole = Half("null")
+
+    async def run() -> None:
+        runner = await whole.start()
+        try:
+            with pytest.raises(RuntimeError, match="disaggregation_mode is 'null'; the router pairs"):
+                await asyncio.to_thread(router.add_worker, whole.url)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
