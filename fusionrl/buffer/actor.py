@@ -16,16 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusionrl import sandbox
-from fusionrl.buffer.collect import Collector
-from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.buffer.collect import Collector, RolloutFunctions
 from fusionrl.buffer.evaluation import Evaluation
-from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.hook_border import EngineEndpoints, HookBorder
 from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.reject_sampling import AcceptedSamples
-from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
+from fusionrl.buffer.sample_files import TrainedColumns
 from fusionrl.buffer.stream_messages import StreamMessages
-from fusionrl.buffer.trained_values import TrainedColumns
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, user_code
 from fusionrl.data.sample import Sample
@@ -84,22 +82,16 @@ class BufferActor(StreamMessages):
         self._stages = RolloutStages(
             config, plan, border, collector, self._writer, self._accepted, self.attempt, self._put
         )
-        self._evaluation = Evaluation(config, plan, border, functions, self._writer, self.run_dir, self.attempt)
+        self._evaluation = Evaluation(plan, border, functions, self._writer, self.run_dir, self.attempt)
         await asyncio.to_thread(self.source.open, border)
         await self._probe_sandbox()
         return self.source.counts()
 
     async def _probe_sandbox(self) -> None:
-        """Say which sandbox this machine, on which the programs will run, gives to them.
-
-        Raises:
-            SandboxError: none, and the run or a row of its data needs one.
-        """
+        """Log which sandbox this machine gives to programs; SandboxError if they need one and it gives none."""
         sandbox.allow_weak(self.config.reward.allow_weak_sandbox)
-        types = self.source.reward_types()
-        if self.plan.sandbox is not None or any(
-            isinstance(rm_type, str) and runs_programs(rm_type) for rm_type in types
-        ):
+        types = [rm_type for rm_type in self.source.reward_types() if isinstance(rm_type, str)]
+        if self.plan.sandbox is not None or any(map(runs_programs, types)):
             logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
 
     async def set_engines(self, engine_urls: Sequence[str], eval_urls: Sequence[str] | None = None) -> None:
@@ -116,7 +108,6 @@ class BufferActor(StreamMessages):
         return {"phase": self._phase, "seconds": time.monotonic() - self._phase_since, **self.source.cursor()}
 
     async def metrics(self) -> dict[str, float]:
-        """Metrics of the last finished rollout."""
         return dict(self._last_metrics)
 
     async def abort(self) -> None:
@@ -129,19 +120,11 @@ class BufferActor(StreamMessages):
         await asyncio.to_thread(self.source.save, Path(path), rollout_id)
 
     async def load(self, path: str) -> int:
-        """Resume from a file that `save` wrote; returns its rollout id.
-
-        Raises:
-            ValueError: the state does not fit the prompt data.
-        """
+        """Resume from a file that `save` wrote; returns its rollout id. ValueError: it does not fit the prompt data."""
         rollout_id = self.source.load(Path(path))
         if self.config.run.mode == "reject-sampling":
             self._accepted.forget_after(rollout_id)
         return rollout_id
-
-    async def cursor(self) -> dict[str, object] | None:
-        """Return the data source's state, for comparisons."""
-        return self.source.state()
 
     async def state_hash(self, rollout_id: int | None = None) -> str:
         """SHA-256 of the data source's state, of now or right after a rollout."""
@@ -154,18 +137,13 @@ class BufferActor(StreamMessages):
 
         pushed_version  of the weights that the engines have, and that will train; None: the newest that a token has
 
-        Raises:
-            HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept. A HookError
-                names the file of the samples that the user's function was at.
+        Raises HookError, RolloutAborted or ValueError with the flag concerned; nothing of the rollout is kept. A
+        HookError names the file of the samples that the user's function was at.
         """
         self._abort.clear()
         self.source.take_back()
         start = time.perf_counter()
-        step = rollout_id + 1
-        with (
-            phase("rollout", lane="rollouts", step=step),
-            self._phase_of(f"rollout of step {step}", rollout_id, "failed"),
-        ):
+        with self._rollout_phase(rollout_id):
             rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, self._phase_since)
         self.source.keep(rollout_id)
         rollout.warnings += take_warnings()
@@ -201,6 +179,13 @@ class BufferActor(StreamMessages):
         if self._validation is None:
             self._validation = await asyncio.to_thread(self._evaluation.validation_shards, self._put)
         return self._validation
+
+    @contextmanager
+    def _rollout_phase(self, rollout_id: int) -> Iterator[None]:
+        step = rollout_id + 1
+        name = f"rollout of step {step}"
+        with phase("rollout", lane="rollouts", step=step), self._phase_of(name, rollout_id, "failed"):
+            yield
 
     @contextmanager
     def _phase_of(self, phase: str, rollout_id: int, kind: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.types import RolloutAborted, keeps_draws
@@ -23,21 +23,12 @@ _LOOK_S = 0.05  # between two questions of a thread that waits
 _MOST_EMPTY = 100  # answers without a group, in one turn of the asker's event loop, before it gets what it wants
 Groups = list[list[Sample]]
 IsKept = Callable[[], bool]  # whether a group stays with the function when a call returns
+Draw = Callable[[int, IsKept, bool], Groups]  # at most as many groups; all of them, whatever the bound says, for True
 
 
 # Whether the code that runs is part of a call: also in an event loop that the call hands a coroutine to, and not in a
 # thread that it starts, which may outlive it.
 _in_call: ContextVar[bool] = ContextVar("in_call", default=False)
-
-
-class AdmissionGate(Protocol):
-    """The stream."""
-
-    def draw_groups(self, num_groups: int, *, is_kept: IsKept, beyond: bool) -> Groups:
-        """Return at most `num_groups` groups; `beyond`: all of them, whatever the bound says."""
-
-    def park_groups(self, groups: Groups) -> None:
-        """Park groups; those that were not drawn here go to the data source."""
 
 
 class AdmissionSource:
@@ -51,9 +42,12 @@ class AdmissionSource:
     Groups given beyond the bound are dropped once they are too old.
     """
 
-    def __init__(self, gate: AdmissionGate, hooked: Any, *, keeps_groups: bool | None) -> None:
-        """`keeps_groups`: as the function says; one that keeps groups may get none at any time, and asks again."""
-        self._gate, self._hooked, self._keeps_groups = gate, hooked, keeps_groups
+    def __init__(self, draw: Draw, park: Callable[[Groups], None], hooked: Any, keeps_groups: bool | None) -> None:
+        """`draw` and `park` are the stream's; the latter gives groups that were not drawn here to the data source.
+
+        `keeps_groups`: as the function says; one that keeps groups may get none at any time, and asks again.
+        """
+        self._draw, self._park, self._hooked, self._keeps_groups = draw, park, hooked, keeps_groups
         self._is_ending = threading.Event()
         self._caller: int | None = None  # thread of the call that is under way
         self._local = threading.local()
@@ -70,15 +64,10 @@ class AdmissionSource:
         _in_call.set(True)
 
     def end(self) -> None:
-        """End all waits."""
         self._is_ending.set()
 
     def get_samples(self, num_samples: int) -> Groups:
-        """Return at most `num_samples` groups; see the class.
-
-        Raises:
-            RolloutAborted: the run ends.
-        """
+        """Return at most `num_samples` groups; see the class. RolloutAborted: the run ends."""
         if num_samples <= 0:
             return []
         keeps_all, is_kept = bool(self._keeps_groups) or keeps_draws(), _never
@@ -89,21 +78,21 @@ class AdmissionSource:
         while True:
             if self._is_ending.is_set():
                 raise RolloutAborted("the run ends")
-            groups = self._gate.draw_groups(num_samples, is_kept=is_kept, beyond=False)
+            groups = self._draw(num_samples, is_kept, False)
             if groups or keeps_all:
                 return groups
             loop = _running_loop()
             if loop is not None and not self._spins(loop):
                 return []
             if loop is not None or threading.get_ident() == self._caller:
-                groups = self._gate.draw_groups(num_samples, is_kept=is_kept, beyond=True)
+                groups = self._draw(num_samples, is_kept, True)
                 if groups or loop is not None:
                     return groups
             time.sleep(_LOOK_S)
 
     def add_samples(self, samples: Groups) -> None:
         """Hand groups back, with what they have; they are given again first."""
-        self._gate.park_groups(samples)
+        self._park(samples)
 
     def _spins(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Return whether the loop's thread has got nothing again and again without a turn of the loop."""
@@ -153,7 +142,6 @@ class DrawnGroup:
     num_calls: int = 0
 
     def holds_any(self, samples: list[Sample]) -> bool:
-        """Return whether one of its samples is among these."""
         return any(mine() is sample for mine in self.samples for sample in samples)
 
 
@@ -172,11 +160,9 @@ class DrawnGroups:
         return iter(list(self._drawn.values()))
 
     def num_among(self, ordinals: Container[int]) -> int:
-        """Return how many of them have these ordinals."""
         return sum(ordinal in ordinals for ordinal in self._drawn)
 
     def add(self, ordinal: int, group: list[Sample], is_kept: IsKept) -> None:
-        """Note that the function gets a group."""
         samples = [weakref.ref(sample) for sample in group]
         self._drawn[ordinal] = DrawnGroup(ordinal, group[0].group_index, samples, is_kept)
 

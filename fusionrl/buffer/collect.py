@@ -5,31 +5,73 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.prompt_source import PromptSource
-from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of, user_code
+from fusionrl.config.run_parts import DEFAULT_ROLLOUT, has_own_rollout
 from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import score_group
 from fusionrl.rewards.settings import RewardSettings
 from fusionrl.rollout.generate import apply_filter
+from fusionrl.rollout.miles_inputs import rollout_function
 from fusionrl.rollout.teacher import score_samples
-from fusionrl.rollout.types import Limits, RolloutFnTrainOutput, as_train_output, check_samples, flatten
+from fusionrl.rollout.types import (
+    Limits,
+    RolloutAborted,
+    RolloutFnTrainOutput,
+    as_train_output,
+    check_samples,
+    flatten,
+)
 from fusionrl.rollout.weight_versions import fill_versions, noting_answers
 
 DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
+SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
 MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few groups
 
 
-@dataclass
-class CollectedSamples:
-    """The samples of a rollout, group after group, and the metrics of the rollout function's own."""
+class RolloutFunctions:
+    """Calls --rollout-function-path and --eval-function-path with `args` and the data source."""
 
-    samples: list[Sample]
-    metrics: dict[str, float] = field(default_factory=dict)
+    def __init__(self, config: Config, source: PromptSource) -> None:
+        rollout = config.rollout
+        self._source = source
+        is_sft = config.run.mode == "sft" and not has_own_rollout(config)
+        self._path = rollout.rollout_function_path
+        self._function = rollout_function(SFT_ROLLOUT if is_sft else self._path)
+        self._eval_field = "eval_function_path" if rollout.eval_function_path else "rollout_function_path"
+        self._eval_path = rollout.eval_function_path or self._path
+        self._eval_function = rollout_function(self._eval_path)
+
+    @property
+    def where(self) -> str | None:
+        """Flag and path of a user's own rollout function; None for the default one."""
+        return None if self._path == DEFAULT_ROLLOUT else f"--rollout-function-path {self._path}"
+
+    @property
+    def keeps_groups(self) -> bool | None:
+        """Return whether the rollout function says that it keeps groups between its calls; None: it does not say."""
+        return getattr(self._function, "keeps_groups", None)
+
+    def generate(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> object:
+        """Call the rollout function; returns what it returned. `data_source`: what stands before the run's own."""
+        source = self._source.hooked if data_source is None else data_source
+        with self._named("rollout_function_path", self._path):
+            return self._function(args, rollout_id, source)
+
+    def evaluate(self, args: Namespace, rollout_id: int) -> object:
+        with self._named(self._eval_field, self._eval_path):
+            return self._eval_function(args, rollout_id, self._source.hooked, evaluation=True)
+
+    def _named(self, field: str, path: str) -> AbstractContextManager[None]:
+        """Return a block in which an error of the user's names its flag and function."""
+        if path == DEFAULT_ROLLOUT:  # of the user's functions in it, only the data source does not name itself
+            return self._source.guarded()
+        return user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,))
 
 
 class Collector:
@@ -41,23 +83,16 @@ class Collector:
         self._config, self._plan = config, plan
         self._border, self._functions, self._source = border, functions, source
 
-    def collect(self, rollout_id: int) -> CollectedSamples:
-        """Return the groups of one rollout, chosen and checked.
-
-        Raises:
-            HookError, ValueError: with the flag concerned.
-        """
+    def collect(self, rollout_id: int) -> tuple[list[Sample], dict[str, float]]:
+        """Return the samples of one rollout, group after group, chosen and checked, and the function's own metrics."""
         groups, refused, metrics = self._enough_groups(rollout_id)
         samples = self._choose(groups, refused)
         asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
-        return CollectedSamples(samples, metrics)
+        return samples, metrics
 
     def call(self, rollout_id: int, data_source: object) -> RolloutFnTrainOutput:
         """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered; `metrics` and
         `refused` also have what was filtered here.
-
-        Raises:
-            HookError, RolloutAborted, ValueError: with the flag concerned.
         """
         args = self._border.args()
         output = self._call(args, rollout_id, data_source)

@@ -84,7 +84,6 @@ class RolloutDataSourceWithBuffer:
 
     @property
     def num_drawn(self) -> dict[str, int]:
-        """Prompts drawn of each set so far, over all epochs."""
         drawn = [sequence.num_drawn for sequence in self._mixture.sequences]
         return dict(zip(self._names, drawn, strict=True))
 
@@ -95,15 +94,10 @@ class RolloutDataSourceWithBuffer:
 
     @property
     def offset(self) -> int:
-        """Prompts drawn in this epoch."""
         return sum(self.num_drawn.values()) % max(1, len(self))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """The next `num_samples` groups: of the buffer, then of --n-samples-per-prompt copies of a prompt each.
-
-        Raises:
-            ValueError: --buffer-filter-path returned what it should not.
-        """
+        """The next `num_samples` groups: of the buffer, then of --n-samples-per-prompt copies of a prompt each."""
         groups = self._from_buffer(num_samples)
         return groups + [self._group(self._mixture.draw()) for _ in range(num_samples - len(groups))]
 
@@ -137,24 +131,17 @@ class RolloutDataSourceWithBuffer:
         return group
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Hand groups back, partial ones too.
-
-        Raises:
-            ValueError: something else than a list of groups.
-        """
+        """Hand groups back, partial ones too."""
         _check_groups(samples, "data_source.add_samples got")
         self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:
-        """Number of groups that were handed back."""
         return len(self.buffer)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Add entries to what is kept with the cursor for hooks."""
         self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, object]:
-        """Return the entries that hooks keep with the cursor."""
         return self.metadata
 
     # -------------------------------------------------------------------------------- checkpoints
@@ -182,11 +169,7 @@ class RolloutDataSourceWithBuffer:
         ]
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Go on where `state` was taken.
-
-        Raises:
-            ValueError: the prompt data has other sets, weights or rows than when the state was taken.
-        """
+        """Go on where `state` was taken; ValueError if the prompt data then had other sets, weights or rows."""
         current_sets = self._sets_state()
         if len(current_sets) != len(state["sets"]):
             raise ValueError(
@@ -199,10 +182,11 @@ class RolloutDataSourceWithBuffer:
                     f"--prompt-data {now['name']}: its {now['num_prompts']} prompts are not the"
                     f" {then['num_prompts']} of the checkpoint; a resume needs the same file and flags of the data"
                 )
-        if [set_state["share"] for set_state in current_sets] != [set_state["share"] for set_state in state["sets"]]:
+        shares = [set_state["share"] for set_state in state["sets"]]
+        if [set_state["share"] for set_state in current_sets] != shares:
             raise ValueError(
                 "--prompt-data-weights: they are not those of when the checkpoint was saved"
-                f" ({', '.join(set_state['share'] for set_state in state['sets'])}); a resume needs the same ones"
+                f" ({', '.join(shares)}); a resume needs the same ones"
             )
         counters = [state["num_groups"], state["num_samples"], *(set_state["num_drawn"] for set_state in state["sets"])]
         if any(type(count) is not int or count < 0 for count in counters):

@@ -30,9 +30,6 @@ def eval_set_metrics(name: str, result: EvalResult) -> dict[str, float]:
     response_len      tokens of a response: mean, median and maximum; truncated_ratio: share cut off by the limit
 
     Without samples in `result` each reward counts as a prompt of its own.
-
-    Raises:
-        ValueError: the set has no samples.
     """
     rewards = np.asarray(result["rewards"], np.float64)
     if not len(rewards):

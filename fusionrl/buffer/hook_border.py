@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import call_hook, flag_of
+from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.plan.plan import Plan
 from fusionrl.rollout.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class EngineEndpoints:
+    """Addresses of the engines; empty in a mode without engines, `eval_…` without --eval-num-gpus."""
+
+    router_url: str = ""
+    engine_urls: tuple[str, ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+    rm_urls: tuple[str, ...] = ()
+    teacher_urls: tuple[str, ...] = ()
+    eval_router_url: str = ""
+    eval_urls: tuple[str, ...] = ()
+
+    def for_evaluation(self) -> EngineEndpoints:
+        """Return the same with the engines that evaluate in place of those that generate, where these are others."""
+        if not self.eval_urls:
+            return self
+        return replace(self, router_url=self.eval_router_url, engine_urls=self.eval_urls)
+
+    def export(self) -> None:
+        """Put the key, and the addresses that get it, into this process's environment: for requests of hooks."""
+        if self.api_key is not None:
+            os.environ[ROUTER_KEY] = self.api_key
+            urls = [self.router_url, *self.engine_urls, *self.rm_urls, *self.teacher_urls]
+            urls += [self.eval_router_url, *self.eval_urls]
+            os.environ[ROUTER_URLS] = " ".join(urls)
 
 
 @dataclass(frozen=True)
@@ -29,11 +58,7 @@ class Hook:
         return f"{flag_of(self.field)} {self.path}"
 
     def __call__(self, *arguments: object) -> object:
-        """Call the function.
-
-        Raises:
-            HookError: whatever it raised.
-        """
+        """Call the function; HookError for whatever it raises."""
         return call_hook(self.field, self.path, *arguments)
 
 
@@ -50,7 +75,6 @@ class HookBorder:
         self._built: tuple[EngineEndpoints, argparse.Namespace] | None = None
 
     def set_endpoints(self, endpoints: EngineEndpoints) -> None:
-        """Tell hooks of these engines from the next call on."""
         self._endpoints, self._built = endpoints, None
 
     def begin(self) -> None:
@@ -81,7 +105,6 @@ class HookBorder:
         return Teacher(ends.teacher_urls, ends.api_key, self._plan.shape.vocab_size)
 
     def policy_urls(self) -> list[str]:
-        """Return the addresses of the policy's engines and of their router."""
         ends = self._endpoints
         return [url for url in (ends.router_url, *ends.engine_urls) if url]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ class PromptSource:
         return user_code(f"--data-source-path {path}", path, only_theirs=True)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of prompts, and of those left out as too long."""
         with self.guarded():
             num_prompts = len(self.hooked) if self.hooked is not None else 0
         return {"num_prompts": num_prompts, "num_too_long": getattr(self.hooked, "num_too_long", 0)}
@@ -63,11 +61,9 @@ class PromptSource:
         return {sample.metadata.get("rm_type") for sample in prompts if isinstance(sample.metadata, dict)}
 
     def cursor(self) -> dict[str, object]:
-        """Return how far the data is read, where the data source says so."""
         return {name: getattr(self.hooked, name, None) for name in ("epoch", "offset")}
 
     def state(self) -> dict[str, object] | None:
-        """Return the state of now; None without a data source."""
         if self.hooked is None:
             return None
         if not hasattr(self.hooked, "state_dict"):
@@ -103,11 +99,9 @@ class PromptSource:
             self.hooked.add_samples(groups)
 
     def keep(self, rollout_id: int) -> None:
-        """Remember the state of now as that right after rollout `rollout_id`."""
         self.keep_with(rollout_id, self.state(), None)
 
     def keeps(self, rollout_id: int) -> bool:
-        """Return whether the state right after a rollout is known."""
         return rollout_id in self._states
 
     def keep_with(self, rollout_id: int, state: dict[str, Any] | None, stream: SavedStream | None) -> None:
@@ -141,11 +135,7 @@ class PromptSource:
         write_atomically(path, json.dumps(state))
 
     def load(self, path: Path) -> int:
-        """Resume from a file that `save` wrote; returns its rollout id.
-
-        Raises:
-            ValueError: the state does not fit the prompt data.
-        """
+        """Resume from a file that `save` wrote; returns its rollout id. ValueError: it does not fit the prompt data."""
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             rollout_id, source, stream = state["rollout_id"], state["source"], state.get("stream")
@@ -153,23 +143,20 @@ class PromptSource:
                 raise TypeError(f"rollout_id is {rollout_id!r:.40}")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}: no state of the Buffer ({error!r:.300}); resume from another one") from error
-        if self.hooked is not None and source is not None:
-            with self.guarded():
-                self._restore(path, rollout_id, source)
-            self._states[rollout_id] = source
-            self._loaded_stream = stream
+        if self.hooked is None or source is None:
+            return rollout_id
+        with self.guarded():
+            if self._keeps_own_state():
+                self.hooked.load(rollout_id)
+            if hasattr(self.hooked, "load_state_dict"):  # last: this is the state right after that rollout
+                try:
+                    self.hooked.load_state_dict(source)
+                except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+                    raise ValueError(
+                        f"{path}: it is not a state of this data source ({error!r:.300}); resume from another one"
+                    ) from error
+        self._states[rollout_id], self._loaded_stream = source, stream
         return rollout_id
-
-    def _restore(self, path: Path, rollout_id: int, source: Mapping[str, object]) -> None:
-        if self._keeps_own_state():
-            self.hooked.load(rollout_id)
-        if hasattr(self.hooked, "load_state_dict"):  # last: this is the state right after that rollout
-            try:
-                self.hooked.load_state_dict(source)
-            except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}: it is not a state of this data source ({error!r:.300}); resume from another one"
-                ) from error
 
     def _keeps_own_state(self) -> bool:
         """Return whether it is a user's with `save` and `load` of its own, as slime's users write it."""

@@ -24,13 +24,9 @@ class AcceptedSamples:
     """
 
     def __init__(self, path: Path, threshold: float, per_prompt: int, keeps_tokens: bool = False) -> None:
-        """Prepare the file.
+        """Accept, of each prompt, the `per_prompt` best samples with a reward of at least `threshold`.
 
-        Args:
-            path: the file.
-            threshold: samples with at least this reward are accepted.
-            per_prompt: of a prompt at most so many, the best.
-            keeps_tokens: samples with a mask are written with their tokens, also where the mask is 1 throughout.
+        keeps_tokens  samples with a mask are written with their tokens, also where the mask is 1 throughout
         """
         self.path, self.threshold, self.per_prompt, self.keeps_tokens = path, threshold, per_prompt, keeps_tokens
         self.summary_path = path.with_name(path.name + ".summary.json")

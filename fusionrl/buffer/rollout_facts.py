@@ -39,7 +39,7 @@ def rollout_facts(
     longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)
-    lost = [_lost_by(sample) for sample in samples]
+    lost = [sample.metadata.get(REWARD_LOST) for sample in samples if isinstance(sample.metadata, dict)]
     is_rl = config.run.mode == "rl"
     changed = [names for sample in samples if is_rl and (names := (sample.metadata or {}).get(CHANGED))]
     trained = np.array([trained_amount(sample) > 0 for sample in samples], bool)
@@ -69,21 +69,16 @@ def rollout_facts(
     return (facts, glimpses) if example is None else (replace(facts, example=glimpses.pop()), glimpses)
 
 
-def _lost_by(sample: Sample) -> object:
-    return sample.metadata.get(REWARD_LOST) if isinstance(sample.metadata, dict) else None
-
-
 def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence[float], trained: np.ndarray) -> bool:
     """Return whether all advantages are 0, as far as they are known before the trainers have seen the rollout.
 
     rewards  [n] what is trained on
     trained  [n] whether any token of the sample is
 
-    Estimators that compare the answers to one prompt, and remax, have their
-    advantages in `rewards`. Whitening, where it is on, also takes away what all tokens share. reinforce_plus_plus
-    whitens the discounted rewards of the whole rollout: equal groups teach if they differ from each other, and a
-    discount or a price for KL makes tokens differ. ppo's critic, prime's reward model and a teacher (--use-opd) give
-    advantages of their own; so may a user's functions, which is why the answer is False with one of them.
+    Estimators that compare the answers to one prompt, and remax, have their advantages in `rewards`. Whitening also
+    takes away what all tokens share. reinforce_plus_plus whitens the discounted rewards of the whole rollout: equal
+    groups teach if they differ from each other, and a discount or a price for KL makes tokens differ. ppo's critic,
+    prime's reward model, a teacher (--use-opd) and a user's functions give advantages of their own.
     """
     algorithm, estimator = config.algorithm, estimator_of(config.algorithm)
     if config.run.mode != "rl" or algorithm.loss_type != "policy_loss" or _has_own_advantages(config):
@@ -119,13 +114,11 @@ def _has_own_advantages(config: Config) -> bool:
 
 
 def spread(num_samples: int, count: int) -> list[int]:
-    """Return the positions of `count` samples, spread evenly over the rollout."""
     count = min(count, num_samples)
     return [i * num_samples // count for i in range(count)]
 
 
 def glimpse(sample: Sample, reward: float) -> Glimpse:
-    """Return what a line about a sample shows."""
     return Glimpse(
         index=sample.index,
         prompt=ending(prompt_text(sample.prompt), _SHOWN),

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from fusionrl.buffer.eval_metrics import ACCURATE
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.rollout_facts import rollout_facts
-from fusionrl.buffer.scores import Scored
-from fusionrl.buffer.token_metrics import token_numbers
+from fusionrl.buffer.token_metrics import token_numbers, training_version
+from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.config.config import Config
 from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.sample import Sample, Status, lacks_reward
@@ -24,51 +23,42 @@ from fusionrl.rewards.dispatch import take_lost
 from fusionrl.rollout.time_limit import TIMED_OUT
 from fusionrl.rollout.types import SESSION
 
-
-@dataclass
-class Report:
-    """Numbers and samples of a rollout, for people. --mode sft has neither facts nor glimpses.
-
-    version  of the weights that will train on the samples; None: no token has a known version
-    """
-
-    metrics: dict[str, float]
-    version: int | None = None
-    facts: RolloutFacts | None = None
-    glimpses: list[Glimpse] = field(default_factory=list)
+Report = tuple[dict[str, float], int | None, RolloutFacts | None, list[Glimpse]]
 
 
 def report(
     rollout_id: int,
-    scored: Scored,
+    scored: TrainingSamples,
     metrics: dict[str, float],
     pushed_version: int | None,
     since: float,
     config: Config,
     border: HookBorder,
 ) -> Report:
-    """Report a rollout; a user's function may do it in place of the usual metrics.
+    """Return metrics, the version of the weights that will train (None: unknown), facts and some samples of a rollout.
+
+    A user's function may report in place of the usual metrics; --mode sft has neither facts nor samples.
 
     metrics         those of the rollout function's own; they are kept
     pushed_version  as `training_version` takes it
     since           when the rollout began, by `time.monotonic`
     """
-    samples = scored.samples
-    raw = scored.raw
+    samples, raw = scored.samples, scored.raw
     if config.run.mode == "sft":
-        return Report(metrics | {"rollout/num_samples": float(len(samples))})
+        return metrics | {"rollout/num_samples": float(len(samples))}, None, None, []
     base_metrics = rollout_metrics(samples, raw)
     sets = set_metrics(samples, raw) if len(config.data.prompt_data or []) > 1 else {}
-    tokens = token_numbers(samples, pushed_version)
+    version = training_version(samples, pushed_version)
+    staleness, distance = token_numbers(samples, version)
     log = border.hook("custom_rollout_log_function_path")
     if log is None or not log(rollout_id, border.args(), samples, metrics, time.monotonic() - since):
-        metrics |= base_metrics | tokens.distance
+        metrics |= base_metrics | distance
     else:
         metrics |= {name: base_metrics[name] for name in ("rollout/num_samples", "rollout/num_tokens")}
-    metrics |= sets | tokens.staleness
+    metrics |= sets | staleness
     metrics |= {f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()}
     facts, glimpses = rollout_facts(config, samples, raw, scored.rewards)
-    return Report(metrics, tokens.version, facts, glimpses)
+    return metrics, version, facts, glimpses
 
 
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
@@ -82,11 +72,9 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
     scored = np.array([not lacks_reward(s) for s in samples], bool)
     groups = [rewards[(group_index == g) & scored] for g in np.unique(group_index)]
     parts: dict[str, list[float]] = {}  # of a weighted sum in --rm-type
-    for sample in samples:
-        graded = (sample.metadata or {}).get("rewards")  # a user's data may have a column of that name
-        for name, value in graded.items() if isinstance(graded, dict) else ():
-            if isinstance(value, float):
-                parts.setdefault(name, []).append(value)
+    for name, value in (item for graded in _entries(samples, "rewards") for item in graded.items()):
+        if isinstance(value, float):
+            parts.setdefault(name, []).append(value)
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
         **_code_failures(samples),
@@ -107,6 +95,12 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
     }
 
 
+def _entries(samples: Sequence[Sample], name: str) -> list[dict[str, object]]:
+    """The dictionaries of this name in samples' metadata; a user's data may have another column of that name."""
+    values = ((sample.metadata or {}).get(name) for sample in samples)
+    return [value for value in values if isinstance(value, dict)]
+
+
 def _timed_out(samples: Sequence[Sample]) -> dict[str, float]:
     """How many samples passed --sample-timeout, where any did."""
     count = sum(TIMED_OUT in (sample.metadata or {}) for sample in samples)
@@ -115,24 +109,14 @@ def _timed_out(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
     """Per reason for which programs failed tests (`code_run.REASONS`): how many samples have such a test."""
-    counts: Counter[str] = Counter()
-    for sample in samples:
-        reasons = (sample.metadata or {}).get("code_failures")  # a user's data may have a column of that name
-        if isinstance(reasons, dict):
-            counts.update(name for name in reasons if name in REASONS)
+    reasons = _entries(samples, "code_failures")
+    counts = Counter(name for failed in reasons for name in failed if name in REASONS)
     return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
 
 
 def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:
     """Segments beyond the first of a session: histories that an agent rewrote. Empty where no sample has a session."""
-    session_entries = [
-        (sample.metadata or {}).get(SESSION) for sample in samples
-    ]  # a user's data may have a column of that name
-    numbers = [
-        entry["segment"]
-        for entry in session_entries
-        if isinstance(entry, dict) and isinstance(entry.get("segment"), int)
-    ]
+    numbers = [number for entry in _entries(samples, SESSION) if isinstance(number := entry.get("segment"), int)]
     return {"rollout/session_rewrites": float(sum(number > 0 for number in numbers))} if numbers else {}
 
 

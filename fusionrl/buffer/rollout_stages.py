@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusionrl.buffer.collect import CollectedSamples, Collector, limits_of
+from fusionrl.buffer.collect import Collector, limits_of
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.buffer.rollout_report import report
-from fusionrl.buffer.sample_files import SampleFiles, load_samples, save_samples
-from fusionrl.buffer.scores import score
+from fusionrl.buffer.sample_files import SampleFiles, TrainedSamples, load_samples, save_samples
 from fusionrl.buffer.staleness import StepStaleness
 from fusionrl.buffer.stream import Batch
-from fusionrl.buffer.train_shards import CutShards, cut
-from fusionrl.buffer.trained_values import TrainedSamples
-from fusionrl.buffer.training_samples import choose
+from fusionrl.buffer.train_shards import cut
+from fusionrl.buffer.training_samples import choose, score
 from fusionrl.config.config import Config
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.data.sample import Sample, is_trained_on
@@ -68,44 +66,25 @@ class RolloutStages:
         self.trained = TrainedSamples(writer)
 
     def make(self, rollout_id: int, pushed_version: int | None, since: float) -> Rollout:
-        """Make rollout `rollout_id`, which began at `since` (`time.monotonic`).
-
-        Raises:
-            HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
-        """
-        if self._config.run.load_debug_rollout_data:
+        """Make rollout `rollout_id`, which began at `since` (`time.monotonic`): collected, or read from a file."""
+        if path := self._config.run.load_debug_rollout_data:
             pushed_version = None  # the versions in the file are those of another run
-        return self._pass_on(rollout_id, self._take(rollout_id), pushed_version, since)
+            return self._pass_on(rollout_id, load_samples(path, rollout_id, self._plan), {}, pushed_version, since)
+        with phase("collect", lane="stages", step=rollout_id + 1):
+            samples, metrics = self._collector.collect(rollout_id)
+        return self._pass_on(rollout_id, samples, metrics, pushed_version, since)
 
     def make_of(self, rollout_id: int, batch: Batch, since: float) -> Rollout:
-        """Make rollout `rollout_id` of what the stream gave.
-
-        Raises:
-            HookError, ValueError: with the flag concerned.
-        """
-        collected = CollectedSamples(self._collector.finish(batch.groups, batch.refused), batch.metrics)
-        warn_without_log_probs(collected.samples, self._config)
-        run = self._config.run
-        if run.save_debug_rollout_data:
-            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
-        return self._pass_on(rollout_id, collected, batch.version, since, trains=rollout_id)
-
-    def _take(self, rollout_id: int) -> CollectedSamples:
-        """Collect the samples, or read those of --load-debug-rollout-data."""
-        run = self._config.run
-        if run.load_debug_rollout_data:
-            collected = CollectedSamples(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
-        else:
-            with phase("collect", lane="stages", step=rollout_id + 1):
-                collected = self._collector.collect(rollout_id)
-        if run.save_debug_rollout_data:
-            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
-        return collected
+        """Make rollout `rollout_id` of what the stream gave."""
+        samples = self._collector.finish(batch.groups, batch.refused)
+        warn_without_log_probs(samples, self._config)
+        return self._pass_on(rollout_id, samples, batch.metrics, batch.version, since, trains=rollout_id)
 
     def _pass_on(
         self,
         rollout_id: int,
-        collected: CollectedSamples,
+        samples: list[Sample],
+        metrics: dict[str, float],
         pushed_version: int | None,
         since: float,
         trains: int | None = None,
@@ -116,41 +95,36 @@ class RolloutStages:
                 between two pushes, and log-probs of older weights are not compared with theirs
         """
         config, border, mode = self._config, self._border, self._config.run.mode
-        samples = collected.samples
-        counts, shards, work = dict[str, int](), CutShards[Any](), Work()
+        if config.run.save_debug_rollout_data:
+            save_samples(config.run.save_debug_rollout_data, rollout_id, samples)
+        num_accepted, shards, auxiliary, work = 0, list[Any](), list[Any](), Work()
         with span("score and report", lane="stages"):
             scored = score(samples, config, border)
-            rollout_report = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
+            metrics, version, facts, glimpses = report(
+                rollout_id, scored, metrics, pushed_version, since, config, border
+            )
         with span("write", lane="stages"):
             path = self._files.write(rollout_id, samples)
         if mode == "reject-sampling":
             counts = self._accepted.add(rollout_id, samples, scored.raw)
-            rollout_report.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
+            num_accepted = counts["accepted"]
+            metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
         elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
             chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
             if path is not None and mode == "rl":
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
             work = Work.of(sample.num_tokens for sample in chosen.samples)
-            del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
-            version = rollout_report.version if trains is None else trains
+            if chosen.samples is not samples:
+                samples.clear()  # `cut` takes the samples out of the last list that holds them
+            version = version if trains is None else trains
             # Without a push the versions belong to another run, whose steps are unknown.
             newest = pushed_version if trains is None else trains
             ages = None if newest is None else StepStaleness.of(newest, config)
             temperature = config.rollout.rollout_temperature
             with phase("cut", lane="stages", step=rollout_id + 1):
-                shards = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
-            rollout_report.metrics |= {} if ages is None else ages.metrics()
-        accepted = counts.get("accepted", 0)
-        return Rollout(
-            rollout_id,
-            shards.shards,
-            rollout_report.metrics,
-            accepted,
-            shards.auxiliary,
-            facts=rollout_report.facts,
-            glimpses=rollout_report.glimpses,
-            work=work,
-        )
+                shards, auxiliary = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
+            metrics |= {} if ages is None else ages.metrics()
+        return Rollout(rollout_id, shards, metrics, num_accepted, auxiliary, facts=facts, glimpses=glimpses, work=work)
 
 
 def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:

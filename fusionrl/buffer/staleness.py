@@ -44,11 +44,7 @@ def without_answer(sample: Sample) -> Sample:
 
 
 def check_not_older(samples: Sequence[Sample], born: int) -> None:
-    """Refuse tokens of weights that are older than the group's start, version `born`.
-
-    Raises:
-        HookError: names the sample; a function has put them into it.
-    """
+    """Refuse tokens, put in by a function, of weights that are older than the group's start, version `born`."""
     for sample in samples:
         versions = trained_versions(sample)
         if len(versions) and versions.min() < born:
@@ -60,17 +56,11 @@ def check_not_older(samples: Sequence[Sample], born: int) -> None:
 
 
 def check_bound(groups: Sequence[Sequence[Sample]], version: int, knobs: Knobs) -> None:
-    """Hold every sample and token that is about to be trained to --max-staleness.
-
-    Raises:
-        HookError: names the sample; a function has put tokens of older weights into it.
-    """
+    """Hold every sample and token that is about to be trained to --max-staleness; a function may break it."""
+    num_fetches = knobs.fetches_per_push
     for sample in (sample for group in groups for sample in group):
         versions = trained_versions(sample)
-        if (
-            len(versions)
-            and version // knobs.fetches_per_push - versions.min() // knobs.fetches_per_push > knobs.max_staleness
-        ):
+        if len(versions) and version // num_fetches - versions.min() // num_fetches > knobs.max_staleness:
             raise HookError(
                 f"--max-staleness {knobs.max_staleness}: sample {sample.index} has a token of version"
                 f" {versions.min()}, and version {version} would train it",
@@ -94,7 +84,6 @@ class StepStaleness:
 
     @classmethod
     def of(cls, newest: int, config: Config) -> StepStaleness:
-        """Return an empty count of a rollout."""
         has_critic = estimator_of(config.algorithm).role == "critic"
         return cls(newest, config.critic.num_critic_only_steps if has_critic else 0)
 

@@ -64,11 +64,7 @@ class Stream(LoopThread):
         first_version: int = 0,
         saved: SavedStream | None = None,
     ) -> None:
-        """Begin after `first_version` fetches; the engines' weights have it as their name. `saved`: by then.
-
-        Raises:
-            ValueError: what was saved cannot be read.
-        """
+        """Begin after `first_version` fetches; the engines' weights have it as their name. `saved`: by then."""
         super().__init__()
         self.knobs = knobs
         self._border, self._source = border, source
@@ -90,9 +86,7 @@ class Stream(LoopThread):
     def next_batch(self) -> Batch:
         """Wait for the next fetch, and take its groups.
 
-        Raises:
-            ValueError: the data ended before the run, or too many groups failed.
-            HookError, RuntimeError: what a group raised.
+        Raises what a group raised, or ValueError if the data ended before the run, or too many groups failed.
         """
         fetch = self._ask(events.Fetch, events.Stop)
         if isinstance(fetch, events.Stop):
@@ -116,7 +110,6 @@ class Stream(LoopThread):
         return True
 
     def pushed(self, version: int) -> None:
-        """Note that the engines have new weights, of the name `version`."""
 
         def note() -> None:
             self._label = version
@@ -198,7 +191,6 @@ class Stream(LoopThread):
                 return
 
     def _tell(self, action: events.Action) -> bool:
-        """Give the driver the action that it waits for; returns whether it began."""
         answer = self._answer
         assert answer is not None
         if isinstance(action, events.Fetch):  # before it is applied, so that the message names the sample
@@ -221,11 +213,8 @@ class Stream(LoopThread):
 
     def _draw_new(self, num_groups: int) -> Groups:
         """Draw the next groups; where there are fewer, the data have ended."""
-        groups = (
-            [[without_answer(sample) for sample in group] for group in self._source.draw(num_groups)]
-            if num_groups
-            else []
-        )
+        drawn = self._source.draw(num_groups) if num_groups else []
+        groups = [[without_answer(sample) for sample in group] for group in drawn]
         if len(groups) < num_groups:
             apply(self.state, self.knobs, events.StreamEnd())
         return groups
@@ -245,7 +234,6 @@ class Stream(LoopThread):
         task.add_done_callback(ended)
 
     async def _make(self, ordinal: int, group: list[Sample], num_samples: int) -> None:
-        """Generate and score one group, and note what became of it."""
         left = num_samples
 
         def generated() -> None:
@@ -331,7 +319,6 @@ class Stream(LoopThread):
         return Batch(groups, self._label, self._new_metrics() | counts | state, refused or [])
 
     def _new_metrics(self) -> dict[str, float]:
-        """Return the counts of requests since the last call."""
         retries = self._client.retries("rollout")
         new = {name: count - self._retries.get(name, 0.0) for name, count in retries.items()}
         self._retries = retries
@@ -366,12 +353,7 @@ class GroupFilter:
         self._num_kept, self._refused = 0, Counter[str]()
 
     def refuses(self, context: SampleContext, samples: list[Sample]) -> str:
-        """Return why the filter does not keep a group, "" if it does.
-
-        Raises:
-            HookError: it raised, or returned something else than a verdict.
-            ValueError: it keeps next to nothing.
-        """
+        """Return why the filter does not keep a group, "" if it does; ValueError if it keeps next to nothing."""
         verdict = apply_filter(context.filter_path, context.args, samples)
         if verdict.keep:
             self._num_kept += 1

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from fusionrl.buffer.admission import AdmissionSource, DrawnGroups, IsKept
+from fusionrl.buffer.collect import RolloutFunctions
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.prompt_source import PromptSource
-from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.stream import Groups, Stream, why_failed
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup
@@ -63,7 +64,8 @@ class BatchStream(Stream):
         lead = float(min(math.ceil(knobs.lead), knobs.max_staleness))
         super().__init__(replace(knobs, lead=lead, max_samples_in_flight=1 << 30), border, source, first_version, saved)
         self._made_by, self._where, self._abort = call, functions.where, abort
-        self._permits = AdmissionSource(self, source.hooked, keeps_groups=functions.keeps_groups)
+        draw, park = partial(self._call, self._draw_groups), partial(self._call, self._park_groups)
+        self._permits = AdmissionSource(draw, park, source.hooked, functions.keeps_groups)
         self._drawn_groups = DrawnGroups()
         self._metrics: dict[str, float] = {}
         self._waits_since, self._patience_s = 0.0, _PATIENCE_S
@@ -86,7 +88,6 @@ class BatchStream(Stream):
             self._caller.join(5.0)
 
     def _call_on(self) -> None:
-        """Call the function whenever it may be."""
         self._permits.begin_call()
         try:
             while True:
@@ -118,7 +119,7 @@ class BatchStream(Stream):
                 raise self._failed[0]
 
     def _admit(self, action: events.Admit) -> None:
-        """Begin nothing: the function asks (`draw_groups`)."""
+        """Begin nothing: the function asks (`_draw_groups`)."""
 
     def _next_batch(self) -> int:
         """The rollout that the next call is for: the first that no groups are there for."""
@@ -144,18 +145,9 @@ class BatchStream(Stream):
         return not is_last and batch // knobs.fetches_per_push <= state.version + knobs.lead
 
     def _is_starving(self) -> bool:
-        """Return whether the driver waits for groups that are not there."""
         if self._answer is None or events.Fetch not in self._wanted:
             return False
         return not any(isinstance(action, events.Fetch | events.Stop) for action in decide(self.state, self.knobs))
-
-    def draw_groups(self, num_groups: int, *, is_kept: IsKept, beyond: bool) -> Groups:
-        """Admit at most `num_groups` groups and return them; `beyond`: all of them, whatever the bound says."""
-        return self._call(self._draw_groups, num_groups, is_kept, beyond)
-
-    def park_groups(self, groups: Groups) -> None:
-        """Park groups that the function has started; those from elsewhere go to the data source."""
-        self._call(self._park_groups, groups)
 
     def _draw_groups(self, num_groups: int, is_kept: IsKept, beyond: bool) -> Groups:
         state, knobs = self.state, self.knobs
@@ -230,7 +222,6 @@ class BatchStream(Stream):
             self._source.take_in(unreturned)
 
     def _take(self, output: RolloutFnTrainOutput) -> None:
-        """Take over what a call has returned."""
         groups, metrics = output.samples, output.metrics
         self._is_calling = False
         self._waits_since, self._patience_s = 0.0, _PATIENCE_S
@@ -238,9 +229,7 @@ class BatchStream(Stream):
             self._metrics[name] = self._metrics.get(name, 0.0) + value if name.startswith(DROPPED) else value
         self._num_empty = 0 if groups or self._drawn_groups.num_among(self.state.groups) else self._num_empty + 1
         if self._num_empty >= MOST_CALLS:
-            raise ValueError(
-                f"{self._where}: {MOST_CALLS} calls, one after the other, gave no group that passes the filter"
-            )
+            raise ValueError(f"{self._where}: {MOST_CALLS} calls in a row gave no group that passes the filter")
         for group in groups:
             self._take_group(group)
         is_told = any(name.startswith(DROPPED) for name in metrics)  # by the function or its filter
@@ -269,8 +258,8 @@ class BatchStream(Stream):
         if is_late and not self._drawn_groups.keeps_all:
             self._drawn_groups.keeps_all = True
             logger.warning(
-                "%s: it returned sample %s, whose group an earlier call drew and did not return; from here on all"
-                " groups that it draws are kept for it. Give it the attribute keeps_groups = True",
+                "%s: it returned sample %s, whose group an earlier call drew and did not return; all groups that it"
+                " draws are now kept for it. Give it the attribute keeps_groups = True",
                 self._where,
                 group[0].index,
             )
@@ -309,10 +298,7 @@ class BatchStream(Stream):
             if out.num_calls < MOST_CALLS:
                 continue
             index = self._live[out.ordinal].blank[0].index
-            text = (
-                "sample %s and its siblings: the rollout function has not returned them in %d calls; they are given up"
-            )
-            logger.warning(text, index, out.num_calls)
+            logger.warning("sample %s and its siblings: not returned in %d calls, so given up", index, out.num_calls)
             self._drop(events.Drop(out.ordinal, "filtered"), "lost")  # if it comes back, it is known as too late
 
     def _new_metrics(self) -> dict[str, float]:

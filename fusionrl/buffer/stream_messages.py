@@ -7,14 +7,12 @@ import threading
 import time
 from contextlib import AbstractContextManager
 
-from fusionrl.buffer.collect import Collector
+from fusionrl.buffer.collect import Collector, RolloutFunctions
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.prompt_source import PromptSource
-from fusionrl.buffer.rollout_functions import RolloutFunctions
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.stream import Stream
 from fusionrl.buffer.stream_batches import BatchStream
-from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.rollout.in_flight import samples_in_flight
 from fusionrl.rollout.weight_versions import take_warnings
@@ -43,6 +41,9 @@ class StreamMessages:
     def _phase_of(self, phase: str, rollout_id: int, kind: str) -> AbstractContextManager[None]:
         raise NotImplementedError
 
+    def _rollout_phase(self, rollout_id: int) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
     async def begin_stream(self, num_trained: int) -> None:
         """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
         assert self.plan.knobs is not None
@@ -59,17 +60,9 @@ class StreamMessages:
         self._stream = stream
 
     async def next_rollout(self, rollout_id: int) -> Rollout:
-        """Wait for the groups of rollout `rollout_id`; returns their shards.
-
-        Raises:
-            HookError, ValueError, RuntimeError: with the flag concerned, or what ended the stream.
-        """
+        """Wait for the groups of rollout `rollout_id`; returns their shards, or raises what ended the stream."""
         start = time.perf_counter()
-        step = rollout_id + 1
-        with (
-            phase("rollout", lane="rollouts", step=step),
-            self._phase_of(f"rollout of step {step}", rollout_id, "failed"),
-        ):
+        with self._rollout_phase(rollout_id):
             batch = await asyncio.to_thread(self._running.next_batch)
             rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, self._phase_since)
         waited = time.perf_counter() - start
@@ -98,10 +91,8 @@ class StreamMessages:
             return await asyncio.to_thread(self._running.trained)
 
     async def weights_pushed(self, version: int) -> None:
-        """Note that the engines have weights of `version`."""
         with self._phase_of("going on after a push", self._next_rollout, "failed"):
             await asyncio.to_thread(self._running.pushed, version)
 
     async def end_stream(self) -> None:
-        """End what is under way."""
         await asyncio.to_thread(self._running.stop)

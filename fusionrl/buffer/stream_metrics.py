@@ -47,21 +47,20 @@ class TokenCounts:
         self._begun: dict[int, Sequence[Sample]] = {}
         self._made: dict[int, Sequence[Sample]] = {}
         self._generated = self._dropped = self._prefilled = 0
-        self._offered, self._trained = _Lengths(), _Lengths()
+        self._offered, self._trained = np.zeros(2), np.zeros(2)  # samples, and tokens of their responses
 
     def began(self, ordinal: int, group: Sequence[Sample]) -> None:
         """Note the samples of a group that engines begin to answer; they are read again where it is given up."""
         self._begun[ordinal] = group
 
     def generated(self, ordinal: int, samples: Sequence[Sample]) -> None:
-        """Count the samples of a group that the engines have answered."""
         self._begun.pop(ordinal, None)
         self._made[ordinal] = samples
         for sample in samples:
             self._generated += sample.response_length
             self._prefilled += prefilled_again(sample)
             if sample.response_length and sample.status not in _FAILED:
-                self._offered.add(sample)
+                self._offered += 1, sample.response_length
 
     def dropped(self, ordinal: int) -> None:
         """Count a group that is given up, or whose samples are: it will not be trained with them."""
@@ -81,7 +80,7 @@ class TokenCounts:
                 counts = int((response_mask(sample) > 0).sum())
                 num_trained += counts
                 if counts and is_of_this_start:
-                    self._trained.add(sample)
+                    self._trained += 1, sample.response_length
         metrics = {
             "pipeline/tokens_generated": float(self._generated),
             "pipeline/tokens_trained": float(num_trained),
@@ -89,28 +88,14 @@ class TokenCounts:
             "pipeline/tokens_prefilled_again": float(self._prefilled if prefills else 0),
         }
         self._generated = self._dropped = self._prefilled = 0
-        if self._trained.count and self._offered.count:
-            metrics["pipeline/length_trained_by_offered"] = self._trained.mean / self._offered.mean
+        if self._trained[0] and self._offered[0]:
+            mean_trained, mean_offered = (tokens / samples for samples, tokens in (self._trained, self._offered))
+            metrics["pipeline/length_trained_by_offered"] = float(mean_trained / mean_offered)
         return metrics
 
 
-class _Lengths:
-    def __init__(self) -> None:
-        self.count = self.total = 0
-
-    def add(self, sample: Sample) -> None:
-        self.count += 1
-        self.total += sample.response_length
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-
 def prefilled_again(sample: Sample) -> int:
-    """Return the tokens whose KV cache engines computed again under new weights: at each change of the version within
-    the response, the prompt and the tokens before it.
-    """
+    """Return the tokens whose KV cache new weights computed again: at each change of version, all those before it."""
     versions = sample.array("weight_versions")
     if versions is None or not len(versions):
         return 0

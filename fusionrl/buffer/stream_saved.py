@@ -59,10 +59,7 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
     """Return the controller's state and the groups, for a run that resumes after `num_trained` fetches.
 
     If the settings differ from the checkpoint's, its versions and places have another meaning: then the groups are
-    generated again, before any other.
-
-    Raises:
-        ValueError: it is not a saved stream.
+    generated again, before any other. ValueError: it is not a saved stream.
     """
     try:
         held = {

@@ -30,14 +30,12 @@ class LoopThread:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Begin."""
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="stream", daemon=True)
         self._thread.start()
         started.result()
 
     def stop(self) -> None:
-        """End everything that is under way."""
         if self._thread is not None and self._thread.is_alive():
             self._is_ending = True
             with suppress(RuntimeError):  # it has just ended
@@ -61,7 +59,6 @@ class LoopThread:
         await self._main(started)
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
-        """Run a function in the thread, and return its result."""
         done: Future[T] = Future()
 
         def call() -> None:

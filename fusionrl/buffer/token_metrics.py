@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,10 +17,8 @@ LAST_BIN = 8  # of the histogram: it also counts what is older
 
 
 def training_version(samples: Sequence[Sample], pushed: int | None = None) -> int | None:
-    """Return the version of the weights that will train on these samples.
-
-    pushed  version of the last push; None where that is not known, as for samples read from a file: then it is the
-            newest version that sampled any of their tokens, and None if no token has a version.
+    """Return the version of the weights that will train on these samples: of the last push, or if that is not known, as
+    for samples read from a file, the newest that sampled any of their tokens; None if no token has a version.
     """
     versions = [sample.array("weight_versions") for sample in samples]
     newest = max((int(v.max()) for v in versions if v is not None and len(v)), default=UNKNOWN_VERSION)
@@ -30,33 +27,18 @@ def training_version(samples: Sequence[Sample], pushed: int | None = None) -> in
 
 
 def is_current(sample: Sample, version: int) -> np.ndarray:
-    """[response_length] bool: False where weights older than `version` sampled the token.
-
-    A token of an unknown version counts as current.
-    """
+    """[response_length] bool: False where weights that are known to be older than `version` sampled the token."""
     versions = sample.array("weight_versions")
     if versions is None:
         return np.ones(sample.response_length, bool)
     return (versions >= version) | (versions == UNKNOWN_VERSION)
 
 
-@dataclass(frozen=True)
-class TokenNumbers:
-    """Numbers over the trained tokens of a rollout.
+def token_numbers(samples: Sequence[Sample], version: int | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return metrics over the trained tokens of a rollout: of their staleness, and of the distance to a teacher.
 
-    version    of the weights that will train on them; None: no token has a known version
-    staleness  metrics of the tokens' and the samples' staleness; none where no version is known
-    distance   metrics of the distance to the teacher; none without a teacher
+    version  `training_version` of the samples
     """
-
-    version: int | None
-    staleness: dict[str, float]
-    distance: dict[str, float]
-
-
-def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) -> TokenNumbers:
-    """Return the numbers of a rollout; `pushed_version` as `training_version` takes it."""
-    version = training_version(samples, pushed_version)
     ages: list[Counter[int]] = []  # of each sample's trained tokens whose version is known
     gaps: list[np.ndarray] = []
     num_unknown = 0
@@ -71,7 +53,10 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
         num_unknown += len(trained) - len(known)
         if version is not None:
             ages.append(Counter(np.maximum(version - known, 0).tolist()))
-    return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
+    # The mean of log p(student) - log p(teacher) estimates their reverse KL (k1).
+    all_gaps = np.concatenate([np.zeros(0), *gaps])
+    distance = {"rollout/opd_reverse_kl": float(all_gaps.mean())} if all_gaps.size else {}
+    return _staleness_metrics(ages, num_unknown), distance
 
 
 def _mean(counts: Counter[int]) -> float:
@@ -100,12 +85,6 @@ def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[s
     if num_unknown:
         metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + tokens.total())
     return metrics
-
-
-def _distance_metrics(gaps: Sequence[np.ndarray]) -> dict[str, float]:
-    """Mean of log p(student) - log p(teacher) over the trained tokens: an estimate of their reverse KL (k1)."""
-    all_gaps = np.concatenate([np.zeros(0), *gaps])
-    return {"rollout/opd_reverse_kl": float(all_gaps.mean())} if all_gaps.size else {}
 
 
 def _histogram(ages: Counter[int]) -> dict[int, float]:

@@ -1,16 +1,16 @@
 """Samples → train shards: one balanced shard per data-parallel rank.
 
-Every rank gets, in each optimizer step, the same number of micro-batches; the counts over which a loss is averaged
-are those of the whole step, so that no split changes the loss. Every sample of a step counts, also one that a filter
-removed: with `sequence_mean` and `constant` the gradient of the others does not grow when more are removed.
+Every rank gets as many micro-batches in each optimizer step; the counts over which a loss is averaged are those of the
+whole step, so that no split changes the loss. A sample that a filter removed counts too: with `sequence_mean` and
+`constant` the gradient of the others does not grow when more are removed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,14 +31,6 @@ Ref = TypeVar("Ref")  # a reference to a shard in the object store
 PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
 
 
-@dataclass
-class CutShards(Generic[Ref]):
-    """One shard for each rank of the actor; the same samples for each rank of the critic or process reward model."""
-
-    shards: list[Ref] = field(default_factory=list)
-    auxiliary: list[Ref] = field(default_factory=list)
-
-
 def cut(
     chosen: TrainingSamples,
     plan: Plan,
@@ -47,8 +39,9 @@ def cut(
     put: Callable[[TrainShard], Ref],
     ages: StepStaleness | None = None,
     temperature: float | None = None,
-) -> CutShards[Ref]:
-    """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
+) -> tuple[list[Ref], list[Ref]]:
+    """Cut the samples into shards as the plan divides them: for the actor's ranks, and for those of the critic or
+    process reward model, which get the same samples. Takes the samples out of `chosen`.
 
     put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
     ages  counts the actor's shards
@@ -71,7 +64,7 @@ def cut(
             ages.add(shard)
         return put(shard)
 
-    return CutShards(list(map(counted, taken)), auxiliary)
+    return list(map(counted, taken)), auxiliary
 
 
 def take_shards(
@@ -142,7 +135,6 @@ class _Sizes:
 
     @property
     def has_fan_out(self) -> bool:
-        """Return whether an attempt has several samples."""
         return bool(self.attempts.size) and int(self.attempts.max()) + 1 < self.attempts.size
 
     @classmethod
@@ -163,7 +155,6 @@ class _Sizes:
 def _plan_steps(
     sizes: _Sizes, indices: Sequence[int | None], plan: BatchPlan, balance: Balance, by_groups: bool
 ) -> tuple[list[list[int]], list[list[TrainStep]]]:
-    """(positions of each rank's samples, each rank's steps)."""
     bounds = _step_bounds(sizes, plan, by_groups)
     _check_lengths(sizes, indices, balance)
     per_rank: list[list[int]] = [[] for _ in range(plan.dp_size)]
@@ -199,7 +190,6 @@ def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
 
 
 def _check_lengths(sizes: _Sizes, indices: Sequence[int | None], balance: Balance) -> None:
-    """Refuse a sample that does not fit into a micro-batch."""
     padded = balance.padded(sizes.lengths)
     if int(padded.max(initial=0)) > balance.max_tokens:
         longest = int(padded.argmax())
@@ -291,12 +281,11 @@ def _take_shard(
 
 
 def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[object]:
-    """A value a sample, for `flat_field`."""
     match name:
         case "sample_index":
-            return [_or(s.index, -1) for s in samples]
+            return [-1 if s.index is None else s.index for s in samples]
         case "group_index":
-            return [_or(s.group_index, -1) for s in samples]
+            return [-1 if s.group_index is None else s.group_index for s in samples]
         case "truncated":
             return [s.status == Status.TRUNCATED for s in samples]
         case "rollout_routed_experts":
@@ -314,7 +303,3 @@ def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[
     if experts is not None:
         padded[: len(experts)] = experts
     return padded
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value

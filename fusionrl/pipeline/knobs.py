@@ -61,24 +61,19 @@ class Knobs:
         if self.num_fetches is not None and self.num_fetches < 1:
             raise ValueError(f"num_fetches is {self.num_fetches}; give at least 1, or none")
         if not 0 <= self.lead <= self.max_staleness:
-            raise ValueError(
-                f"lead is {self.lead:g}; give 0 to max_staleness ({self.max_staleness}): groups admitted further ahead"
-                " would be too old when they are trained"
-            )
+            raise ValueError(f"lead is {self.lead:g}; give 0 to max_staleness ({self.max_staleness})")
         if self.spare_groups and self.max_staleness:
+            # They are dropped at the end of their version, and groups of such a pipeline may be trained later.
             raise ValueError(
-                f"spare_groups is {self.spare_groups} with max_staleness {self.max_staleness}: spare groups are dropped"
-                " at the end of their version, and these may be trained later; give lead instead"
+                f"spare_groups is {self.spare_groups} with max_staleness {self.max_staleness}; give lead instead"
             )
         if self.exclusive and (self.max_staleness or self.in_flight != "drain"):
             raise ValueError(
                 "engines and trainers share devices, so nothing runs ahead: give max_staleness 0 and in_flight drain"
             )
         if self.in_flight != "drain" and not self.max_staleness:
-            raise ValueError(
-                f"in_flight is {self.in_flight}: samples continue under new weights, so their first tokens are a"
-                " version old; give max_staleness of at least 1"
-            )
+            # The first tokens of samples that continue under new weights are a version old.
+            raise ValueError(f"in_flight is {self.in_flight}; give max_staleness of at least 1")
 
     @property
     def groups_per_version(self) -> int:

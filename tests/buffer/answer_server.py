@@ -24,13 +24,9 @@ def make_answer(number: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray, b
         "finish_reason": {"type": "length", "length": num_tokens},
         "prompt_tokens": 6,
         "weight_version": "1",
-        "num_retractions": 0,
-        "input_token_logprobs": [],
         "output_token_logprobs": [[p, t, None] for p, t in zip(log_probs.tolist(), tokens.tolist(), strict=True)],
-        "output_token_logprobs_length": num_tokens,
         "completion_tokens": num_tokens,
         "cached_tokens": 0,
-        "e2e_latency": 1.25,
     }
     text = "".join("abcdefghijklmnop"[t % 16] + "at " for t in tokens.tolist())
     return tokens, log_probs, orjson.dumps({"text": text, "output_ids": tokens.tolist(), "meta_info": meta})

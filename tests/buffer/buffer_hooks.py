@@ -101,14 +101,6 @@ def sleeps(args: Any, rollout_id: int, data_source: Any, evaluation: bool = Fals
     return groups
 
 
-def scribbles(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Writes on its `args`: what it wrote must not be there at the next call."""
-    CALLS.append((args.rollout_temperature, getattr(args, "mine", None), list(args.rollout_stop)))
-    args.rollout_temperature, args.mine = 0.0, 1
-    args.rollout_stop.append("x")
-    return bare_lists(args, rollout_id, data_source)
-
-
 def _note(args: Any, sample: Sample) -> None:
     """Reward functions run in other processes; they note in a file whom they scored."""
     with (Path(args.run_dir) / "scored.txt").open("a") as file:
@@ -131,27 +123,8 @@ async def several(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
     return {"right": float((sample.index or 0) % 2), "style": 0.5}
 
 
-async def raises(args: Any, sample: Sample, **kwargs: Any) -> float:
-    raise KeyError("answer")
-
-
 def differing(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     return DynamicFilterOutput(len({s.reward for s in samples}) > 1, "flat")
-
-
-def halve(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    raw = [float(s.reward or 0.0) for s in samples]  # type: ignore[arg-type]
-    return raw, [r / 2 for r in raw]
-
-
-def divides_by_zero(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    rewards = [1.0] * len(samples)
-    rewards[2] = float("nan")
-    return [1.0] * len(samples), rewards
-
-
-def loses_one(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    return [0.0] * len(samples), [0.0] * (len(samples) - 1)
 
 
 class OwnSource:
@@ -197,11 +170,6 @@ def report(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str,
 
 def report_besides(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], time_s: float) -> None:
     CALLS.append(len(samples))
-
-
-def report_evaluation(rollout_id: int, args: Any, data: dict[str, Any], metrics: dict[str, Any]) -> bool:
-    metrics["eval/mine"] = float(len(data))
-    return True
 
 
 def same(args: Any, sample: Sample, **kwargs: Any) -> float:
@@ -255,20 +223,12 @@ def most_finished(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_sa
     return sorted(buffer, key=lambda group: -group[0].response_length)[:num_samples]
 
 
-def all_of_them(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> Any:
-    return list(buffer)
+ANSWER: list[Any] = [None]  # of `answers`
 
 
-def one_group(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> Any:
-    return buffer.pop(0)
-
-
-def twice(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> Any:
-    return [buffer[0], buffer[0]]
-
-
-def forgets_to_return(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> Any:
-    buffer.pop(0)
+def answers(args: Any, *given: Any) -> Any:
+    """A hook that returns what the test says: `ANSWER`, a function of what the hook gets."""
+    return ANSWER[0](*given)
 
 
 def _ratio(sample: Sample) -> float:

@@ -6,25 +6,21 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.eval_versions import MixedVersions, check_one_version
+from fusionrl.buffer.evaluation import MixedVersions, check_one_version
 from fusionrl.data.sample import Sample
 
 
-def sample(index: int, versions: Any) -> Sample:
-    count = 0 if versions is None else len(versions)
-    made = Sample(index=index, prompt="p", tokens=[1] * (1 + count), response_length=count)
-    made.weight_versions = versions
-    return made
-
-
 def result(*versions: Any) -> Any:
-    return {"rewards": [0.0] * len(versions), "samples": [sample(i, one) for i, one in enumerate(versions)]}
+    samples = [
+        Sample(index=i, tokens=[1] * (1 + len(known or [])), response_length=len(known or []), weight_versions=known)
+        for i, known in enumerate(versions)
+    ]
+    return {"rewards": [0.0] * len(versions), "samples": samples}
 
 
 @pytest.mark.parametrize(
     ("versions", "pushed", "found"),
     [
-        ([[3, 3], [3]], 3, 3),
         ([[3, -1], None], 3, 3),  # nobody said which weights sampled the others
         ([["3", "3"]], 3, 3),  # a text for each turn, as slime's functions append them
         ([[2, 2]], None, 2),
@@ -40,17 +36,8 @@ def test_the_one_version(versions: list[Any], pushed: int | None, found: int | N
 @pytest.mark.parametrize(
     ("data", "pushed", "said"),
     [
-        (
-            {"a": result([3, 3], [3, 4])},
-            3,
-            "engines were pushed version 3, and sample 1 of set a .* version 4",
-        ),
-        ({"a": result([2, 2])}, 3, "pushed version 3, and sample 0 of set a has tokens of version 2"),
-        (
-            {"a": result([5]), "b": result([5], ["6"])},
-            None,
-            "sample 0 of set a .* 5, and sample 1 of set b .* 6",
-        ),
+        ({"a": result([3, 3], [3, 4])}, 3, "engines were pushed version 3, and sample 1 of set a .* version 4"),
+        ({"a": result([5]), "b": result([5], ["6"])}, None, "sample 0 of set a .* 5, and sample 1 of set b .* 6"),
         ({"a": result([5, 6])}, None, "after step 7 would mix two versions of the weights: .* version 5, and .* 6"),
     ],
 )

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fusionrl.base.environment import ROUTER_KEY
-from fusionrl.buffer.endpoints import EngineEndpoints
-from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.hook_border import EngineEndpoints, HookBorder
 from fusionrl.config.config import Config
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.models.shape import read_model_shape
@@ -71,20 +70,18 @@ def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorde
     assert border.args().engine_urls == [URLS[1]]
 
 
-def test_an_evaluation_finds_the_engines_of_its_own(border: HookBorder) -> None:
+def test_an_evaluation_finds_the_engines_of_its_own_which_get_the_key(
+    border: HookBorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert border.eval_args().engine_urls == URLS, "without them, those that generate"
     own = {"eval_router_url": "http://10.0.0.9:31001", "eval_urls": ("http://10.0.0.3:30000",)}
-    border.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", **own))
+    endpoints = EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", **own)
+    for name in (ROUTER_KEY, ROUTER_URLS):
+        monkeypatch.setenv(name, "")
+    endpoints.export()
+    assert {*URLS, "http://10.0.0.9:31001", "http://10.0.0.3:30000"} <= set(os.environ[ROUTER_URLS].split())
+    border.set_endpoints(endpoints)
     args = border.eval_args()
     assert (args.router_url, args.engine_urls) == ("http://10.0.0.9:31001", ["http://10.0.0.3:30000"])
     assert (args.sglang_router_port, args.rollout_num_engines) == (31001, 1)
     assert (border.args().router_url, border.args().engine_urls) == ("http://10.0.0.9:31000", URLS)
-
-
-def test_engines_that_evaluate_get_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (ROUTER_KEY, ROUTER_URLS):
-        monkeypatch.setenv(name, "")
-    EngineEndpoints(
-        "http://r:1", ("http://e:1",), "key", eval_router_url="http://r:2", eval_urls=("http://e:2",)
-    ).export()
-    assert {"http://r:1", "http://e:1", "http://r:2", "http://e:2"} <= set(os.environ[ROUTER_URLS].split())

@@ -50,21 +50,6 @@ def test_each_sample_is_counted_once(tmp_path: Path) -> None:
     assert set(summary["steps"]) == {"4", "5", "6"} and summary["threshold"] == 0.5
 
 
-def test_a_resumed_run_forgets_what_it_makes_again(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    accepted = AcceptedSamples(path, threshold=0.5, per_prompt=1)
-    for rollout_id in range(3):
-        accepted.add(rollout_id, [sample(rollout_id, "a")], [1.0])
-    path.write_text(path.read_text() + '{"rollout_id": 2, "half a li')
-    resumed = AcceptedSamples(path, threshold=0.5, per_prompt=1)
-    resumed.forget_after(1)
-    assert [row[0] for row in rows(path)] == [0, 1]
-    assert json.loads((tmp_path / "out.jsonl.summary.json").read_text())["total"]["accepted"] == 2
-    assert resumed.add(2, [sample(2, "a")], [1.0])["accepted"] == 1, "what was forgotten is no duplicate"
-    AcceptedSamples(tmp_path / "none.jsonl", 0.5, 1).forget_after(-1)
-    assert not (tmp_path / "none.jsonl").exists()
-
-
 def test_what_could_not_be_written_is_no_duplicate_when_it_comes_again(tmp_path: Path) -> None:
     path = tmp_path / "later" / "out.jsonl"
     accepted = AcceptedSamples(path, threshold=0.5, per_prompt=1)

@@ -1,20 +1,70 @@
-"""What a rollout of long answers costs the Buffer."""
+"""What a rollout of long answers costs the Buffer: `python -m tests.buffer.test_rollout_cost URL MODEL FOLDER`.
+
+As a program it prints a JSON line a rollout: bytes of the shards, bytes by which the process grew at most, CPU seconds
+of the process and of the helpers that it started and ended.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.config.config import Config
 from fusionrl.engines.generation import parse_answer
-from tests.buffer.answer_server import make_answer
-from tests.buffer.rollout_cost import NUM_TOKENS, SIZES
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.plan import make_plan
+from tests.buffer.answer_server import VOCAB_SIZE, make_answer
 
 ROOT = Path(__file__).resolve().parents[2]
+SIZES = (64, 256)
+NUM_TOKENS = 4096
+GROUP = 8
+
+
+def score(args: Any, sample: Any, *, rollout_id: int, evaluation: bool) -> None:
+    """A hook: rewards that cost nothing."""
+    sample.reward = float(sample.index % 2)
+
+
+def make_buffer(url: str, model: Path, folder: Path, num_samples: int) -> BufferActor:
+    num_prompts = num_samples // GROUP
+    data = folder / f"{num_samples}.jsonl"
+    data.write_text("".join(json.dumps({"input": f"{i}="}) + "\n" for i in range(num_prompts)))
+    values = {"hf_checkpoint": str(model), "prompt_data": str(data), "num_rollout": 1, "actor_num_gpus_per_node": 1}
+    values |= {"rollout_sample_hook_path": [f"{__file__}:score"], "rm_type": "random"}  # which is never asked
+    values |= {"rollout_batch_size": num_prompts, "n_samples_per_prompt": GROUP, "sglang_server_concurrency": 8}
+    values |= {"rollout_max_response_len": NUM_TOKENS, "max_tokens_per_gpu": 4 * NUM_TOKENS}
+    config = Config.from_flat(values)
+    shape = read_model_shape(model).model_copy(update={"vocab_size": VOCAB_SIZE})  # of the answers, which are checked
+    plan = make_plan(config, shape, device="cpu", num_prompts=num_prompts)
+    # The object store's part: it has a copy of its own.
+    buffer = BufferActor(config, plan, str(folder / f"run-{num_samples}"), 1, put=copy.deepcopy)
+    asyncio.run(buffer.setup(EngineEndpoints(url, (url,))))
+    return buffer
+
+
+def cost(buffer: BufferActor) -> dict[str, Any]:
+    """What one rollout took."""
+    before, grown = os.times(), psutil.Process().memory_info().rss
+    shards = asyncio.run(buffer.generate(0)).shards
+    passed = [now - then for now, then in zip(os.times(), before, strict=True)]
+    # The largest so far: each rollout is larger than those before it. Not ru_maxrss, which begins with the size of the
+    # process that started this one.
+    status = Path("/proc/self/status").read_text()
+    grown = int(status.split("VmHWM:")[1].split()[0]) * 1024 - grown
+    payload = sum(array.nbytes for shard in shards for array in shard.fields.values())
+    return {"payload": payload, "grown": grown, "cpu_s": sum(passed[:2]), "helpers_cpu_s": sum(passed[2:4])}
 
 
 @pytest.mark.slow
@@ -24,7 +74,7 @@ def test_samples_stay_arrays_and_are_parsed_elsewhere(tiny_model: Path, tmp_path
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-        measure = [sys.executable, "-m", "tests.buffer.rollout_cost", url, str(tiny_model), str(tmp_path)]
+        measure = [sys.executable, "-m", "tests.buffer.test_rollout_cost", url, str(tiny_model), str(tmp_path)]
         printed = subprocess.run(measure, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         server.stdin.close()
     small, large = (json.loads(line) for line in printed.splitlines())
@@ -40,3 +90,8 @@ def test_samples_stay_arrays_and_are_parsed_elsewhere(tiny_model: Path, tmp_path
     assert large["helpers_cpu_s"] - small["helpers_cpu_s"] > 0.4 * parsing, (small, large, parsing)
     # CPU seconds, not seconds: the machine may be busy. What grows with the square of the samples would be 16.
     assert large["cpu_s"] < 8 * small["cpu_s"], (small, large)
+
+
+if __name__ == "__main__":
+    for size in SIZES:
+        print(json.dumps(cost(make_buffer(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), size))), flush=True)

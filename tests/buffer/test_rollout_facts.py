@@ -20,19 +20,9 @@ ALL_ZERO, ALL_ONE, MIXED = [0.0] * 4, [1.0] * 4, [0.0, 1.0, 1.0, 1.0]
 
 
 def samples_of(rewards: list[float], **fields: Any) -> list[Sample]:
+    shared = {"tokens": [1, 2, 3], "response": "ab", "response_length": 2, "label": "x", "status": Status.COMPLETED}
     return [
-        Sample(
-            index=i,
-            group_index=i // 2,
-            prompt=f"p{i // 2}",
-            tokens=[1, 2, 3],
-            response="ab",
-            response_length=2,
-            label="x",
-            reward=reward,
-            status=Status.COMPLETED,
-            **fields,
-        )
+        Sample(index=i, group_index=i // 2, prompt=f"p{i // 2}", reward=reward, **shared, **fields)
         for i, reward in enumerate(rewards)
     ]
 
@@ -92,7 +82,6 @@ def test_pairs() -> None:
     [
         {"mode": "reject-sampling"},
         {"loss_type": "sft_loss"},
-        {"loss_type": "custom_loss", "custom_loss_function_path": "m.f"},
         {"custom_policy_loss_path": "m.f"},
         {"custom_convert_samples_to_train_data_path": "m.f"},
         {"custom_advantage_function_path": "m.f"},

@@ -9,7 +9,9 @@ import pytest
 
 from fusionrl.buffer.eval_metrics import eval_metrics, eval_table
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
-from fusionrl.data.sample import Sample
+from fusionrl.buffer.training_samples import best_and_worst, group_advantages
+from fusionrl.config.config import Config
+from fusionrl.data.sample import Sample, Status
 
 
 def test_of_a_rollout() -> None:
@@ -18,14 +20,9 @@ def test_of_a_rollout() -> None:
     for i, sample in enumerate(samples):
         sample.group_index = i // 2
     found = rollout_metrics(samples, [1.0, 0.0, 0.5, 0.5])
-    assert found["rollout/raw_reward"] == 0.5
-    assert found["rollout/accuracy"] == 0.25
-    assert found["rollout/response_len/mean"] == 2.0
-    assert found["rollout/response_len/max"] == 4.0
-    assert found["rollout/truncated_ratio"] == 0.25
-    assert found["rollout/failed"] == 2.0
-    assert found["rollout/zero_std_groups"] == 0.5
-    assert found["rollout/num_tokens"] == 8.0
+    wanted = {"raw_reward": 0.5, "accuracy": 0.25, "response_len/mean": 2.0, "response_len/max": 4.0, "num_tokens": 8.0}
+    wanted |= {"truncated_ratio": 0.25, "failed": 2.0, "zero_std_groups": 0.5}
+    assert {name: found[f"rollout/{name}"] for name in wanted} == wanted
 
 
 def test_the_parts_of_a_weighted_sum() -> None:
@@ -106,3 +103,28 @@ def test_the_table_of_an_evaluation() -> None:
     assert " ".join(lines[2].split()) == "b 1 1 0.0000 0.5000 0.0000 - - - -"
     assert len({len(line) for line in lines[:3]}) == 1
     assert "95 % interval" in lines[3]
+
+
+def test_a_failed_sample_needs_no_greedy_answer() -> None:
+    remax = Config.from_flat({"advantage_estimator": "remax"})
+    samples = [
+        Sample(group_index=0, status=Sample.Status.COMPLETED, reward=1.0, baseline_reward=0.25),
+        Sample(group_index=1, status=Sample.Status.FAILED, reward=1.0),
+    ]
+    assert group_advantages(samples, [1.0, 1.0], remax)[0] == 0.75
+    samples[1].status = Sample.Status.COMPLETED
+    with pytest.raises(ValueError, match="has no baseline_reward"):
+        group_advantages(samples, [1.0, 1.0], remax)
+
+
+def test_the_first_best_and_the_first_worst_of_each_group() -> None:
+    groups = [0, 0, 0, 1, 1, 2, 2, 3]
+    rewards = [0.5, 1.0, 0.0, 1.0, 1.0, 2.0, -1.0, 5.0]
+    samples = [Sample(index=i, group_index=group) for i, group in enumerate(groups)]
+    assert best_and_worst(samples, rewards) == [(1, 2), (5, 6)], "equal rewards, and one alone, make no pair"
+
+
+def test_who_is_not_trained_on_is_nobodys_partner() -> None:
+    samples = [Sample(index=i, group_index=0) for i in range(4)]
+    samples[0].remove_sample, samples[3].status = True, Status.FAILED
+    assert best_and_worst(samples, [9.0, 1.0, 0.5, -9.0]) == [(1, 2)]

@@ -53,7 +53,6 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     ("row", "num_trained", "trained_text"),
     [
         ({"q": "1+1=", "a": "2"}, "2 tokens", f"2{END}"),
-        ({"q": "1+1=", "a": f"two{END}"}, "4 tokens", f"two{END}"),
         ({"q": TURNS, "a": ""}, "2 tokens", f"2{END}"),
         (
             {"q": [*TURNS, TURNS[0], TURNS[1] | {"content": "3"}], "a": ""},
@@ -89,8 +88,5 @@ def test_samples_that_repeat_the_data_fill_no_disk(supervise: Any, monkeypatch: 
     run = supervise(rows, num_steps=1)
     size = list_rollouts(run)[0].path.stat().st_size
     monkeypatch.setattr(sample_files, "SFT_BYTES", int(2.5 * size))
-    assert [file.step for file in list_rollouts(supervise(rows, num_steps=5, attempt=2), all_attempts=True)] == [
-        1,
-        1,
-        2,
-    ]
+    files = list_rollouts(supervise(rows, num_steps=5, attempt=2), all_attempts=True)
+    assert [file.step for file in files] == [1, 1, 2]

@@ -39,12 +39,10 @@ class Streaming:
 
     def train(self) -> list[dict[str, Any]]:
         """One rollout, its push if one is due; returns its samples as they were written."""
-        if self.buffer.plan.knobs is None:
-            asyncio.run(self.buffer.generate(self.step))
-        else:
-            asyncio.run(self.buffer.next_rollout(self.step))
+        is_streamed = self.buffer.plan.knobs is not None
+        asyncio.run((self.buffer.next_rollout if is_streamed else self.buffer.generate)(self.step))
         self.step += 1
-        if self.buffer.plan.knobs is not None and asyncio.run(self.buffer.rollout_trained()):
+        if is_streamed and asyncio.run(self.buffer.rollout_trained()):
             self.in_flight_at_push = len(self.hooks["IN_FLIGHT"])
             self.hooks["VERSION"][0] = self.step
             asyncio.run(self.buffer.weights_pushed(self.step))
@@ -117,18 +115,10 @@ def test_every_prompt_once_and_no_token_older_than_the_bound(stream: Make, pipel
     assert pipeline == "stream" or max(ages) >= 1
 
 
-def test_a_push_goes_into_samples_that_run(stream: Make) -> None:
-    """Their tokens have two versions; the group is as old as the older one."""
-    running = stream("async-partial")
-    mixed = [row for _ in range(8) for row in running.train() if len(set(row["weight_versions"])) == 2]
-    assert mixed and all(row["weight_versions"][0] < row["weight_versions"][-1] for row in mixed)
-
-
 def test_samples_in_flight_are_bounded(stream: Make) -> None:
     running = stream("async", max_samples_in_flight=3)
     running.hooks["MOST"][0] = 0
-    for _ in range(3):
-        running.train()
+    running.steps(3)
     # Groups of two: a third sample has no place for its sibling, but where one of two ends first, another group begins.
     assert 2 <= running.hooks["MOST"][0] <= 3
 
@@ -142,19 +132,13 @@ def test_a_hook_sees_all_groups_also_those_that_the_filter_refused(stream: Make)
     assert [batch[:4] for batch in seen] == trained
     refused = [label for batch in seen for label in batch[4:]]
     assert refused and not any(label % 2 for label in refused)
+    assert len({label for batch in trained for label in batch if label % 2}) == 16
 
 
 def test_a_hook_that_would_draw_prompts_is_told_why_not(stream: Make) -> None:
     running = stream("async", rollout_all_samples_process_path=f"{HOOKS}:draws_more")
     with pytest.raises(HookError, match="the stream alone draws prompts"):
         running.train()
-
-
-def test_a_filter_drops_and_others_come(stream: Make) -> None:
-    running = stream("async", dynamic_sampling_filter_path=f"{HOOKS}:odd_prompts", num_rollout=4)
-    trained = [label for _ in range(4) for label in labels(running.train())]
-    assert all(label % 2 for label in trained)
-    assert len(set(trained)) == 16
 
 
 def test_a_function_that_raises_ends_the_stream_with_its_name_and_sample(stream: Make) -> None:
@@ -175,8 +159,7 @@ def test_tokens_that_are_too_old_are_not_trained(stream: Make) -> None:
 
 def test_the_end_of_the_rollouts_is_told(stream: Make) -> None:
     running = stream("async", num_rollout=2)
-    running.train()
-    running.train()
+    running.steps(2)
     with pytest.raises(ValueError, match="nothing left to train"):
         running.train()
 
@@ -184,9 +167,7 @@ def test_the_end_of_the_rollouts_is_told(stream: Make) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "changes"),
     [
-        ("stream", {"update_weights_interval": 4}),
         ("stream", {"update_weights_interval": 3}),  # saved in the middle of a version
-        ("one-step-off", {}),
         ("async", {"max_samples_in_flight": 2, "rollout_sample_filter_path": f"{HOOKS}:slow_look"}),
         ("async-partial", {}),
     ],
@@ -291,13 +272,8 @@ def test_a_wait_says_for_whom(stream: Make) -> None:
 def test_a_group_with_a_failed_sample_is_replaced(stream: Make) -> None:
     """First it is tried again, then another one takes its place."""
     load_function(f"{HOOKS}:answer").__globals__["CALLS"].clear()
-    running = stream(
-        "async",
-        custom_generate_function_path=f"{HOOKS}:first_hangs",
-        sample_timeout=0.5,
-        failed_samples="replace",
-        max_group_tries=3,
-    )
+    flags = {"sample_timeout": 0.5, "failed_samples": "replace", "max_group_tries": 3}
+    running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs", **flags)
     trained = {label for rows in running.steps(3) for label in labels(rows)}
     assert len(trained) == 12 and 3 not in trained
     assert running.hooks["CALLS"].count(3) == 6  # three tries of two samples
@@ -400,16 +376,10 @@ def test_a_filter_that_keeps_nothing_ends_the_run(stream: Make) -> None:
         running.train()
 
 
-@pytest.mark.parametrize("name", ["answers_all_the_same", "fails_when_cancelled"])
-def test_a_group_that_was_dropped_is_nobody_s_concern(stream: Make, name: str) -> None:
+def test_a_group_that_was_dropped_is_nobody_s_concern(stream: Make) -> None:
     """Its function may return or raise when it is cancelled."""
-    running = stream(
-        "async-partial",
-        at_deadline="drop",
-        max_staleness=1,
-        custom_generate_function_path=f"{HOOKS}:{name}",
-        num_rollout=6,
-    )
+    flags = {"at_deadline": "drop", "max_staleness": 1, "num_rollout": 6}
+    running = stream("async-partial", custom_generate_function_path=f"{HOOKS}:ignores_its_end", **flags)
     rows = [row for rows in running.steps(6) for row in rows]
     assert len({row["label"] for row in rows}) == 24
     assert running.buffer._stream.state.num_dropped > 0
@@ -457,12 +427,57 @@ def test_no_batch_passes_the_bound() -> None:
 
 def test_answers_do_not_wait_until_all_have_begun(stream: Make) -> None:
     """A version's samples begin a few at a time: to begin thousands takes seconds."""
-    running = stream(
-        "stream",
-        custom_generate_function_path=f"{HOOKS}:counts_turns",
-        rollout_batch_size=10,
-        n_samples_per_prompt=16,
-        num_rollout=1,
-    )
+    flags = {"rollout_batch_size": 10, "n_samples_per_prompt": 16, "num_rollout": 1}
+    running = stream("stream", custom_generate_function_path=f"{HOOKS}:counts_turns", **flags)
     running.train()
     assert 16 <= running.hooks["IN_TURN"][1] <= 64 < 160
+
+
+# -------------------------------------------------------------------------------------------------- numbers
+LENGTH, PROMPT, GROUP, BATCH = 4, 3, 2, 4  # tokens of a response and a prompt, samples of a group, groups of a batch
+
+
+def numbers(running: Streaming) -> dict[str, float]:
+    return asyncio.run(running.buffer.metrics())
+
+
+@pytest.mark.parametrize("in_flight", ["retract", "in_place"])
+def test_tokens_of_samples_that_a_push_found_under_way(stream: Make, in_flight: str) -> None:
+    running, mixed, prefilled, generated = stream("async-partial", in_flight=in_flight), 0, 0.0, 0.0
+    for _ in range(8):
+        mixed += sum(len(set(row["weight_versions"])) == 2 for row in running.train())
+        found = numbers(running)
+        prefilled += found["pipeline/tokens_prefilled_again"]
+        generated += found["pipeline/tokens_generated"]
+        assert found["pipeline/tokens_trained"] == BATCH * GROUP * LENGTH and found["pipeline/tokens_dropped"] == 0
+        assert found["pipeline/length_trained_by_offered"] == 1.0
+        assert 0 <= found["pipeline/credits_used"] <= found["pipeline/credits"] <= (2.5 + 1) * BATCH
+        assert found["pipeline/parked"] == 0 and 0 <= found["perf/engines_idle"] <= 1
+        waited = found["perf/time_wait_batch_s"] + found["perf/time_wait_deadline_s"]
+        assert waited <= found["perf/time_wait_rollout_s"]
+    assert generated >= 8 * BATCH * GROUP * LENGTH and mixed
+    # What the push found: the prompt, and the half of the answer that was there.
+    own = PROMPT + LENGTH // 2
+    assert prefilled >= mixed * own and prefilled % own == 0 if in_flight == "retract" else prefilled == 0
+
+
+def test_tokens_of_groups_that_a_filter_drops(stream: Make) -> None:
+    running = stream("async", dynamic_sampling_filter_path=f"{HOOKS}:odd_prompts", num_rollout=4)
+    total = 0.0
+    for _ in range(4):
+        running.train()
+        found = numbers(running)
+        dropped = sum(value for name, value in found.items() if name.startswith("rollout/dropped_"))
+        assert found["pipeline/tokens_dropped"] == dropped * GROUP * LENGTH
+        total += dropped
+    assert total
+
+
+def test_what_is_waited_for_is_timed(stream: Make) -> None:
+    """Every fifth prompt takes 0.3 s, and training none: trainers wait for batches, or for groups that are due."""
+    running, waited = stream("async", admission_lead=0.5), 0.0
+    for _ in range(8):
+        running.train()
+        found = numbers(running)
+        waited += found["perf/time_wait_batch_s"] + found["perf/time_wait_deadline_s"]
+    assert waited > 0.25

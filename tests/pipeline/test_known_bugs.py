@@ -1,4 +1,4 @@
-"""What broke elsewhere, replayed by the name of its report."""
+"""What broke elsewhere, replayed by the name of its report; `test_properties.py` has more of them."""
 
 from __future__ import annotations
 
@@ -56,21 +56,6 @@ def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_
     assert world.state.lease == (0, 3) and world.staleness[-2:] == [1, 1]
 
 
-def test_verl_4449_staleness_0_is_none() -> None:
-    choose = random.Random(0)
-    for pipeline in ("on-policy", "stream"):
-        world = world_of(pipeline, num_fetches=20, samples_per_group=3)
-        run(world, choose, mishaps=0.2)
-        assert set(world.staleness) == {0}
-
-
-def test_prime_rl_2912_the_end_needs_no_further_version() -> None:
-    """The trainers are done: nothing waits for weights that will not come."""
-    world = world_of("async-partial", num_fetches=3)
-    run(world, random.Random(1))
-    assert world.stopped == events.Stop() and world.state.version == 3
-
-
 def test_prime_rl_1372_after_a_push_every_free_place_is_filled_at_once() -> None:
     world = world_of("on-policy", groups_per_fetch=64, num_fetches=3)
     finish(world, *range(64))
@@ -88,20 +73,6 @@ def test_miles_1673_places_are_freed_by_the_sample() -> None:
     assert world.state.samples_in_flight == 8
 
 
-@pytest.mark.parametrize("pipeline", ["async", "async-partial"])
-def test_nemo_rl_3599_no_prompt_is_skipped_by_a_resume(pipeline: str) -> None:
-    """Long groups that were in flight at the kill come again, under their ordinals."""
-    world = world_of(pipeline, num_fetches=12, save_interval=1, samples_per_group=2)
-    choose, kills = random.Random(2), 0
-    while not world.stopped:
-        if world.checkpoint and kills < 8 and choose.random() < 0.1:
-            world.restart()
-            kills += 1
-        world.happen(choose.choice(world.possible()))
-    assert kills == 8
-    assert sorted(world.trained) == list(range(24))
-
-
 def test_areal_1345_a_resume_begins_no_burst() -> None:
     world = world_of("async-partial", num_fetches=50, save_interval=1)
     for _ in range(10):
@@ -111,27 +82,6 @@ def test_areal_1345_a_resume_begins_no_burst() -> None:
     before = len(world.state.groups)
     world.restart()
     assert len(world.state.groups) <= before and world.state.version == 10
-
-
-def test_verl_7933_a_saved_step_is_counted_once() -> None:
-    world = world_of("on-policy", num_fetches=4, save_interval=2)
-    run(world, random.Random(3))
-    assert world.checkpoint is not None and world.checkpoint["num_trained"] == 4
-    world.stopped = None
-    world.restart()
-    assert world.stopped == events.Stop() and len(world.trained) == 8
-
-
-def test_skyrl_filtered_groups_give_their_place_back() -> None:
-    world = world_of("async", num_fetches=3)
-    choose = random.Random(4)
-    for _ in range(500):  # nine of ten groups have equal rewards
-        scoring = world.state.of("scoring")
-        if scoring and choose.random() < 0.9:
-            world.happen(events.Drop(scoring[0].ordinal, "filtered"))
-        elif not world.stopped:
-            world.happen(choose.choice(world.possible()))
-    assert world.stopped == events.Stop() and world.state.num_dropped > 10
 
 
 def test_nemo_rl_3938_a_prompt_that_always_fails_is_given_up_and_counted() -> None:
@@ -175,20 +125,6 @@ def test_miles_1697_steps_between_two_pushes_are_within_the_bound_of_versions() 
     run(world, random.Random(5), stragglers=0.99)
     latest = [fetch - 4 * born for fetch, born in fetches]
     assert 4 <= max(latest) <= (2 + 1) * 4 - 1
-
-
-def test_tinker_822_slow_groups_are_trained_as_often_as_others() -> None:
-    world = world_of("async-partial", num_fetches=100, groups_per_fetch=4)
-    run(world, random.Random(6), stragglers=0.999)
-    assert sorted(world.trained) == list(range(400))
-
-
-def test_prime_rl_1901_the_bound_is_exact_and_needs_no_clock() -> None:
-    """Groups as old as the bound are trained, none that is a version older; whatever takes how long."""
-    for bound in (1, 2, 3):
-        world = world_of("async-partial", max_staleness=bound, lead=float(bound), num_fetches=60)
-        run(world, random.Random(bound), stragglers=0.999)
-        assert max(world.staleness) == bound
 
 
 def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from fusionrl.buffer.eval_versions import MixedVersions
+from fusionrl.buffer.evaluation import MixedVersions
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
 
