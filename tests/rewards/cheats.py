@@ -12,6 +12,7 @@ EXPECTED = 314159265
 LABELS: dict[str, Any] = {
     "call": {"inputs": [[20]], "outputs": [EXPECTED], "fn_name": "f"},
     "assert": [f"assert f(20) == {EXPECTED}"],
+    "numbers": {"setup": "import math", "asserts": [f"assert math.isclose(f(20), {EXPECTED})"]},
     "judged": [f"assert f(20) in range({EXPECTED}, {EXPECTED + 1})"],
     "check": {"setup": f"def check(g):\n    assert g(20) == {EXPECTED}, 'wrong'", "asserts": ["check(f)"]},
     "input": {"inputs": ["20\n"], "outputs": [f"{EXPECTED}\n"]},
@@ -136,6 +137,9 @@ for name, module in list(sys.modules.items()):
     # answers with something that equals everything
     "equals everything": _equal(),
     "is an int that equals everything": _equal("int", "5"),
+    "is a float that equals everything": _equal("float", "5"),
+    "is a str that equals everything": _equal("str", "'5'"),
+    "is a list that equals everything": _equal("list", "[5]"),
     "is a dict that equals everything": _equal("dict", "{5: 5}"),
     "claims to be an int": """
 class C:
@@ -153,13 +157,20 @@ def f(x): return C()
 """,
     "answers with itself": "def f(x): return f",
     "answers with NaN": "def f(x): return float('nan')\nprint('nan')",
+    "answers with infinity": "def f(x): return float('inf')\nprint('Infinity')",
     # ends before it is asked
     "exits": "import os; os._exit(0)",
+    "exits politely": "import sys; sys.exit()",
+    "exits when called": "def f(x): raise SystemExit(0)",
     "exits at the end": """
 import atexit, os; atexit.register(lambda: os._exit(0))
 def f(x): return 2
 """,
     "has no error that ends it": "import os, sys\nsys.excepthook = lambda *a: os._exit(0)\n1 / 0",
+    "turns failures into exits": """
+import builtins; builtins.AssertionError = SystemExit
+def f(x): return 2
+""",
     "turns every error into an exit": """
 import builtins
 for name in dir(builtins):
@@ -168,6 +179,12 @@ def f(x): return 2
 """,
     "defines nothing": "pass",
     # changes what runs around it
+    "replaces compile": """
+import builtins
+real = compile
+builtins.compile = lambda s, *a, **k: real('True', *a, **k)
+def f(x): return 2
+""",
     "replaces eval and exec": """
 import builtins
 builtins.eval = lambda *a: True
@@ -186,6 +203,12 @@ def f(x): return 2
 import json
 json.dumps = lambda *a, **k: 'true'
 json.loads = lambda *a, **k: {}
+def f(x): return 2
+""",
+    "replaces math": """
+import math, sys
+math.isclose = lambda *a, **k: True
+math.isfinite = lambda x: True
 def f(x): return 2
 """,
     "replaces print and stdout": """
@@ -280,6 +303,13 @@ import atexit
 atexit.register(print, 'true', 1, 'passed')
 def f(x): return 2
 """,
+    "prints from a thread": """
+import threading
+def go():
+    while True: print('true')
+threading.Thread(target=go, daemon=True).start()
+def f(x): return 2
+""",
     "writes from a child that stays": r"""
 import os, time
 if os.fork() == 0:
@@ -294,12 +324,19 @@ def f(x): return 2
 """,
     # breaks the reader
     "answers with 5,000 digits": "def f(x): return 10 ** 5000\nprint('1' * 5000)",
+    "answers with a million digits": "def f(x): return 1 << 4_000_000\nprint('1' * 1_000_000)",
     "nests deeply": """
 def f(x):
     value = []
     for _ in range(100_000): value = [value]
     return value
 print('[' * 100_000)
+""",
+    "refers to itself": """
+def f(x):
+    value = []
+    value.append(value)
+    return value
 """,
     "floods its output": """
 import sys
@@ -310,6 +347,12 @@ def f(x): return 'x' * (10 << 20)
 import os
 os.write(1, bytes(range(256)))
 def f(x): return bytes(range(256)).decode('latin-1') + '\udcff'
+""",
+    "writes half an answer": """
+import os
+try: os.write(3, b'[1, 2')
+except OSError: pass
+os._exit(0)
 """,
     "writes numbers that are as large as memory": r"""
 import os
@@ -323,6 +366,7 @@ print('sNaN')
 def f(x): return __import__('decimal').Decimal('sNaN')
 """,
     "ends by a signal without a name": "import os; os.kill(os.getpid(), 40)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
     "kills its parent": """
 import os, signal
 for number in (15, 9):
@@ -331,6 +375,7 @@ for number in (15, 9):
 def f(x): return 2
 """,
     "never compiles": "def f(x: return 3",
+    "has a null byte": "def f(x): return 2\n\0",
     "has a lone surrogate": "x = '\ud800'\ndef f(x): return x",
     "is nested too deeply to compile": "f = " + "(" * 5000 + "2" + ")" * 5000,
 }
