@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusionrl.rewards.code_numbers import ASK, is_numeric
 from fusionrl.rewards.plain_data import wire_of
 
 _BUILTINS = frozenset(dir(builtins))
@@ -22,6 +23,8 @@ _WRAPPERS = frozenset({"dict", "float", "frozenset", "int", "len", "list", "max"
 
 @dataclass(frozen=True)
 class InputTest:
+    """A program's standard input and its expected output."""
+
     stdin: str
     expected: str
 
@@ -61,11 +64,28 @@ class JudgedTest:
     modules: tuple[tuple[str, str], ...]  # (name, module) that the statement takes for granted
 
 
-Test = InputTest | CallTest | ExpressionTest | JudgedTest
+@dataclass(frozen=True)
+class NumbersTest:
+    """An assert over numbers that the expressions have: `test` with the n-th of them as __ask__(n).
+
+    judged  the same test, for answers that are not numbers
+    """
+
+    setup: str
+    expressions: tuple[str, ...]
+    test: ast.expr
+    judged: JudgedTest
+
+
+Test = InputTest | CallTest | ExpressionTest | NumbersTest | JudgedTest
 
 
 def read_tests(label: object) -> list[Test]:
-    """The tests of a label. Raises ValueError: it is not a test set; the text gives the reason."""
+    """The tests of a label.
+
+    Raises:
+        ValueError: it is not a test set; the text gives the reason.
+    """
     if isinstance(label, str):
         try:
             label = json.loads(label)
@@ -140,15 +160,51 @@ def _read_statement(statement: str, setup: str) -> Test:
         return test
     visible = _BUILTINS | _bound_by(program_setup, _parse(program_setup))[0] | remote
     rewritten = _Asking(tree, remote, visible).visit(tree)
+    assert isinstance(rewritten, ast.Module)  # it replaces calls alone
     ast.fix_missing_locations(rewritten)
-    names = {
-        node.value.id
+    modules = {
+        node.value.id: _MODULES[node.value.id] or node.value.id
         for part in (tree, setup_tree)
         for node in ast.walk(part)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _is_module(node.value.id, remote)
     }
-    used = tuple((name, _MODULES[name] or name) for name in sorted(names & _MODULES.keys() - remote - setup_names))
-    return JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
+    used = tuple((name, module) for name, module in modules.items() if name not in setup_names)
+    judged = JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
+    if is_closed and not setup_names & {"abs", "round", "float"} and _has_real_math(setup, setup_names):
+        return _as_numbers(rewritten, remote, judged) or judged
+    return judged
+
+
+def _has_real_math(setup: str, setup_names: frozenset[str]) -> bool:
+    """Return whether `math` is the module: the setup imports it, or does not know the name."""
+    if "math" not in setup_names:
+        return True
+    symbol = symtable.symtable(setup, "setup", "exec").lookup("math")
+    plain = any(
+        isinstance(node, ast.Import) and any(alias.name == "math" and alias.asname is None for alias in node.names)
+        for node in _parse(setup).body
+    )
+    return plain and not symbol.is_assigned()
+
+
+def _as_numbers(tree: ast.Module, remote: frozenset[str], judged: JudgedTest) -> NumbersTest | None:
+    """The test as one over numbers, if it is one assert whose expressions `code_numbers` knows."""
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert) or "math" in remote:
+        return None
+    expressions: list[str] = []
+    test = ast.parse(ast.unparse(tree.body[0].test), mode="eval").body
+    for node in ast.walk(test):
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(source)) as constant]) if name == ASK:
+                constant.value = len(expressions)
+                expressions.append(source)
+    if not expressions or not is_numeric(test):
+        return None
+    return NumbersTest(judged.program_setup, tuple(expressions), test, judged)
+
+
+def _is_module(name: str, remote: frozenset[str]) -> bool:
+    return name in _MODULES and name not in remote
 
 
 def _bound_by(setup: str, tree: ast.Module) -> tuple[frozenset[str], bool]:
@@ -169,7 +225,11 @@ def _names_of_program(tree: ast.Module, setup_tree: ast.Module, setup_names: fro
     names: set[str] = set()
     for part in (tree, setup_tree):
         bound = _bound_in(part)
-        used_as_module = {id(node.value) for node in ast.walk(part) if isinstance(node, ast.Attribute)}
+        used_as_module = {
+            id(node.value)
+            for node in ast.walk(part)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
         for node in ast.walk(part):
             if isinstance(node, ast.Name) and node.id not in bound and node.id not in setup_names:
                 is_module = node.id in _MODULES and id(node) in used_as_module
@@ -185,6 +245,7 @@ def _names_of_program(tree: ast.Module, setup_tree: ast.Module, setup_names: fro
 
 
 def _bound_in(tree: ast.AST) -> set[str]:
+    """Names that are assigned anywhere in it, arguments of functions included."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -229,11 +290,15 @@ def _as_expression(
             kind, expression, expected = "is", left, right.value
         elif isinstance(test.ops[0], ast.Eq):
             kind = "=="
-            for expression, opposite in ((left, right), (right, left)):  # noqa: B007
-                if (expected := _literal(opposite)) is not _NO_LITERAL:
-                    break
-            else:
+            sides = [(left, right), (right, left)]
+            candidates = [
+                (expression, value)
+                for expression, opposite in sides
+                if (value := _literal(opposite)) is not _NO_LITERAL
+            ]
+            if not candidates:
                 return None
+            expression, expected = candidates[0]
         else:
             return None
     if not _is_asked(expression, remote, setup_names):
@@ -283,7 +348,8 @@ class _Asking(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.Call) and _root(node) in self._remote and self._is_visible(node):
-            return ast.Call(ast.Name("__ask__", ast.Load()), [ast.Constant(ast.unparse(node))], [])
+            question = ast.Name(ASK, ast.Load())
+            return ast.Call(question, [ast.Constant(ast.unparse(node))], [])
         return self.generic_visit(node)
 
     def _is_visible(self, node: ast.Call) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from fusionrl.rewards.code_labels import CallTest, ExpressionTest, InputTest, JudgedTest, Test
+from fusionrl.rewards.code_labels import CallTest, ExpressionTest, InputTest, JudgedTest, NumbersTest, Test
+from fusionrl.rewards.code_numbers import NoNumbers, number_of, value_of
 from fusionrl.rewards.plain_data import NoPlainData, Unreadable, canonical, read_answer, truth
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, probe
 from fusionrl.sandbox.run import Run
@@ -46,6 +47,12 @@ def run_test(program: str, test: Test) -> str | None:
             case ExpressionTest():
                 request = {"do": "eval", "setup": test.setup, "program": program}
                 return _run_asking(request | {"expression": test.expression}, test)
+            case NumbersTest():
+                request = {"do": "eval", "setup": test.setup, "program": program}
+                try:
+                    return _run_asking(request | {"expression": f"[{', '.join(test.expressions)}]"}, test)
+                except NoNumbers:
+                    return _run_judged(program, test.judged)
             case JudgedTest():
                 return _run_judged(program, test)
     except SandboxError:
@@ -54,6 +61,7 @@ def run_test(program: str, test: Test) -> str | None:
 
 
 def _reason(result: SandboxResult) -> str | None:
+    """Return the reason why the run itself failed; None if it ended with exit code 0."""
     match result.killed_by:
         case None:
             return None if result.ok else "error"
@@ -96,7 +104,7 @@ def _is_same_word(a: str, b: str) -> bool:
         return False
 
 
-def _run_asking(request: Mapping[str, object], test: CallTest | ExpressionTest) -> str | None:
+def _run_asking(request: Mapping[str, object], test: CallTest | ExpressionTest | NumbersTest) -> str | None:
     result = Run(_PROGRAM, json.dumps(request), LIMITS, ANSWER_BYTES).result()
     if reason := _reason(result):
         return reason
@@ -108,9 +116,16 @@ def _run_asking(request: Mapping[str, object], test: CallTest | ExpressionTest) 
         return "object"
     except Unreadable:
         return "output"
+    except (ArithmeticError, TypeError):
+        return "error"
 
 
-def _is_expected(answer: object, test: CallTest | ExpressionTest) -> bool:
+def _is_expected(answer: object, test: CallTest | ExpressionTest | NumbersTest) -> bool:
+    """Return whether the test holds. Raises Unreadable, or the error of Python for a test over these numbers."""
+    if isinstance(test, NumbersTest):
+        if not isinstance(answer, list) or len(answer) != len(test.expressions):
+            raise Unreadable("not an answer to each expression")
+        return bool(value_of(test.test, [number_of(number) for number in answer]))
     if isinstance(test, CallTest):
         value = canonical(answer, as_json=True)
         # APPS wraps some expected values in a list of one.
@@ -145,22 +160,35 @@ def _run_judged(program: str, test: JudgedTest) -> str | None:
     )
     served = Run(_PROGRAM, serving, LIMITS, 1, (questions[0], answers[1]))
     judged = Run(_JUDGE, judging, LIMITS, 64, (questions[1], answers[0]))
-    with ThreadPoolExecutor(1) as thread:
-        end = thread.submit(served.result, on_start=lambda: _close((questions[0], answers[1])))
+    ends: dict[str, SandboxResult | SandboxError] = {}
+
+    def start(name: str, run: Run, *descriptors: int) -> None:
         try:
-            judge = judged.result(on_start=lambda: _close((questions[1], answers[0])))
-        finally:
-            # Without questions to wait for it ends by itself; one that does not is not waited for.
-            was_running = bool(wait([end], timeout=1.0).not_done)
-            served.cancel()
+            ends[name] = run.result(on_start=lambda: _close(descriptors))
+        except SandboxError as error:
+            ends[name] = error
+
+    thread = threading.Thread(target=start, args=("program", served, questions[0], answers[1]))
+    thread.start()
+    start("judge", judged, questions[1], answers[0])
+    # Without questions to wait for it ends by itself; one that does not is not waited for.
+    thread.join(1.0)
+    was_running = thread.is_alive()
+    served.cancel()
+    thread.join()
+    judge, end = ends["judge"], ends["program"]
+    if isinstance(judge, SandboxError):
+        raise judge
     verdict = judge.answer.decode("ascii", "replace") if judge.ok else "error"
     if verdict == "passed":
         return None
     if verdict in ("wrong", "object", "error"):
         return _reason(judge) or verdict
-    if was_running and isinstance(end.exception(), SandboxError):  # "ended": the program's process tells why
-        return "output"
-    return _reason(end.result()) or "no_answer"
+    if isinstance(end, SandboxError):  # "ended": the program's process tells why
+        if was_running:
+            return "output"
+        raise end
+    return _reason(end) or "no_answer"
 
 
 def _close(descriptors: Iterable[int]) -> None:

@@ -22,6 +22,10 @@ def code(response: str, label: Any, rm_type: str = "code") -> Any:
     return grade(rm_type, response, label).reward
 
 
+def code_all(response: str, label: Any) -> Any:
+    return code(response, label, "code_all")
+
+
 def block(source: str) -> str:
     return f"I think:\n```python\nraise SystemExit(9)\n```\nNo, rather:\n```python\n{source}\n```\nThat is it."
 
@@ -50,7 +54,7 @@ def block(source: str) -> str:
 )
 def test_share_of_passed_tests(source: str, label: Any, share: float) -> None:
     assert code(block(source), label) == share
-    assert code(block(source), label, "code_all") == float(share == 1.0)
+    assert code_all(block(source), label) == float(share == 1.0)
 
 
 def test_a_program_that_hangs_fails_its_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +67,7 @@ def test_the_last_closed_block_counts() -> None:
     assert last_python_block("```python\na\n```\n```py\nb\n```\n```\nc\n```\n```python\nnever closed") == "b\n"
     assert last_python_block("  ```Python\n  a\n  ```") == "a\n"
     assert last_python_block("no code") is None
-    assert code("no code", STDIN) == code("no code", STDIN, "code_all") == 0.0
+    assert code("no code", STDIN) == code_all("no code", STDIN) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,7 @@ def test_the_last_closed_block_counts() -> None:
     [
         "1. Read it:\n\n   ```python\n   n = int(input())\n   if n:\n       print(n + 1)\n   ```\n",
         "- ```py\n  n = int(input())\n  if n:\n      print(n + 1)\n  ```",
+        "10) ```python3\n    n = int(input())\n    print(n + 1)\n    ```",
         "\t```python\n\tn = int(input())\n\tprint(n + 1)\n\t```",
         "Here:\r\n```python\r\nn = int(input())\r\nprint(n + 1)\r\n```\r\nDone.",
         "  ```python\nn = int(input())\nif n:\n  print(n + 1)\n  ```",  # the fence alone is indented
@@ -103,3 +108,19 @@ def test_numbers_of_many_digits_are_printed_and_compared() -> None:
 )
 def test_words_of_an_output(output: str, expected: str, is_same: bool) -> None:
     assert is_same_output(output, expected) == is_same
+
+
+@pytest.mark.parametrize(
+    ("label", "part"),
+    [
+        ("{", "not valid JSON"),
+        (3, "the label is int"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"x": 1}, r"the label has \['x'\]"),
+        ([], "no tests"),
+    ],
+)
+def test_labels_that_are_no_tests(label: Any, part: str) -> None:
+    for rm_type in ("code", "code_all"):
+        with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
+            grade(rm_type, "no code", label)

@@ -10,6 +10,7 @@ from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code_run
 from fusionrl.rewards.code import grade_all, grade_share
+from fusionrl.rewards.code_labels import NumbersTest, read_tests
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.reward_call import call_reward
 from fusionrl.rewards.settings import Grading
@@ -154,17 +155,17 @@ HONEST: dict[str, tuple[str, Any]] = {
             "assert [x for x in z()] == [(1, 2)]",
         ],
     ),
-    "closeness without an import": (
-        "def area(r): return 3.0 * r",
-        ["assert math.isclose(area(2), 6.0) and abs(area(1) - 3.1) < 0.2"],
-    ),
-    "a setup's own math": (
-        "def f(): return 4",
+    "closeness": (
+        "def area(r): return 3.14159265 * r * r",
         {
-            "setup": "class math:\n    isclose = staticmethod(lambda a, b: a == b + 1)",
-            "asserts": ["assert math.isclose(f(), 3)"],
+            "setup": "import math",
+            "asserts": [
+                "assert math.isclose(area(2), 12.5663706, rel_tol=1e-6)",
+                "assert abs(area(1) - 3.1416) < 1e-3",
+            ],
         },
     ),
+    "closeness without an import": ("def area(r): return 3.0 * r", ["assert math.isclose(area(2), 6.0)"]),
     "HumanEval's check": (
         "def add(a, b):\n    return a + b",
         {
@@ -250,6 +251,49 @@ def test_types_count_in_asserts(source: str, statement: str) -> None:
     assert grade_share(block(source), [statement]) == (0.0, {"wrong": 1})
 
 
+NUMBERS = [
+    ("assert abs(f() - 3.1) < 0.2 and not f() > 4", 3, True),
+    ("assert math.isclose(f(), 3.0, rel_tol=1e-3)", 3.0001, True),
+    ("assert math.isclose(f(), 3.0)", 3.1, False),
+    ("assert 1 < f() <= 3 != 4", 3, True),
+    ("assert 1 < f() <= 3", 3.5, False),
+    ("assert f() == f() + 0 * 2", True, True),
+    ("assert round(f(), 2) == 3.14 or f() / 0 == 1", 3.14159, True),
+    ("assert f() / 0 == 1 or True", 3, False),
+    ("assert abs(f() - 3) < 1", float("nan"), False),
+    ("assert f() == 3 or f() / 0 == 1", 3, True),
+    ("assert f() == 4 and f() / 0 == 1", 3, False),
+    ("assert f() != 3", [3], True),
+    ("assert f() < 3", "2", False),
+    ("assert -f() > 0", None, False),
+    ("assert f() > 10 ** 400", 10**401, True),
+]
+
+
+@pytest.mark.parametrize(("statement", "answer", "passes"), NUMBERS)
+def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None:
+    """As Python itself says, and as the judge says, who has the same test for answers that are no numbers."""
+    try:
+        exec(f"import math\ndef f(): return {answer!r}\n{statement}", {"nan": float("nan")})
+        python = True
+    except (AssertionError, ArithmeticError, TypeError):
+        python = False
+    assert python is passes
+    program = f"nan = float('nan')\ndef f(): return {answer!r}"
+    assert grade_share(block(program), [statement]).reward == float(passes)
+    (test,) = read_tests([statement])
+    judged = test.judged if isinstance(test, NumbersTest) else test
+    assert (code_run.run_test(program, judged) is None) is passes
+
+
+def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
+    setup = "class math:\n    isclose = staticmethod(lambda a, b: a == b + 1)"
+    assert (
+        grade_share(block("def f(): return 4"), {"setup": setup, "asserts": ["assert math.isclose(f(), 3)"]}).reward
+        == 1
+    )
+
+
 @pytest.mark.parametrize(
     ("answer", "expected", "same"),
     [
@@ -271,11 +315,6 @@ def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
 @pytest.mark.parametrize(
     ("label", "part"),
     [
-        ("{", "not valid JSON"),
-        (3, "the label is int"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"x": 1}, r"the label has \['x'\]"),
-        ([], "no tests"),
         ({"asserts": "assert f( == 1"}, "is not Python"),
         ({"asserts": ["assert f() == 1", 3]}, "neither text nor a list of texts"),
         ({"asserts": {"a": 1}}, "neither text nor a list of texts"),
@@ -287,9 +326,8 @@ def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
     ],
 )
 def test_labels_that_cannot_be_read(label: Any, part: str) -> None:
-    for grader in (grade_share, grade_all):
-        with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
-            grader("no code", label)
+    with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
+        grade_share("no code", label)
 
 
 def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
