@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
@@ -45,8 +45,20 @@ def whole_row(part: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) ->
 def sum_over_context_ranks() -> Callable[[Tensor], Tensor] | None:
     """Return the function that sums a tensor over these ranks, as its backward does; None where there is one rank."""
     group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return None
-    from torch.distributed.nn.functional import all_reduce  # Megatron's reduces no gradient that is expanded
+    return None if group.size() == 1 else lambda values: _Sum.apply(values, group)
 
-    return partial(all_reduce, group=group)
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group's ranks, in either direction. Megatron's functions reduce no gradient that is expanded;
+    torch's `distributed.nn.functional.all_reduce` is deprecated, and warns of it in every rank."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        values = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None

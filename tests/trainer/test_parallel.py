@@ -126,12 +126,16 @@ def test_model_parallel_layouts(workers, hf, sizes, family, tied):
 
 def gradient_of_context_sum(actor):
     """Of a reducer that only adds up: autograd hands the sum a gradient that is one number, expanded."""
+    import warnings
+
     import torch
 
     from fusionrl.trainer.context_parallel import sum_over_context_ranks
 
     values = torch.full((3,), actor.rank + 1.0, requires_grad=True)
-    (sum_over_context_ranks()(values).sum() * (actor.rank + 1)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # torch's own function is deprecated
+        (sum_over_context_ranks()(values).sum() * (actor.rank + 1)).backward()
     return values.grad.tolist()
 
 
