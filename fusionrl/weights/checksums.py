@@ -143,12 +143,12 @@ def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_siz
     """What an engine's rank has of a Hugging Face tensor; key and value heads are repeated if fewer than ranks."""
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return pad(tensor, (0, 0, 0, -tensor.size(0) % _VOCABULARY_MULTIPLE)).chunk(tp_size)[rank]
-    module = name.split(".")[-2]
+    module = name.rpartition(".")[0].rpartition(".")[2]
     if module in ("k_proj", "v_proj") and shape.num_query_groups < tp_size:
         group = rank * shape.num_query_groups // tp_size
         return tensor[group * shape.head_dim : (group + 1) * shape.head_dim]
     if module == "gate_up_proj":  # a checkpoint that has the two in one tensor
         return torch.cat([half.chunk(tp_size)[rank] for half in tensor.chunk(2)])
-    if module in _COLUMNS:
+    if module in _COLUMNS and tensor.dim() > 1:  # each rank has the whole bias
         return tensor.chunk(tp_size, dim=1)[rank]
     return tensor.chunk(tp_size)[rank] if module in _ROWS else tensor

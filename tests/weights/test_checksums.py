@@ -93,6 +93,12 @@ def test_against_tensors_cut_by_hand(tp: int, groups: int) -> None:
         assert found[rank] == {name: sha(tensor) for name, tensor in by_hand(tensors, rank, tp, groups).items()}, rank
 
 
+def test_a_bias_that_is_added_after_the_columns_is_whole_on_every_rank() -> None:
+    """A user's family may have one; SGLang's ranks add up their products first."""
+    name, bias = "model.layers.0.self_attn.o_proj.bias", random(HIDDEN)
+    assert engine_checksums([(name, bias)], shape(), 2) == [{name: sha(bias)}] * 2
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("q_lora_rank", [6, None])
 def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
