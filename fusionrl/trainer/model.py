@@ -179,18 +179,19 @@ def _build_chunk(
         HookError: a function raised, or returned something else.
     """
     spec_path, provider_path = config.model.custom_spec_path, config.model.custom_model_provider_path
-    spec = None
+    spec: Any = None
+    is_spec = False
     if spec_path is not None:
         spec = call_hook("custom_spec_path", spec_path, config.to_args(**plan.answers), transformer, place["vp_stage"])
-    is_spec = isinstance(spec, ModuleSpec | TransformerBlockSubmodules)
-    if not (spec is None or is_spec or (callable(spec) and "pre_process" in inspect.signature(spec).parameters)):
-        raise HookError(
-            f"--custom-spec-path {spec_path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or a"
-            " function that builds a pipeline stage (pre_process, post_process, vp_stage)"
-        )
+        is_spec = isinstance(spec, ModuleSpec | TransformerBlockSubmodules)
+        if not (is_spec or (callable(spec) and "pre_process" in inspect.signature(spec).parameters)):
+            raise HookError(
+                f"--custom-spec-path {spec_path}: it returned {type(spec).__name__}; expected Megatron's ModuleSpec, or"
+                " a function that builds a pipeline stage (pre_process, post_process, vp_stage)"
+            )
 
     def usual() -> GPTModel:
-        if spec is not None and not is_spec:
+        if callable(spec) and not is_spec:
             return _checked_model("custom_spec_path", str(spec_path), spec(**place))
         return (ValueModel if shape.value_head else ChosenOutputs)(
             transformer,

@@ -230,6 +230,10 @@ def no_spec(args: Any, config: Any, vp_stage: Any) -> Any:
     return 3
 
 
+def returns_nothing(args: Any, config: Any, vp_stage: Any) -> None:
+    """Without its return statement."""
+
+
 def builds_none(args: Any, config: Any, vp_stage: Any) -> Any:
     def provider(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
         return 3
