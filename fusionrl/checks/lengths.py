@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusionrl.base.log_suppression import quiet
@@ -49,6 +50,9 @@ class Limit(NamedTuple):
     cure: str = ""
 
 
+_SIZE = attrgetter("num_tokens")  # of limits of one size the first counts: a larger micro-batch adds no positions
+
+
 def length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     """Every set with a text that is too long, with the row, the arithmetic and the cure; and limits that are wrong."""
     if shape is None or config.model.hf_checkpoint is None:
@@ -70,7 +74,7 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
     if config.rollout.rollout_max_response_len is not None:
         return [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
     columns = _columns(config, data.input_key, data.tool_key)
-    limit = min(_reading_limits(config, positions), default=None)
+    limit = min(_reading_limits(config, positions), key=_SIZE, default=None)
     if limit is None or not (long_row := _find(config, spec, columns, limit.num_tokens - 1, _prompt_counter(columns))):
         return []
     long = f"a prompt of {long_row.num_tokens} tokens leaves no room for a response in {limit.name}"
@@ -190,7 +194,7 @@ def _micro_batch(config: Config) -> Limit:
 
 def _by_flags(config: Config, length: int, limits: list[Limit]) -> list[str]:
     """Check the lengths that the flags allow, where the prompts are not known before the run."""
-    prompt, limit = config.data.rollout_max_prompt_len, min(limits, default=None)
+    prompt, limit = config.data.rollout_max_prompt_len, min(limits, key=_SIZE, default=None)
     if prompt is None or limit is None or prompt + length <= limit.num_tokens:
         return []
     sample = f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {length} = {prompt + length} tokens"
@@ -202,7 +206,7 @@ def _set_errors(
     config: Config, spec: str, flag: str, columns: PromptColumns, response: tuple[int, str], limits: list[Limit]
 ) -> list[str]:
     """The message of a set of prompts of which one is too long for the smallest of `limits`."""
-    (length, name), limit = response, min(limits, default=None)
+    (length, name), limit = response, min(limits, key=_SIZE, default=None)
     if limit is None:
         return []
     room = limit.num_tokens - length
@@ -258,7 +262,7 @@ def conversation_limit(config: Config, shape: ModelShape) -> Limit | None:
 def _conversation_limit(config: Config, positions: int) -> Limit:
     model = Limit(positions, f"the {positions} positions of --hf-checkpoint", "leave it out, or shorten it")
     batch = _micro_batch(config)
-    return min(model, batch._replace(cure=f"{batch.cure}leave it out"))
+    return min(model, batch._replace(cure=f"{batch.cure}leave it out"), key=_SIZE)
 
 
 def _conversation_counter(config: Config, columns: PromptColumns) -> Count:

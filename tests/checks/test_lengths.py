@@ -104,7 +104,9 @@ def test_other_limits_of_a_sample(
         errors(prompt_data=data, max_tokens_per_gpu=1900),
         "= 1924, over --max-tokens-per-gpu 1900 x --context-parallel-size 1 = 1900 tokens; raise --max-tokens-per-gpu",
     )
-    assert len(errors({"context_length": 4000}, prompt_data=write_rows([{"input": "x" * 3000}], "long.jsonl"))) == 2
+    long = write_rows([{"input": "x" * 3000}], "long.jsonl")
+    assert len(errors({"context_length": 4000}, prompt_data=long)) == 2
+    one(errors(prompt_data=long, max_tokens_per_gpu=2048), "over the 2048 positions of --hf-checkpoint; leave long")
     assert errors(prompt_data=data, max_tokens_per_gpu=1924, tensor_model_parallel_size=4) == []
     # A sample is padded to a multiple of 8 tokens, of which two ranks have 1928, and not 1924.
     assert errors(prompt_data=data, max_tokens_per_gpu=962, context_parallel_size=2, tensor_model_parallel_size=2) != []
@@ -158,6 +160,7 @@ def test_conversations(errors: Errors, write_rows: Callable[..., Path]) -> None:
         "line 2: it has 19",
         "over --max-tokens-per-gpu 1024 x --context-parallel-size 1 = 1024 tokens; raise --max-tokens-per-gpu, or",
     )
+    one(errors(**sft, prompt_data=data, max_tokens_per_gpu=2048), "over the 2048 positions", "; leave it out, or")
     good = write_rows(rows, "good.jsonl")
     one(errors(**sft, prompt_data=good, eval_prompt_data=["v", str(data)]), f"--eval-prompt-data {data}: line 3")
     texts = write_rows([{"q": "x" * 1000, "a": "y" * 1048}], "texts.jsonl")  # and the token that ends it
