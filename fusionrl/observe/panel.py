@@ -273,8 +273,9 @@ def _status(state: State, look: _Look) -> list[Piece]:
     spinner = look.glyphs.spinner[int(2 * state.elapsed_s) % len(look.glyphs.spinner)]
     status = Text(state.status)
     status.truncate(max(look.width - 12, 1), overflow="ellipsis")
+    text = status.plain.replace("…", "~") if look.glyphs is ASCII else status.plain
     waited = f"  {duration(state.status_s)}" if state.status_s >= 1 else ""
-    return [(f"{INDENT}{spinner} {status.plain}", "cyan"), (waited, "dim")]
+    return [(f"{INDENT}{spinner} {text}", "cyan"), (waited, "dim")]
 
 
 def compact(state: State, values: Mapping[str, float]) -> str:

@@ -187,7 +187,8 @@ def test_an_ascii_terminal_gets_ascii(terminal: pytest.MonkeyPatch) -> None:
         progress.update(2, {**STEP, "reward": 0.5})
         progress.print("Größe")
         progress.status("数")
-    assert "| ?" in stream.text() and "Gr??e" in stream.text() and "#" in stream.text()
+        progress.status("x" * 500)
+    assert "| ?" in stream.text() and "x~" in stream.text() and "Gr??e" in stream.text() and "#" in stream.text()
 
 
 def test_a_closed_terminal_does_not_stop_the_run(terminal: pytest.MonkeyPatch) -> None:
