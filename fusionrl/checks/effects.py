@@ -69,7 +69,7 @@ def _run(config: Config) -> str:
     switches = {
         "--debug-rollout-only": config.run.debug_rollout_only,
         "--debug-train-only": config.run.debug_train_only,
-        "--no-trainer": config.reject_sampling.no_trainer,
+        "--no-trainer": config.run.mode == "reject-sampling" and config.reject_sampling.no_trainer,
         "--loss-type sft_loss": config.run.mode == "rl" and config.algorithm.loss_type == "sft_loss",
     }
     return " ".join([f"--mode {config.run.mode}", *(flag for flag, is_on in switches.items() if is_on)])
