@@ -111,7 +111,8 @@ def find_run(name: str | None) -> Path:
     for path in (Path(name), root / name) if name is not None else ():
         if path.is_dir():
             return path if _is_run(path) or not _runs_in(path) else _newest(path)
-    runs = sorted((run for folder in (root, *root.glob("*/")) for run in _runs_in(folder)), key=_last_change)
+    folders = [root, *(folder for folder in root.glob("*/") if not _is_run(folder))]  # no folder within a run
+    runs = sorted((run for folder in folders for run in _runs_in(folder)), key=_last_change)
     if name is not None:
         there = f"; under {root}/ there are {', '.join(str(p.relative_to(root)) for p in runs[-10:])}" if runs else ""
         raise ValueError(f"{name} is no run folder{there}")

@@ -136,7 +136,8 @@ def test_a_folder_of_runs_stands_for_its_newest(
     assert cli.main([command, "older", "--step", "1"]) == 0 and not capsys.readouterr().err
     assert "there are older, quickstart-1/sft, quickstart-1/grpo" in show(capsys, "other", code=2)
     RolloutWriter(Path("runs/newer")).write(0, 1, [row(77, 1.0)])
-    assert indices(capsys) == [77], "a run under runs/ itself"
+    RolloutWriter(Path("runs/newer/its-evaluation")).write(0, 1, [row(78, 1.0)])
+    assert indices(capsys) == [77], "a run under runs/ itself, and none within it"
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys) -> None:
