@@ -42,6 +42,7 @@ def test_an_engine_has_the_run_s_size_unless_the_group_says() -> None:
         (["num_gpus=4"], ["--engine-group num_gpus=4", "NAME:num_gpus=N"]),
         (["a:per_engine=2"], ["num_gpus is missing"]),
         (["a:num_gpus=x"], ["num_gpus=x: expected a number of devices"]),
+        (["a:num_gpus=0"], ["num_gpus=0", "at least 1"]),
         (["a:num_gpus=4,per_engine=3"], ["num_gpus=4", "per_engine=3", "1, 2 and 4"]),
         (["a:num_gpus=4,role=judge"], ["role=judge", "generate, prefill, decode, eval"]),
         (["a:num_gpus=4,sleep-on-idle"], ["'sleep-on-idle' has no value", "FLAG=true for a switch"]),

@@ -52,6 +52,8 @@ def test_typed_by_upstream(argv: str, wanted: dict[str, Any]) -> None:
         ("--sglang-mem-fraction-static", ["expected one argument"]),
         ("--sglang-disable-cuda-graph yes", ["yes"]),
         ("--sglang-tp-size 2", ["--sglang-tp-size 2", "use --rollout-num-gpus-per-engine"]),
+        ("--sglang-dp-size 2", ["--sglang-dp-size 2", "use --rollout-num-gpus: more devices are more engines"]),
+        ("--sglang-pp-size 2", ["per-engine: an engine is divided by tensor parallelism alone"]),
         ("--sglang-nccl-port 2", ["set by fusionrl (a free port)"]),
         ("--sglang-model-path x", ["set by fusionrl", "use --hf-checkpoint"]),
         ("--router-host h", ["set by fusionrl (the node's own address)"]),
