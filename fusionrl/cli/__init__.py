@@ -53,7 +53,7 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 for a user's mistake, 1 for a failure."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and args[:1] != ["from-slime"]:  # which prints a script
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack a model's characters
     try:
         exit_code = _run(args)

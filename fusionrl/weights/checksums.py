@@ -54,11 +54,12 @@ def engine_checksums(
         if len(parts) < num_parts:
             continue
         del waiting[target]
-        experts = sorted({expert for expert, _ in parts})
+        experts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for key in sorted(parts):
+            experts.setdefault(key[0], []).append(parts[key])
         for rank in range(tp_size):
             held = [
-                torch.cat([_shard(*parts[key], shape, rank, tp_size) for key in sorted(parts) if key[0] == expert])
-                for expert in experts
+                torch.cat([_shard(*part, shape, rank, tp_size) for part in of_expert]) for of_expert in experts.values()
             ]
             ranks[rank][target] = hash_of(torch.stack(held) if is_expert else held[0])
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
