@@ -66,3 +66,19 @@ def test_threads_of_a_fork(text: str, expected: int | None, monkeypatch: pytest.
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     _limit_threads(text)
     assert found == ([] if expected is None else [expected])
+
+
+def test_a_fork_has_the_threads_that_ray_gives_to_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets the variable before the task is called, which would import torch: here it is imported before."""
+    import ray._private.utils
+    import torch
+
+    from fusionrl.runtime.worker_fork import _RAY_S_LIMIT, _follow_ray_s_limit
+
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    answers = [True, False]  # whether Ray sets it: not where the user has
+    monkeypatch.setattr(ray._private.utils, _RAY_S_LIMIT, lambda: answers.pop(0))
+    _follow_ray_s_limit()
+    assert [getattr(ray._private.utils, _RAY_S_LIMIT)() for _ in range(2)] == [True, False] and found == [3]
