@@ -34,7 +34,7 @@ def engine_specs(
     log_dir: str,
 ) -> list[EngineSpec]:
     """The engine number `index` of a role, on the devices `places`: its parts, one for each node that it spans. Raises
-    ValueError if the nodes have different numbers of its devices, or a flag names a field that fusionrl sets itself."""
+    ValueError if the nodes have different numbers of its devices, or a flag switches off what the run needs."""
     parts = by_node(places)
     if len({len(part) for part in parts}) > 1:
         counts = ", ".join(str(len(part)) for part in parts)
