@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from fusionrl.base import malloc
 from tests.own_process import run_code
 
 PROGRAM = """
@@ -39,3 +44,24 @@ def test_freed_blocks_are_kept_and_given_back() -> None:
     assert used > 7.5 and kept > 7.5 and left < 1
     used, kept, _ = _run()
     assert used > 7.5 and kept < 4  # what glibc does by itself
+
+
+def test_an_older_glibc_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses more than 32 MiB; the other setting alone would make it keep less than before."""
+    asked: list[tuple[int, int]] = []
+
+    def set_option(name: int, value: int) -> int:
+        asked.append((name, value))
+        return int(name != malloc._MMAP_THRESHOLD or value <= limit)
+
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=set_option))
+    limit = 32 * 2**20
+    malloc.keep_freed(2**30)
+    assert asked == [(-3, 2**30), (-3, limit), (-1, 2**31 - 1)]
+    asked.clear()
+    limit = 0
+    malloc.keep_freed(2**30)
+    assert asked == [(-3, 2**30), (-3, 32 * 2**20)]
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace())  # no glibc
+    malloc.keep_freed(1)
+    malloc.give_freed_back()
