@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ import psutil
 import pytest
 import torch
 
+from fusionrl.config.config import Config
+from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor
@@ -29,6 +32,7 @@ from fusionrl.engines.http import call
 from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import LOADER
+from fusionrl.rollout.sglang_rollout import sampling_params, stream_generate
 from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3
 
@@ -395,6 +399,36 @@ def test_a_stream_goes_on_through_a_weight_update(stack: Stack) -> None:
     stack.assert_serves(0, 8)
 
 
+def test_a_generate_function_stops_early(stack: Stack) -> None:
+    """Leaving the loop of `stream_generate` ends the request on the engine, behind the router."""
+    args: Any = Config.from_flat(
+        {"hf_checkpoint": str(stack.paths[0]), "rollout_max_response_len": 1500, "rollout_ignore_eos": True}
+    ).to_args()
+
+    async def use() -> tuple[Sample, float]:
+        sample = Sample(prompt_tokens=np.array(PROMPT, np.int32))
+        async with GenerateClient(stack.router.url, KEY, 120.0, 8) as args.generate_client:
+            async with aclosing(stream_generate(args, sample, sampling_params(args))) as pieces:
+                async for piece in pieces:
+                    assert sample.tokens[-1] == piece.tokens[-1]
+                    if sample.response_length >= 20:
+                        break
+            left = time.monotonic()
+            while _load(stack.engine):
+                await asyncio.sleep(0.02)
+        return sample, time.monotonic() - left
+
+    sample, seconds = asyncio.run(use())
+    assert 20 <= sample.response_length < 200
+    assert seconds < 10
+    assert sample.status == Sample.Status.COMPLETED
+    sample.validate()
+    tokens = np.asarray(sample.tokens)[len(PROMPT) :]
+    assert sample.response and text_of(stack, tokens).startswith(sample.response)  # half a character is not shown yet
+    np.testing.assert_allclose(sample.rollout_log_probs, stack.log_probs(0, PROMPT, tokens), atol=1e-4)
+    assert set(sample.weight_versions) == {8}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract"])
 def test_nothing_is_answered_from_the_cache_of_weights_before(stack: Stack, mode: str) -> None:
     """A prompt whose keys and values are cached, and are in use when the weights change, is asked again afterwards.
@@ -445,6 +479,18 @@ def test_only_a_token_is_waited_for_until_the_limit(tmp_path: Path, monkeypatch:
     assert "did not answer within 30 s" in str(engine.fault(30.0, makes_tokens=False)) and len(answers) == 1
     answers[:] = [RuntimeError("refused"), None]
     assert engine.fault(30.0) is None and not answers
+
+
+def test_on_a_cpu_a_server_is_not_asked_to_end(tmp_path: Path) -> None:
+    """SGLang looks for SIGTERM once in 5 s; on a GPU its schedulers hold memory that they should give back."""
+    asked: list[float] = []
+    for device in ("cpu", "cuda"):
+        engine = real_engine("model", tmp_path)
+        engine.spec = replace(engine.spec, device=device, gpu_ids=(0,))
+        server: Any = SimpleNamespace(terminate=lambda timeout_s: asked.append(timeout_s))
+        engine._server = server
+        engine.shutdown()
+    assert asked == [0.0, 10.0]
 
 
 def test_a_hanging_engine_is_told_from_a_busy_one(stack: Stack) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fusionrl.engines.payload import SharedBuffer, by_value, map_segment, take
+from tests.own_process import run_code
 
 
 def test_storages_have_torchs_name_where_another_function_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +59,12 @@ def test_a_segment_of_a_sender_that_is_gone_is_refused() -> None:
     assert again.where[1] != where[1]
     with pytest.raises(RuntimeError, match="shared weights: /proc/.* of their sender cannot be opened"):
         map_segment(where)
+
+
+def test_a_sender_imports_nothing_of_sglang() -> None:
+    """In a process of its own: others of this one's tests read SGLang's flags."""
+    run_code(
+        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.payload import SharedBuffer, by_value\n"
+        "shared = SharedBuffer(24); shared.payload([('a', shared.flat.view(torch.float32).view(2, 3))])\n"
+        "by_value([('a', torch.ones(2))]); assert 'sglang' not in sys.modules"
+    )
