@@ -419,6 +419,15 @@ def test_accepted_samples_are_what_sft_reads(buffer: MakeBuffer, tokenizer: Any,
     assert texts == [f"answer {i}<|im_end|>" for i in (1, 3, 5, 7)]
 
 
+def test_threshold_and_number_of_a_prompt(buffer: MakeBuffer) -> None:
+    made = reject_sampling(buffer, reject_sampling_threshold=0.0, reject_sampling_per_prompt=2)
+    assert run(made.generate(0)).num_accepted == 8
+    rows = rows_of(made.run_dir / "accepted.jsonl")
+    assert [row["reward"] for row in rows[:2]] == [1.0, 0.0], "the best come first"
+    made = reject_sampling(buffer, run="b", reject_sampling_threshold=2.0)
+    assert run(made.generate(0)).num_accepted == 0
+
+
 def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer, tmp_path: Path) -> None:
     made = reject_sampling(buffer)
     for rollout_id in range(3):
