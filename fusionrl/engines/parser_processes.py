@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -62,7 +63,9 @@ class ParserProcesses:
         if starting is None:
             return
         await asyncio.wait([starting])
-        for parser in starting.result() if starting.exception() is None else ():  # its callers have raised its error
+        if starting.cancelled() or starting.exception() is not None:  # its callers have raised its error
+            return
+        for parser in starting.result():
             parser.process.kill()
             parser.process.wait()
             parser.writer.close()
@@ -110,7 +113,8 @@ class _Parser:
 def main() -> None:
     """Parse the answers that a socket, standard input, brings; each comes after its `AnswerBounds`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=0) as connection, connection.makefile("rb") as stream, suppress(ConnectionError):
+    ends = suppress(ConnectionError, EOFError, pickle.UnpicklingError, struct.error)  # the owner was killed meanwhile
+    with socket.socket(fileno=0) as connection, connection.makefile("rb") as stream, ends:
         while stream.peek(1):
             bounds = pickle.load(stream)
             body = stream.read(*LENGTH.unpack(stream.read(LENGTH.size)))
