@@ -8,7 +8,6 @@ tokenizer inside a message (some data sets quote them on purpose), a role that m
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +74,9 @@ class RowChecker:
 
     def __post_init__(self) -> None:
         self.label_flag = self.key_flag.replace("input", "label")
-        self._special = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
+        # A search for two characters is many times faster than one for each of hundreds of tokens.
+        self._starts = tuple({token[:2] for token in self.special_tokens})
+        self._roles: dict[str, Finding | None] = {}
 
     def findings(self, row: Mapping[str, object]) -> list[Finding]:
         """Return the findings of a row; an empty list for a good one."""
@@ -136,12 +137,16 @@ class RowChecker:
         findings.append(Finding(cause, f"{num_characters:,}", hint))
 
     def _check_special(self, text: str, findings: list[Finding]) -> bool:
-        token = self._special.search(text)
-        if token is not None:
-            cause = f"column {self.columns.input_key!r} holds a special token of the tokenizer inside a message"
-            hint = "the model reads it as a control token, not as text"
-            findings.append(Finding(cause, repr(token[0]), hint, is_warning=True))
-        return token is not None
+        for start in self._starts:
+            if start in text:
+                token = next((token for token in self.special_tokens if token in text), None)
+                if token is None:
+                    return False
+                cause = f"column {self.columns.input_key!r} holds a special token of the tokenizer inside a message"
+                hint = "the model reads it as a control token, not as text"
+                findings.append(Finding(cause, repr(token), hint, is_warning=True))
+                return True
+        return False
 
     def _check_template(
         self,
@@ -204,7 +209,9 @@ class RowChecker:
             if type(role) is not str or type(content) not in _CONTENTS:
                 findings.append(Finding(f"column {key!r} is neither text nor a list of messages"))
                 return
-            if (finding := self._role_finding(role)) is not None and finding not in findings:
+            if role not in self._roles:
+                self._roles[role] = self._role_finding(role)
+            if (finding := self._roles[role]) is not None and finding not in findings:
                 findings.append(finding)
             self._check_message(message, findings)
             for text in _texts(message):
@@ -234,7 +241,7 @@ class RowChecker:
         cause, role_text = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
         if not role or not role.isprintable() or " " in role or len(role) > 80:
             return Finding(f"{cause} is not one word", role_text)
-        if self._special.search(role):
+        if any(token in role for token in self.special_tokens):
             return Finding(f"{cause} holds a special token of the tokenizer", role_text)
         if role not in ROLES:
             hint = "models know system, user, assistant and tool"
@@ -354,6 +361,8 @@ def text_problem(text: str) -> tuple[str, str] | None:
 
 def value_problem(value: object) -> tuple[str, str] | None:
     """(what is wrong with a value of a column, the detail), or None: it must be what JSON can hold."""
+    if type(value) is str:
+        return None if value.isascii() and "\0" not in value else text_problem(value)
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         item, depth = left.pop()
