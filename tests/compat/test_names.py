@@ -136,7 +136,14 @@ def test_a_program_beside_a_run_gets_the_names(tmp_path: Path, monkeypatch: pyte
 
 
 def test_importing_names_loads_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    code = f"{INSTALL}import slime.utils.types, slime.rollout.rm_hub\n"
+    code = f"""{INSTALL}
+import slime.utils.types, slime.rollout.rm_hub
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.observability.trace_utils import trace_span
+from slime.rollout.filter_hub.base_types import MetricGatherer
+from slime.utils.http_utils import get, post
+from slime.utils.misc import load_function
+"""
     assert python(code + "print([m for m in ('torch', 'megatron') if m in sys.modules])", tmp_path) == "[]"
 
 

@@ -29,7 +29,7 @@ def test_a_singleton_and_its_end() -> None:
     kept = Service()
     Service.clear_instances()  # type: ignore[attr-defined]
     assert Service("third") is not kept
-    assert misc.Box(3).inner == 3
+    assert misc.Box(3).inner == 3 and len({misc.Box([]), misc.Box([])}) == 2
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,8 @@ def test_an_accelerator_is_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [getattr(misc, name)(*values) for name, values in names.items()][2:] == [*names][2:]
     assert calls == [(name, *values) for name, values in names.items()]
+    misc.set_device(index=1)
+    assert calls[-1] == ("set_device", 1)
     assert [misc.device_type(), misc.device_name(), misc.device_name(1)] == [
         *("cuda", "cuda", "cuda:1"),
     ]

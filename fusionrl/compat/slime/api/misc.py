@@ -9,15 +9,17 @@ import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fusionrl.base.environment import child_environment
 from fusionrl.config import hooks
 from fusionrl.config.hook_files import find_beside
 from fusionrl.rollout.event_loop import process_loop, run
+
+if TYPE_CHECKING:
+    import torch
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -51,7 +53,7 @@ class SingletonMeta(type):
         SingletonMeta._instances.clear()
 
 
-@dataclass
+@dataclass(eq=False)  # as any object: it may be in a set, and what it holds is not compared
 class Box:
     """Holds one object: Ray leaves a reference alone that is inside another object."""
 
@@ -77,6 +79,8 @@ def decode_int32_meta_array(meta_info: Mapping[str, object], keys: str | Iterabl
 
     It is base64 text, bytes or any sequence; None where no key is there, or its value is null.
     """
+    import torch  # seconds, and 200 MB: only where it is needed; so below
+
     names = [keys] if isinstance(keys, str) else keys
     value: Any = next((meta_info[name] for name in names if name in meta_info), None)
     if value is None:
@@ -134,6 +138,8 @@ def group_by(iterable: Iterable[V], key: Callable[[V], K] | None = None) -> dict
 # ------------------------------------------------------------------------------------------------ accelerator
 def device_type() -> str:
     """Return `cuda` or `cpu`."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -145,25 +151,36 @@ def device_name(index: int | None = None) -> str:
 
 def device(index: int | None = None) -> torch.device:
     """Return a device."""
+    import torch
+
     return torch.device(device_name(index))
 
 
-def _of_gpu(name: str, without_gpu: object = None) -> Callable[..., Any]:
-    """Return the function of torch.cuda of that name; without a GPU it returns `without_gpu`."""
-
-    def call(*values: object) -> object:
-        return getattr(torch.cuda, name)(*values) if torch.cuda.is_available() else without_gpu
-
-    return call
+def current_device() -> int | torch.device:
+    """Return the number of the current GPU, or the CPU."""
+    return _of_gpu("current_device") if device_type() == "cuda" else device()
 
 
-set_device, synchronize, current_stream = map(_of_gpu, ("set_device", "synchronize", "current_stream"))
-current_device = _of_gpu("current_device", torch.device("cpu"))
-mem_get_info = _of_gpu("mem_get_info", (0, 0))
+def set_device(index: int) -> None:
+    """Make a GPU the current one."""
+    _of_gpu("set_device", index)
+
+
+def _of_gpu(name: str, *values: object, without_gpu: object = None) -> Any:
+    """Return what the function of torch.cuda of that name returns; without a GPU `without_gpu`."""
+    import torch
+
+    return getattr(torch.cuda, name)(*values) if torch.cuda.is_available() else without_gpu
+
+
+synchronize, current_stream = partial(_of_gpu, "synchronize"), partial(_of_gpu, "current_stream")
+mem_get_info = partial(_of_gpu, "mem_get_info", without_gpu=(0, 0))
 
 
 def autocast(**options: Any) -> torch.autocast:
     """Return a block of mixed precision."""
+    import torch
+
     return torch.autocast(device_type(), **options)
 
 
