@@ -143,6 +143,7 @@ def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
 FOLDERS = """
 --save run → --run-dir run
 --save run --load run/ → --run-dir run --resume
+--save run --load other → --run-dir run
 --save run --load other other:torch_dist → --run-dir run --megatron-checkpoint other
 --load other --ckpt-step 12 other:torch_dist → --megatron-checkpoint other/iter_0000012
 --save old --load old --ckpt-step 1 → --run-dir old_fusionrl --megatron-checkpoint old/iter_0000001 --resume

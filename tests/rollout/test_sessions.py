@@ -487,6 +487,21 @@ def test_a_rollout_that_ends_takes_its_sessions_back(folder: str) -> None:  # no
     assert (sample.status, sample.response_length) == (Sample.Status.ABORTED, 0)
 
 
+def test_the_events_of_a_stream_have_their_order_and_their_numbers() -> None:
+    """As the protocols' authors describe them; clients pass over numbers, and over what they miss."""
+    asked = TurnRequest([], model="m", wants_usage=True)
+    said = TurnReply("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    events = [line.decode().split("\n")[0].removeprefix("event: ") for line in anthropic_api.events(asked, said)]
+    assert events == ["message_start", *block, *block, "message_delta", "message_stop"]
+    told = [json.loads(line.decode().split("data: ")[1]) for line in responses_api.events(asked, said)]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    parts = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    calls = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    kinds = ["created", "in_progress", *parts, "output_item.done", *calls, "completed"]
+    assert [event["type"] for event in told] == [f"response.{kind}" for kind in kinds]
+
+
 def test_what_an_answer_says_of_its_end_and_its_tokens() -> None:
     asked = TurnRequest([], model="m", wants_usage=True)
     said = TurnReply("Hm.", (Call("call00000", "f", '{"x": 1}'),), "tool_calls", None, 10, 4, 5)
