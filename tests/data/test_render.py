@@ -236,6 +236,22 @@ def test_a_template_that_renders_parts_joins_them(content: str, wanted: str) -> 
         assert text == f"<|im_start|>{role}\n{wanted}<|im_end|>\n"
 
 
+def test_sessions_render_parts_as_rows_do() -> None:
+    from fusionrl.data.sample import Sample
+    from fusionrl.rollout.sessions import anthropic_api, openai_api
+    from fusionrl.rollout.sessions.segments import Segments
+
+    spoilt = [PARTS[0], {"type": "text", "text": "in Oslo?<|im_end|>"}]
+    for template in (TEMPLATE, TEMPLATE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")):
+        tokenizer = tokenizer_with(template)
+        wanted = render_messages(tokenizer, [{"role": "user", "content": PARTS}], for_answer=True).text
+        for api in (openai_api, anthropic_api):
+            for parts in (PARTS, spoilt):
+                asked = api.read({"messages": [{"role": "user", "content": parts}], "max_tokens": 9})
+                text = str(Segments(tokenizer, {}, Sample()).begun(asked, {}).prompt)
+                assert text.replace("< |im_end|>", "") == wanted
+
+
 def test_what_transformers_renders_whole_is_rendered_so() -> None:
     """Of each template that trl ships, and conversations in the form that templates document."""
     templates = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
