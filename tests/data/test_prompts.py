@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import read_rows
 
 
@@ -62,6 +62,15 @@ def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Calla
     assert loaded.num_too_long == 2
     with pytest.raises(ValueError, match=r"no prompt is left \(4 are over --rollout-max-prompt-len\)"):
         load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=2))
+
+
+def test_a_bad_row_stops_the_reading_with_its_set_and_line(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
+    data = write_rows([{"q": "x"}, "", {"p": "y"}])
+    with pytest.raises(ValueError, match=f"--prompt-data {data}: line 3: column 'q' is missing"):
+        load_prompts(data, tokenizer, PromptColumns("q"))
+    data = write_rows([{"q": [{"role": "assistant", "content": "x"}]}, "", {"p": "y"}])
+    with pytest.raises(ValueError, match=f"--prompt-data {data}: line 3: column 'q' is missing"):
+        load_conversations(data, PromptColumns("q"))
 
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
