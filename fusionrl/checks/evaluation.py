@@ -32,7 +32,7 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
         flag = "--eval-prompt-data" if file is None else f"--eval-config {file}: set {eval_set.name}:"
         where = f"{flag} {eval_set.name}:" if file is None else flag
         if not re.fullmatch(r"[\w-]+", eval_set.name, re.ASCII):
-            errors.append(f"{where} the name of a set is of letters, digits, '_' and '-'; rename it")
+            errors.append(f"{where} the name of a set has letters, digits, '_' and '-' only; rename it")
         if names.count(eval_set.name) > 1:
             errors.append(f"{where} two sets have this name; rename one")
         columns = replace(

@@ -1,7 +1,7 @@
 """Megatron's own checks of the values that it will get, made before anything starts.
 
 Megatron checks its configurations when they are built, in the trainers. Here they are built once for the plan, where a
-flag of Megatron's is passed through. What fusionrl's own flags may say is checked by the plan, and
+Megatron flag is passed through. What fusionrl's own flags may say is checked by the plan, and
 `tests/checks/test_megatron.py` holds that Megatron agrees.
 """
 

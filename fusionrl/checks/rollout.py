@@ -67,7 +67,7 @@ def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:
         return []
     drops = f"--dynamic-sampling-filter-path {path.rpartition('.')[2]} drops every group"
     if no_reward:
-        return [f"{drops} where there is no reward (--use-opd alone); leave it out"]
+        return [f"{drops} in a run without rewards (--use-opd alone); leave it out"]
     if path == NONZERO_STD and samples == 1:
         return [f"{drops} of --n-samples-per-prompt 1; use at least 2"]
     if path == ACCURACY and not any(low <= right / samples <= high for right in range(samples + 1)):

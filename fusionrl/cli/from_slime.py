@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def run_launch(argv: Sequence[str], program: str = "train") -> int:
-    """Run `fusionrl train` with the arguments of slime's `program`.py, and its defaults; returns the exit code."""
+    """Run `fusionrl train` with arguments and defaults as `program`.py of slime has; returns the exit code."""
     from fusionrl.compat.slime import command
 
     return command.run_launch(argv, program)

@@ -171,7 +171,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, object]]]:
         if torn is not None and (line is None or line["attempt"] <= attempt):
             raise ValueError(
                 f"{path}, line {torn}, is not a metrics line, and no kill explains it (the same attempt "
-                "goes on after it); repair or delete that line"
+                "continues after it); repair or delete that line"
             )
         if line is None:
             torn = number
@@ -181,7 +181,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, object]]]:
 
 
 def _parsed(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """(number from 1, end in bytes, content) of each line from byte `start` on; content None: it is no metrics line."""
+    """(number from 1, end in bytes, content) of each line from byte `start` on; content None: not a metrics line."""
     with path.open("rb") as file:
         file.seek(start)
         for number, text in enumerate(file, start=1):

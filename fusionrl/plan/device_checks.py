@@ -14,7 +14,7 @@ from fusionrl.models.quantization import BlockFp8
 FP32_ATTENTION = ("torch_native", "triton", "flex_attention")
 """SGLang's attention on GPUs that takes fp32; FlashAttention and its like are compiled for 16 bits and less."""
 CPU_DRAFTERS = ("NGRAM",)
-"""Values of SGLang's --speculative-algorithm with which an engine runs on a CPU (`cpu/speculation.py`)."""
+"""Values of --sglang-speculative-algorithm with which an engine runs on a CPU (`cpu/speculation.py`)."""
 _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 

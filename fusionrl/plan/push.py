@@ -234,7 +234,7 @@ def plan_push(
 ) -> PushPlan:
     """Buckets of at most `max_bytes` (one larger tensor, or two of `TOGETHER`, stand alone), each tensor once.
 
-    `tensors` are all of the model's, in the order of export; `num_experts` is of one layer.
+    `tensors` are all of the model's, in the order of export; `num_experts` counts those of one layer.
     """
     streams: dict[tuple[int, ...], list[PushTensor]] = {}
     for tensor in tensors:

@@ -262,7 +262,7 @@ def test_evaluation_sets_of_a_file(
     of_input, of_label = found(f"name: a, path: {other}")
     one([of_input], f"set a: {other}: line 1: column 'input' is missing", "input_key question?")
     one([of_label], f"set a: {other}: line 1: column 'label' is missing", "label_key answer?")
-    one(found(good.replace("name: a", "name: a.b")), "set a.b: the name of a set is of letters")
+    one(found(good.replace("name: a", "name: a.b")), "set a.b: the name of a set has letters")
     one(found(f"name: a, path: {other}, tempo: 1"), "datasets[0].tempo: unknown key")
     one(found(good, eval_prompt_data=["a", str(other)]), "--eval-config", "--eval-prompt-data exclude each other")
     one(found(good, keep_checkpoints=1, keep_best="eval/b/accuracy", eval_interval=1), "it can be eval/a/accuracy")

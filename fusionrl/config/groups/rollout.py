@@ -32,7 +32,7 @@ class RolloutGroup(Group):
     )
     max_turns: int = of_agents(8, "Maximum model turns in one sample of an agent.", ge=1)
     max_tool_response_len: int = of_agents(1024, "Maximum tokens of one tool response; the rest is cut.", ge=1)
-    tool_timeout_s: float = of_agents(60.0, "Time limit of a tool call, seconds; the model is told of a timeout.", gt=0)
+    tool_timeout_s: float = of_agents(60.0, "Seconds a tool call may take; then the model gets an error message.", gt=0)
     agent_path: str | None = of_agents(
         None, "`agent(args, sample, base_url, api_key)` of fusionrl.rollout.sessions.generate (docs/guides/agents.md)."
     )

@@ -19,7 +19,7 @@ Change = tuple[str, Config]
 def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config], MemoryReport | None]) -> str | None:
     """Flags of the first change that fits with a margin, from the cheapest to the dearest; None: none of them does.
 
-    `config` is of the plan that does not fit; `try_plan` estimates another one, None: such a plan cannot be.
+    `config` belongs to the plan that does not fit; `try_plan` estimates another one, None: such a plan cannot be.
     """
     report, prefix = try_plan(config), ""
     while report is not None and report.starved is not None:
