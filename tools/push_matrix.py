@@ -36,6 +36,7 @@ from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import EngineTarget
+from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.ray_cluster import actor_on, start_ray
@@ -188,7 +189,7 @@ class Bench:
         self.holds = dict.fromkeys(engines, 0)  # engine → number of the weights that it has
         self.engines = {
             index: actor_on(EngineWorker, None, None, env=None, max_concurrency=8).remote(
-                self._spec(index, server_args), str(folder / f"engine-actor-{index}.log")
+                self._spec(index, server_args), str(folder / f"engine-actor-{index}.log"), ProcessSettings(0o022)
             )
             for index in engines
         }

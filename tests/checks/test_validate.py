@@ -23,7 +23,7 @@ from tests.tiny_model import make_fp8, make_tiny_qwen3
 
 Errors = Callable[..., list[str]]
 SESSIONS, AGENT = "fusionrl.rollout.sessions.generate", "tests/rollout/session_agents.py:blocking"
-HALVE, GENERATE = "tests/buffer/buffer_hooks.py:halve", "tests/e2e/slime_functions.py:two_answers"
+RATIOS, GENERATE = "tests/buffer/buffer_hooks.py:ratios", "tests/e2e/slime_functions.py:two_answers"
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"rm_format_regex": "(a"}, ["--rm-format-regex (a", "no regular expression"]),
         ({"overlong_buffer_len": 5}, ["--overlong-buffer-len 5 is longer than --rollout-max-response-len 4"]),
         ({"overlong_penalty_factor": 0.5}, ["--overlong-penalty-factor", "without --overlong-buffer-len"]),
-        ({"length_penalty_coef": 0.5, "custom_reward_post_process_path": HALVE}, ["0.5 and --custom-reward-post-pro"]),
+        ({"length_penalty_coef": 0.5, "custom_reward_post_process_path": RATIOS}, ["0.5 and --custom-reward-post-pro"]),
         ({"rollout_max_response_len": None}, ["--rollout-max-response-len is required"]),
         ({"mode": "eval"}, ["--eval-prompt-data is required"]),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,14 +14,17 @@ from tests.e2e.launch import Launched
 
 
 def writer_of(log: Path) -> int:
-    """The process whose output is this file. Ray's actors cannot be told apart by their command lines."""
+    """The process whose output is this file, not a child of it that writes there too: the Buffer, not a reward process.
+
+    Ray's actors cannot be told apart by their command lines.
+    """
+    writers = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError, psutil.NoSuchProcess):  # it ended meanwhile
             if os.readlink(entry / "fd" / "1") == str(log):
-                return int(entry.name)
-        except OSError:
-            continue
-    raise AssertionError(f"no process writes {log}")
+                writers.append(psutil.Process(int(entry.name)))
+    (writer,) = (process for process in writers if process.ppid() not in {other.pid for other in writers})
+    return writer.pid
 
 
 def kill_and_check(launched: Launched, folder: Path, is_time: Callable[[], bool], log: str, name: str) -> None:
