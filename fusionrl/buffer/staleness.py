@@ -1,7 +1,7 @@
 """Staleness of samples: the versions of the weights that sampled their tokens, and the bound on them.
 
-Versions count pushes. A rollout may take several optimizer steps, and several rollouts may be trained between two
-pushes, so `StepStaleness` also counts optimizer steps, the unit in which weights move.
+A token's version counts the rollouts that its weights were trained on; the controller's counts pushes, of which there
+may be one for several rollouts. `StepStaleness` counts optimizer steps, of which a rollout may have several.
 """
 
 from __future__ import annotations

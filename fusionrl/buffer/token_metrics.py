@@ -1,6 +1,6 @@
 """Numbers over the trained tokens of a rollout: staleness, and the distance to a teacher.
 
-Staleness is how many pushes lie between the weights that sampled a token and those that train on it.
+Staleness is how many trained rollouts lie between the weights that sampled a token and those that train on it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _mean(counts: Counter[int]) -> float:
 def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[str, float]:
     """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
 
-    ages         of each sample: pushes between the weights that sampled and those that train -> number of tokens
+    ages         of each sample: rollouts trained between sampling weights and training weights -> number of tokens
     num_unknown  trained tokens of an unknown version
     """
     ages = [sample_ages for sample_ages in ages if sample_ages]
@@ -88,7 +88,7 @@ def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[s
 
 
 def _histogram(ages: Counter[int]) -> dict[int, float]:
-    """Age in pushes -> share, of those that occur and of 0."""
+    """Age in rollouts -> share, of those that occur and of 0."""
     shares: Counter[int] = Counter({0: 0})
     for age, count in ages.items():
         shares[min(age, LAST_BIN)] += count

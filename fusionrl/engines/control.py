@@ -109,7 +109,7 @@ class EngineControl:
     def update_weights_from_tensor(
         self, serialized: list[str], *, load_format: str | None, version: str | None, flush_cache: bool
     ) -> None:
-        """Load tensors that the payload holds or points to; see `fusionrl.engines.payload`.
+        """Load tensors that the payload holds or points to; see `fusionrl.engines.weight_payload`.
 
         `serialized` has one base64 string for each tensor-parallel rank of this engine.
         """

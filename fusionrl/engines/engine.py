@@ -109,7 +109,7 @@ class EngineActor(EngineControl):
         if model.architecture in _HEADS_WITH_BIAS and "score.bias" not in stored_tensors(path, flag):
             import torch
 
-            from fusionrl.engines.payload import by_value
+            from fusionrl.engines.weight_payload import by_value
 
             zeros = by_value([("score.bias", torch.zeros(model.num_labels))])
             self.begin_weight_update()

@@ -21,8 +21,8 @@ from fusionrl.models.scorers import read_scorer
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 
-LOADER = "fusionrl.engines.payload.load"
-"""Load format of a payload that `fusionrl.engines.payload` takes apart; engines on a CPU are started with it."""
+LOADER = "fusionrl.engines.weight_payload.load"
+"""Load format of a payload that `fusionrl.engines.weight_payload` takes apart; engines on a CPU are started with it."""
 
 # These back ends need no GPU kernel (`cpu_attention` registers its own); without sleep_on_idle an idle scheduler
 # burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a

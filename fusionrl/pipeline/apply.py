@@ -93,7 +93,7 @@ def _lease(state: State, knobs: Knobs, event: events.Fetch) -> None:
     for ordinal in event.ordinals:
         group = state.groups[ordinal]
         assert group.phase == "ready", group
-        # The bound on staleness is enforced here, at the optimizer.
+        # The bound on staleness holds when trainers fetch; they check it again before the optimizer.
         staleness = event.version - group.born
         assert staleness <= knobs.max_staleness, f"group {ordinal} is {staleness} versions old"
     for ordinal in event.ordinals:

@@ -9,7 +9,7 @@
 | groups of parameters in a checkpoint | found by what they hold | by their rates, too: a resume with others fails |
 | checkpoint values outside shards | common.pt | a shard, but common.pt where that is: it must be among the files |
 | the backend in a checkpoint's metadata.json | checked | not read: `trainer/checkpoint.py` checks it |
-| what makes a storage of a pickle | torch's function | its own, which SGLang refuses: `engines/payload.py` renames it |
+| what makes a storage of a pickle | torch's function | its own, which SGLang refuses: `weight_payload.py` renames it |
 | names of Transformer Engine without it | some are missing | others are missing |
 """
 

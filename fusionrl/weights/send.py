@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.base.torch_stores import create_group_store, join_group_store
-from fusionrl.engines.payload import SharedBuffer, by_value, map_segment
 from fusionrl.engines.spec import LOADER
+from fusionrl.engines.weight_payload import SharedBuffer, by_value, map_segment
 from fusionrl.models.fp8 import quantized
 from fusionrl.observe.spans import note, span
 from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, own_experts, plan_push

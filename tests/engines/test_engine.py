@@ -29,9 +29,9 @@ from fusionrl.engines.engine import EngineActor
 from fusionrl.engines.forked_server import ForkedMinder
 from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
-from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import LOADER
+from fusionrl.engines.weight_payload import SharedBuffer, by_value
 from fusionrl.rollout.sglang_rollout import sampling_params, stream_generate
 from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3

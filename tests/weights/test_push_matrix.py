@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fusionrl.engines.http import call
-from fusionrl.engines.payload import by_value
+from fusionrl.engines.weight_payload import by_value
 from fusionrl.weights.verify import WeightMismatch
 from tools import push_matrix
 from tools.push_matrix import EXECUTORS, LAYOUTS, Bench, bench

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from fusionrl.base.torch_stores import create_group_store
 from fusionrl.engines.external_engine import AttachedEngine
-from fusionrl.engines.payload import take
 from fusionrl.engines.spec import LOADER
+from fusionrl.engines.weight_payload import take
 from fusionrl.models import convert
 from fusionrl.models.families import Rule, model_rules
 from fusionrl.models.fp8 import quantized

@@ -10,7 +10,7 @@ import pybase64
 import pytest
 import torch
 
-from fusionrl.engines.payload import SharedBuffer, by_value, map_segment, take
+from fusionrl.engines.weight_payload import SharedBuffer, by_value, map_segment, take
 from tests.own_process import run_code
 
 
@@ -64,7 +64,7 @@ def test_a_segment_of_a_sender_that_is_gone_is_refused() -> None:
 def test_a_sender_imports_nothing_of_sglang() -> None:
     """In a process of its own: others of this one's tests read SGLang's flags."""
     run_code(
-        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.payload import SharedBuffer, by_value\n"
+        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.weight_payload import SharedBuffer, by_value\n"
         "shared = SharedBuffer(24); shared.payload([('a', shared.flat.view(torch.float32).view(2, 3))])\n"
         "by_value([('a', torch.ones(2))]); assert 'sglang' not in sys.modules"
     )
