@@ -189,7 +189,11 @@ def test_a_teacher_that_does_not_fit(
     data = str(write_rows([{"input": "1+1=", "label": "2"}], "eval.jsonl"))
     one(opd(rm_type=None, eval_prompt_data=["a", data]), "an evaluation needs a reward")
     nonzero = "fusionrl.rollout.filters.check_reward_nonzero_std"
-    one(opd(rm_type=None, dynamic_sampling_filter_path=nonzero), "check_reward_nonzero_std drops every group", "--use-opd")
+    one(
+        opd(rm_type=None, dynamic_sampling_filter_path=nonzero),
+        "check_reward_nonzero_std drops every group",
+        "--use-opd",
+    )
 
 
 def test_a_process_reward_model_that_does_not_fit(
