@@ -333,7 +333,7 @@ MILES_CASES: Sequence[Case] = (
         ("miles.rollout.generate_hub.benchmarkers.generate_with_random_osl",),
         (
             *("--custom-generate-function-path", "miles.rollout.generate_hub.benchmarkers.generate_with_random_osl"),
-            *("--rollout-max-context-len", "48", "--rm-type", "math"),
+            *("--rollout-max-context-len", "14", "--rm-type", "math"),
         ),
         evidence=(
             _of_groups(
