@@ -86,6 +86,7 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find the one module; all others are for the other finders."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
         if spec is None or type(spec.loader) is not SourceFileLoader:
             return None

@@ -58,6 +58,7 @@ def group_chains(root: Path = ROOT) -> list[list[Path]]:
 
 
 def limited_groups(root: Path = ROOT) -> list[MemoryGroup]:
+    """Return the groups of this process that have a limit."""
     groups = []
     for folder in _folders(root):
         for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):

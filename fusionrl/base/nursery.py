@@ -64,6 +64,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class Order:
+    """The input of a nursery."""
+
     key: str
     branches: list[Branch]
 
@@ -77,6 +79,7 @@ class Order:
 
 
 def main() -> None:
+    """Read the modules and the orders from standard input, import, and fork on request."""
     _end_with_parent()
     raise_open_files()  # as those do from which its forks would otherwise be started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -167,6 +170,7 @@ def _not_yet(arguments: list[str]) -> None:
 
 
 def serve(imported: ImportedBranch, listener: socket.socket, key: str) -> NoReturn:
+    """Fork for each request that has the key, until standard input is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what has ended
     ready = select.poll()
     ready.register(listener, select.POLLIN)

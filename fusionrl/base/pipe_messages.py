@@ -11,6 +11,7 @@ LENGTH = struct.Struct("!Q")
 
 
 def frame(message: object) -> bytes:
+    """A message as it is sent."""
     data = pickle.dumps(message)
     return LENGTH.pack(len(data)) + data
 

@@ -108,6 +108,7 @@ class BufferActor(StreamMessages):
         return {"phase": self._phase, "seconds": time.monotonic() - self._phase_since, **self.source.cursor()}
 
     async def metrics(self) -> dict[str, float]:
+        """Metrics of the last finished rollout."""
         return dict(self._last_metrics)
 
     async def abort(self) -> None:

@@ -64,6 +64,7 @@ class AdmissionSource:
         _in_call.set(True)
 
     def end(self) -> None:
+        """End all waits."""
         self._is_ending.set()
 
     def get_samples(self, num_samples: int) -> Groups:

@@ -84,6 +84,7 @@ class RolloutDataSourceWithBuffer:
 
     @property
     def num_drawn(self) -> dict[str, int]:
+        """Prompts drawn of each set so far, over all epochs."""
         drawn = [sequence.num_drawn for sequence in self._mixture.sequences]
         return dict(zip(self._names, drawn, strict=True))
 
@@ -94,6 +95,7 @@ class RolloutDataSourceWithBuffer:
 
     @property
     def offset(self) -> int:
+        """Prompts drawn in this epoch."""
         return sum(self.num_drawn.values()) % max(1, len(self))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -136,6 +138,7 @@ class RolloutDataSourceWithBuffer:
         self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:
+        """Number of groups that were handed back."""
         return len(self.buffer)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:

@@ -105,6 +105,7 @@ class HookBorder:
         return Teacher(ends.teacher_urls, ends.api_key, self._plan.shape.vocab_size)
 
     def policy_urls(self) -> list[str]:
+        """Return the addresses of the policy's engines and of their router."""
         ends = self._endpoints
         return [url for url in (ends.router_url, *ends.engine_urls) if url]
 

@@ -51,6 +51,7 @@ class PromptSource:
         return user_code(f"--data-source-path {path}", path, only_theirs=True)
 
     def counts(self) -> dict[str, int]:
+        """Return the number of prompts, and of those left out as too long."""
         with self.guarded():
             num_prompts = len(self.hooked) if self.hooked is not None else 0
         return {"num_prompts": num_prompts, "num_too_long": getattr(self.hooked, "num_too_long", 0)}
@@ -61,9 +62,11 @@ class PromptSource:
         return {sample.metadata.get("rm_type") for sample in prompts if isinstance(sample.metadata, dict)}
 
     def cursor(self) -> dict[str, object]:
+        """Return how far the data is read, where the data source says so."""
         return {name: getattr(self.hooked, name, None) for name in ("epoch", "offset")}
 
     def state(self) -> dict[str, object] | None:
+        """Return the state of now; None without a data source."""
         if self.hooked is None:
             return None
         if not hasattr(self.hooked, "state_dict"):
@@ -99,6 +102,7 @@ class PromptSource:
             self.hooked.add_samples(groups)
 
     def keep(self, rollout_id: int) -> None:
+        """Remember the state of now as that right after rollout `rollout_id`."""
         self.keep_with(rollout_id, self.state(), None)
 
     def keeps(self, rollout_id: int) -> bool:

@@ -119,6 +119,7 @@ def spread(num_samples: int, count: int) -> list[int]:
 
 
 def glimpse(sample: Sample, reward: float) -> Glimpse:
+    """Return what a line about a sample shows."""
     return Glimpse(
         index=sample.index,
         prompt=ending(prompt_text(sample.prompt), _SHOWN),

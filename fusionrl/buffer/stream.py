@@ -110,6 +110,7 @@ class Stream(LoopThread):
         return True
 
     def pushed(self, version: int) -> None:
+        """Note that the engines have new weights, of the name `version`."""
 
         def note() -> None:
             self._label = version

@@ -54,6 +54,7 @@ class TokenCounts:
         self._begun[ordinal] = group
 
     def generated(self, ordinal: int, samples: Sequence[Sample]) -> None:
+        """Count the samples of a group that the engines have answered."""
         self._begun.pop(ordinal, None)
         self._made[ordinal] = samples
         for sample in samples:

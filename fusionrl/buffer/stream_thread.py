@@ -36,6 +36,7 @@ class LoopThread:
         started.result()
 
     def stop(self) -> None:
+        """End everything that is under way."""
         if self._thread is not None and self._thread.is_alive():
             self._is_ending = True
             with suppress(RuntimeError):  # it has just ended

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class BatchedAttentionBackend(TorchNativeAttnBackend):
+    """SGLang's torch attention backend, computed for all requests of a batch at once."""
+
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
         self._plans: dict[int | None, AttentionPlan] = {}

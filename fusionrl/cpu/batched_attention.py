@@ -62,6 +62,8 @@ class Group:
 
 @dataclass(frozen=True)
 class AttentionPlan:
+    """The calls of one forward pass."""
+
     groups: tuple[Group, ...]
     places: Tensor | None  # [T] of each token's output in those of the groups, one after the other; None: in order
 

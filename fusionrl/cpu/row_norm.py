@@ -37,6 +37,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RowNorm(torch.nn.RMSNorm):
+    """torch's module, computed by `rms_norm`."""
+
     def forward(self, hidden: Tensor) -> Tensor:
+        """[..., h] → the same shape."""
         assert self.eps is not None
         return rms_norm(hidden, self.weight, self.eps)

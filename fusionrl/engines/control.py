@@ -145,6 +145,7 @@ class EngineControl:
         self._post("/update_weights_from_distributed", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the group."""
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     @phase("load weights")

@@ -210,6 +210,7 @@ class EngineActor(EngineControl):
 
 
 def node_id() -> str:
+    """Return the name of this process's node: Ray's, or without Ray the host's."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().get_node_id())

@@ -121,6 +121,7 @@ class ChildProcess:
         return self._minder.poll()
 
     def wait_exit(self, timeout_s: float) -> bool:
+        """Return whether the command has ended within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._poll() is None:
             if time.monotonic() > deadline:

@@ -163,6 +163,7 @@ def start_command(command: Sequence[str], stdin: int, output: int | None) -> int
 
 
 def end_with_parent() -> None:
+    """Let this process be killed when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -91,6 +91,7 @@ class EngineSpec:
 
     @property
     def ranks_here(self) -> int:
+        """Return the tensor-parallel ranks on this node."""
         return self.tp_size // self.num_nodes
 
     def __post_init__(self) -> None:

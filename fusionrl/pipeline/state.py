@@ -45,6 +45,7 @@ class EndedGroups:
     beyond: set[int] = field(default_factory=set)
 
     def add(self, ordinal: int) -> None:
+        """Note that a group has ended."""
         assert ordinal not in self, ordinal
         self.beyond.add(ordinal)
         while self.frontier in self.beyond:
@@ -92,6 +93,7 @@ class State:
     failure: str = ""
 
     def of(self, *phases: Phase) -> list[Group]:
+        """Return the groups of these phases, in no order."""
         return [group for group in self.groups.values() if group.phase in phases]
 
     def unready(self) -> list[Group]:

@@ -233,10 +233,12 @@ def quotation(text: str) -> bool:
 
 # -------------------------------------------------------------------------------- case, punctuation, language
 def english_capital(text: str) -> bool:
+    """English, in capital letters alone."""
     return text.isupper() and response_language(text, "en")
 
 
 def english_lowercase(text: str) -> bool:
+    """English, without capital letters."""
     return text.islower() and response_language(text, "en")
 
 
@@ -247,6 +249,7 @@ def capital_word_frequency(text: str, capital_frequency: int, capital_relation: 
 
 
 def no_comma(text: str) -> bool:
+    """Not a single comma."""
     return "," not in text
 
 

@@ -230,6 +230,7 @@ def read_truth(label: object) -> str:
 
 
 def math_verl(response: str, label: object) -> float:
+    """`grade_answer_verl` as a reward of 0 or 1."""
     return float(grade_answer_verl(response, label))
 
 

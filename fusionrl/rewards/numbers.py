@@ -57,6 +57,7 @@ def is_equal_number(first: Number, second: Number) -> bool:
 
 
 def hundredth(number: Number) -> Number:
+    """Return a number divided by 100, exactly."""
     if isinstance(number, Fraction):
         return number / 100
     sign, digits, exponent = number.as_tuple()

@@ -46,6 +46,8 @@ MODEL = "reward_model"  # an engine's, by --rm-model: see `reward_model.py`
 
 
 class Part(NamedTuple):
+    """One term of --rm-type."""
+
     name: str  # of RM_TYPES, or MODEL
     is_boxed: bool
     weight: float
@@ -112,6 +114,7 @@ def asks_model(rm_type: str | None) -> bool:
 
 
 def runs_programs(rm_type: str | None) -> bool:
+    """Return whether a part of it runs programs in the sandbox."""
     return any(RM_TYPES[name].runs_programs for name in _names(rm_type) - {MODEL})
 
 

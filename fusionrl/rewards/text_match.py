@@ -35,6 +35,7 @@ def read_text(label: object) -> str:
 
 
 def exact(response: str, label: object) -> float:
+    """1 where the response, stripped, is the label."""
     return float(response.strip() == str(label).strip())
 
 
@@ -45,6 +46,7 @@ def last_number(response: str, label: object) -> float:
 
 
 def read_number_label(label: object) -> numbers.Number:
+    """Return a label as a number. Raises ValueError if it is none."""
     if label is None:
         raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
     number = numbers.read_number(str(label))

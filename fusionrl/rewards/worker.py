@@ -81,6 +81,7 @@ def _attributes(sample: Sample) -> dict[str, bytes]:
 
 
 def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
+    """Score one sample after the other."""
     connection.sendall(READY)
     while True:
         job = _Job(*receive(connection))
@@ -177,6 +178,7 @@ async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, num
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Take the log level, secrets and connection over; score until the pool closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_whole_lines()
     answer_with_stacks()

@@ -35,6 +35,7 @@ _own: ContextVar[Namespace | None] = ContextVar("own", default=None)  # the one 
 
 
 def sampling_params(args: Namespace) -> dict[str, Any]:
+    """SGLang's sampling parameters of a rollout, from the flags."""
     params = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -69,6 +70,7 @@ def request_limit(args: Namespace) -> int:
 
 
 def new_client(args: Namespace) -> GenerateClient:
+    """Open a client of the engines for the event loop that uses it."""
     return GenerateClient(
         args.router_url,
         args.api_key,

@@ -26,6 +26,7 @@ class SamplesInFlight:
 
     @contextmanager
     def note(self, stage: str, sample: Sample) -> Iterator[None]:
+        """Note within the block that the sample is generated, or scored."""
         key = object()
         with self._lock:
             self._now[key] = (stage, sample.index, self._clock())

@@ -62,6 +62,8 @@ RolloutFnOutput = RolloutFnTrainOutput | RolloutFnEvalOutput
 
 @dataclass(frozen=True)
 class GenerateFnInput:
+    """The sample to generate, and its sampling parameters."""
+
     state: GenerateState
     sample: Sample
     sampling_params: dict[str, Any]

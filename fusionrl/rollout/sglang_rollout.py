@@ -128,6 +128,7 @@ async def _abort_requests(args: Namespace, tasks: Iterable[Task], timeout_s: flo
 
 # ------------------------------------------------------------------------------------------------ a rollout
 async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
+    """Generate `args.rollout_batch_size` groups on the running event loop."""
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
     async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:

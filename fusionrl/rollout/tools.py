@@ -50,6 +50,7 @@ def function_schema(name: str, description: str, **parameters: str) -> dict[str,
 
 
 def tool_name(tool: Tool) -> str:
+    """The name by which the model calls it."""
     return str(tool.schema["function"]["name"])
 
 

@@ -34,6 +34,7 @@ def keeping_draws() -> Iterator[None]:
 
 
 def keeps_draws() -> bool:
+    """Return whether the code that runs is in a block of `keeping_draws`."""
     return _keeps_draws.get()
 
 

@@ -146,6 +146,7 @@ def fill_versions(
 
 
 def take_warnings() -> list[str]:
+    """Warnings since the last call."""
     with _lock:
         collected = list(_warnings)
         _warnings.clear()

@@ -92,6 +92,7 @@ class ProcessHardware:
         self._meter = Meter(self._devices)
 
     def facts(self) -> dict[str, object]:
+        """Return what does not change in a run."""
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -30,6 +30,8 @@ class ActorDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
+    """One actor."""
+
     name: str  # as messages use it: "trainer rank 3", "the Buffer", "engine 1"
     handle: ActorHandle
     log: Path

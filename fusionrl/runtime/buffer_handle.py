@@ -162,6 +162,7 @@ class BufferHandle:
         return self.actor.load.remote(str(folder / "buffer.json"))
 
     def state_hash(self, rollout_id: int | None = None) -> str:
+        """SHA-256 of the Buffer's state, of now or right after a rollout."""
         return get(self.actor.state_hash.remote(rollout_id))
 
     def close(self) -> None:
@@ -178,6 +179,7 @@ class StreamHandle:
         self._buffer, self._supervisor = buffer, supervisor
 
     def start(self, num_trained: int) -> None:
+        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
         get(self._buffer.actor.begin_stream.remote(num_trained))
 
     def next_rollout(self, rollout_id: int) -> PendingRound:

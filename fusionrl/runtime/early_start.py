@@ -136,6 +136,7 @@ class EarlyStart:
 
 
 def nursery_environment() -> dict[str, str]:
+    """Return the environment of a nursery that this process starts."""
     paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     env = child_environment("guard") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env.setdefault("MKL_CBWR", "AUTO")  # see `Launcher`: MKL may read it before a fork is a trainer

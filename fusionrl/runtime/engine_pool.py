@@ -38,10 +38,12 @@ class RoutedEngines:
         self.recovery: Recovery | None = None  # --use-fault-tolerance
 
     def make(self, num_engines: int) -> None:
+        """Make the actors, whose servers are not started yet."""
         numbers = range(self._first, self._first + num_engines)
         self.engines = [self._launcher.make_engine("engine", number) for number in numbers]
 
     def start_router(self) -> str:
+        """Start the router, still empty; return its address, or "" without engines."""
         if not self.engines:
             return ""
         self.router = self._launcher.make_router(self._router_name)
@@ -63,6 +65,7 @@ class RoutedEngines:
             )
 
     def count_faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: the deaths so far."""
         return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
 
     def check_router(self) -> None:
@@ -218,10 +221,12 @@ class EnginePool(RoutedEngines):
     # ------------------------------------------------------------------------------------ recovery
     @property
     def is_recovering(self) -> bool:
+        """Return whether engines that die are replaced (--use-fault-tolerance)."""
         return self.recovery is not None
 
     @property
     def num_out(self) -> int:
+        """Engines of the policy that died and do not serve yet."""
         return self.recovery.num_out if self.recovery is not None else 0
 
     def finish_starts(self, with_evaluation: bool = False) -> bool:

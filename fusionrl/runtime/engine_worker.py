@@ -16,6 +16,8 @@ from fusionrl.runtime.actor_process import (
 
 
 class EngineWorker(ActorProcess, EngineActor):
+    """An engine's actor process."""
+
     def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings) -> None:
         settings.apply()
         log_to(log, spec.log_name.removesuffix(".log"))
@@ -28,6 +30,7 @@ class EngineWorker(ActorProcess, EngineActor):
         return super().start()
 
     def open_hardware(self) -> None:
+        """Find the devices, and take CPUs near them."""
         if self._hardware is None:
             ordinals = self.spec.gpu_ids if self.spec.device == "cuda" else ()
             self._hardware = ProcessHardware(ordinals, binds=self._binds)

@@ -51,6 +51,8 @@ _ALIKE = ("quantization", "context_length", "allow_auto_truncate")
 
 @dataclass
 class ExternalEngine:
+    """An engine that another program started, and what the run knows of it."""
+
     index: int
     url: str
     actor: ActorHandle

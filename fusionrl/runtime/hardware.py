@@ -35,6 +35,8 @@ _RAY = ("raylet", "gcs_server")
 
 
 class HardwareMetrics:
+    """Collects hardware numbers from the processes of a run."""
+
     def __init__(
         self,
         plan: Plan,

@@ -71,6 +71,7 @@ class Launcher:
 
     @property
     def is_running(self) -> bool:
+        """Return whether actors can be asked."""
         return is_running()
 
     # ------------------------------------------------------------------------------------ start
@@ -203,6 +204,7 @@ class Launcher:
         return actors
 
     def make_buffer(self) -> ActorHandle:
+        """The Buffer's actor, not yet set up."""
         log = self._log("buffer")
         actor = actor_on(BufferWorker, None, None, env=self._own_env()).remote(
             self._config,

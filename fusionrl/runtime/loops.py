@@ -118,6 +118,7 @@ MODES: dict[str, Loop] = {"sft": sft, "reject-sampling": reject_sampling, "eval"
 
 
 def choose_loop(config: Config) -> Loop:
+    """The function that runs this configuration."""
     if config.run.debug_rollout_only:
         return rollout_only
     if config.run.debug_train_only and config.run.mode == "rl":

@@ -40,6 +40,7 @@ class Profiling:
         self._first_step = 0  # of the profile under way; 0: none is
 
     def begin(self, step: int) -> None:
+        """Start the profilers if a step begins that --profile-steps names."""
         order = self._order
         if order is None or self._first_step or not order.has(step):
             return

@@ -57,6 +57,7 @@ class ProgressProbes:
         return loads[:_MOST_ENGINES]
 
     def progress(self) -> Sequence[str]:
+        """Ask the Buffer about rollouts and rewards, in words."""
         if not self._buffer.is_started:
             return []
         answer = self._buffer.actor.progress.remote()
@@ -104,6 +105,7 @@ def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
 
 
 def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
+    """Look at the run's processes on nodes of the cluster."""
     task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(_look_at)
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
     looks = [task.options(scheduling_strategy=place).remote(str(logs)) for place in places]

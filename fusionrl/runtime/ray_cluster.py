@@ -51,6 +51,8 @@ _PROBE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Bundle:
+    """One device: where it is, and how to schedule on it."""
+
     index: int  # position in the sorted order that the plan counts by
     group_index: int  # index inside the placement group
     node_id: str

@@ -70,6 +70,7 @@ class Recovery:
 
     @property
     def num_out(self) -> int:
+        """Engines that are not in the router."""
         return len(self._starting) + len(self._started)
 
     def begin_round(self) -> None:

@@ -43,6 +43,8 @@ _MASK_HOOKS = (
 
 
 class Reporter:
+    """Says what a run does, and how it goes."""
+
     def __init__(
         self, config: Config, path: Path, metrics: MetricsSink, progress: Progress, is_fp32: bool = False
     ) -> None:
@@ -53,6 +55,7 @@ class Reporter:
         self._last_values: dict[str, float] = {}
 
     def status(self, text: str) -> None:
+        """Show which phase of a step the run is in."""
         self._progress.status(text, recurs=True)
 
     def print(self, text: str) -> None:
@@ -120,6 +123,7 @@ class MismatchWatch:
     def look(
         self, step: int, values: dict[str, float], functions: Sequence[str] = (), changed_by: Sequence[str] = ()
     ) -> str | None:
+        """The warning about a step's metrics, if any; `functions` as of `mask_functions`."""
         metrics = {name.removeprefix("train/"): value for name, value in values.items() if name.startswith("train/")}
         mean = sum(self._earlier) / len(self._earlier) if self._earlier else None
         warning = mismatch_warning(metrics, self._limits, mean, functions, changed_by)
@@ -132,6 +136,7 @@ class MismatchWatch:
 
 
 def mask_functions(config: Config) -> list[str]:
+    """The user's functions that may write masks and log-probs of samples, each with its flag."""
     defaults, values = vars(Config().to_args()), vars(config.to_args())
     paths = [(name, path) for name, path in hook_paths(values) if name in _MASK_HOOKS and path != defaults[name]]
     return [f"{flag_of(name)} {path}" for name, path in paths]

@@ -126,6 +126,7 @@ class Actors:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 
     def check_engines(self, is_generating: bool) -> None:
+        """Raise where an engine is dead that is not replaced."""
         self.engines.check(is_generating)
         self.external_engines.look()
 

@@ -57,6 +57,7 @@ class Run:
                 self.actors.engines.release_memory()
 
     def begin_stream(self) -> None:
+        """Begin to generate without pause; the engines have their weights."""
         self.make_room_for_engines()
         self.actors.buffer.stream.start(self.first_rollout)
 
@@ -111,6 +112,7 @@ class Run:
         return None if self.plan.transport is None else self.actors.weights.version
 
     def validate(self, step: int) -> dict[str, float]:
+        """Validation losses of --mode sft, and say them."""
         self.reporter.status("validating")
         with phase("validate", step=step):
             values = self.actors.trainers.validation_losses(self.actors.buffer.validation_shards())
@@ -119,10 +121,12 @@ class Run:
 
     @property
     def is_eval_first(self) -> bool:
+        """Return whether there is an evaluation before the first step."""
         return self.config.eval.has_sets and not self.config.eval.skip_eval_before_train and self.first_rollout == 0
 
     @property
     def has_eval_engines(self) -> bool:
+        """Return whether evaluations run during training, on separate engines."""
         return bool(self.plan.eval_bundles)
 
     def free_eval_engines(self, step: int) -> dict[str, float]:
@@ -161,5 +165,6 @@ class Run:
             )
 
     def save(self) -> None:
+        """Publish a checkpoint of what is trained, and wait until it is there."""
         self.saver.save(self.last_trained, self.reporter.recorded(self.last_trained + 1))
         self.saver.finish()

@@ -31,6 +31,8 @@ class _Pending:
 
 
 class Saver:
+    """Checkpoints of the trainers and of the data cursor."""
+
     def __init__(
         self,
         config: Config,

@@ -65,12 +65,14 @@ class Step:
                 self._run.stop.check()
 
     def generate(self) -> Rollout:
+        """Start the rollout and wait for it."""
         with phase("generate", step=self.number):
             rollout = self._run.wait_rollout(self._run.start_rollout(self.rollout_id))
         self.values |= rollout.metrics
         return rollout
 
     def fetch(self) -> Rollout:
+        """Wait for the next rollout of the stream."""
         run = self._run
         with phase("fetch", step=self.number):
             rollout = run.wait_rollout(run.actors.buffer.stream.next_rollout(self.rollout_id))
@@ -93,6 +95,7 @@ class Step:
         self._run.actors.check_engines(False)
 
     def push(self) -> None:
+        """Bring the new weights to the engines."""
         self.values |= self._run.free_eval_engines(self.number) | self._run.push(self.number)
 
     def push_if_due(self) -> None:

@@ -50,6 +50,7 @@ class StopSignal:
         self._requested.set()
 
     def check(self) -> None:
+        """Raise Terminated once SIGTERM has arrived."""
         if self._requested.is_set():
             raise Terminated("SIGTERM")
 

@@ -141,9 +141,11 @@ class TrainerGroups:
         return self._call("begin_save", path, rollout_id)
 
     def is_saved(self) -> bool:
+        """Return whether `finish_save` would return soon."""
         return all(gather(self._call("is_saved")))
 
     def finish_save(self) -> None:
+        """Wait for the files of `begin_save`."""
         gather(self._call("finish_save"))
 
     def last_trained(self, timeout_s: float) -> list[int | None]:
@@ -156,6 +158,7 @@ class TrainerGroups:
         return self._call("load", path)
 
     def state_hashes(self) -> list[dict[str, str]]:
+        """SHA-256 of each rank's weights, optimizer and RNG states."""
         return gather(self._call("state_hashes"))
 
     def save_hf(self, path: Path) -> None:

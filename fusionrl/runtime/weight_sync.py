@@ -27,6 +27,8 @@ _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die
 
 
 class WeightSync:
+    """Brings the trainers' weights to the engines."""
+
     def __init__(
         self,
         config: Config,

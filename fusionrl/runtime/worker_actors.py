@@ -28,6 +28,8 @@ from fusionrl.trainer.profiler import Profiled
 
 
 class BufferWorker(ActorProcess, BufferActor):
+    """The Buffer's actor process."""
+
     def __init__(
         self, config: Config, plan: Plan, run_dir: str, attempt: int, log: str, settings: ProcessSettings
     ) -> None:

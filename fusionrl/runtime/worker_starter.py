@@ -14,6 +14,7 @@ SOCKET = "worker"
 
 
 def main(arguments: list[str]) -> None:
+    """Ask for the worker, or become it."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from fusionrl.base.nursery_client import FOLDER_VARIABLE, ask
 

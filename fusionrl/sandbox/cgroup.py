@@ -52,9 +52,11 @@ class MemoryCgroup:
         return self._folder / ("memory.events" if _is_v2(self._folder) else "memory.oom_control")
 
     def was_full(self) -> bool:
+        """Return whether the kernel killed a process of it for want of memory."""
         return was_full(self.oom_events.read_bytes())
 
     def remove(self) -> None:
+        """Remove it; its processes have ended."""
         for _ in range(20):
             try:
                 self._folder.rmdir()

@@ -67,4 +67,5 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
+        """Return whether the code ended itself with exit code 0."""
         return self.exit_code == 0

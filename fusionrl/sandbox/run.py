@@ -108,6 +108,8 @@ class _Stream:
 
 
 class Run:
+    """One run, which another thread may cancel."""
+
     def __init__(
         self, code: str, stdin: str, limits: Limits, answer_bytes: int = 0, descriptors: Sequence[int] = ()
     ) -> None:

@@ -107,7 +107,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_a_size_that_disagrees(
     folders: Folders, family: str, values: dict[str, Any], tensor: str, tmp_path: Path
 ) -> None:
-    """Named with tensor, both shapes and file, whoever loads the model."""
+    """The error names tensor, both shapes and file."""
     refused_in(edit(folders(family, False), tmp_path / "model", **values), tensor)
 
 

@@ -114,7 +114,7 @@ def compare(folder: str, dtype: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _install_elsewhere(runner: Any, backend: Any) -> None:
-    """Try engines with other settings, a model of another class, and one whose layers somebody watches."""
+    """Try engines with other settings, a model of another class, and one whose layers have hooks."""
     arguments, model = runner.server_args, runner.model
     assert all(hasattr(arguments, name) for name in straight_decode._OFF), "SGLang has another name"
     usual = {"model": model, "server_args": SimpleNamespace(), "decode_attention_backend_str": None}

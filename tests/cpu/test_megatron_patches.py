@@ -1,4 +1,4 @@
-"""What stands in for CUDA in a trainer without it must leave the rest of torch as it was. A process of its own for all
+"""The shims of CUDA in a trainer without it leave the rest of torch as it was. A process of its own for all
 of it, as the shims are for good."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ with torch.device('meta'):
 assert {one.device.type for one in made} == {'meta'}, made
 assert torch.ones(1, device='cuda').device.type == 'cpu'
 """
-# An optimizer leaves torch's compiler out until somebody uses it.
+# An optimizer leaves torch's compiler out until a program uses it.
 OPTIMIZER = """
 class Steepest(torch.optim.Optimizer):
     def __init__(self, params):
@@ -98,7 +98,7 @@ assert added and not not_added
 torch.testing.assert_close(ours, plain)
 assert torch.equal(of_inputs, expected)
 """
-# A GPU attends in bf16, a CPU in fp32; "meta" stands for every device but a CPU.
+# A GPU attends in bf16, a CPU in fp32; "meta" is a device that is not a CPU.
 ATTENTION = """
 from types import SimpleNamespace
 import torch.nn.functional as F

@@ -255,7 +255,7 @@ def test_a_list_that_a_hook_holds_grows_with_the_sample() -> None:
     held = sample.loss_mask
     sample.append_response_tokens(None, tokens=[9], trainable=False)
     assert held == [1, 1, 0] and sample.tokens == [5, 6, 7, 8, 9]
-    assert vars(sample)["rollout_log_probs"].dtype == np.float32, "what nobody read stays packed"
+    assert vars(sample)["rollout_log_probs"].dtype == np.float32, "an unread field stays packed"
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0]
     sample.append_response_tokens(None, text=None, meta_info={"finish_reason": {"type": "length"}, "prompt_tokens": 4})
     assert sample.status == Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4

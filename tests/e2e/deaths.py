@@ -16,7 +16,7 @@ from tests.e2e.launch import Launched
 def writer_of(log: Path) -> int:
     """The process whose output is this file, not a child of it that writes there too: the Buffer, not a reward process.
 
-    Ray's actors cannot be told apart by their command lines.
+    Ray gives its actors equal command lines.
     """
     writers = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -82,7 +82,7 @@ def assert_equal(folder: Path, num_attempts: int) -> None:
 
 def test_sft(task: Path, tmp_path: Path) -> None:
     """Two ranks, two optimizer steps a rollout. After the kill a hook raises: before the first optimizer step of a
-    rollout, and in the middle of the next one. What is trained is saved, and each resume goes on from there."""
+    rollout, and in the middle of the next one. The run saves its trained steps; a resume continues from there."""
     flags = ["--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(task / "model"), "--input-key", "messages"]
     flags += ["--prompt-data", str(task / "sft.jsonl"), "--rollout-batch-size", "64", "--rollout-shuffle"]
     flags += ["--actor-num-gpus-per-node", "2", "--num-steps-per-rollout", "2"]

@@ -303,7 +303,7 @@ time.sleep(600)
 def test_many_threads_may_wait_for_one_end_and_what_a_command_writes_last_is_in_the_log(
     start: Start, tmp_path: Path
 ) -> None:
-    """Threads as an engine's actor has them: all are told how it ended, and no file of somebody else's is closed. What
+    """Threads as an engine's actor has them: all learn how it ended, and no other file is closed. What
     it writes is the beginning of its secret, of which no more comes.
     """
     code = "import sys, time; text = sys.stdin.read(); time.sleep(0.3); sys.stderr.write(text[:4]); sys.exit(3)"

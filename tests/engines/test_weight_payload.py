@@ -54,7 +54,7 @@ def test_a_segment_of_a_sender_that_is_gone_is_refused() -> None:
     shared.flat.fill_(7)
     assert mapped.tolist() == [7] * 64
     del shared
-    assert mapped.tolist() == [7] * 64, "it is there while somebody maps it"
+    assert mapped.tolist() == [7] * 64, "it exists while a process maps it"
     again = SharedBuffer(64, "0.0")  # perhaps under the same number
     assert again.where[1] != where[1]
     with pytest.raises(RuntimeError, match="shared weights: /proc/.* of their sender cannot be opened"):

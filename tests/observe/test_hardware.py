@@ -54,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of a process that finds a stand-in for the driver's library, compiled here."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        pytest.skip("there is no C compiler, which makes a stand-in for the driver's library")
+        pytest.skip("needs a C compiler for the driver library's stand-in")
     folder = tmp_path_factory.mktemp("nvml")
     source = Path(__file__).with_name("fake_nvml.c")
     target = str(folder / "libnvidia-ml.so.1")
@@ -102,7 +102,7 @@ def test_a_process_knows_its_cards_and_is_bound_to_the_cpus_near_them(answers: d
         "slowed": 1.0,
     }
     assert answers["facts"]["bound_to_cpus"] == list(range(8, 16))
-    assert answers["bound"] == {"ff00": list(range(8, 16))}, "not to 3 CPUs of 64, nor to all, nor where nobody knows"
+    assert answers["bound"] == {"ff00": list(range(8, 16))}, "not to 3 CPUs of 64, nor to all, nor where it is unknown"
     assert [gpu["uuid"] for gpu in answers["facts"]["gpus"]] == ["GPU-aaaa"]
 
 

@@ -24,7 +24,7 @@ def test_a_forward_and_a_backward_pass_as_torch_counts_them(hf: Any, family: str
         logits = model(torch.arange(length)[None] % shape.vocab_size).logits
     forward = counter.get_total_flops()
     pairs = 2 * shape.num_layers * shape.num_attention_heads * 2 * shape.head_dim * length**2 / 2
-    # The norms' parameters are no matrices.
+    # The norms' parameters are vectors.
     assert train_flops(shape, work) / 3 + pairs == pytest.approx(forward, rel=0.02)
     with FlopCounterMode(display=False) as counter:
         logits.sum().backward()

@@ -200,7 +200,7 @@ def test_phases_that_alternate_are_not_summed() -> None:
     assert names == ["trainers, stage 0, backward", "trainers, stage 0, log-probs", "stage 0, push", "generation"]
     assert kept.worst.total > turns.worst.total + 50 * GIB
     assert kept.engine.kv_tokens < turns.engine.kv_tokens
-    # Every step begins with gradients of zero, which nobody keeps.
+    # Every step begins with gradients of zero, which are not kept.
     parts, offloaded = dict(turns.device_bars[0].parts), dict(turns.host_bars[0].parts)["offloaded trainers"]
     assert offloaded == pytest.approx(8 * (parts["weights"] + parts["optimizer"]), abs=8 * 2 * 64 * 2**20)
     assert offloaded % (64 * 2**20) == 0, "blocks of pinned memory"
@@ -421,7 +421,7 @@ def test_a_teacher_that_does_not_fit_is_said_with_its_cure(tmp_path: Path) -> No
     assert report(60, **teacher(path, opd_teacher_num_gpus=4)).change.startswith(  # type: ignore[union-attr]
         "--opd-teacher-num-gpus-per-engine 2 ("
     )
-    # The user's own fields of SGLang's are its engine's.
+    # SGLang fields that a user sets are the engine's.
     assert report(80, **teacher(path)).fits
     lean = report(80, **teacher(path), opd_teacher_server_args={"mem_fraction_static": 0.7})
     assert "of 0.70 of the device" in lean.verdict()

@@ -80,7 +80,7 @@ def test_dapo() -> None:
 
 def test_gpqa() -> None:
     choices = {"choices": ["blue light", "red light", "no light", "a mirror"]}
-    assert RM_TYPES["gpqa"]("i see no colour", "C", choices) == 0.0, "a letter within a word is no choice"
+    assert RM_TYPES["gpqa"]("i see no colour", "C", choices) == 0.0, "a letter within a word is not a choice"
     assert RM_TYPES["gpqa"]("The answer is a matter of optics.\nC", "C", choices) == 1.0, "an article"
     with pytest.raises(ValueError, match="label 'green' and metadata correct_letter None name none of the letters A"):
         RM_TYPES["gpqa"]("C", "green", choices)

@@ -31,7 +31,7 @@ def anthropic(base_url: str, api_key: str) -> Any:
 
 
 async def _chat(client: Any, stream: bool) -> float:
-    """Turns with tools until there is no call; the reward is the number of the turns."""
+    """Turns with tools until one has no call; the reward is the number of the turns."""
     asked: Any = {"model": "any", "tools": [{"type": "function", "function": TOOL}], "temperature": 0.3}
     messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
     turns = 0

@@ -92,7 +92,7 @@ def test_exactly_the_batch_comes_back(start: Any, state: Any) -> None:
 
 @pytest.mark.parametrize(("name", "reason"), [("only_odd", "even"), ("bare_bool", "filtered")])
 def test_dropped_groups_are_counted_replaced_and_shown(start: Any, name: str, reason: str) -> None:
-    """The hook that sees all gets refused and surplus groups, as slime's; without it they are kept for nobody."""
+    """The hook that sees all gets refused and surplus groups, as slime's; without it they are dropped."""
     flags = {"dynamic_sampling_filter_path": f"{HOOKS}:{name}"}
     args, source = start(**flags, rollout_all_samples_process_path=f"{HOOKS}:only_odd")
     output = generate_rollout(args, 0, source)

@@ -355,7 +355,7 @@ def test_what_is_masked_or_was_sampled_is_not() -> None:
     assert not said_of(Sample(tokens=[1, 5, 9, 7], response_length=3, loss_mask=[1, 0, 1]), [5], [7])
     assert not said_of(Sample(tokens=[1, 4, 5], response_length=2), [5], before=[4])
     assert not said_of(Sample(tokens=[1, 5, 9], response_length=2, weight_versions=[0, 0]), [5])
-    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2)), "nobody has asked the engines"
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2)), "no request was sent"
     assert not said_of(Sample(tokens=[1, 5, 9], response_length=2), [7, 8]), "the answer was a judge's"
     assert not said_of(Sample(tokens=[1, 5, 9], response_length=2), [5], []), "of an answer only the text is known"
 
@@ -364,7 +364,9 @@ def test_reject_sampling_knows_which_samples_these_are() -> None:
     tool, ended = [Sample(tokens=[1, 5, *added], response_length=1 + len(added)) for added in ([9, 9, 9], [2])]
     for sample in (tool, ended):
         said_of(sample, [5])
-    assert (num_unsampled(tool), num_unsampled(ended)) == (3, 0), "an end that a function adds is no tool's text"
+    assert (num_unsampled(tool), num_unsampled(ended)) == (3, 0), (
+        "an end token that a function adds does not count as a tool's text"
+    )
     tool.loss_mask = [1, 0, 0, 0]
     said_of(tool, [5])
     assert num_unsampled(tool) == 0, "made anew, and right"

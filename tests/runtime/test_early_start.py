@@ -74,7 +74,7 @@ def test_all_of_it_begins_before_the_flags_are_read_and_ends_with_it() -> None:
 
 
 def test_nothing_begins_for_a_command_without_a_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU is told by its files."""
+    """Files show that a machine has a GPU."""
     monkeypatch.setattr(early_start_module, "_GPU_FILES", (str(tmp_path),))
     with EarlyStart() as early_start:
         for flag in ("--help", "--dry-run", "--in-process", "--ray-address=10.0.0.1:6379"):
@@ -127,7 +127,7 @@ def test_what_fails_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_nursery_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard is there; the nursery cannot be started. A command goes on where no folder can be made, too."""
+    """The guard is there; the nursery cannot be started. A command also continues where no folder can be made."""
     usual = subprocess.Popen
 
     def start(command: Sequence[str], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A trainer's profiles: torch's lies in the timeline where the work was; of a GPU, what torch.cuda is asked for."""
+"""A trainer's profiles: torch's lies in the timeline where the work was; of a GPU, the calls of torch.cuda."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_a_spec_of_a_users_own(workers, hf, name):
         ({"custom_spec_path": "no_spec"}, "no_spec: it returned int; expected Megatron's ModuleSpec"),
         ({"custom_spec_path": "returns_nothing"}, "returns_nothing: it returned NoneType; expected Megatron's"),
         ({"custom_spec_path": "builds_none"}, "builds_none: it returned int; expected Megatron's GPTModel"),
-        # A spec is asked for once a stage and before the provider, which may use what it has prepared.
+        # The spec function runs once a stage and before the provider, which may use what it has prepared.
         ({"custom_spec_path": "no_spec", "custom_model_provider_path": "no_model"}, "no_spec: it returned int"),
     ],
     ids=str,

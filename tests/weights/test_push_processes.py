@@ -55,7 +55,7 @@ def push(ranks: Ranks, targets: list[EngineTarget], transport: str, version: int
 
 
 def assert_received(receivers: Receivers, shape: ModelShape, version: int) -> None:
-    """Every rank of every engine has all weights of the version, and goes on."""
+    """Every rank of every engine has all weights of the version, and continues."""
     for facts in [rank for engine in receivers.received() for rank in engine]:
         assert (facts["version"], facts["is_released"]) == (str(version), True)
         assert facts["hashes"] == hashes(shape, version)

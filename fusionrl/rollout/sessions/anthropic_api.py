@@ -127,6 +127,7 @@ def _tool(definition: Mapping[str, object]) -> Message:
 
 # ------------------------------------------------------------------------------------------------ answers
 def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
+    """The body of an answer."""
     return {
         **_head(turn_request, _usage(reply)),
         "content": _blocks(reply),
@@ -136,6 +137,7 @@ def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
 
 
 def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
+    """The events of a streamed answer."""
     usage = _usage(reply)
     head = _head(turn_request, {**usage, "output_tokens": 0})
     yield named_event("message_start", {"message": {**head, "content": [], "stop_reason": None, "stop_sequence": None}})
@@ -162,6 +164,7 @@ def error(refused: Refused) -> Message:
 
 
 def error_event(refused: Refused) -> bytes:
+    """Return the event that ends a started stream with an error."""
     return named_event("error", error(refused))
 
 

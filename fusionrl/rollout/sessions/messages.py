@@ -117,6 +117,7 @@ class Body:
         self.constraints = [f"{name}: {NO_GRAMMAR}" for name in self.values if name in fields.grammars.split()]
 
     def get(self, name: str) -> object:
+        """Return a field as it is; None: not given."""
         return self.values.get(name)
 
     def texts(self, name: str) -> tuple[str, ...]:

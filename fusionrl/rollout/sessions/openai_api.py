@@ -105,6 +105,7 @@ def _call(call: Mapping[str, object]) -> Message:
 
 # ------------------------------------------------------------------------------------------------ answers
 def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
+    """The body of an answer."""
     message: Message = {"role": "assistant", "content": reply.text or (None if reply.calls else ""), "refusal": None}
     if reply.calls:
         message["tool_calls"] = _calls(reply)
@@ -113,6 +114,7 @@ def answer(turn_request: TurnRequest, reply: TurnReply) -> Message:
 
 
 def events(turn_request: TurnRequest, reply: TurnReply) -> Iterator[bytes]:
+    """The events of a streamed answer."""
     head = _head(turn_request, "chat.completion.chunk")
 
     def event(delta: Message, finish: str | None = None) -> bytes:
@@ -135,6 +137,7 @@ def error(refused: Refused) -> Message:
 
 
 def error_event(refused: Refused) -> bytes:
+    """Return the event that ends a started stream with an error."""
     return _event(error(refused))
 
 

@@ -124,10 +124,12 @@ def _turn_of(item: Mapping[str, object]) -> str:
 
 # ------------------------------------------------------------------------------------------------ answers
 def answer(request: TurnRequest, turn: TurnReply) -> Message:
+    """The body of an answer."""
     return _response(request, turn, _items(turn))
 
 
 def events(request: TurnRequest, turn: TurnReply) -> Iterator[bytes]:
+    """The events of a streamed answer."""
     response = _response(request, turn, _items(turn))
     opened_response = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     named: list[tuple[str, Message]] = [
@@ -164,6 +166,7 @@ error = openai_api.error
 
 
 def error_event(refused: Refused) -> bytes:
+    """The event that ends a stream with an error."""
     return named_event("error", {"code": refused.code, "message": str(refused), "param": None, "sequence_number": 0})
 
 

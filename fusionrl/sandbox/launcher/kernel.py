@@ -41,4 +41,5 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def drop_capabilities() -> None:
+    """Give up every capability of this process: permitted, effective and inheritable."""
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", 0, 0, 0, 0, 0, 0))

@@ -41,6 +41,7 @@ _HIGH = 64  # descriptors from here on are out of the way of those that the code
 
 
 def main() -> None:
+    """Read the request, run it, report."""
     report, descriptors = int(sys.argv[2]), [int(argument) for argument in sys.argv[3:]]
     for descriptor in (report, *descriptors):
         os.set_inheritable(descriptor, False)

@@ -18,6 +18,8 @@ class Request(TypedDict):
 
 
 class Report(TypedDict):
+    """The end of a run that started."""
+
     exit_code: int | None
     over: str | None
     isolated: bool
@@ -25,4 +27,6 @@ class Report(TypedDict):
 
 
 class Failure(TypedDict):
+    """The reason why a run could not start."""
+
     error: str

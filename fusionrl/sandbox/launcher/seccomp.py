@@ -218,6 +218,7 @@ def install(program: list[Line]) -> None:
 
 
 def number_of(name: str) -> int:
+    """The number of a system call of the tables on this machine."""
     number = REFUSED[name][list(AUDIT_ARCH).index(os.uname().machine)]
     assert number is not None
     return number

@@ -14,6 +14,7 @@ _FREE_DESCRIPTORS, _SOCKET_BYTES = 32, 208 << 10  # what is queued in a socket i
 
 
 def descendants(of: int) -> list[int]:
+    """Processes that descend from `of`, without itself."""
     descendants: list[int] = []
     waiting = [of]
     while waiting:
