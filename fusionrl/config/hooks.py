@@ -235,7 +235,8 @@ def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:
     if not foreign:
         return None
     bound = f"{' and '.join(foreign)} would be bound by position to args and sample"
-    return f"its signature {signature} comes from another framework: {bound}; write rm(args, sample, **kw)"
+    cure = "write rm(args, sample, **kw), and read sample.prompt, sample.response and sample.label"
+    return f"its signature {signature} comes from another framework: {bound}; {cure}"
 
 
 def _async_problem(field: str, function: Callable[..., Any]) -> str | None:

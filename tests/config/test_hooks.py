@@ -196,7 +196,7 @@ def test_a_reward_function_of_another_framework_is_named(tmp_path: Path, paramet
     path.write_text(f"def rm({parameters}, **more): return 1.0\n".replace("**kwargs, **more", "*rest, **more"))
     message = str(check_hook("custom_rm_path", f"{path}:rm"))
     assert f"another framework: {named} would be bound by position to args and sample" in message
-    assert "write rm(args, sample, **kw); expected" in message
+    assert "rm(args, sample, **kw)" in message and "sample.label" in message
     path = tmp_path / "ours.py"
     path.write_text("def rm(args, sample, response=None, label=None): return 1.0\ndef any_name(a, s): return 1.0\n")
     assert check_hook("custom_rm_path", f"{path}:rm") is None
