@@ -27,6 +27,8 @@ setup(
     package_data={
         "fusionrl.observe": ["glossary.md"],
         "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
+        "fusionrl.compat.slime.flags": ["flags.md"],
+        "fusionrl.compat.slime.names": ["names.md"],
         "fusionrl.compat.slime.scripts.inside": ["*.sh"],
         "fusionrl.cpu": ["*.c"],  # compiled on the user's machine
     },

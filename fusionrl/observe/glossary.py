@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionrl.base.markdown_tables import table_rows
 from fusionrl.observe.metrics import RESERVED_KEYS
 
 
@@ -35,16 +36,10 @@ def render_glossary() -> str:
 
 
 def _read(page: str) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
-    section = ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ")
-        elif line.startswith("| `"):
-            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            name, unit, meaning, when, source = cells
-            entries[name.strip("`")] = Entry(section, unit, meaning, when, source.strip("`"))
-    return entries
+    return {
+        name.strip("`"): Entry(section, unit, meaning, when, source.strip("`"))
+        for section, (name, unit, meaning, when, source) in table_rows(page)
+    }
 
 
 GLOSSARY = _read(render_glossary())

@@ -17,6 +17,7 @@ from fusionrl.compat.slime.api import datasets, distillation, http, losses, metr
 from fusionrl.config.config import Config
 from fusionrl.data.chat import get_response_lengths
 from fusionrl.data.sample import Sample
+from fusionrl.rewards import text_match
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 
@@ -61,9 +62,9 @@ def test_helpers() -> None:
 
 
 def test_rewards() -> None:
-    assert rewards.f1_score("The cat sat.", "a cat") == (pytest.approx(2 / 3), 0.5, 1.0)
-    assert rewards.f1_score("yes, it is", "yes") == (0.0, 0.0, 0.0), "a closed answer counts as a whole"
-    assert rewards.f1_score(None, "x") == (0.0, 0.0, 0.0)
+    assert text_match.f1_score("The cat sat.", "a cat") == (pytest.approx(2 / 3), 0.5, 1.0)
+    assert text_match.f1_score("yes, it is", "yes") == (0.0, 0.0, 0.0), "a closed answer counts as a whole"
+    assert text_match.f1_score(None, "x") == (0.0, 0.0, 0.0)
     assert rewards.last_boxed_only_string(r"a \boxed{1} b \boxed{\frac{1}{2}} c") == r"\boxed{\frac{1}{2}}"
     assert rewards.last_boxed_only_string(r"\boxed{1") is None and rewards.last_boxed_only_string("1") is None
     assert rewards.remove_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}" and rewards.remove_boxed("1") is None

@@ -19,10 +19,8 @@ from fusionrl.checks.validate import validate_flags
 from fusionrl.cli.exit_codes import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
 from fusionrl.compat.slime.flags.custom_flags import custom_file, set_apart, written_file
-from fusionrl.compat.slime.flags.defaults import TRAIN_ASYNC, slime_defaults
-from fusionrl.compat.slime.flags.laptop_size import smaller
-from fusionrl.compat.slime.flags.page import render_page
-from fusionrl.compat.slime.flags.table import SECRETS, TABLE, Kind
+from fusionrl.compat.slime.flags.defaults import TRAIN_ASYNC, slime_defaults, smaller
+from fusionrl.compat.slime.flags.table import PAGE, SECRETS, TABLE, Kind
 from fusionrl.compat.slime.flags.translate import accepted_notes, flag_groups, name_of, translate
 from fusionrl.compat.slime.scripts.markers import left_parts, plain, quoted
 from fusionrl.compat.slime.scripts.script import Launch, Script, read_script
@@ -53,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0) if argv else EXIT_USER
     if options.flags:
-        print(render_page(), end="")
+        print(PAGE, end="")
         return 0
     try:
         if options.shim is None and options.script is None:

@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 from fusionrl.rewards import math_utils
-from fusionrl.rewards.text_match import f1_score, normalize_answer
-
-__all__ = [
-    "f1_score",
-    "grade_answer_mathd",
-    "grade_answer_sympy",
-    "last_boxed_only_string",
-    "normalize_answer",
-    "remove_boxed",
-]
 
 
 def last_boxed_only_string(string: str) -> str | None:

@@ -1,11 +1,13 @@
-"""slime's defaults that differ from ours and change training, and what to write for slime's. Pure."""
+"""slime's defaults that differ from ours and change training, and a launch at the size of a laptop. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fusionrl.compat.slime.flags.translate import name_of
+from fusionrl.base.markdown_tables import codes
+from fusionrl.compat.slime.flags.table import names_in, rows_of
+from fusionrl.compat.slime.flags.translate import flag_groups, name_of
 
 
 class Default(NamedTuple):
@@ -24,74 +26,11 @@ class Default(NamedTuple):
 
 
 TRAIN_ASYNC = "train_async"  # a launch of train_async.py, which becomes --pipeline one-step-off
-DEFAULTS: dict[str, Default] = {
-    "calculate_per_token_loss": Default(
-        "off",
-        "--no-calculate-per-token-loss",
-        "a mean over samples weighs a token of a short answer more; runs and results documented here have the mean over"
-        " tokens",
-    ),
-    "kl_loss_type": Default(
-        "k1",
-        "--kl-loss-type k1",
-        "as a loss, k1 has a gradient of mean 0: it does not hold the policy near the reference",
-        ("use_kl_loss",),
-    ),
-    "weight_decay": Default(
-        "0.01", "--weight-decay 0.01", "the runs documented here have none; launch scripts give 0.1"
-    ),
-    "adam_beta2": Default(
-        "0.999", "--adam-beta2 0.999", "launch scripts give 0.98, and so do the runs documented here"
-    ),
-    "lr_decay_style": Default(
-        "linear", "--lr-decay-style linear", "launch scripts give constant; a run of unknown length cannot decay"
-    ),
-    "rollout_skip_special_tokens": Default(
-        "off",
-        "--no-rollout-skip-special-tokens",
-        "a grader should not see <|im_end|>; tokens and log-probs are the same",
-    ),
-    "tool_key": Default("tools", "--tool-key tools", "a column of that name may hold something else"),
-    "loss_mask_type": Default(
-        "qwen",
-        "--loss-mask-type qwen",
-        "auto finds the kind by the chat template, and refuses one that it does not know",
-        ("sft",),
-    ),
-    "use_tis": Default(
-        "off",
-        "--no-use-tis",
-        "--pipeline one-step-off trains tokens of older weights, and has --use-tis on unless the loss is chosen",
-        (TRAIN_ASYNC,),
-    ),
-    "actor_num_gpus_per_node": Default(
-        "8", "--actor-num-gpus-per-node 8", "a first run is one on a laptop or on one GPU"
-    ),
-    "use_dynamic_batch_size": Default(
-        "off", "", "micro-batches are filled by tokens always; it changes speed, not the loss"
-    ),
-    "max_tokens_per_gpu": Default("none", "", "the same"),
-    "micro_batch_size": Default("1", "", "the same"),
-    "balance_data": Default("off", "", "samples are always shared out by their cost; it changes speed, not the loss"),
-    "save": Default(
-        "none: nothing is saved",
-        "",
-        "without --save a run saves its last step in runs/<name>-<time>; --no-save saves nothing",
-    ),
-    "max_skipped_steps": Default(
-        "a loss that is not finite ends the run", "--max-skipped-steps 1", "one odd step does not end a long run"
-    ),
-    "custom_tis_function_path": Default(
-        "read only with --use-tis or --get-mismatch-metrics",
-        "",
-        "a function that is given is called; leave it out to switch it off",
-    ),
-    "ref_load": Default(
-        "the policy starts with it",
-        "",
-        "a folder of the reference model is that of the reference alone, unless it is torch_dist",
-    ),
-    "data_source_path": Default("…RolloutDataSourceWithBuffer", "", "the class here has the buffer, too"),
+_CONDITIONS = {"mode sft": "sft", "train_async.py": TRAIN_ASYNC}
+DEFAULTS = {
+    name: Default(slime, "".join(codes(written)), reason, tuple(_CONDITIONS.get(n, n) for n in names_in(only_with)))
+    for flag, slime, only_with, written, reason in rows_of("Defaults that differ and change training")
+    for name in names_in(flag)
 }
 
 
@@ -112,3 +51,46 @@ def slime_defaults(argv: Sequence[str], user_flags: Collection[str]) -> list[str
         if is_due and not is_moot and not {name, f"no_{name}"} & names:
             added += default.written.split()
     return added
+
+
+# Flags that need a GPU, or that belong to the size of the real run.
+_LEFT_OUT = (
+    *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"),
+    *("--optimizer-offload-fraction", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype"),
+    *("--exp-avg-sq-dtype", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-enable-deepep"),
+    *("--apply-rope-fusion", "--bias-dropout-fusion", "--bias-activation-fusion", "--cross-entropy-loss-fusion"),
+    *("--gradient-accumulation-fusion", "--masked-softmax-fusion", "--persist-layer-norm", "--precision"),
+    *("--transformer-impl", "--fp8-format", "--fp8-recipe", "--bf16", "--rollout-dtype", "--num-gpus-per-node"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--num-epoch", "--resume"),
+    *("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--megatron-checkpoint"),
+    *("--num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-model-parallel-size"),
+    *("--num-steps-per-rollout", "--over-sampling-batch-size", "--rollout-max-context-len", "--save-interval"),
+    *("--use-rollout-routing-replay", "--rollout-max-prompt-len", "--eval-interval", "--n-samples-per-eval-prompt"),
+    *("--skip-eval-before-train", "--sglang-mem-fraction-static"),
+)
+_LEFT_OUT_STARTS = (
+    *("--eval-", "--sglang-cuda-graph", "--sglang-speculative", "--sglang-ep", "--sglang-dp", "--sglang-moe"),
+    *("--sglang-enable", "--sglang-deepep", "--sglang-attention", "--sglang-decode", "--sglang-kv"),
+    *("--critic-num", "--critic-tensor", "--critic-pipeline", "--critic-context", "--critic-expert"),
+)
+# What stays is set anew; a flag that the command does not have is as small as can be by default.
+_SIZES = (
+    *("--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4"),
+    *("--rollout-max-response-len", "32", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"),
+    *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--no-sequence-parallel", "--no-save"),
+)
+_RANKS = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+
+
+def smaller(argv: Sequence[str]) -> list[str]:
+    """Return the command's flags without those that need GPUs or evaluate, at the size of one CPU process a part."""
+    left_out = {*_LEFT_OUT, *(flag.replace("--no-", "--") for flag in _SIZES)}
+    left_out |= {f"--{ranks}-parallel-size" for ranks in _RANKS}
+    small = [
+        word
+        for group in flag_groups(argv)
+        if group[0].replace("--no-", "--").partition("=")[0] not in left_out
+        and not group[0].startswith(_LEFT_OUT_STARTS)
+        for word in group
+    ]
+    return [*small, *_SIZES]

@@ -106,8 +106,7 @@ class SlimeModule(ModuleType):
 def resolve(entry: Here) -> object:
     """Return the object that an entry of the table names."""
     module, _, name = entry.target.partition(":")
-    imported = importlib.import_module(module)
-    return getattr(imported, name) if name else imported
+    return getattr(importlib.import_module(module), name)
 
 
 def _absent(name: str) -> Absent | None:
