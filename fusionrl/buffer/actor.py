@@ -17,9 +17,9 @@ from pathlib import Path
 
 from fusionrl import sandbox
 from fusionrl.buffer.collect import Collector, RolloutFunctions
+from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.evaluation import Evaluation
 from fusionrl.buffer.hook_border import EngineEndpoints, HookBorder
-from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.sample_files import TrainedColumns

@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections import Counter
 from contextlib import AbstractContextManager
 
+from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, user_code
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT, has_own_rollout

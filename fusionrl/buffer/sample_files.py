@@ -15,7 +15,7 @@ import numpy as np
 
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_checks import read_samples
+from fusionrl.data.sample_json import read_samples
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.json_values import json_line
 from fusionrl.observe.rollouts import RolloutWriter

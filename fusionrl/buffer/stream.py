@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version, without_answer
 from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, reason_of, state_numbers
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup, fresh_state, packed, unpacked

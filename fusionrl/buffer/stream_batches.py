@@ -20,8 +20,8 @@ from functools import partial
 
 from fusionrl.buffer.admission import AdmissionSource, DrawnGroups, IsKept
 from fusionrl.buffer.collect import RolloutFunctions
+from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.stream import Groups, Stream, why_failed
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup

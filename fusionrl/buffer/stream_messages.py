@@ -8,8 +8,8 @@ import time
 from contextlib import AbstractContextManager
 
 from fusionrl.buffer.collect import Collector, RolloutFunctions
+from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.prompt_source import PromptSource
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.stream import Stream
 from fusionrl.buffer.stream_batches import BatchStream

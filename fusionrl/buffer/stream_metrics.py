@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from fusionrl.data.sample import Sample, Status, response_mask
-from fusionrl.data.token_versions import UNKNOWN_VERSION
+from fusionrl.data.sampling import UNKNOWN_VERSION
 from fusionrl.pipeline.decide import base_limit
 from fusionrl.pipeline.events import Action, Wait
 from fusionrl.pipeline.knobs import Knobs

@@ -15,13 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fusionrl.base.malloc import give_freed_back
-from fusionrl.buffer.staleness import StepStaleness
-from fusionrl.buffer.token_metrics import is_current
+from fusionrl.buffer.staleness import StepStaleness, is_current
 from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
-from fusionrl.data.sampling import temperatures_of
-from fusionrl.data.token_versions import UNKNOWN_VERSION
+from fusionrl.data.sampling import UNKNOWN_VERSION, temperatures_of
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
 from fusionrl.checks.rewards import label_check, rm_type_errors
-from fusionrl.checks.sampling import eval_sampling_errors
+from fusionrl.checks.rollout import eval_sampling_errors
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook

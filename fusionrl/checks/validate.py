@@ -11,17 +11,21 @@ from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.collect_errors import attempt
 from fusionrl.checks.data import check_prompts
 from fusionrl.checks.effects import effect_errors
-from fusionrl.checks.engines import guest_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
-from fusionrl.checks.model import checked_quantization, checked_shape, engine_size_errors, unreadable_errors
-from fusionrl.checks.modes import in_process_errors, missing_flags, mode_errors, place_errors
+from fusionrl.checks.model import (
+    checked_quantization,
+    checked_shape,
+    disk_push_errors,
+    engine_size_errors,
+    unreadable_errors,
+    weight_shape_errors,
+)
+from fusionrl.checks.modes import guest_errors, in_process_errors, missing_flags, mode_errors, place_errors
 from fusionrl.checks.outputs import output_errors, template_errors
 from fusionrl.checks.rewards import reward_errors, sandbox_of_run
-from fusionrl.checks.rollout import rollout_errors
-from fusionrl.checks.sampling import rollout_sampling_errors
+from fusionrl.checks.rollout import rollout_errors, rollout_sampling_errors
 from fusionrl.checks.scorers import scorer_errors
-from fusionrl.checks.weights import disk_push_errors, weight_shape_errors
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook, hook_paths
 from fusionrl.models.quantization import BlockFp8

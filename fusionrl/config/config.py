@@ -13,9 +13,8 @@ from fusionrl.config.groups.algorithm import AlgorithmGroup, CriticGroup, PrmGro
 from fusionrl.config.groups.base import Group
 from fusionrl.config.groups.data import DataGroup, EvalGroup
 from fusionrl.config.groups.model import ModelGroup, WeightsGroup
-from fusionrl.config.groups.pipeline import PipelineGroup
 from fusionrl.config.groups.rollout import RejectSamplingGroup, RewardGroup, RolloutGroup
-from fusionrl.config.groups.run import CheckpointGroup, ClusterGroup, RunGroup
+from fusionrl.config.groups.run import CheckpointGroup, ClusterGroup, PipelineGroup, RunGroup
 from fusionrl.config.groups.train import TrainGroup
 from fusionrl.config.off_policy import with_default
 from fusionrl.config.upstream_flags import sglang_parser

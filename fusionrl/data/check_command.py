@@ -18,8 +18,8 @@ from fusionrl.data.prompts import (
     special_tokens_of,
 )
 from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding
+from fusionrl.data.rows import Row
 from fusionrl.data.sample import response_mask
-from fusionrl.data.strict_json import Row
 from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample
 
 

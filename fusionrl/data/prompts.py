@@ -24,12 +24,10 @@ from fusionrl.data.row_checks import (
     read_metadata,
     read_tools,
 )
-from fusionrl.data.rows import line_finding, read_rows, scan_rows
+from fusionrl.data.rows import Row, line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
-from fusionrl.data.strict_json import Row
 from fusionrl.data.supervised import holds_tokens, token_sample
-from fusionrl.data.template_probe import TemplateProbe
-from fusionrl.data.tokenizer_files import TokenizerFiles
+from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ from fusionrl.base.spelling import closest
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
 from fusionrl.data.render import decoded, tools_of
-from fusionrl.data.strict_json import MAX_DEPTH, StrictDecoder
+from fusionrl.data.rows import MAX_DEPTH, StrictDecoder
 from fusionrl.data.supervised import holds_tokens, token_finding
-from fusionrl.data.template_probe import TemplateProbe, signature
+from fusionrl.data.tokenizer_files import TemplateProbe, signature
 
 # A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
 MAX_PROMPT_CHARACTERS = 1_000_000

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from fusionrl.data.sample_fields import DefaultField, ListField, PrefixCacheInfo, PromptField, SpecInfo
-from fusionrl.data.token_versions import (
+from fusionrl.data.sampling import (
     UNKNOWN_VERSION,
     extended_versions,
     names_turns,

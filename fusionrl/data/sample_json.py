@@ -1,4 +1,6 @@
-"""Samples in a checkpoint: JSON that gives back each value with its type, and arrays bit by bit.
+"""Samples in files and checkpoints, and the check that their values can be trained on. Pure.
+
+In a checkpoint, JSON gives back each value with its type, and arrays bit by bit.
 
 `Sample.to_dict` is for people and other programs: its numbers are plain lists. Here
 
@@ -14,12 +16,15 @@ and an object of another kind, which a hook may have put there, is stored as `to
 from __future__ import annotations
 
 import base64
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from fusionrl.data.sample import COUNTS, Sample, Status, stored_fields
 from fusionrl.observe.json_values import to_jsonable
@@ -115,3 +120,133 @@ def unpack(value: object) -> Any:
         return unpack(held)[()]
     dtype, shape, data = held
     return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+
+
+# ------------------------------------------------------------------------------------------------ values
+LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
+SMALLEST_LOG_PROB = -1e5  # lower values are not log-probs: exp of their difference to any other overflows
+_LARGEST_VERSION = _LARGEST_TOKEN = int(np.iinfo(np.int32).max)
+
+
+def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int | None = None) -> None:
+    """Check that every number of a sample that reaches the trainers is one that they can compute with.
+
+    tokens are whole numbers in [0, vocab_size), log-probs finite and at most 0, masks between 0 and 1, weight versions
+    whole numbers from -1 on, experts in [-1, num_experts). Lengths are `Sample.validate`'s, which this calls.
+
+    Raises:
+        ValueError: names the sample, the field, the value and its place.
+    """
+    sample.validate()
+    held = vars(sample)
+    most = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
+    if sample.num_tokens:
+        _check(sample, "tokens", 0, most, "iu", "the model's tokens are 0..{most}")
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        if held[name] is not None:
+            _check(sample, name, SMALLEST_LOG_PROB, LARGEST_LOG_PROB, "fiu", "log-probs are finite and at most 0")
+    if held["loss_mask"] is not None:
+        _check(sample, "loss_mask", 0, 1, "fiub", "1 is trained on, 0 is not")
+    if held["weight_versions"] is not None:
+        _check(sample, "weight_versions", -1, _LARGEST_VERSION, "iu", "versions are whole numbers from 0 on")
+    if held["rollout_routed_experts"] is not None:
+        most = np.iinfo(np.int16).max if num_experts is None else num_experts - 1
+        _check(sample, "rollout_routed_experts", -1, most, "iu", "the model's experts are 0..{most}, -1 is unknown")
+
+
+def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rule: str) -> None:
+    """Check a field that is not None.
+
+    kinds  kinds of numpy dtype that the field may have
+    rule   text for messages; {most} is filled in
+    """
+    stored = vars(sample)[name]
+    rule = rule.replace("{most}", str(most))
+    try:
+        values = np.asarray(stored)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"sample {sample.index}: {name} is not an array of numbers ({error})") from error
+    if not values.size:
+        return
+    if values.dtype.kind not in kinds:
+        raise ValueError(f"sample {sample.index}: {name} holds {_first_strange(stored)}; {rule}")
+    if not (values.min() >= least and values.max() <= most):  # NaN is not within
+        place = np.argwhere(~((values >= least) & (values <= most)))[0]
+        value, where = values[tuple(place)], ", ".join(map(str, place))
+        raise ValueError(f"sample {sample.index}: {name} holds {value:.6g} at place {where}; {rule}")
+
+
+def _first_strange(values: np.ndarray | Sequence[object]) -> str:
+    """Return the first value that is not a whole number, for messages."""
+    flat = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
+    strange = next((value for value in flat if isinstance(value, bool) or not isinstance(value, int)), flat[0])
+    return f"{strange!r:.80}"
+
+
+def read_samples(path: Path, vocab_size: int | None = None, num_experts: int | None = None) -> list[Sample]:
+    """Saved samples, a JSON object each line (`Sample.to_dict`), each checked by `check_values`.
+
+    Raises:
+        ValueError: names file, line and what is wrong.
+    """
+    samples = []
+    with path.open("rb") as lines:  # not splitlines: a response may hold other ends of lines
+        for number, line in enumerate(lines, 1):
+            try:
+                samples.append(_read_sample(line))
+                check_values(samples[-1], vocab_size, num_experts)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not samples:
+        raise ValueError(f"{path}: it holds no samples")
+    return samples
+
+
+def _read_sample(line: bytes) -> Sample:
+    row = _read_json(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not a JSON object with a sample's fields")
+    try:
+        _Row.model_validate(row)
+        return Sample.from_dict(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]} is {first['input']!r:.80}: {first['msg']}") from error
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"its fields do not make a sample ({error})") from error
+
+
+def _read_json(line: bytes) -> object:
+    """Not by orjson: it rounds numbers of over 64 bits, and refuses half a surrogate pair, which a label may hold."""
+
+    def refuse(text: str) -> None:
+        raise ValueError(f"{text} is no JSON number")
+
+    try:
+        return json.loads(line, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("not valid JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+
+
+_Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+_Reward = FiniteFloat | bool
+
+
+class _Row(BaseModel, strict=True):
+    """Fields of a saved sample as its line must have them: a cast to an array would round 1.5 to 1."""
+
+    tokens: list[_Whole] | None = None
+    prompt_tokens: list[_Whole] | None = None
+    weight_versions: list[_Whole] | None = None
+    loss_mask: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    teacher_log_probs: list[float] | None = None
+    prompt: str | list[Any] = ""
+    response: str = ""
+    response_length: NonNegativeInt = 0
+    metadata: dict[str, Any] = {}
+    # A dict may also hold texts and null: the reward `dapo` keeps the answer that it found.
+    reward: _Reward | dict[str, _Reward | str | list[Any] | dict[str, Any] | None] | None = None
+    baseline_reward: _Reward | None = None

@@ -6,7 +6,7 @@
     show, view/, curves                 `fusionrl show`; the run page of `fusionrl view`; curves.png
     spans, timeline/                    what each process did, and when; `fusionrl timeline`
     track/                              `fusionrl track`: one class for each tracker, and Prometheus
-    stalls/, hardware/                  stacks of a stalled run; GPUs and host memory
+    stalls/, hardware                   stacks of a stalled run; GPUs and host memory
 
 Imports neither ray, megatron nor sglang; torch, tensorboard and matplotlib only inside the functions that need them.
 """

@@ -23,7 +23,7 @@ from fusionrl.base.plurals import counted
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
 from fusionrl.observe.run_dir import holds_run
-from fusionrl.observe.safe_text import shorten, visible
+from fusionrl.observe.safe_text import as_text, shorten, visible
 
 _EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups
 _LISTED, _ALONE = 600, 20_000  # characters of a text in a list of samples, and of one sample
@@ -352,10 +352,10 @@ def sample_block(record: Mapping[str, Any], limit: int, paint: Paint) -> str:
     lines = [paint(visible("  ".join(parts)), BOLD)]
     if record["rewards"] is not None:
         lines += _field("rewards", json.dumps(record["rewards"], ensure_ascii=False), limit, paint)
-    lines += _field("prompt", _as_text(record["prompt"]), limit, paint)
-    lines += _field("answer", _as_text(record["response"]), limit, paint)
+    lines += _field("prompt", as_text(record["prompt"]), limit, paint)
+    lines += _field("answer", as_text(record["response"]), limit, paint)
     if record["label"] is not None:
-        lines += _field("label", _as_text(record["label"]), limit, paint)
+        lines += _field("label", as_text(record["label"]), limit, paint)
     if record["metadata"]:
         lines += _field("metadata", json.dumps(record["metadata"], ensure_ascii=False), min(limit, _LISTED), paint)
     return "\n".join(lines)
@@ -365,14 +365,6 @@ def _field(name: str, text: str, limit: int, paint: Paint) -> list[str]:
     """A text under its name, safe for the terminal, its further lines indented."""
     first, *rest = visible(shorten(text, limit), keep_lines=True).split("\n")
     return [f"  {paint(f'{name:<9}', CYAN)}{first}", *(f"  {' ' * 9}{line}" for line in rest)]
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "content" in part for part in value):
-        return "\n".join(f"{part.get('role', '')}: {part['content']}" for part in value)
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _number(value: object) -> str:

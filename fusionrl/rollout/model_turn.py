@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.sample import Sample
-from fusionrl.data.sampling import note_request
-from fusionrl.data.token_versions import as_version
+from fusionrl.data.sampling import as_version, note_request
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation

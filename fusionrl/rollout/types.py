@@ -13,7 +13,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 from fusionrl.config.hooks import HookError
 from fusionrl.data.attempts import join_attempt
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_checks import check_values
+from fusionrl.data.sample_json import check_values
 
 # In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
 NO_ROOM_AFTER = "no_room_after_turns"

@@ -17,8 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fusionrl.data.sample import Sample, response_mask
-from fusionrl.data.sampling import changes_of, note_changes, note_temperature, scored_at
-from fusionrl.data.token_versions import UNKNOWN_VERSION, as_version, split_versions, token_versions
+from fusionrl.data.sampling import (
+    UNKNOWN_VERSION,
+    as_version,
+    changes_of,
+    note_changes,
+    note_temperature,
+    scored_at,
+    split_versions,
+    token_versions,
+)
 
 _lock = threading.Lock()
 _warned: set[str] = set()

@@ -16,9 +16,7 @@ from fusionrl.base.environment import take_secrets
 from fusionrl.base.network_interfaces import collective_interfaces
 from fusionrl.base.open_files import raise_open_files
 from fusionrl.base.stack_signal import answer_with_stacks
-from fusionrl.observe.hardware.host import bind_near, peak_bytes, resident_bytes
-from fusionrl.observe.hardware.meter import Meter
-from fusionrl.observe.hardware.nvml import Device, open_nvml
+from fusionrl.observe.hardware import Device, Meter, bind_near, open_nvml, peak_bytes, resident_bytes
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.observe.spans import clock, count, record_beside
 from fusionrl.plan.visible_devices import VARIABLE, visible_names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.observe.hardware.host import resident_bytes
+from fusionrl.observe.hardware import resident_bytes
 from fusionrl.runtime.actor_process import (
     HOST,
     HOST_PEAK,

@@ -18,7 +18,7 @@ import psutil
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.observe.hardware.host import resident_bytes
+from fusionrl.observe.hardware import resident_bytes
 from fusionrl.observe.json_values import write_atomically
 from fusionrl.plan.flops import Work, peak_flops, train_flops
 from fusionrl.plan.plan import Plan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusionrl.buffer.eval_metrics import eval_table
+from fusionrl.buffer.evaluation import eval_table
 from fusionrl.config.config import Config
 from fusionrl.pipeline.knobs import IN_TURN
 from fusionrl.runtime.run_context import Run

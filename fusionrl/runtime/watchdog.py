@@ -1,8 +1,8 @@
 """The watchdog: a thread of the driver that warns when a phase takes much longer than usual.
 
 It logs in one line what the driver waits for, since when, and how far the other processes are, and writes the stacks of
-the run's processes into `logs/`, also those of stopped or blocked ones. The rules are
-in `observe/stalls/thresholds.py`, the line in `observe/stalls/message.py`.
+the run's processes into `logs/`, also those of stopped or blocked ones. The rules and the line are in
+`observe/stalls/message.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from typing import Self, TypeVar
 
 from fusionrl.base.pending_calls import waited_for
 from fusionrl.observe import spans
-from fusionrl.observe.stalls.message import seconds, stall_line
-from fusionrl.observe.stalls.processes import look
-from fusionrl.observe.stalls.stacks import Frame
-from fusionrl.observe.stalls.thresholds import FLOOR_S, EndedPhase, LatePhase, Phase, StallClock
+from fusionrl.observe.stalls.message import FLOOR_S, EndedPhase, LatePhase, Phase, StallClock, seconds, stall_line
+from fusionrl.observe.stalls.processes import Frame, look
 from fusionrl.runtime.progress_probes import ProgressProbes
 
 T = TypeVar("T")

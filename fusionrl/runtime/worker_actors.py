@@ -9,7 +9,7 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.base.imports import without_collections
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
-from fusionrl.observe.hardware.host import resident_bytes
+from fusionrl.observe.hardware import resident_bytes
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.actor_process import (
     HOST,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fusionrl.config.hooks import HookError
-from fusionrl.data.token_versions import UNKNOWN_VERSION
+from fusionrl.data.sampling import UNKNOWN_VERSION
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.pipeline.knobs import Knobs
 

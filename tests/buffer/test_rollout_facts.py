@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.buffer.rollout_facts import rollout_facts, teaches_nothing
+from fusionrl.buffer.rollout_report import rollout_facts, teaches_nothing
 from fusionrl.checks.algorithm import OF_GROUPS
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.buffer.eval_metrics import eval_metrics, eval_table
+from fusionrl.buffer.evaluation import eval_metrics, eval_table
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.buffer.training_samples import best_and_worst, group_advantages
 from fusionrl.config.config import Config

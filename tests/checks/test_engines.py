@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.checks.effects import effect_errors
-from fusionrl.checks.engines import eval_engine_errors, guest_errors
+from fusionrl.checks.modes import eval_engine_errors, guest_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.pipeline.knobs import PIPELINES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fusionrl.checks.sampling import eval_sampling_errors, rollout_sampling_errors
+from fusionrl.checks.rollout import eval_sampling_errors, rollout_sampling_errors
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.checks.weights import weight_shape_errors
+from fusionrl.checks.model import weight_shape_errors
 from fusionrl.config.config import Config
 from fusionrl.models.families import BUILT_IN
 from fusionrl.models.hf_io import INDEX, SINGLE

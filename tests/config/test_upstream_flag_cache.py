@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.config import upstream_flags
-from fusionrl.config.upstream_flag_cache import KeptParser, describe, kept_parser
+from fusionrl.config.upstream_flags import KeptParser, describe, kept_parser
 
 NEEDS_SGLANG = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 GIVEN = [

@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.buffer.eval_metrics import eval_set_metrics
+from fusionrl.buffer.evaluation import eval_set_metrics
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.data.attempts import attempts_of, join_attempt
 from fusionrl.data.sample import Sample, Status

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_checks import check_values, read_samples
+from fusionrl.data.sample_json import check_values, read_samples
 
 GOOD: dict[str, Any] = {
     "index": 3,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.data.strict_json import DuplicateKey, read_array, read_lines
+from fusionrl.data.rows import DuplicateKey, read_array, read_lines
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 
 from fusionrl.observe.metrics import read_lines
 from fusionrl.observe.timeline.check import record_faults
-from fusionrl.observe.timeline.records import read_attempt
-from fusionrl.observe.timeline.shares import driver_shares, pools
-from fusionrl.observe.timeline.steps import steps_of
+from fusionrl.observe.timeline.records import read_attempt, steps_of
+from fusionrl.observe.timeline.report import driver_shares, pools
 from fusionrl.observe.timeline.trace_file import build
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
 from fusionrl.observe.view.terminal import column_of, token_texts

@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 
 from fusionrl.observe import spans
-from fusionrl.observe.hardware.host import peak_bytes, resident_bytes
-from fusionrl.observe.hardware.meter import Meter, summary
-from fusionrl.observe.hardware.nvml import Reading
+from fusionrl.observe.hardware import Meter, Reading, peak_bytes, resident_bytes, summary
 from fusionrl.runtime.actor_process import HOST, record_host_memory
 
 ASKS = """
 import json, os, sys
 from dataclasses import asdict
 from fusionrl.runtime.actor_process import ProcessHardware
-from fusionrl.observe.hardware.meter import Meter
-from fusionrl.observe.hardware.nvml import open_nvml
+from fusionrl.observe.hardware import Meter
+from fusionrl.observe.hardware import open_nvml
 nvml = open_nvml()
 if nvml is None:
     print("null"), sys.exit()

@@ -75,7 +75,7 @@ def test_prometheus_own_parser_reads_it(text: str) -> None:
 
 def test_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins before the first step, shows each, and ends with the run; it remembers nothing."""
-    monkeypatch.setattr("fusionrl.observe.track.send._POLL_S", 0.05)
+    monkeypatch.setattr("fusionrl.observe.track.command._POLL_S", 0.05)
     monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
     port, run = free_port(), tmp_path / "run"
     held = RunDir(run)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from fusionrl.observe.rollouts import as_ranges
-from fusionrl.observe.stalls.message import EngineLoad, describe_ranks, join_names, stall_line
-from fusionrl.observe.stalls.processes import ProcessState
-from fusionrl.observe.stalls.stacks import Frame, read_stacks
-from fusionrl.observe.stalls.thresholds import EndedPhase, LatePhase, Phase, StallClock
+from fusionrl.observe.stalls.message import (
+    EndedPhase,
+    EngineLoad,
+    LatePhase,
+    Phase,
+    StallClock,
+    describe_ranks,
+    join_names,
+    stall_line,
+)
+from fusionrl.observe.stalls.processes import Frame, ProcessState, read_stacks
 
 IN_COLLECTIVE = """Current thread 0x00007f01 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2891 in all_reduce

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.observe.timeline.records import read_attempt
-from fusionrl.observe.timeline.report import summarize_steps
-from fusionrl.observe.timeline.shares import driver_shares, pools
-from fusionrl.observe.timeline.steps import steps_of
+from fusionrl.observe.timeline.records import read_attempt, steps_of
+from fusionrl.observe.timeline.report import driver_shares, pools, summarize_steps
 from tests.observe.timeline_runs import WALL_NS, Process, S, make_run
 from tests.observe.trace_format import faults
 

@@ -211,7 +211,7 @@ def test_a_lock_of_another_machine_is_named(
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fusionrl.observe.track.send.time.sleep", stop)
+    monkeypatch.setattr("fusionrl.observe.track.command.time.sleep", stop)
     assert cli.main(["track", str(run), "--to", "wandb", "--follow"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("held by host elsewhere") == 1 and "3 lines sent" in captured.out
@@ -220,7 +220,7 @@ def test_a_lock_of_another_machine_is_named(
 def test_following_a_run_to_its_end(
     run: Path, recorder: Recorder, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusionrl.observe.track.send._POLL_S", 0.01)
+    monkeypatch.setattr("fusionrl.observe.track.command._POLL_S", 0.01)
     monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
     held = RunDir(run, resume=True)
     followed = threading.Thread(target=cli.main, args=(["track", str(run), "--to", "wandb", "--follow"],))

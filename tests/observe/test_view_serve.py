@@ -18,7 +18,7 @@ import pytest
 
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.rollouts import RolloutWriter
-from fusionrl.observe.view.serve import Pages, serve_pages
+from fusionrl.observe.view.page import Pages, serve_pages
 from tests.observe.browser import Browser
 from tests.observe.view_runs import sample, unpack, write_run, write_tokenizer
 

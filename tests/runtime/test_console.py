@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.actor import Rollout
-from fusionrl.buffer.rollout_facts import rollout_facts
+from fusionrl.buffer.rollout_report import rollout_facts
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.logs import setup_logging

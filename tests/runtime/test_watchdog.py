@@ -16,8 +16,7 @@ import pytest
 
 from fusionrl.base.pending_calls import waited_for, waiting
 from fusionrl.observe import spans
-from fusionrl.observe.stalls.message import EngineLoad
-from fusionrl.observe.stalls.thresholds import LatePhase
+from fusionrl.observe.stalls.message import EngineLoad, LatePhase
 from fusionrl.runtime import watchdog as watchdog_module
 from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.watchdog import Stalled, Watchdog

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.prompt_source import PromptSource
+from fusionrl.buffer.data_source import PromptSource
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.runtime.checkpoints import Checkpoints
 from tests.trainer.checkpoint_mutations import MARKER, MUTATIONS, forge

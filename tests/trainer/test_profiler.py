@@ -12,8 +12,7 @@ import torch
 
 from fusionrl.observe import spans
 from fusionrl.observe.timeline.records import read_attempt
-from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
-from fusionrl.observe.timeline.trace_file import build
+from fusionrl.observe.timeline.trace_file import build, read_trace, trace_files
 from fusionrl.trainer.profiler import Profiled
 from tests.observe.trace_format import faults
 

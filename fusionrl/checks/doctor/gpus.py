@@ -6,7 +6,7 @@ import os
 from types import ModuleType
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
-from fusionrl.observe.hardware.nvml import Device, Nvml, ask
+from fusionrl.observe.hardware import Device, Nvml, ask
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.visible_devices import VARIABLE, visible_names
 

@@ -1,1 +1,1 @@
-"""A stalled run: `thresholds` when to report it, `message` the line, `processes` and `stacks` where it is."""
+"""A stalled run: `message` when to report it, and the line; `processes` where its processes are, and their stacks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, Line
 from fusionrl.observe.timeline.records import DRIVER, RunRecord, Span
-from fusionrl.observe.timeline.shares import OTHER, driver_shares
+from fusionrl.observe.timeline.report import OTHER, driver_shares
 
 _CLOCK_US = 5_000
 _SHARE = 0.02

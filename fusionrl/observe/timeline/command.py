@@ -10,9 +10,8 @@ from pathlib import Path
 from fusionrl.observe.metrics import read_lines
 from fusionrl.observe.show import find_run, parse_steps
 from fusionrl.observe.timeline.check import COMPARED, record_faults
-from fusionrl.observe.timeline.records import attempts, read_attempt
+from fusionrl.observe.timeline.records import attempts, read_attempt, steps_of
 from fusionrl.observe.timeline.report import report
-from fusionrl.observe.timeline.steps import steps_of
 from fusionrl.observe.timeline.trace_file import build, write
 
 TRACE_FILE = "timeline.json"

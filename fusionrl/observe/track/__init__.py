@@ -5,6 +5,5 @@ network touches the run: afterwards, or live (--follow). What was sent is rememb
 what is new, and a resumed run continues the same run of the tracker.
 
     adapters  one class for each tracker; for Prometheus, the newest values served over HTTP
-    send      lines to an open tracker, one after another; what has arrived at which tracker
-    command   flags
+    command   flags; lines to an open tracker, one after another; what has arrived at which tracker
 """

@@ -25,7 +25,7 @@ class Target:
     """The run as a tracker opens it.
 
     folder   the run's folder
-    run_id   see `send.SentPart`
+    run_id   see `command.SentPart`
     is_new   there is no run there yet
     offline  nothing leaves this machine
     address  of the tracker's server, or of its files; "": the tracker's own choice

@@ -19,9 +19,8 @@ from fusionrl.observe.show import (
     reward_key,
     sample_block,
 )
-from fusionrl.observe.view.page import FRAME, page_parts
+from fusionrl.observe.view.page import FRAME, Pages, page_parts, serve_pages
 from fusionrl.observe.view.run_block import NoRoomError, build_run, vocabulary_of
-from fusionrl.observe.view.serve import Pages, serve_pages
 from fusionrl.observe.view.step_block import page_row
 from fusionrl.observe.view.terminal import COLUMNS, render_tokens
 

@@ -1,15 +1,26 @@
-"""The HTML file: style, packed data and scripts in one, and a policy that lets it load nothing and run nothing else."""
+"""The HTML file: style, packed data and scripts in one, and a policy that lets it load nothing and run nothing else.
+
+`Pages` serves it from this machine: newest state at each reload, and samples read when they are looked at. Only who has
+the address can connect: its path has a random part.
+"""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+from fusionrl.observe.local_server import Answer, make_server
+from fusionrl.observe.rollouts import RolloutFile, list_rollouts
+from fusionrl.observe.show import Samples, reward_key
 from fusionrl.observe.view.packing import pack
-from fusionrl.observe.view.run_block import RunBlock
+from fusionrl.observe.view.run_block import RunBlock, metrics_of, vocabulary_of
+from fusionrl.observe.view.step_block import build_block
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("core.js", "dom.js", "data.js", "curves.js", "steps.js", "tokens.js", "sample.js", "app.js")
@@ -45,3 +56,75 @@ def _data(blocks: Mapping[str, str]) -> Iterator[str]:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+# ------------------------------------------------------------------------------------------------ the server
+_MOST_BYTES = 200_000_000  # of the samples of one step
+
+
+class Pages:
+    """Answers of the server: the page, and the samples of a file by its name on the page.
+
+    Raises ValueError if the folder `vocabulary` has no tokenizer.
+    """
+
+    def __init__(self, runs: Sequence[Path], vocabulary: str = "") -> None:
+        self._runs = runs
+        if vocabulary:
+            vocabulary_of(runs[0], vocabulary)  # a wrong folder fails here and not in the browser
+        self._vocabulary_of = functools.cache(lambda run: vocabulary_of(run, vocabulary))
+
+    def index(self) -> bytes:
+        """The page with the metrics of now, and the names of all files.
+
+        Raises:
+            ValueError: a run cannot be read.
+        """
+        blocks = []
+        for number, run in enumerate(self._runs):
+            listed = [
+                {"step": file.step, "kind": file.kind, "attempt": file.attempt, "block": _name(number, file)}
+                for file in list_rollouts(run)
+            ]
+            facts, left_out = metrics_of(run)
+            facts |= {"files": listed, "repeats": {}, "vocabulary": None, "left_out": left_out}
+            blocks.append(RunBlock(facts, {}))
+        return "".join(page_parts(blocks, is_served=True)).encode()
+
+    def block(self, name: str) -> bytes | None:
+        """The samples of a file and what the page does not know of it yet, packed; None for a name of none."""
+        files = {_name(n, file): (run, file) for n, run in enumerate(self._runs) for file in list_rollouts(run)}
+        if name not in files:
+            return None
+        run, file = files[name]
+        block = build_block(Samples(file, reward_key(run, file)), _MOST_BYTES, {})
+        vocabulary = self._vocabulary_of(run)
+        pieces = vocabulary.pieces(block.token_ids) if vocabulary is not None else None
+        return f"{block.text or pack(None)}\n{pack({'facts': block.facts, 'vocabulary': pieces})}".encode()
+
+
+def _name(number: int, file: RolloutFile) -> str:
+    return f"run{number}-{file.step}-{file.kind}-a{file.attempt}"
+
+
+def serve_pages(pages: Pages, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
+    """Return a server that is bound and not yet serving, and the address of its page.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    root = f"/{secrets.token_urlsafe(16)}/"
+
+    def answer(path: str) -> Answer:
+        if path == root:
+            return 200, "text/html", pages.index()
+        block = pages.block(path.removeprefix(f"{root}block/")) if path.startswith(f"{root}block/") else None
+        if block is None:
+            return 404, "text/plain", b"there is nothing here; use the whole address that fusionrl view printed"
+        return 200, "text/plain", block
+
+    try:
+        server = make_server("127.0.0.1", port, answer)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--serve {port}: {error}; leave the number out for a free port") from error
+    return server, f"http://127.0.0.1:{server.server_address[1]}{root}"

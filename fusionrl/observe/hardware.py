@@ -1,4 +1,4 @@
-"""NVIDIA's management library, by the package nvidia-ml-py: an inventory, readings, and the CPUs that are near a GPU.
+"""GPUs by NVIDIA's management library (nvidia-ml-py): inventory, readings, near CPUs; host memory of processes.
 
 What a driver or a card does not support is None, never an error: a laptop's card counts no memory errors, a slice of a
 GPU (MIG) has no utilisation. Without a driver there is no `Nvml`, and a run continues without its numbers.
@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
+
+import psutil
+
+from fusionrl.observe.spans import count
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -141,3 +148,124 @@ def ask(nvml: Any, function: Callable[[], T]) -> T | None:
     except nvml.NVMLError as error:
         logger.debug("NVML: %s", error)
         return None
+
+
+# ------------------------------------------------------------------------------------------------ the meter
+EVERY_S = 1.0
+_COMBINED: dict[str, Callable[[list[float]], float]] = {
+    "utilisation": fmean,
+    "power_w": fmean,
+    "memory_used_bytes": max,
+    "temperature_c": max,
+    "ecc_errors": max,
+}
+
+
+class Meter:
+    """Means of utilisation and power, and the largest memory and temperature, over GPUs and time.
+
+    Without a GPU it has no thread and no numbers.
+    """
+
+    def __init__(self, devices: Sequence[Device], every_s: float = EVERY_S) -> None:
+        self._devices, self._every_s = devices, every_s
+        self._readings: list[Reading] = []
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        if devices:
+            threading.Thread(target=self._watch, name="meter", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self.look()
+
+    def look(self) -> None:
+        readings = [device.reading() for device in self._devices]
+        with self._lock:
+            self._readings += readings
+        now = summary(readings)
+        if "memory_used_bytes" in now:
+            count("GPU memory", gib=now["memory_used_bytes"] / 2**30)
+        if "utilisation" in now:
+            count("GPU in use", share=now["utilisation"])
+
+    def take(self) -> dict[str, float]:
+        """Return the numbers since the last call. Between two looks of the thread it looks itself."""
+        if not self._devices:
+            return {}
+        if not self._readings:
+            self.look()
+        with self._lock:
+            readings, self._readings = self._readings, []
+        return summary(readings)
+
+    def close(self) -> None:
+        self._is_over.set()
+
+
+def summary(readings: Sequence[Reading]) -> dict[str, float]:
+    """Return the numbers of some readings; what no card supports is left out."""
+    values: dict[str, float] = {}
+    for name, combine in _COMBINED.items():
+        known = [float(value) for reading in readings if (value := getattr(reading, name)) is not None]
+        if known:
+            values[name] = combine(known)
+    if readings:
+        values["slowed"] = fmean(bool(reading.slowed_by) for reading in readings)
+    return values
+
+
+# ------------------------------------------------------------------------------------------------ the host
+_KIB = 1024
+
+
+def resident_bytes(pid: int, *, with_children: bool = False) -> int:
+    """Resident memory of a process, with that of its descendants; 0 of one that is gone."""
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *(root.children(recursive=True) if with_children else [])]
+    except psutil.Error:
+        return 0
+    return sum(map(_resident, processes))
+
+
+def peak_bytes(pid: int) -> int:
+    """The most resident memory that the process ever had; 0 where the system does not say."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * _KIB for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:  # it ended meanwhile
+        return 0
+
+
+_FEWEST_CPUS = 4
+_MOST_NODES = 16  # NUMA nodes of a machine: a smaller share means CPUs that were chosen far from the GPU
+
+
+def bind_near(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Bind this process, and the children that it will have, to CPUs near any of these GPUs. Returns them.
+
+    It never gets a CPU that it did not have: a scheduler, a container or `taskset` may have given it some. Where none
+    of these is near, or so few that the process would be slower for it, or nobody knows which are, nothing changes, and
+    the result is empty.
+    """
+    near = {cpu for device in devices for cpu in device.cpus()}
+    allowed = os.sched_getaffinity(0)
+    chosen = near & allowed
+    is_few = len(chosen) < _FEWEST_CPUS or len(chosen) * _MOST_NODES < len(allowed)
+    if is_few or chosen == allowed:
+        return ()
+    try:
+        os.sched_setaffinity(0, chosen)
+    except OSError as error:
+        logger.warning("--numa-affinity: this process stays on all its CPUs: %s", error.strerror)
+        return ()
+    logger.info("bound to %d of %d CPUs, which are near its GPUs", len(chosen), len(allowed))
+    return tuple(sorted(chosen))
