@@ -19,8 +19,8 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.generate_state import GenerateState
 from fusionrl.rollout.miles_inputs import GenerateFnInput, generate_function
 from fusionrl.rollout.sglang_rollout import sampling_params
-from tests.rollout.engine import Engine, Turn, check_sample
-from tests.rollout.test_agent import call, folder, response  # noqa: F401
+from tests.rollout.conftest import folder  # noqa: F401
+from tests.rollout.engine import Engine, Turn, call, check_sample, response
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 MESSAGES = [{"role": "user", "content": "Is it wet?"}]

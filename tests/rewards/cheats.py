@@ -59,6 +59,23 @@ def _equal(base: str = "", value: str = "") -> str:
     return _EQUAL.format(base=f"({base})" if base else "", value=value)
 
 
+def _wrong(source: str) -> str:
+    return f"{source}\ndef f(x): return 2\n"
+
+
+def _replaces(module: str, **functions: str) -> str:
+    return _wrong(f"import {module}\n" + "\n".join(f"{module}.{name} = {new}" for name, new in functions.items()))
+
+
+def _writes(answer: str, also: str = "") -> str:
+    return f"import os\ntry: os.write(3, {answer.encode()!r})\nexcept OSError: pass\n{also}\nos._exit(0)\n"
+
+
+def _tells_the_judge(answer: str) -> str:
+    loop = f"try:\n    while os.read(4, 1 << 16): os.write(5, ({answer}).encode())\nexcept OSError: pass"
+    return f"import os\n{loop}\nos._exit(0)\n"
+
+
 CHEATS: dict[str, str] = {
     # looks for the expected value in its own process
     "walks the frames": _search(
@@ -137,9 +154,7 @@ for name, module in list(sys.modules.items()):
     # answers with something that equals everything
     "equals everything": _equal(),
     "is an int that equals everything": _equal("int", "5"),
-    "is a float that equals everything": _equal("float", "5"),
     "is a str that equals everything": _equal("str", "'5'"),
-    "is a list that equals everything": _equal("list", "[5]"),
     "is a dict that equals everything": _equal("dict", "{5: 5}"),
     "claims to be an int": """
 class C:
@@ -162,61 +177,22 @@ def f(x): return C()
     "exits": "import os; os._exit(0)",
     "exits politely": "import sys; sys.exit()",
     "exits when called": "def f(x): raise SystemExit(0)",
-    "exits at the end": """
-import atexit, os; atexit.register(lambda: os._exit(0))
-def f(x): return 2
-""",
+    "exits at the end": _wrong("import atexit, os; atexit.register(lambda: os._exit(0))"),
     "has no error that ends it": "import os, sys\nsys.excepthook = lambda *a: os._exit(0)\n1 / 0",
-    "turns failures into exits": """
-import builtins; builtins.AssertionError = SystemExit
-def f(x): return 2
-""",
-    "turns every error into an exit": """
-import builtins
-for name in dir(builtins):
-    if name.endswith('Error'): setattr(builtins, name, SystemExit)
-def f(x): return 2
-""",
+    "turns every error into an exit": _wrong(
+        "import builtins as b\nfor name in dir(b):\n    if name.endswith('Error'): setattr(b, name, SystemExit)"
+    ),
     "defines nothing": "pass",
     # changes what runs around it
-    "replaces compile": """
-import builtins
-real = compile
-builtins.compile = lambda s, *a, **k: real('True', *a, **k)
-def f(x): return 2
-""",
-    "replaces eval and exec": """
-import builtins
-builtins.eval = lambda *a: True
-builtins.exec = lambda *a: None
-def f(x): return 2
-""",
-    "replaces abs, isinstance and sorted": """
-import builtins
-builtins.abs = lambda x: 0
-builtins.isinstance = lambda *a: True
-builtins.sorted = lambda *a, **k: True
-builtins.int = bool
-def f(x): return 2
-""",
-    "replaces json": """
-import json
-json.dumps = lambda *a, **k: 'true'
-json.loads = lambda *a, **k: {}
-def f(x): return 2
-""",
-    "replaces math": """
-import math, sys
-math.isclose = lambda *a, **k: True
-math.isfinite = lambda x: True
-def f(x): return 2
-""",
-    "replaces print and stdout": """
-import builtins, io, sys
-builtins.print = lambda *a, **k: None
-sys.stdout = io.StringIO()
-def f(x): return 2
-""",
+    "replaces compile": _replaces("builtins", compile="lambda s, *a, real=compile, **k: real('True', *a, **k)"),
+    "replaces eval and exec": _replaces("builtins", eval="lambda *a: True", exec="lambda *a: None"),
+    "replaces abs, isinstance and sorted": _replaces(
+        "builtins", abs="lambda x: 0", isinstance="lambda *a: True", sorted="lambda *a, **k: True", int="bool"
+    ),
+    "replaces json": _replaces("json", dumps="lambda *a, **k: 'true'", loads="lambda *a, **k: {}"),
+    "replaces math": _replaces("math", isclose="lambda *a, **k: True", isfinite="lambda x: True"),
+    "replaces print and stdout": _replaces("builtins", print="lambda *a, **k: None")
+    + "import io, sys\nsys.stdout = io.StringIO()\n",
     "replaces the encoder": """
 import sys
 main = sys.modules['__main__']
@@ -231,12 +207,9 @@ class M(types.ModuleType):
 sys.modules['solution'] = sys.modules['__main__'] = M('solution')
 def f(x): return 2
 """,
-    "defines the test's helpers": """
-def check(g): pass
-class math:
-    isclose = staticmethod(lambda *a: True)
-def f(x): return 2
-""",
+    "defines the test's helpers": _wrong(
+        "def check(g): pass\nclass math:\n    isclose = staticmethod(lambda *a: True)"
+    ),
     "changes what integers equal": """
 import ctypes
 try:
@@ -267,49 +240,15 @@ for n in range(1, 64):
         except OSError: pass
 os._exit(0)
 """,
-    "says that it is true": r"""
-import os
-try: os.write(3, b'{"o": ["x", true]}\n')
-except OSError: pass
-os._exit(0)
-""",
-    "answers the judge in its own way": r"""
-import os
-try:
-    while os.read(4, 1 << 16):
-        os.write(5, b'{"value": {"o": ["x", 0]}, "values": []}\n')
-except OSError: pass
-os._exit(0)
-""",
-    "raises a strange error in the judge": r"""
-import os
-try:
-    while os.read(4, 1 << 16):
-        os.write(5, b'{"raised": ["SystemExit", "0"]}\n')
-except OSError: pass
-os._exit(0)
-""",
-    "sends the judge nonsense": r"""
-import os
-try:
-    while os.read(4, 1 << 16):
-        os.write(5, b'[' * 200000 + b'\n')
-except OSError: pass
-os._exit(0)
-""",
-    "closes all descriptors": "import os\nos.closerange(0, 64)\ndef f(x): return 2",
-    "prints from atexit": """
-import atexit
-atexit.register(print, 'true', 1, 'passed')
-def f(x): return 2
-""",
-    "prints from a thread": """
-import threading
-def go():
-    while True: print('true')
-threading.Thread(target=go, daemon=True).start()
-def f(x): return 2
-""",
+    "says that it is true": _writes('{"o": ["x", true]}\n'),
+    "answers the judge in its own way": _tells_the_judge("""'{"value": {"o": ["x", 0]}, "values": []}\\n'"""),
+    "raises a strange error in the judge": _tells_the_judge("""'{"raised": ["SystemExit", "0"]}\\n'"""),
+    "sends the judge nonsense": _tells_the_judge(r"'[' * 200000 + '\n'"),
+    "closes all descriptors": _wrong("import os\nos.closerange(0, 64)"),
+    "prints from atexit": _wrong("import atexit\natexit.register(print, 'true', 1, 'passed')"),
+    "prints from a thread": _wrong(
+        "import threading\ndef go():\n    while True: print('true')\nthreading.Thread(target=go, daemon=True).start()"
+    ),
     "writes from a child that stays": r"""
 import os, time
 if os.fork() == 0:
@@ -323,7 +262,6 @@ if os.fork() == 0:
 def f(x): return 2
 """,
     # breaks the reader
-    "answers with 5,000 digits": "def f(x): return 10 ** 5000\nprint('1' * 5000)",
     "answers with a million digits": "def f(x): return 1 << 4_000_000\nprint('1' * 1_000_000)",
     "nests deeply": """
 def f(x):
@@ -332,39 +270,13 @@ def f(x):
     return value
 print('[' * 100_000)
 """,
-    "refers to itself": """
-def f(x):
-    value = []
-    value.append(value)
-    return value
-""",
-    "floods its output": """
-import sys
-for _ in range(400): sys.stdout.write('x' * 100_000)
-def f(x): return 'x' * (10 << 20)
-""",
-    "prints no UTF-8": r"""
-import os
-os.write(1, bytes(range(256)))
-def f(x): return bytes(range(256)).decode('latin-1') + '\udcff'
-""",
-    "writes half an answer": """
-import os
-try: os.write(3, b'[1, 2')
-except OSError: pass
-os._exit(0)
-""",
-    "writes numbers that are as large as memory": r"""
-import os
-try: os.write(3, b'{"D": "1e999999999"}\n')
-except OSError: pass
-print('1e999999999')
-os._exit(0)
-""",
-    "prints a signalling NaN": """
-print('sNaN')
-def f(x): return __import__('decimal').Decimal('sNaN')
-""",
+    "refers to itself": "def f(x):\n    value = []\n    value.append(value)\n    return value",
+    "floods its output": "for _ in range(400): print('x' * 100_000)\ndef f(x): return 'x' * (10 << 20)",
+    "prints no UTF-8": "import os\nos.write(1, bytes(range(256)))\n"
+    r"def f(x): return bytes(range(256)).decode('latin-1') + '\udcff'",
+    "writes half an answer": _writes("[1, 2"),
+    "writes numbers that are as large as memory": _writes('{"D": "1e999999999"}\n', "print('1e999999999')"),
+    "prints a signalling NaN": "print('sNaN')\ndef f(x): return __import__('decimal').Decimal('sNaN')",
     "ends by a signal without a name": "import os; os.kill(os.getpid(), 40)",
     "crashes": "import ctypes; ctypes.string_at(0)",
     "kills its parent": """
@@ -382,8 +294,6 @@ def f(x): return 2
 
 # Tests that a judge can run to their end without a question to the program, and programs that must not pass them.
 FEW_QUESTIONS = [
-    "assert callable(f)",
-    "assert f is not None",
     "assert callable(f) and f is not None",
     "g = f",
     "try:\n    value = f(20)\nexcept:\n    value = 3\nassert value == 3",

@@ -14,16 +14,12 @@ from fusionrl.rewards.code import last_python_block
 from fusionrl.rewards.code_run import is_same_output
 from fusionrl.rewards.registry import grade
 
-STDIN = {"inputs": ["1 2\n", "5 7\n", "0 0\n", "-3 3\n"], "outputs": ["3\n", "12", "0", "0"]}
+STDIN = {"inputs": ["1 2\n", "5 7\n"], "outputs": ["3\n", "12"]}
 CALL = {"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"}
 
 
 def code(response: str, label: Any, rm_type: str = "code") -> Any:
     return grade(rm_type, response, label).reward
-
-
-def code_all(response: str, label: Any) -> Any:
-    return code(response, label, "code_all")
 
 
 def block(source: str) -> str:
@@ -35,8 +31,7 @@ def block(source: str) -> str:
     [
         ("print(sum(map(int, input().split())))", STDIN, 1.0),
         ("a, b = input().split()\nprint(float(a) + float(b))", STDIN, 1.0),
-        ("print(max(0, sum(map(int, input().split()))) % 10)", STDIN, 0.75),
-        ("print(3)", STDIN, 0.25),
+        ("print(3)", STDIN, 0.5),
         ("print(", STDIN, 0.0),
         ("if __name__ == '__main__': print(sum(map(int, input().split())))", json.dumps(STDIN), 1.0),
         ("print(sum(map(int, input().split()))); raise SystemExit(1)", STDIN, 0.0),
@@ -54,7 +49,11 @@ def block(source: str) -> str:
 )
 def test_share_of_passed_tests(source: str, label: Any, share: float) -> None:
     assert code(block(source), label) == share
-    assert code_all(block(source), label) == float(share == 1.0)
+
+
+def test_all_tests_or_nothing() -> None:
+    for source, reward in (("print(sum(map(int, input().split())))", 1.0), ("print(3)", 0.0), ("print(0)", 0.0)):
+        assert code(block(source), {"inputs": ["1 2", "0 0"], "outputs": ["3", "0"]}, "code_all") == reward
 
 
 def test_a_program_that_hangs_fails_its_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +66,7 @@ def test_the_last_closed_block_counts() -> None:
     assert last_python_block("```python\na\n```\n```py\nb\n```\n```\nc\n```\n```python\nnever closed") == "b\n"
     assert last_python_block("  ```Python\n  a\n  ```") == "a\n"
     assert last_python_block("no code") is None
-    assert code("no code", STDIN) == code_all("no code", STDIN) == 0.0
+    assert code("no code", STDIN) == code("no code", STDIN, "code_all") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,9 @@ def test_the_last_closed_block_counts() -> None:
     ],
 )
 def test_a_program_in_a_list_item_or_with_crlf_runs(response: str) -> None:
-    assert code(response, {"inputs": ["4"], "outputs": ["5"]}) == 1.0
+    printed: list[int] = []
+    exec(str(last_python_block(response)), {"input": lambda: "4", "print": printed.append})
+    assert printed == [5]
 
 
 def test_numbers_of_many_digits_are_printed_and_compared() -> None:
@@ -95,32 +96,7 @@ def test_numbers_of_many_digits_are_printed_and_compared() -> None:
     assert code(block("f = lambda n: str(7**n)"), {"asserts": ["assert len(f(6000)) == 5071"]}) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("output", "expected", "is_same"),
-    [
-        ("1_000", "1000", False),
-        ("1000", "1_000", False),
-        ("1.0", "1.00", True),
-        ("1e3", "1000", True),
-        ("1_000", "1_000", True),
-        ("-0", "0", True),
-    ],
-)
-def test_words_of_an_output(output: str, expected: str, is_same: bool) -> None:
-    assert is_same_output(output, expected) == is_same
-
-
-@pytest.mark.parametrize(
-    ("label", "part"),
-    [
-        ("{", "not valid JSON"),
-        (3, "the label is int"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"x": 1}, r"the label has \['x'\]"),
-        ([], "no tests"),
-    ],
-)
-def test_labels_that_are_no_tests(label: Any, part: str) -> None:
-    for rm_type in ("code", "code_all"):
-        with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
-            grade(rm_type, "no code", label)
+def test_words_of_an_output() -> None:
+    for output, expected in (("1.0", "1.00"), ("1e3", "1000"), ("1_000", "1_000"), ("-0", "0")):
+        assert is_same_output(output, expected)
+    assert not is_same_output("1_000", "1000") and not is_same_output("1000", "1_000")

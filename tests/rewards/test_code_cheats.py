@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,6 @@ from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code_run
 from fusionrl.rewards.code import grade_all, grade_share
-from fusionrl.rewards.code_labels import NumbersTest, read_tests
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.reward_call import call_reward
 from fusionrl.rewards.settings import Grading
@@ -23,17 +23,23 @@ def block(source: str) -> str:
 
 
 def test_the_task_itself_can_be_solved() -> None:
-    honest = (
-        f"def f(x): return {EXPECTED} // x * x + {EXPECTED % 20}\nif __name__ == '__main__': print(f(int(input())))"
-    )
+    function = f"def f(x): return {EXPECTED} // x * x + {EXPECTED % 20}"
     for form, label in LABELS.items():
-        assert grade_share(block(honest), label) == (1.0, {}), form
+        program = f"{function}\nif __name__ == '__main__': print(f(int(input())))"
+        assert grade_share(block(program), label) == (1.0, {}), form
+
+
+def forms_of(name: str) -> list[str]:
+    """Forms of the test for a cheat: all for an odd answer; else each way to run a test, and one comparison in turn."""
+    if name.startswith(("equals", "is a", "claims", "answers with")):
+        return list(LABELS)
+    return ["assert", "judged", "input", ("call", "numbers", "check")[list(CHEATS).index(name) % 3]]
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_scores_nothing(name: str) -> None:
-    for form, label in LABELS.items():
-        reward, failures = grade_all(block(CHEATS[name]), label)
+    for form in forms_of(name):
+        reward, failures = grade_all(block(CHEATS[name]), LABELS[form])
         assert reward == 0.0, form
         assert sum(failures.values()) == 1 and set(failures) <= set(REASONS), (form, failures)
 
@@ -70,9 +76,7 @@ def test_failures_are_counted_by_reason() -> None:
         ("def f(): return object()", "object"),
         ("raise SystemExit(0)", "no_answer"),
         ("def f(): return 10 ** 5000", "wrong"),
-        ("def f(): return [[]] * 3", "wrong"),
         ("import os\nos.write(3, b'[' * 100000 + b'\\n'); os._exit(0)", "output"),
-        ("import os\nos.write(3, b'9' * 5000 + b'\\n'); os._exit(0)", "output"),
         ("import os\nos.write(3, b'\\xff\\n'); os._exit(0)", "output"),
     ):
         assert grade_share(block(source), ["assert f() == 3"]).failures == {reason: 1}, source
@@ -113,8 +117,8 @@ HONEST: dict[str, tuple[str, Any]] = {
         "import numpy as np\ndef f(n): return np.arange(n) * 2.0\ndef m(): return np.eye(2, dtype=bool)\n"
         "def fill(a): a[:] = 7",
         [
-            *("assert (f(2) == np.array([0.0, 2.0])).all()", "assert np.allclose(f(3), [0, 2, 4])"),
-            *("assert m().shape == (2, 2) and np.array_equal(m(), np.eye(2))", "assert f(2).dtype == np.float64"),
+            "assert (f(2) == np.array([0.0, 2.0])).all() and np.allclose(f(3), [0, 2, 4]) and f(2).dtype == np.float64",
+            "assert m().shape == (2, 2) and np.array_equal(m(), np.eye(2))",
             "a = np.zeros(3)\nfill(a)\nassert a.sum() == 21 and np.isclose(f(2)[1], 2)",
         ],
     ),
@@ -125,13 +129,11 @@ HONEST: dict[str, tuple[str, Any]] = {
         {
             "setup": "from collections import deque\nfrom datetime import date, datetime, timedelta, timezone",
             "asserts": [
-                *(
-                    "assert q([1, 2]) == deque([1, 2]) and q(deque([5])).maxlen == 3",
-                    "assert day() == date(2024, 2, 29)",
-                ),
-                *("assert now() == datetime(2024, 1, 2, 3, tzinfo=timezone.utc)", "assert day() < date(2025, 1, 1)"),
-                *("assert wait() == timedelta(days=1, seconds=2)", "assert k({1: 2}) == {1}"),
-                *("x = {1: 2}\nassert k(x) == x.keys() and i(x) == x.items()", "assert i({1: 2}) == {(1, 2)}"),
+                "assert q([1, 2]) == deque([1, 2]) and q(deque([5])).maxlen == 3",
+                "assert day() == date(2024, 2, 29) and day() < date(2025, 1, 1)",
+                "assert now() == datetime(2024, 1, 2, 3, tzinfo=timezone.utc) and wait() == timedelta(1, 2)",
+                "x = {1: 2}\nassert k(x) == x.keys() and i(x) == x.items()",
+                *("assert k({1: 2}) == {1}", "assert i({1: 2}) == {(1, 2)}"),
             ],
         },
     ),
@@ -147,23 +149,13 @@ HONEST: dict[str, tuple[str, Any]] = {
         "class P: pass\nclass Q(P): pass\ndef f(): return Q()",
         ["assert isinstance(f(), P)", "assert issubclass(Q, P) and not isinstance(P(), Q)", "assert callable(f)"],
     ),
-    "generators and views": (
-        "def g(n): yield from range(n)\ndef k(d): return d.keys()\ndef z(): return zip([1], [2])",
-        [
-            "assert list(g(3)) == [0, 1, 2]",
-            "assert sorted(k({2: 1, 1: 1})) == [1, 2]",
-            "assert [x for x in z()] == [(1, 2)]",
-        ],
+    "generators": (
+        "def g(n): yield from range(n)\ndef z(): return zip([1], [2])",
+        ["assert list(g(3)) == [0, 1, 2]", "assert [x for x in z()] == [(1, 2)]"],
     ),
     "closeness": (
         "def area(r): return 3.14159265 * r * r",
-        {
-            "setup": "import math",
-            "asserts": [
-                "assert math.isclose(area(2), 12.5663706, rel_tol=1e-6)",
-                "assert abs(area(1) - 3.1416) < 1e-3",
-            ],
-        },
+        {"setup": "import math", "asserts": ["assert math.isclose(area(2), 12.5663706, rel_tol=1e-6)"]},
     ),
     "closeness without an import": ("def area(r): return 3.0 * r", ["assert math.isclose(area(2), 6.0)"]),
     "HumanEval's check": (
@@ -187,38 +179,23 @@ HONEST: dict[str, tuple[str, Any]] = {
             "assert Stack().push(3).pop() == 3",
         ],
     ),
-    "what is changed in place": (
-        "def order(x): x.sort()\ndef empty(d): d.clear()",
-        ["x = [3, 1]\norder(x)\nassert x == [1, 3]", "d = {1: 2}\nempty(d)\nassert d == {}"],
-    ),
+    "what is changed in place": ("def order(x): x.sort()", ["x = [3, 1]\norder(x)\nassert x == [1, 3]"]),
     "objects of the setup": (
         "def last(n):\n    while n.next: n = n.next\n    return n.value\ndef rest(n): return n.next",
         {
             "setup": LINKED
             + "def values(n):\n    out = []\n    while n: out.append(n.value); n = n.next\n    return out",
-            "asserts": [
-                "assert last(Node(1, Node(2))) == 2",
-                "assert values(rest(Node(1, Node(2, Node(3))))) == [2, 3]",
-            ],
+            "asserts": ["assert last(Node(1, Node(2))) == 2", "assert values(rest(Node(1, Node(2)))) == [2]"],
         },
     ),
-    "functions as arguments": (
-        "def twice(g, x): return g(g(x))",
-        ["assert twice(lambda x: x + 1, 1) == 3", "assert 0 < twice(lambda x: x * 2, 1) < 5"],
-    ),
-    "names of builtins": (
-        "def sum(a, b): return a * b",
-        ["assert sum(10, 15) == 150", "assert abs(sum(1, 2) - 2.1) < 0.2"],
-    ),
+    "functions as arguments": ("def twice(g, x): return g(g(x))", ["assert 0 < twice(lambda x: x * 2, 1) < 5"]),
+    "names of builtins": ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150", "assert abs(sum(1, 2)) < 3"]),
     "a name of a module": ("def bisect(a, x): return a.index(x)", ["assert bisect([5, 6], 6) == 1"]),
     "answers that other answers make": (
         "def e(x): return x[::-1]\ndef d(x): return x[::-1]",
         ["assert d(e('abc')) == 'abc'", "assert e('ab') == d('ab')"],
     ),
-    "the other way round": (
-        "def f(): return [1, (2, 3)]",
-        ["assert [1, (2, 3)] == f()", "assert f() != 3", "assert f()[1] == (2, 3)"],
-    ),
+    "the other way round": ("def f(): return [1, (2, 3)]", ["assert [1, (2, 3)] == f()", "assert f() != 3"]),
     "deep recursion": (
         "import sys\nsys.setrecursionlimit(20000)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)",
         ["assert f(9000) == 9000"],
@@ -235,20 +212,20 @@ def test_honest_programs_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "statement"),
+    ("answer", "statement"),
     [
-        ("def f(): return [1, 2]", "assert f() == (1, 2)"),
-        ("def f(): return 'a'", "assert f() == b'a'"),
-        ("def f(): return {1: 2}", "assert f() == {'1': 2}"),
-        ("def f(): return '3'", "assert f() == 3"),
-        ("def f(): return 1", "assert f() is True"),
-        ("def f(): return [0]", "assert not f()"),
-        ("def f(): return 0.1 + 0.2", "assert f() == 0.3"),
-        ("def f(): return float('nan')", "assert f() == float('nan')"),
+        ("[1, 2]", "assert f() == (1, 2)"),
+        ("'a'", "assert f() == b'a'"),
+        ("{1: 2}", "assert f() == {'1': 2}"),
+        ("'3'", "assert f() == 3"),
+        ("1", "assert f() is True"),
+        ("[0]", "assert not f()"),
+        ("0.1 + 0.2", "assert f() == 0.3"),
+        ("float('nan')", "assert f() == float('nan')"),
     ],
 )
-def test_types_count_in_asserts(source: str, statement: str) -> None:
-    assert grade_share(block(source), [statement]) == (0.0, {"wrong": 1})
+def test_types_count_in_asserts(answer: str, statement: str) -> None:
+    assert grade_share(block(f"def f(): return {answer}"), [statement]) == (0.0, {"wrong": 1})
 
 
 NUMBERS = [
@@ -261,7 +238,6 @@ NUMBERS = [
     ("assert round(f(), 2) == 3.14 or f() / 0 == 1", 3.14159, True),
     ("assert f() / 0 == 1 or True", 3, False),
     ("assert abs(f() - 3) < 1", float("nan"), False),
-    ("assert f() == 3 or f() / 0 == 1", 3, True),
     ("assert f() == 4 and f() / 0 == 1", 3, False),
     ("assert f() != 3", [3], True),
     ("assert f() < 3", "2", False),
@@ -272,26 +248,21 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("statement", "answer", "passes"), NUMBERS)
 def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None:
-    """As Python itself says, and as the judge says, who has the same test for answers that are no numbers."""
+    """As Python itself says; where the answer is not a number of bounded size, the judge decides."""
+    program = f"nan = float('nan')\ndef f(): return {answer!r}"
     try:
-        exec(f"import math\ndef f(): return {answer!r}\n{statement}", {"nan": float("nan")})
+        exec(f"import math\n{program}\n{statement}", {})
         python = True
     except (AssertionError, ArithmeticError, TypeError):
         python = False
     assert python is passes
-    program = f"nan = float('nan')\ndef f(): return {answer!r}"
     assert grade_share(block(program), [statement]).reward == float(passes)
-    (test,) = read_tests([statement])
-    judged = test.judged if isinstance(test, NumbersTest) else test
-    assert (code_run.run_test(program, judged) is None) is passes
 
 
 def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
     setup = "class math:\n    isclose = staticmethod(lambda a, b: a == b + 1)"
-    assert (
-        grade_share(block("def f(): return 4"), {"setup": setup, "asserts": ["assert math.isclose(f(), 3)"]}).reward
-        == 1
-    )
+    label = {"setup": setup, "asserts": ["assert math.isclose(f(), 3)"]}
+    assert grade_share(block("def f(): return 4"), label).reward == 1
 
 
 @pytest.mark.parametrize(
@@ -315,27 +286,29 @@ def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
 @pytest.mark.parametrize(
     ("label", "part"),
     [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        (3, "the label is int"),
+        ({"x": 1}, r"the label has \['x'\]"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"asserts": "assert f( == 1"}, "is not Python"),
         ({"asserts": ["assert f() == 1", 3]}, "neither text nor a list of texts"),
-        ({"asserts": {"a": 1}}, "neither text nor a list of texts"),
         ({"asserts": ["assert f() == 1\0"]}, "is not Python"),
         ({"asserts": ["assert f() == 1"], "setup": "def"}, "is not Python"),
         ({"asserts": "  "}, "no tests"),
-        ("[" * 100_000, "not valid JSON"),
         ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "input or output 0 of the label is unreadable"),
     ],
 )
 def test_labels_that_cannot_be_read(label: Any, part: str) -> None:
-    with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
-        grade_share("no code", label)
+    for grade in (grade_share, grade_all):
+        with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
+            grade("no code", label)
 
 
 def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the weak mode without Landlock a program may kill its launcher. A sandbox that is broken is another thing."""
 
-    def lost(*_: Any) -> Any:
-        raise SandboxError("the sandbox gave no report: its launcher was killed")
-
+    lost = Mock(side_effect=SandboxError("the sandbox gave no report: its launcher was killed"))
     monkeypatch.setattr(code_run, "_run_asking", lost)
     assert grade_share(block("x"), ["assert f() == 1"]) == (0.0, {"sandbox": 1})
     monkeypatch.setattr(code_run, "probe", lost)
@@ -344,10 +317,7 @@ def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_judge_without_pipes_is_an_error_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Any:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("os.pipe", refuse)
+    monkeypatch.setattr("os.pipe", Mock(side_effect=OSError(24, "Too many open files")))
     with pytest.raises(SandboxError, match="Too many open files"):
         grade_share(block("def f(): pass"), ["assert callable(f)"])
 
@@ -363,7 +333,5 @@ def test_reasons_reach_the_sample_and_the_metrics() -> None:
     assert rewards == [0.0, 1.0, 0.0]
     assert [sample.metadata.get("code_failures") for sample in samples] == [{"wrong": 2}, None, {"wrong": 2}]
     assert metadata == {"shared": 1}, "the samples of a group share it"
-    metrics = rollout_metrics(samples, rewards)
-    assert {name: value for name, value in metrics.items() if "code_failed" in name} == {
-        "rollout/code_failed/wrong": 2.0
-    }
+    failed = {name: value for name, value in rollout_metrics(samples, rewards).items() if "code_failed" in name}
+    assert failed == {"rollout/code_failed/wrong": 2.0}

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -40,12 +40,8 @@ def tool() -> ModuleType:
 def test_every_answer_has_its_score(tool: ModuleType) -> None:
     pytest.importorskip("math_verify")
     cases = tool.read_corpus()
-    wrong = []
     for case in cases:
-        score = tool.our_score(case)
-        if score != case.get("ours", case["slime"]):
-            wrong.append((case, score))
-    assert not wrong
+        assert tool.our_score(case) == case.get("ours", case["slime"]), case
     counts = Counter(case["rm_type"] for case in cases)
     assert len(cases) >= 200 and min(counts[name] for name in ("math", "deepscaler", "dapo", "gpqa", "f1")) >= 30
     both = {(case["rm_type"], json.dumps(case["slime"])) for case in cases}
@@ -64,23 +60,23 @@ def test_every_difference_is_on_the_page(tool: ModuleType) -> None:
     assert all(len(row[5].strip()) > 20 for row in rows)
 
 
-def test_the_tool_tells_a_difference_that_is_not_stated(tmp_path: Path) -> None:
+def test_the_tool_tells_a_difference_that_is_not_stated(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub = tmp_path / "checkout" / "slime" / "rollout" / "rm_hub"
     hub.mkdir(parents=True)
     (hub / "__init__.py").write_text(STUB)
-    rows = [("cat", 1.0, {}), ("odd", 0.25, {"ours": 0.0, "why": "a reason"})]
+    rows: list[Any] = [("cat", 1.0, {}), ("odd", 0.25, {"ours": 0.0, "why": "a reason"})]
 
-    def run(*more: tuple[str, float | str, dict[str, object]]) -> subprocess.CompletedProcess[str]:
-        corpus = tmp_path / "corpus.jsonl"
-        lines = [{"rm_type": "f1", "response": text, "label": "cat", "slime": s} | m for text, s, m in [*rows, *more]]
+    corpus = tmp_path / "corpus.jsonl"
+    monkeypatch.setattr(sys, "argv", ["tool", "--slime", str(tmp_path / "checkout"), "--corpus", str(corpus)])
+    for more, status, parts in (
+        ([], 0, ["f1: the same", "f1: different, stated", "2 answers, 0 not as stated"]),
+        ([("dog", 1.0, {}), ("raises", "error", {})], 1, ["slime 1.0, here 0.0; stated", "slime error, here 0.0"]),
+    ):
+        rows += more
+        lines = [{"rm_type": "f1", "response": text, "label": "cat", "slime": s} | why for text, s, why in rows]
         corpus.write_text("\n".join(map(json.dumps, lines)))
-        command = [sys.executable, str(TOOL), "--slime", str(tmp_path / "checkout"), "--corpus", str(corpus)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "f1: the same" in done.stdout and "f1: different, stated" in done.stdout
-    assert "2 answers, 0 not as stated" in done.stdout
-    done = run(("dog", 1.0, {}), ("raises", "error", {}))
-    assert done.returncode == 1 and "4 answers, 2 not as stated" in done.stdout
-    assert "slime 1.0, here 0.0; stated" in done.stdout and "slime error, here 0.0" in done.stdout
+        assert tool.main() == status
+        told = capsys.readouterr().out
+        assert all(part in told for part in parts), told

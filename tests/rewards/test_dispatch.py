@@ -28,11 +28,9 @@ def raises_at_once(args, sample, **kwargs): raise KeyError("answer")
 async def hangs(args, sample, **kwargs): await asyncio.sleep(3600)
 async def own_timeout(args, sample, **kwargs): raise TimeoutError("the judge did not answer")
 async def of_numpy(args, sample, **kwargs): return numpy.float32(0.5)
-async def nothing(args, sample, **kwargs): return None
 async def nan(args, sample, **kwargs): return float("nan")
 async def text(args, sample, **kwargs): return "good"
 def array(args, sample, **kwargs): return numpy.array([1.0, 2.0])
-def tensor(args, sample, **kwargs): import torch; return torch.tensor([1.0, 2.0])
 def huge(args, sample, **kwargs): return 10**400
 async def ranks(args, samples, **kwargs): return [float(i) for i, _ in enumerate(samples)]
 async def too_few(args, samples, **kwargs): return [1.0]
@@ -50,14 +48,8 @@ def hooks(tmp_path: Path) -> str:
 
 
 def flags(path: str | None = None, rm_type: str | None = None, **more: Any) -> argparse.Namespace:
-    values = {
-        "custom_rm_path": path,
-        "rm_type": rm_type,
-        "rm_format_regex": None,
-        "group_rm": False,
-        "reward_timeout_s": 60.0,  # of which the imports take some
-        "reward_key": None,
-    }
+    values = {"rm_format_regex": None, "group_rm": False, "reward_key": None}
+    values |= {"custom_rm_path": path, "rm_type": rm_type, "reward_timeout_s": 60.0}  # of which the imports take some
     return argparse.Namespace(**(values | more))
 
 
@@ -65,11 +57,19 @@ def score(args: argparse.Namespace, sample: Sample) -> Any:
     return asyncio.run(async_rm(args, sample))
 
 
+def score_group(args: argparse.Namespace) -> Any:
+    return asyncio.run(batched_async_rm(args, [Sample(index=i, response="x" * i) for i in range(3)]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost_yet() -> None:
+    take_lost()
+
+
 def test_who_scores(hooks: str) -> None:
     sample = Sample(index=5, response="four", label="four")
     assert score(flags(rm_type="exact"), sample) == 1.0
     assert score(flags(f"{hooks}:length"), sample) == 4.0
-    assert score(flags(f"{hooks}:synchronous"), sample) == 7.0
     assert type(score(flags(f"{hooks}:of_numpy"), sample)) is float
     assert score(flags(f"{hooks}:several"), sample) == {"right": 1.0, "short": 0.25}
     sample.custom_rm_path = f"{hooks}:synchronous"  # a sample's own function goes first
@@ -77,12 +77,9 @@ def test_who_scores(hooks: str) -> None:
 
 
 def test_a_sample_names_its_own_rm_type() -> None:
-    shared = {"rm_type": "boxed_exact", "source": "a"}
-    sample = Sample(response=r"\boxed{4}", label="4", metadata=shared)
+    sample = Sample(response=r"\boxed{4}", label="4", metadata={"rm_type": "boxed_exact"})
     assert score(flags(rm_type="exact"), sample) == 1.0
-    with pytest.raises(
-        RewardError, match=r"--rm-type exakt of the sample's metadata: .*unknown reward 'exakt'.*sample 9"
-    ):
+    with pytest.raises(RewardError, match=r"--rm-type exakt of the sample's metadata: .*unknown reward.*sample 9"):
         score(flags(rm_type="exact"), Sample(index=9, metadata={"rm_type": "exakt"}))
 
 
@@ -108,18 +105,15 @@ def test_a_grader_gets_the_metadata() -> None:
         ("raises", "KeyError: 'answer'"),
         ("raises_at_once", "KeyError: 'answer'"),
         ("own_timeout", "the judge did not answer"),
-        ("nothing", "returned None"),
         ("nan", "returned nan"),
         ("text", "returned 'good'"),
         ("array", "returned array([1., 2.])"),
-        ("tensor", "returned tensor([1., 2.])"),
         ("huge", "returned 1000"),
     ],
 )
 def test_a_reward_that_fails_is_named_or_counted(
     hooks: str, name: str, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    take_lost()
     with pytest.raises(RewardError, match="with --reward-failure-value 0 the run continues") as caught:
         score(flags(f"{hooks}:{name}"), Sample(index=17))
     message = str(caught.value)
@@ -133,11 +127,8 @@ def test_a_reward_that_fails_is_named_or_counted(
 
 @pytest.mark.parametrize("value", ["float('nan')", "None"])
 def test_a_dict_whose_reward_is_no_number_is_counted(value: str, tmp_path: Path) -> None:
-    take_lost()
-    (tmp_path / "dict_hooks.py").write_text(
-        f"def f(args, sample, **kwargs): return {{'score': {value}, 'note': None}}\n"
-    )
-    path = f"{tmp_path}/dict_hooks.py:f"
+    (tmp_path / "mine.py").write_text(f"def f(args, sample, **kwargs): return {{'score': {value}, 'note': None}}\n")
+    path = f"{tmp_path}/mine.py:f"
     assert score(flags(path, reward_failure_value=0.5, reward_key="score"), Sample(index=1)) == 0.5
     assert take_lost() == {"error": 1}
     for more in ({"reward_key": "score"}, {"reward_key": "other", "reward_failure_value": 0.5}):
@@ -146,11 +137,8 @@ def test_a_dict_whose_reward_is_no_number_is_counted(value: str, tmp_path: Path)
 
 
 def test_of_a_group_that_fails_all_samples_are_counted(hooks: str) -> None:
-    take_lost()
-    for name, more in {"too_few": {"group_rm": True}, "raises_for_all": {}}.items():
-        group = [Sample(index=i) for i in range(3)]
-        args = flags(f"{hooks}:{name}", reward_failure_value=0.5, **more)
-        assert asyncio.run(batched_async_rm(args, group)) == [0.5] * 3
+    for name, is_group in (("too_few", True), ("raises_for_all", False)):
+        assert score_group(flags(f"{hooks}:{name}", reward_failure_value=0.5, group_rm=is_group)) == [0.5] * 3
     assert take_lost() == {"error": 6}
     with pytest.raises(RewardError, match="has no reward: neither --rm-type nor --custom-rm-path"):
         score(flags(reward_failure_value=0.0), Sample(index=1, response="x"))  # a mistake in the flags is not counted
@@ -158,7 +146,6 @@ def test_of_a_group_that_fails_all_samples_are_counted(hooks: str) -> None:
 
 @pytest.mark.timed
 def test_a_reward_that_hangs_or_dies_costs_its_sample(hooks: str, caplog: pytest.LogCaptureFixture) -> None:
-    take_lost()
     start = time.perf_counter()
     sample = Sample(index=4)
     assert score(flags(f"{hooks}:hangs", reward_timeout_s=0.5, reward_failure_value=-1.0), sample) == -1.0
@@ -170,15 +157,12 @@ def test_a_reward_that_hangs_or_dies_costs_its_sample(hooks: str, caplog: pytest
     assert score(flags(f"{hooks}:dies"), dead) == 0.0
     assert "its process died at sample 5; it is not trained on" in caplog.text
     assert dead.status == Sample.Status.FAILED and dead.metadata["reward_lost"] == "crash"
-    group = flags(f"{hooks}:group_hangs", group_rm=True, reward_timeout_s=0.5)
-    assert asyncio.run(batched_async_rm(group, [Sample(index=i) for i in range(3)])) == [0.0] * 3
-    assert take_lost() == {"timeout": 4, "crash": 1}
-    assert take_lost() == {}
+    assert score_group(flags(f"{hooks}:group_hangs", group_rm=True, reward_timeout_s=0.5)) == [0.0] * 3
+    assert (take_lost(), take_lost()) == ({"timeout": 4, "crash": 1}, {})
 
 
 def test_what_an_evaluation_loses_is_counted_apart(hooks: str) -> None:
     """An evaluation may run beside a rollout, each in a thread of its own."""
-    take_lost()
 
     def evaluate() -> dict[str, int]:
         with counting_lost() as lost:
@@ -193,12 +177,10 @@ def test_what_an_evaluation_loses_is_counted_apart(hooks: str) -> None:
 
 
 def test_groups(hooks: str) -> None:
-    group = [Sample(index=i, response="x" * i) for i in range(3)]
-    assert asyncio.run(batched_async_rm(flags(f"{hooks}:length"), group)) == [0.0, 1.0, 2.0]
-    assert asyncio.run(batched_async_rm(flags(f"{hooks}:ranks", group_rm=True), group)) == [0.0, 1.0, 2.0]
-    assert asyncio.run(batched_async_rm(flags(f"{hooks}:ranks"), group)) == [0.0, 1.0, 2.0], "it takes `samples`"
+    for name, is_group in (("length", False), ("ranks", True), ("ranks", False)):  # `ranks` takes `samples`
+        assert score_group(flags(f"{hooks}:{name}", group_rm=is_group)) == [0.0, 1.0, 2.0]
     with pytest.raises(RewardError, match=r"of several samples it must return a list of 3 rewards, got \[1.0\]"):
-        asyncio.run(batched_async_rm(flags(f"{hooks}:too_few", group_rm=True), group))
+        score_group(flags(f"{hooks}:too_few", group_rm=True))
 
 
 def test_the_reward_of_the_docs(tmp_path: Path) -> None:
@@ -219,12 +201,13 @@ def test_a_server_scores(json_server: Any) -> None:
     assert [body for body, _ in json_server.asked] == [{"prompt": "p", "response": "r", "label": "l"}] * 2
     json_server.answers = [(200, {"quality": 1.0})]
     assert score(args, Sample()) == {"quality": 1.0}
-    json_server.answers = [(422, "no such field")]
-    with pytest.raises(RewardError, match=r"--rm-type remote_rm of --rm-url .*/score: .*answered 422.* at sample 3"):
-        score(args, Sample(index=3))
-    json_server.answers = [(200, "good")]
-    with pytest.raises(RewardError, match="returned 'good'"):
-        score(args, Sample())
+    for answer, message in (
+        ((422, "no such field"), r"--rm-type remote_rm of --rm-url .*/score: .*answered 422.* at sample 3"),
+        ((200, "good"), "returned 'good'"),
+    ):
+        json_server.answers = [answer]
+        with pytest.raises(RewardError, match=message):
+            score(args, Sample(index=3))
 
 
 def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,36 +28,28 @@ def broken(args, sample, **kw):
 
 
 @pytest.fixture
-def score(tmp_path: Path):  # type: ignore[no-untyped-def]
+def score(tmp_path: Path) -> Any:
+    """score(function, whether in this process, flag=value) -> (its reward, the sample)."""
     (tmp_path / "mine.py").write_text(FILE)
 
-    def path_of(name: str) -> str:
-        return f"{tmp_path}/mine.py:{name}"
+    def call(name: str | None, in_process: bool, rm_type: str | None = None, group_rm: bool = False) -> Any:
+        path = None if name is None else f"{tmp_path}/mine.py:{name}"
+        values = {"rm_type": rm_type, "custom_rm_path": path, "group_rm": group_rm, "in_process": in_process}
+        args, sample = Namespace(reward_timeout_s=30, bonus=1, **values), Sample(index=7, response="four", label="four")
+        return asyncio.run(batched_async_rm(args, [sample] * 2) if group_rm else async_rm(args, sample)), sample
 
-    def call(name: str | None, in_process: bool, **more: object) -> tuple[object, Sample]:
-        path = None if name is None else path_of(name)
-        args = Namespace(rm_type=None, custom_rm_path=path, reward_timeout_s=30, bonus=1, in_process=in_process)
-        vars(args).update(more)
-        sample = Sample(index=7, response="four", label="four")
-        return asyncio.run(async_rm(args, sample)), sample
-
-    call.path = path_of  # type: ignore[attr-defined]
     return call
 
 
-def test_the_function_runs_in_this_process(score) -> None:  # type: ignore[no-untyped-def]
-    for name in ("plain", "later"):
-        reward, sample = score(name, True)
-        assert reward == 5.0 and sample.metadata["pid"] == os.getpid()
-    reward, sample = score("plain", False)
-    assert reward == 5.0 and sample.metadata["pid"] != os.getpid()
+def test_the_function_runs_in_this_process(score: Any) -> None:
+    for name, in_process in (("plain", True), ("later", True), ("plain", False)):
+        reward, sample = score(name, in_process)
+        assert reward == 5.0 and (sample.metadata["pid"] == os.getpid()) == in_process
     assert score(None, True, rm_type="exact")[0] == 1.0
-    args = Namespace(rm_type=None, custom_rm_path=score.path("group"), reward_timeout_s=30, group_rm=True)
-    args.in_process = True
-    assert asyncio.run(batched_async_rm(args, [Sample(index=1), Sample(index=2)])) == [0.0, 1.0]
+    assert score("group", True, group_rm=True)[0] == [0.0, 1.0]
 
 
-def test_what_it_raises_is_told_the_same_way(score) -> None:  # type: ignore[no-untyped-def]
+def test_what_it_raises_is_told_the_same_way(score: Any) -> None:
     errors = []
     for in_process in (False, True):
         with pytest.raises(RewardError) as caught:

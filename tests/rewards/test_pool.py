@@ -100,13 +100,16 @@ def grading(path: str) -> PackedGrading:
     return Grading(custom_rm_path=path).with_args(argparse.Namespace(custom_rm_path=path)).packed()
 
 
+def call(pool: RewardPool, args: PackedGrading, samples: list[Sample], limit_s: float = 5.0, **more: Any) -> Any:
+    return pool.submit(args, samples, limit_s=limit_s, **{"call": "sample", "kwargs": {}, "is_async": False} | more)
+
+
 def submit(
     pool: RewardPool, path: str, lengths: Sequence[int], limit_s: float
 ) -> tuple[list[Future[Any]], list[Sample]]:
     """Hand samples with responses of these lengths to the pool, one a call."""
-    args, samples = grading(path), [Sample(index=i, response="x" * length) for i, length in enumerate(lengths)]
-    kwargs: dict[str, Any] = {"call": "sample", "kwargs": {}, "limit_s": limit_s, "is_async": is_async(path)}
-    return [pool.submit(args, [sample], **kwargs) for sample in samples], samples
+    samples = [Sample(index=i, response="x" * length) for i, length in enumerate(lengths)]
+    return [call(pool, grading(path), [sample], limit_s, is_async=is_async(path)) for sample in samples], samples
 
 
 def score(pool: RewardPool, path: str, count: int, limit_s: float) -> tuple[list[Any], list[Sample]]:
@@ -129,12 +132,10 @@ def start_s(hooks: str) -> float:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("sleeps", "timeout"),
         ("spins", "timeout"),
         ("dies", "crash"),
         ("hangs", "timeout"),
         ("clings", "timeout"),
-        ("blocks", "timeout"),
         ("spins_on_the_loop", "timeout"),
         ("dies_on_the_loop", "crash"),
         ("dies_in_a_task", "crash"),
@@ -146,8 +147,8 @@ def test_one_of_many_never_returns(pool: RewardPool, hooks: str, start_s: float,
     Where two starts of a process take longer than a second, they are allowed instead. The best of three counts: a
     machine that is busy with something else only adds time.
     """
-    limit_s, count = 1.0, 500
-    well = "plain" if name in ("sleeps", "spins", "dies") else "waits"
+    limit_s, count = 1.0, 200
+    well = "plain" if name in ("spins", "dies") else "waits"
     score(pool, f"{hooks}:{well}", 10, limit_s)  # processes are there
     for _ in range(3):
         start = time.perf_counter()
@@ -164,11 +165,10 @@ def test_one_of_many_never_returns(pool: RewardPool, hooks: str, start_s: float,
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("name", ["blocks", "spins_on_the_loop"])
-def test_a_blocked_loop_costs_nobody_else_a_short_limit(pool: RewardPool, hooks: str, name: str) -> None:
+def test_a_blocked_loop_costs_nobody_else_a_short_limit(pool: RewardPool, hooks: str) -> None:
     """The limit is over before the pool can know that the loop is blocked, and by whom."""
     score(pool, f"{hooks}:waits", 10, 5.0)  # a process is there
-    rewards, _ = score(pool, f"{hooks}:{name}", 100, BLOCKED_S - 0.3)
+    rewards, _ = score(pool, f"{hooks}:blocks", 100, BLOCKED_S - 0.3)
     assert rewards == [LostReward("timeout") if i == GUILTY else float(i) for i in range(100)]
 
 
@@ -199,22 +199,18 @@ def test_what_a_function_changes_of_its_sample_is_kept(pool: RewardPool, hooks: 
 
 
 def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None:
-    with pytest.raises(RewardRaised, match="KeyError: 'answer'"):
-        score(pool, f"{hooks}:raises", 1, 5.0)
-    with pytest.raises(RewardRaised, match="cannot pickle"):
-        score(pool, f"{hooks}:a_lock", 1, 5.0)
-    args = Grading(rm_type="exact").packed()
+    class Strange:
+        """Cannot be taken out of its pickle again."""
+
+        def __reduce__(self) -> Any:
+            return len, (3,)
+
+    for name, message in (("raises", "KeyError: 'answer'"), ("a_lock", "cannot pickle")):
+        with pytest.raises(RewardRaised, match=message):
+            score(pool, f"{hooks}:{name}", 1, 5.0)
     for label, kwargs in ((Strange(), {}), ("a", {"note": Strange()})):
-        sample = Sample(response="a", label=label)
         with pytest.raises(RewardRaised, match="TypeError"):
-            pool.submit(args, [sample], call="sample", kwargs=kwargs, limit_s=5.0, is_async=False).result(30)
-
-
-class Strange:
-    """Cannot be taken out of its pickle again."""
-
-    def __reduce__(self) -> Any:
-        return len, (3,)
+            call(pool, Grading(rm_type="exact").packed(), [Sample(response="a", label=label)], kwargs=kwargs).result(30)
 
 
 def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> None:
@@ -227,16 +223,14 @@ def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> 
 @pytest.mark.parametrize("name", ["plain", "waits"])
 def test_samples_that_no_connection_takes_at_once_arrive_whole(pool: RewardPool, hooks: str, name: str) -> None:
     """A process is given megabytes at once, and a socket holds less."""
-    lengths = [1 + 40_000 * (index % 9) for index in range(150)]
+    lengths = [1 + 80_000 * (index % 9) for index in range(40)]
     futures, _ = submit(pool, f"{hooks}:{name}", lengths, 30.0)
     assert [future.result(60) for future in futures] == lengths
 
 
 def test_a_group_is_one_call(pool: RewardPool, hooks: str) -> None:
-    args = grading(f"{hooks}:group")
     group = [Sample(index=i) for i in range(4)]
-    future = pool.submit(args, group, call="group", kwargs={}, limit_s=5.0, is_async=False)
-    assert future.result(30) == [0.0, 1.0, 2.0, 3.0]
+    assert call(pool, grading(f"{hooks}:group"), group, call="group").result(30) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_nothing_is_left_when_it_is_closed(hooks: str) -> None:

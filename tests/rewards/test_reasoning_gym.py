@@ -19,6 +19,7 @@ from tools.make_reasoning_data import TEMPLATE, generate_rows
 pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym: scripts/setup-env.sh examples")
 # Seconds to generate one row of these, and their verifiers read boards.
 SLOW = frozenset({"knight_swap", "sokoban"})
+EVALUATING = LITERALS | ARITHMETIC | ALGEBRA  # tasks whose verifiers evaluate answers
 
 
 @functools.cache
@@ -42,18 +43,16 @@ def score(response: str, row: dict[str, Any]) -> float:
 
 
 def test_every_task_gives_rows_whose_label_is_right_and_no_answer_is_not() -> None:
-    names = tasks()
-    assert len(names) > 100
+    assert len(tasks()) > 100
     faults = []
-    for name in names:
+    for name in tasks():
         train, row = rows(name)
         assert row["prompt"] != train["prompt"] and row["prompt"].endswith(TEMPLATE[-20:])
         assert isinstance(row["label"], str) and row["label"].strip()
         if score(f"<think>?</think> It is <answer>{row['label']}</answer>", row) != 1.0:
             faults.append(f"{name}: the label {row['label']!r} is not right")
-        for empty in ("", "  ", "<answer></answer>", "<answer>", "I do not know."):
-            if score(empty, row) > 0.5:
-                faults.append(f"{name}: {empty!r} is right")
+        if max(score(empty, row) for empty in ("<answer></answer>", "I do not know.")) > 0.5:
+            faults.append(f"{name}: no answer is right")
     assert faults == []
 
 
@@ -61,32 +60,15 @@ def test_no_verifier_runs_what_a_model_wrote(tmp_path: Path) -> None:
     """Neither do they raise, nor take a wrong answer for a right one."""
     mark = tmp_path / "was-run"
     call = f"__import__('pathlib').Path({str(mark)!r}).touch()"
-    hostile = (
-        call,
-        f"[{call}]",
-        f"(lambda: {call})()",
-        f"1 + ({call} or 1)",
-        f"S({call!r})",
-        f"{{'a': [{call}]}}",
-        f"f'{{{call}}}'",
-        "().__class__.__base__.__subclasses__()",
-        "9**9**9**9",
-        "(((9**99)**99)**99)",
-        "(" * 5000 + "1" + ")" * 5000,
-        "9" * 6000,
-        "A+" + "9" * 12,
-        "nan",
-        "inf",
-        "nan+nanj",
-        "1e999",
-        "\x00",
-    )
+    wrong = (call, f"[{call}]", "(" * 5000 + "1" + ")" * 5000, "9" * 6000, "A+" + "9" * 12, "nan", "1e999", "\x00")
+    for_eval = (f"(lambda: {call})()", f"1 + ({call} or 1)", f"S({call!r})", f"{{'a': [{call}]}}", f"f'{{{call}}}'")
+    for_eval += ("().__class__.__base__.__subclasses__()", "9**9**9**9", "(((9**99)**99)**99)")
     faults = []
     for name in tasks():
         if name in SLOW:
             continue
         row = rows(name)[1]
-        for answer in hostile:
+        for answer in (*wrong, *(for_eval if name in EVALUATING else ())):
             if score(f"<answer>{answer}</answer>", row) >= 1.0:
                 faults.append(f"{name}: {answer[:40]!r} is right")
             if mark.exists():
@@ -102,15 +84,11 @@ def test_the_verifiers_that_evaluate_answers_are_known() -> None:
     evaluating = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?:answer|user_answer|student_answer)\b")
     folder = Path(reasoning_gym.__file__).parent
     found = {path.stem for path in folder.rglob("*.py") if evaluating.search(path.read_text(encoding="utf-8"))}
-    assert found == LITERALS | ARITHMETIC | ALGEBRA
+    assert found == EVALUATING
 
 
-def test_four_other_numbers_that_make_24_are_no_answer() -> None:
-    entry = {"answer": "(1 + 2)*(3 + 5)", "metadata": {"numbers": [1, 2, 3, 5]}}
-    row = {"label": entry["answer"], "metadata": {"source_dataset": "puzzle24", "entry": entry}}
-    assert score("<answer>(1 + 2)*(3 + 5)</answer>", row) == 1.0
-    assert score("<answer>(5+3)*(2+1)</answer>", row) == 1.0
-    assert score("<answer>6*4*1*1</answer>", row) == 0.0
+COMPLEX = {"answer": "48.0 + 36.0i", "metadata": {"result": [48.0, 36.0]}}
+PUZZLE = {"answer": "(1 + 2)*(3 + 5)", "metadata": {"numbers": [1, 2, 3, 5]}}
 
 
 @pytest.mark.parametrize(
@@ -119,32 +97,26 @@ def test_four_other_numbers_that_make_24_are_no_answer() -> None:
         ("coin_flip", {"answer": "0.109375"}, ("0.109375", "7/64"), ("0", "0.1", "1")),
         ("game_of_life_halting", {"answer": "False"}, ("False", "false"), ("True", "no", "0")),
         ("game_of_life_halting", {"answer": "True"}, ("True",), ("False", "maybe")),
-        (
-            "complex_arithmetic",
-            {"answer": "48.0 + 36.0i", "metadata": {"result": [48.0, 36.0]}},
-            ("48 + 36i", "48.0 + 36.0i"),
-            ("nan", "inf", "nan+nanj", "36 + 48i"),
-        ),
+        ("complex_arithmetic", COMPLEX, ("48 + 36i", "48.0 + 36.0i"), ("nan", "inf", "nan+nanj", "36 + 48i")),
+        ("puzzle24", PUZZLE, ("(1 + 2)*(3 + 5)", "(5+3)*(2+1)"), ("6*4*1*1",)),
     ],
 )
 def test_answers_that_verifiers_take_by_mistake(
     task: str, entry: dict[str, Any], right: tuple[str, ...], wrong: tuple[str, ...]
 ) -> None:
     row = {"label": entry["answer"], "metadata": {"source_dataset": task, "entry": entry}}
-    assert {answer: score(f"<answer>{answer}</answer>", row) == 1.0 for answer in (*right, *wrong)} == {
-        answer: answer in right for answer in (*right, *wrong)
-    }
+    taken = tuple(answer for answer in (*right, *wrong) if score(f"<answer>{answer}</answer>", row) == 1.0)
+    assert taken == right
 
 
 def test_an_entry_of_another_task_is_an_error_and_a_bad_answer_is_not() -> None:
-    row = {"label": "4", "metadata": {"source_dataset": "countdown", "entry": {"answer": "4", "metadata": {}}}}
-    assert score("<answer>__import__('os')</answer>", row) == 0.0
-    row["metadata"] = {"source_dataset": "n_queens", "entry": {"answer": "Q", "metadata": {}}}
+    metadata: dict[str, Any] = {"source_dataset": "countdown", "entry": {"answer": "4", "metadata": {}}}
+    assert score("<answer>__import__('os')</answer>", {"label": "4", "metadata": metadata}) == 0.0
     with pytest.raises(ValueError, match="metadata.entry .*n_queens"):
-        score("<answer>Q _</answer>", row)
-    row["metadata"] = {"source_dataset": "gcd", "entry": {"answer": "4"}, "config": {"max_valu": 3}}
+        score("<answer>Q _</answer>", {"label": "4", "metadata": metadata | {"source_dataset": "n_queens"}})
+    metadata |= {"source_dataset": "gcd", "config": {"max_valu": 3}}
     with pytest.raises(ValueError, match="gcd does not take the settings"):
-        score("<answer>4</answer>", row)
+        score("<answer>4</answer>", {"label": "4", "metadata": metadata})
 
 
 @pytest.mark.parametrize(
@@ -159,24 +131,13 @@ def test_an_entry_of_another_task_is_an_error_and_a_bad_answer_is_not() -> None:
         ("<answer></answer> 3", "3", None),
         ("none", "3", None),
         ("", "8*3", None),
+        # where the label is a number, the last number
+        ("is -7", "1", "-7"),
+        ("12-7", "1", "7"),
+        ("(3)-5", "1", "5"),
+        ("$1,234.50 in all", "1", "1234.50"),
+        ("1, 2,3", "1", "3"),
     ],
 )
 def test_where_the_answer_stands(response: str, label: str, answer: str | None) -> None:
     assert find_answer(response, label) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2 + 3 = 5.", "5"),
-        ("is -7", "-7"),
-        ("12-7", "7"),
-        ("(3)-5", "5"),
-        ("$1,234.50 in all", "1234.50"),
-        ("1, 2,3", "3"),
-        ("no number", None),
-        ("", None),
-    ],
-)
-def test_the_last_number_answers_where_the_label_is_one(text: str, expected: str | None) -> None:
-    assert find_answer(text, 1) == expected

@@ -41,17 +41,15 @@ def test_a_failure_is_tried_again(args: Any, json_server: Any) -> None:
 
 
 def test_a_refusal_and_a_score_that_is_no_number_name_the_sample(args: Any, json_server: Any) -> None:
-    json_server.answers += [(400, {"error": "too long"})]
-    with pytest.raises(RewardError, match="--rm-type reward_model: .* answered 400: .*too long.* at sample 5"):
-        score(args, Sample(index=5, tokens=[1]))
-    json_server.answers += [(200, {"embedding": [None]})]
-    with pytest.raises(
-        RewardError, match="reward_model: .*classify: embedding.0. is None, not a finite score at sample 6"
+    json_server.answers += [(400, {"error": "too long"}), (200, {"embedding": [None]})]
+    for urls, message in (
+        (args.rm_urls, "--rm-type reward_model: .* answered 400: .*too long.* at sample 5"),
+        (args.rm_urls, "reward_model: .*classify: embedding.0. is None, not a finite score at sample 5"),
+        ([], "there is no reward model; give --rm-model at sample 5"),
     ):
-        score(args, Sample(index=6, tokens=[1]))
-    args.rm_urls = []
-    with pytest.raises(RewardError, match="there is no reward model; give --rm-model at sample 7"):
-        score(args, Sample(index=7, tokens=[1]))
+        args.rm_urls = urls
+        with pytest.raises(RewardError, match=message):
+            score(args, Sample(index=5, tokens=[1]))
 
 
 def test_an_engine_that_hangs_costs_the_samples_their_reward(args: Any) -> None:

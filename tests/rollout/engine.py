@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -10,33 +12,43 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from aiohttp import web
 
+from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.rollout.sglang_rollout import sampling_params
 
 EOS = 258
 KEY = "a key of the test"
 
 
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip the test where one of the packages is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call of a tool as Qwen's models write it."""
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def response(*contents: str) -> str:
+    """What stands between two turns of the model where tools answered `contents` (template of the fixture `folder`)."""
+    turns = "".join(f"<|im_start|>user\n<tool_response>\n{c}\n</tool_response><|im_end|>\n" for c in contents)
+    return f"\n{turns}<|im_start|>assistant\n"
+
+
 def sglang_engine(model: Path, log_dir: Path, max_total_tokens: int) -> EngineActor:
     """An SGLang server of `model` in fp32 with the key `KEY`, not yet started."""
-    spec = EngineSpec(
-        index=0,
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        tp_size=1,
-        gpu_ids=(),
-        host="127.0.0.1",
-        api_key=KEY,
-        log_dir=str(log_dir),
-        seed=1,
-        start_timeout_s=200.0,
-        server_args={"max_total_tokens": max_total_tokens},
-    )
-    return EngineActor(spec)
+    place: Any = {"index": 0, "tp_size": 1, "gpu_ids": (), "host": "127.0.0.1", "log_dir": str(log_dir)}
+    run: Any = {"model_path": str(model), "device": "cpu", "dtype": "float32", "api_key": KEY, "seed": 1}
+    limits: Any = {"start_timeout_s": 200.0, "server_args": {"max_total_tokens": max_total_tokens}}
+    return EngineActor(EngineSpec(**place, **run, **limits))
 
 
 @dataclass
@@ -117,6 +129,24 @@ class Engine:
 
         return asyncio.run(run())
 
+    def texts(self, sample: Sample, exchanges: list[Exchange] | None = None) -> list[str]:
+        """What stands between the turns of a sample, after a check of every token."""
+        between = check_sample(sample, self.exchanges if exchanges is None else exchanges)
+        return [self.tokenizer.decode(tokens) for tokens in between]
+
+
+def prepare(folder: str, turns: list[Turn | str], **flags: Any) -> tuple[Any, Engine]:
+    """(flags of a run with the tokenizer in `folder`, an engine that says `turns`)."""
+    values = {"hf_checkpoint": folder, "rollout_max_response_len": 2000, "rollout_max_context_len": 6000}
+    args = Config.from_flat(values | flags).to_args()
+    return args, Engine(load_tokenizer(folder), [Turn(turn) if isinstance(turn, str) else turn for turn in turns])
+
+
+def play(generate: Any, folder: str, sample: Sample, turns: list[Turn | str], **flags: Any) -> tuple[Any, Engine]:
+    """(what `generate` makes of `sample` against such an engine, the engine)."""
+    args, engine = prepare(folder, turns, **flags)
+    return engine.serve(args, lambda: generate(args, sample, sampling_params(args))), engine
+
 
 def check_sample(sample: Sample, exchanges: list[Exchange]) -> list[list[int]]:
     """Compare a finished sample with what went over the wire, token by token; returns what stands between turns.
@@ -140,14 +170,11 @@ def check_sample(sample: Sample, exchanges: list[Exchange]) -> list[list[int]]:
         position = len(asked) + len(exchange.tokens)
     between.append(tokens[position:])
     last = 0
-    assert sample.loss_mask is not None and sample.rollout_log_probs is not None
-    assert sample.weight_versions is not None
-    for position in range(start, len(tokens)):
-        log_prob, last = sampled.get(position, (0.0, last))
-        i = position - start
-        assert sample.loss_mask[i] == (position in sampled)
-        assert abs(sample.rollout_log_probs[i] - log_prob) < 1e-6
-        assert sample.weight_versions[i] == last
+    columns: Any = (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions)
+    for position, (mask, log_prob, version) in enumerate(zip(*columns, strict=True), start):
+        wanted, last = sampled.get(position, (0.0, last))
+        assert (mask, version) == (position in sampled, last)
+        assert abs(log_prob - wanted) < 1e-6
     assert between[0] == []
     return between[1:]
 

@@ -63,7 +63,7 @@ async def says_its_temperature(args: Any, sample: Sample, params: dict[str, Any]
 
 
 async def fails_greedily(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
-    sample = fill(sample)
+    fill(sample)
     if sample.prompt == "p1" and params["temperature"] == 0.0:
         sample.status = Sample.Status.FAILED
     return sample
@@ -136,10 +136,7 @@ def bare_bool(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
 
 
 async def stepwise(args, sample, sampling_params):
-    """Ten tokens, one at a time, of version STATE.version; stops in between when it is told to.
-
-    A slow prompt stays at its third token until then.
-    """
+    """Ten tokens, one at a time; stops in between when it is told to. A slow prompt stays at its third until then."""
     sample.tokens = sample.tokens if sample.response_length else [1, 2]
     STATE.started += 1
     while sample.response_length < 10:
@@ -147,9 +144,8 @@ async def stepwise(args, sample, sampling_params):
             sample.status = Sample.Status.ABORTED
             return sample
         count = sample.response_length
-        sample.append_response_tokens(
-            args, tokens=[10 + count], log_probs=[-0.5 - count], versions=STATE.version, text=str(count)
-        )
+        values = {"log_probs": [-0.5 - count], "versions": STATE.version, "text": str(count)}
+        sample.append_response_tokens(args, tokens=[10 + count], **values)
         await asyncio.sleep(0.001)
         while sample.prompt in STATE.slow and sample.response_length >= 3 and not args.is_stopping():
             await asyncio.sleep(0.001)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,55 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
-from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.agent import generate, parser_name
-from fusionrl.rollout.sglang_rollout import sampling_params
 from fusionrl.rollout.types import NO_ROOM_AFTER
-from tests.rollout.engine import Engine, Turn, check_sample
+from tests.rollout import engine as scripted
+from tests.rollout.engine import Engine, Turn, call, check_sample, needs, response
 from tests.tiny_model import make_byte_tokenizer
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+pytestmark = needs("sglang")
 HOOKS = Path(__file__).with_name("agent_hooks.py")
-# As Qwen's: answers of tools within a user's turn, and thoughts only in the last assistant turn.
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<tool_call>
-{"name": ..., "arguments": ...}
-</tool_call><|im_end|>
-{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ m.content }}
-</tool_response><|im_end|>
-{% elif m.role == 'assistant' %}<|im_start|>assistant
-{% if loop.last %}<think></think>{% endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% else %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tokenizer = make_byte_tokenizer(1 << 16)
-    tokenizer.chat_template = TEMPLATE
-    path = tmp_path_factory.mktemp("agent") / "model"
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
-def call(name: str, **arguments: Any) -> str:
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
 @pytest.fixture
@@ -67,69 +26,40 @@ def play(folder: str) -> Callable[..., tuple[Sample, Engine]]:
     """play([turn, …], metadata, flag=value) -> (finished sample, engine)."""
 
     def start(turns: list[Turn | str], metadata: dict[str, Any] | None = None, **changes: Any) -> tuple[Sample, Engine]:
-        values = {
-            "hf_checkpoint": folder,
-            "apply_chat_template": True,
-            "rollout_max_response_len": 2000,
-            "rollout_max_context_len": 6000,
-            "tools_path": f"{HOOKS}:tools",
-            "tool_call_parser": "qwen25",
-        }
-        args = Config.from_flat(values | changes).to_args()
-        tokenizer = load_tokenizer(folder)
+        flags = {"apply_chat_template": True, "tools_path": f"{HOOKS}:tools", "tool_call_parser": "qwen25"}
         messages = [{"role": "user", "content": "Is it wet?"}]
         sample = Sample(index=0, prompt="?", messages=messages, metadata=metadata or {})
-        engine = Engine(tokenizer, [Turn(turn) if isinstance(turn, str) else turn for turn in turns])
-        made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))
+        made, engine = scripted.play(generate, folder, sample, turns, **flags | changes)
         assert made is sample
         return sample, engine
 
     return start
 
 
-def texts(sample: Sample, engine: Engine) -> list[str]:
-    """What stands between the turns, after a check of every token."""
-    return [engine.tokenizer.decode(tokens) for tokens in check_sample(sample, engine.exchanges)]
-
-
-def response(*contents: str) -> str:
-    turns = "".join(f"<|im_start|>user\n<tool_response>\n{c}\n</tool_response><|im_end|>\n" for c in contents)
-    return f"\n{turns}<|im_start|>assistant\n"
-
-
 def test_turns_of_model_and_tools(play: Any) -> None:
     both = "Let me see. " + call("weather", town="Rome") + "\n" + call("python", code="print(6 * 7)")
     sample, engine = play([both, call("weather", town="Oslo"), "It is."])
-    assert texts(sample, engine) == [response("Rome: rain", "42"), response("Oslo: rain"), ""]
+    first, second = response("Rome: rain", "42"), response("Oslo: rain")
+    assert engine.texts(sample) == [first, second, ""]
     assert sample.status == Sample.Status.COMPLETED
-    assert (sample.metadata["num_turns"], sample.metadata["num_tool_calls"], sample.metadata["num_tool_errors"]) == (
-        3,
-        3,
-        0,
-    )
-    assert sample.response.endswith("It is.")
-    assert sample.response.startswith(both + response("Rome: rain", "42"))
+    counts = [sample.metadata[f"num_{name}"] for name in ("turns", "tool_calls", "tool_errors")]
+    assert counts == [3, 3, 0]
+    assert sample.response.endswith("It is.") and sample.response.startswith(both + first)
     prompt = engine.tokenizer.decode(sample.tokens[: sample.prompt_length])
     assert '"name": "weather"' in prompt and prompt.endswith("Is it wet?<|im_end|>\n<|im_start|>assistant\n")
     # The whole is what the template renders of the whole conversation, for a model that spells as the template does.
-    parts = [response("Rome: rain", "42"), response("Oslo: rain")]
     sampled = [both + "<|im_end|>", call("weather", town="Oslo") + "<|im_end|>", "It is.<|im_end|>"]
-    whole = prompt + sampled[0] + parts[0] + sampled[1] + parts[1] + sampled[2]
-    assert engine.tokenizer.decode(sample.tokens) == whole
+    assert engine.tokenizer.decode(sample.tokens) == prompt + sampled[0] + first + sampled[1] + second + sampled[2]
 
 
 def test_a_prompt_rendered_with_its_tools_is_left_as_it_is(folder: str) -> None:
-    args = Config.from_flat(
-        {"hf_checkpoint": folder, "rollout_max_response_len": 99, "tool_call_parser": "qwen25"}
-    ).to_args()
     tokens = np.array([5, 6, 7], np.int32)
     sample = Sample(prompt_tokens=tokens, prompt="other", metadata={"tools": [{"name": "calc"}]})
-    Engine(load_tokenizer(folder), [Turn("a")]).serve(args, lambda: generate(args, sample, sampling_params(args)))
-    assert sample.tokens[:3] == [5, 6, 7]  # type: ignore[union-attr]
-    assert sample.prompt_length == 3
+    scripted.play(generate, folder, sample, ["a"], tool_call_parser="qwen25")
+    assert (sample.tokens[:3], sample.prompt_length) == ([5, 6, 7], 3)
 
 
-@pytest.mark.parametrize("metadata", [{}, {"tools": []}, {"tools": None}, {"tools": ["calc"]}])
+@pytest.mark.parametrize("metadata", [{}, {"tools": []}, {"tools": ["calc"]}])
 def test_a_row_without_tools_gets_those_of_the_hook(play: Any, metadata: dict[str, Any]) -> None:
     sample, engine = play(["No."], metadata=metadata)
     assert '"name": "weather"' in engine.tokenizer.decode(sample.tokens[: sample.prompt_length])
@@ -155,7 +85,6 @@ def test_a_hook_without_tools_leaves_those_of_the_row(play: Any) -> None:
         ('<tool_call>\n{"name": "weather", "argum\n</tool_call>', "error: the tool call cannot be read: "),
         ("<tool_call>\n[1]\n</tool_call>", "error: the tool call cannot be read: "),
         (call("oracle", x=1), "error: there is no tool 'oracle'; there are ['python', 'weather']"),
-        (call("weather"), "error: wrong arguments for weather: 'town' is a required property"),
         (call("weather", town=3), "error: wrong arguments for weather: 3 is not of type 'string'"),
         (call("weather", town="a", x="b"), "error: wrong arguments for weather: Additional properties"),
         (call("weather", town="Atlantis"), "error: no such town"),
@@ -164,11 +93,9 @@ def test_a_hook_without_tools_leaves_those_of_the_row(play: Any) -> None:
 )
 def test_what_the_model_did_wrong_is_told_to_the_model(play: Any, said: str, told: str) -> None:
     sample, engine = play([said, "Oh."], tool_timeout_s=0.3)
-    between = texts(sample, engine)
-    assert between[0].startswith(f"\n<|im_start|>user\n<tool_response>\n{told}")
-    assert between[1:] == [""]
-    assert sample.status == Sample.Status.COMPLETED
-    assert sample.metadata["num_tool_errors"] == 1
+    first, *others = engine.texts(sample)
+    assert first.startswith(f"\n<|im_start|>user\n<tool_response>\n{told}") and others == [""]
+    assert (sample.status, sample.metadata["num_tool_errors"]) == (Sample.Status.COMPLETED, 1)
 
 
 def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
@@ -181,7 +108,7 @@ def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
 
 def test_a_long_answer_is_cut_and_said_so(play: Any) -> None:
     sample, engine = play([call("weather", town="Long"), "Oh."], max_tool_response_len=50)
-    assert texts(sample, engine)[0] == response("x" * 50 + "\n[cut: 50 of 1000 tokens]")
+    assert engine.texts(sample)[0] == response("x" * 50 + "\n[cut: 50 of 1000 tokens]")
 
 
 def test_a_tool_cannot_speak_as_somebody_else(play: Any) -> None:
@@ -193,48 +120,43 @@ def test_a_tool_cannot_speak_as_somebody_else(play: Any) -> None:
 
 def test_a_turn_that_a_stop_string_ended_is_closed_for_the_model(play: Any) -> None:
     sample, engine = play([Turn(call("weather", town="Rome"), end=None), "Oh."])
-    assert texts(sample, engine)[0] == "<|im_end|>" + response("Rome: rain")
+    assert engine.texts(sample)[0] == "<|im_end|>" + response("Rome: rain")
 
 
 def test_limits_truncate(play: Any) -> None:
     said = call("weather", town="Rome")
     sample, engine = play([said] * 3, max_turns=3)
-    assert texts(sample, engine)[-1] == ""
+    assert engine.texts(sample)[-1] == ""
     assert (sample.status, sample.metadata["num_turns"]) == (Sample.Status.TRUNCATED, 3)
 
     sample, engine = play([said], rollout_max_response_len=10)  # a turn that was cut calls nothing
-    assert texts(sample, engine) == [""]
+    assert engine.texts(sample) == [""]
     assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 10)
 
-    prompt = sample.prompt_length
-    limit = prompt + len(said) + 1 + len(response("Rome: rain").replace("<|im_start|>", "s").replace("<|im_end|>", "e"))
+    added = len(response("Rome: rain").replace("<|im_start|>", "s").replace("<|im_end|>", "e"))
+    limit = sample.prompt_length + len(said) + 1 + added
     for room, num_turns, status in ((0, 1, "truncated"), (1, 2, "truncated"), (2, 2, "truncated"), (3, 2, "completed")):
         sample, engine = play([said, "Oh"], rollout_max_context_len=limit + room)
         assert (len(engine.exchanges), sample.status.value) == (num_turns, status), room
         assert sample.metadata.get(NO_ROOM_AFTER) == (1 if room == 0 else None), "a turn that was cut off had begun"
-        texts(sample, engine)
+        engine.texts(sample)
         assert len(sample.tokens) <= limit + room
 
-
-def test_without_a_context_limit_the_response_has_its_own(play: Any) -> None:
-    said = call("weather", town="Rome")
     sample, engine = play([said] * 4, rollout_max_response_len=300, rollout_max_context_len=None)
-    texts(sample, engine)
-    assert sample.response_length <= 300
-    assert sample.status == Sample.Status.TRUNCATED
+    engine.texts(sample)
+    assert sample.response_length <= 300 and sample.status == Sample.Status.TRUNCATED
 
 
 def test_an_aborted_turn_aborts_the_sample(play: Any) -> None:
     sample, engine = play([call("weather", town="Rome"), Turn("It", end=None, finish={"type": "abort"})])
-    texts(sample, engine)
+    engine.texts(sample)
     assert sample.status == Sample.Status.ABORTED
 
 
 def test_mistakes_of_the_user_are_named(folder: str, play: Any) -> None:
     assert parser_name("auto", folder) == "qwen25"
-    args = Config.from_flat({"hf_checkpoint": folder, "rollout_max_response_len": 9}).to_args()
     with pytest.raises(ValueError, match="add --apply-chat-template"):
-        Engine(load_tokenizer(folder)).serve(args, lambda: generate(args, Sample(prompt="x"), sampling_params(args)))
+        scripted.play(generate, folder, Sample(prompt="x"), [])
     with pytest.raises(HookError, match=r"--tools-path .*:no_tools: KeyError: 'mine'"):
         play(["x"], tools_path=f"{HOOKS}:no_tools")
     with pytest.raises(ValueError, match="--tool-call-parser qwen26: unknown; known are .*qwen25"):

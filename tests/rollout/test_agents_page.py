@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -12,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from fusionrl import plugin_api
-from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.sessions import generate
-from fusionrl.rollout.sglang_rollout import generate_and_rm, sampling_params
-from tests.rollout.engine import Engine, Turn, check_sample
-from tests.rollout.test_agent import call, folder  # noqa: F401
-from tests.tiny_model import make_byte_tokenizer
+from fusionrl.rollout.sglang_rollout import generate_and_rm
+from tests.rollout import engine as scripted
+from tests.rollout.engine import Engine, Turn, call, needs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```python\n# my_task/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -37,35 +34,29 @@ def task(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def play(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Sample, Engine]]:
+def play(task: Path, folder: str) -> Callable[..., tuple[Sample, Engine]]:
     """play("my_generate.py", [turn, …], flag=value) -> (the scored sample, engine), as a rollout calls them."""
-    model = str(tmp_path_factory.mktemp("model"))
-    make_byte_tokenizer(1 << 16).save_pretrained(model)
 
-    def start(name: str, turns: list[Turn], **changes: Any) -> tuple[Sample, Engine]:
-        values = {
-            "hf_checkpoint": model,
+    def start(name: str, turns: list[Turn | str], **changes: Any) -> tuple[Sample, Engine]:
+        path, hook = f"{task / name}:generate", f"{task / 'my_generate.py'}:show_mask"
+        assert check_hook("custom_generate_function_path", path) is None
+        assert check_hook("rollout_sample_hook_path", hook) is None
+        flags = {
             "apply_chat_template": True,
             "rm_type": "last_number",
             "rollout_max_response_len": 128,
             "rollout_max_context_len": 512,
-            "custom_generate_function_path": f"{task / name}:generate",
-            "rollout_sample_hook_path": [f"{task / 'my_generate.py'}:show_mask"],
+            "custom_generate_function_path": path,
+            "rollout_sample_hook_path": [hook],
         }
-        for field in ("custom_generate_function_path", "rollout_sample_hook_path"):
-            for path in [values[field]] if isinstance(values[field], str) else values[field]:
-                assert check_hook(field, path) is None
-        args = Config.from_flat(values | changes).to_args(rollout_id=0)
-        tokenizer = plugin_api.load_tokenizer(model)
-        prompt = tokenizer.apply_chat_template(ROW["prompt"], tokenize=False, add_generation_prompt=True)
+        prompt = load_tokenizer(folder).apply_chat_template(ROW["prompt"], tokenize=False, add_generation_prompt=True)
         sample = Sample(index=0, prompt=prompt, messages=ROW["prompt"], label=ROW["label"])
-        engine = Engine(tokenizer, list(turns))
 
-        async def use() -> Any:
-            args.semaphore = asyncio.Semaphore(1)
-            return await generate_and_rm(args, sample, sampling_params(args))
+        async def scored(args: Any, *rest: Any) -> Any:
+            args.rollout_id, args.semaphore = 0, asyncio.Semaphore(1)
+            return await generate_and_rm(args, *rest)
 
-        return engine.serve(args, use), engine
+        return scripted.play(scored, folder, sample, turns, **flags | changes)
 
     return start
 
@@ -73,8 +64,7 @@ def play(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 def test_the_calculator(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Each token's mask, log-prob and version, the reward, and what is printed."""
     sample, engine = play("my_generate.py", [ASKS, ANSWERS])
-    between = [engine.tokenizer.decode(tokens) for tokens in check_sample(sample, engine.exchanges)]
-    assert between == ["<result>84</result>\n", ""]
+    assert engine.texts(sample) == ["<result>84</result>\n", ""]
     assert capsys.readouterr().out == SHOWN
     assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 1.0)
     assert sample.response == "I calculate <calc>12 * 7</calc><result>84</result>\nThe answer is 84."
@@ -83,7 +73,7 @@ def test_the_calculator(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_requests_of_its_own(play: Any) -> None:
     sample, engine = play("by_hand.py", [ANSWERS])
-    assert check_sample(sample, engine.exchanges) == [[]]
+    assert engine.texts(sample) == [""]
     assert (sample.response, sample.status, sample.reward) == (ANSWERS.text, Sample.Status.COMPLETED, 1.0)
 
 
@@ -94,31 +84,26 @@ def test_room_for_one_turn_alone(play: Any) -> None:
     assert sample.response == ASKS.text, "nothing of the result was appended"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("12 * 7", "84"),
+def test_the_tool(task: Path) -> None:
+    calculate = load_function(f"{task / 'calc_tool.py'}:calculate")
+    assert calculate("12 * 7") == "84"
+    for text, told in (
         ("1 / 0", "error: division by zero"),
         ("__import__('os')", "error: only numbers"),
-        ("2 ** 9", "error: only numbers"),
         ("(" * 300 + "1" + ")" * 300, "error: "),
-    ],
-)
-def test_the_tool(task: Path, text: str, value: str) -> None:
-    found = load_function(f"{task / 'calc_tool.py'}:calculate")(text)
-    assert found == value or (value.startswith("error") and found.startswith(value))
+    ):
+        assert calculate(text).startswith(told)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
-def test_the_agent_of_the_page(tmp_path: Path, folder: Any) -> None:  # noqa: F811
+@needs("sglang")
+def test_the_agent_of_the_page(tmp_path: Path, folder: str) -> None:
     (source,) = re.findall(r"```python\n# my_agent.py\n(.*?)```", PAGE, re.DOTALL)
     file = tmp_path / "my_agent.py"
     file.write_text(source)
     assert check_hook("agent_path", f"{file}:agent") is None
-    flags = {"agent_path": f"{file}:agent", "hf_checkpoint": folder, "rollout_max_response_len": 512}
-    args = Config.from_flat({**flags, "rollout_max_context_len": 4096, "tool_call_parser": "qwen25"}).to_args()
     sample = Sample(prompt="What is 12 * 7?", label="84", metadata={"question": "What is 12 * 7?"})
-    engine = Engine(plugin_api.load_tokenizer(folder), [Turn(call("multiply", a=12, b=7)), Turn("It is 84.")])
-    made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))
+    turns = [call("multiply", a=12, b=7), "It is 84."]
+    flags = {"agent_path": f"{file}:agent", "rollout_max_response_len": 512, "tool_call_parser": "qwen25"}
+    made, engine = scripted.play(generate, folder, sample, turns, **flags)
     assert made is sample and sample.reward == 1.0
-    assert "84\n</tool_response>" in engine.tokenizer.decode(check_sample(sample, engine.exchanges)[0])
+    assert "84\n</tool_response>" in engine.texts(sample)[0]

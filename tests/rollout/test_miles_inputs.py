@@ -57,12 +57,8 @@ class Generate:
 """
 
 
-class Source:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def get_samples(self, num: int) -> list[str]:
-        return [self.name] * num
+def source(name: str) -> Namespace:
+    return Namespace(get_samples=lambda num: [name] * num)
 
 
 @pytest.fixture
@@ -75,18 +71,18 @@ def file(tmp_path: Path) -> str:
 def test_a_class_is_made_once_and_sees_each_rollouts_args_and_source(file: str) -> None:
     function = rollout_function(f"{file}:Rollout")
     assert function.keeps_groups  # type: ignore[attr-defined]
-    first = function(Namespace(lr=1.0), 0, Source("a"))
-    second = function(Namespace(lr=2.0), 1, Source("b"), evaluation=False)
-    found = function(Namespace(lr=3.0), 1, Source("b"), evaluation=True)
-    assert (first.samples, second.samples) == (["a", "a"], ["b", "b"])
-    assert second.metrics == {"seen": 2} and found.data == {"held": {"rewards": [1.0]}}
+    first = function(Namespace(lr=1.0), 0, source("a"))
+    second = function(Namespace(lr=2.0), 1, source("b"), evaluation=False)
+    found = function(Namespace(lr=3.0), 1, source("b"), evaluation=True)
+    assert (first.samples, second.samples, second.metrics) == (["a", "a"], ["b", "b"], {"seen": 2})
+    assert found.data == {"held": {"rewards": [1.0]}}
     (made,) = load_function(f"{file}:Rollout").__init__.__globals__["MADE"]  # type: ignore[misc]
     assert made.seen == [(0, False, 1.0, False), (1, False, 2.0, False), (1, True, 3.0, False)]
 
 
 def test_an_evaluation_has_an_object_of_its_own_and_a_call_may_be_synchronous(file: str) -> None:
     train, evaluation = rollout_function(f"{file}:Plain"), rollout_function(f"{file}:Plain")
-    assert train(Namespace(), 0, Source("a")) == [["a"]] and evaluation(Namespace(), 0, Source("b")) == [["b"]]
+    assert train(Namespace(), 0, source("a")) == [["a"]] and evaluation(Namespace(), 0, source("b")) == [["b"]]
     assert len(load_function(f"{file}:Plain").__init__.__globals__["MADE"]) == 2  # type: ignore[misc]
 
 

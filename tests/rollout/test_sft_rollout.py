@@ -16,38 +16,26 @@ from fusionrl.rollout.sft_rollout import generate_rollout
 
 
 def run(tiny_model: Path, data: Path, **changes: Any) -> list[list[Any]]:
-    values = {
-        "mode": "sft",
-        "hf_checkpoint": str(tiny_model),
-        "prompt_data": str(data),
-        "rollout_batch_size": 2,
-    }
+    values = {"mode": "sft", "hf_checkpoint": str(tiny_model), "prompt_data": str(data), "rollout_batch_size": 2}
     args = Config.from_flat(values | changes).to_args()
     return generate_rollout(args, 0, RolloutDataSource(args)).samples
 
 
 def test_conversations(tiny_model: Path, write_rows: Callable[..., Path], tokenizer: Any) -> None:
-    rows = [
-        {
-            "input": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "yes"}],
-            "metadata": {"i": i},
-        }
-        for i in range(3)
-    ]
+    answer = {"role": "assistant", "content": "yes"}
+    rows = [{"input": [{"role": "user", "content": f"{i}"}, answer], "metadata": {"i": i}} for i in range(3)]
     groups = run(tiny_model, write_rows(rows), n_samples_per_prompt=4)
     assert [len(group) for group in groups] == [1, 1], "each conversation is trained once"
     sample = groups[1][0]
     assert tokenizer.decode(sample.tokens[sample.prompt_length :]) == "yes<|im_end|>"
-    assert sample.metadata == {"i": 1}
-    assert (sample.index, sample.group_index) == (1, 1)
+    assert (sample.metadata, sample.index, sample.group_index) == ({"i": 1}, 1, 1)
 
 
 def test_prompts_with_their_responses(tiny_model: Path, write_rows: Callable[..., Path], tokenizer: Any) -> None:
     data = write_rows([{"input": "1+1=", "label": "2"}, {"input": "2+2=", "label": "4"}])
     sample = run(tiny_model, data, label_key="label")[0][0]
     assert tokenizer.decode(sample.tokens) == "1+1=2<|im_end|>"
-    assert sample.prompt_length == 4
-    assert list(sample.loss_mask) == [1, 1]
+    assert (sample.prompt_length, list(sample.loss_mask)) == (4, [1, 1])
     with pytest.raises(ValueError, match="--label-key"):
         run(tiny_model, data)
 
@@ -62,7 +50,6 @@ def test_another_end_token_of_the_model_ends_a_response_too(
     values = json.loads((model / file).read_text()) if (model / file).exists() else {}
     (model / file).write_text(json.dumps(values | {"eos_token_id": [end, start]}))
     for said, wanted in (
-        ("2<|im_start|>", "2<|im_start|>"),
         ("2<|im_start|>\n", "2<|im_start|>"),
         ("2", "2<|im_end|>"),
         ("2<|im_end|>", "2<|im_end|>"),

@@ -34,12 +34,8 @@ def engine_url(tokenizer: Any) -> Iterator[str]:
     def said(ids: list[int]) -> dict[str, Any]:
         text = "okay" if "!" in tokenizer.decode(ids) else "ok"
         tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
-        meta = {
-            "id": "0",
-            "finish_reason": {"type": "stop", "matched": EOS},
-            "weight_version": "4",
-            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-        }
+        meta = {"id": "0", "finish_reason": {"type": "stop", "matched": EOS}, "weight_version": "4"}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
         return {"text": text, "output_ids": tokens, "meta_info": meta}
 
     async def answer(request: web.Request) -> web.Response:
@@ -50,8 +46,7 @@ def engine_url(tokenizer: Any) -> Iterator[str]:
         return web.json_response({})
 
     app = web.Application()
-    app.router.add_post("/generate", answer)
-    app.router.add_post("/abort_request", abort)
+    app.add_routes([web.post("/generate", answer), web.post("/abort_request", abort)])
     handle = run_app_in_thread(app, host="127.0.0.1")
     yield f"http://127.0.0.1:{handle.port}"
     handle.stop()
@@ -63,22 +58,11 @@ def start(tiny_model: Path, write_rows: Any, engine_url: str) -> Any:
     data = write_rows([{"input": f"p{i}", "label": str(i)} for i in range(20)])
 
     def make(**changes: Any) -> tuple[Any, RolloutDataSource]:
-        values = {
-            "hf_checkpoint": str(tiny_model),
-            "prompt_data": str(data),
-            "custom_rm_path": f"{FILE}:reward",
-            "rollout_batch_size": 2,
-            "over_sampling_batch_size": 4,
-            "n_samples_per_prompt": 2,
-            "rollout_max_response_len": 8,
-        }
-        args = Config.from_flat(values | changes).to_args(
-            abort_event=threading.Event(),
-            engine_urls=[engine_url],
-            router_url=engine_url,
-            api_key=None,
-            vocab_size=512,
-        )
+        values = {"hf_checkpoint": str(tiny_model), "prompt_data": str(data), "custom_rm_path": f"{FILE}:reward"}
+        sizes = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "n_samples_per_prompt": 2}
+        run = {"engine_urls": [engine_url], "router_url": engine_url, "api_key": None, "vocab_size": 512}
+        config = Config.from_flat(values | sizes | {"rollout_max_response_len": 8} | changes)
+        args = config.to_args(abort_event=threading.Event(), **run)
         return args, RolloutDataSource(args)
 
     return make
@@ -92,10 +76,11 @@ def test_from_any_thread_and_loop(start: Any, name: str) -> None:
         output = function(args, rollout_id, source)
         groups = getattr(output, "samples", output)
         samples = [sample for group in groups for sample in group]
-        assert samples and all(isinstance(sample, Sample) for sample in samples)
-        assert all(sample.response.startswith("ok") and sample.response_length == 3 for sample in samples)
-        assert all(sample.reward in (0.5, len(sample.tokens)) for sample in samples)
-        assert [type(vars(sample)["loss_mask"]) for sample in samples] == [np.ndarray] * len(samples)
+        assert samples
+        for sample in samples:
+            assert isinstance(sample, Sample) and isinstance(vars(sample)["loss_mask"], np.ndarray)
+            assert sample.response.startswith("ok") and sample.response_length == 3
+            assert sample.reward in (0.5, len(sample.tokens))
 
 
 def test_a_copy_of_slime_s_loop(start: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import jsonschema
 import pytest
@@ -15,13 +15,8 @@ from fusionrl.rollout import tools
 from fusionrl.rollout.sandbox import Limits, SandboxError
 from fusionrl.rollout.tools import PythonTool, SearchTool, tool_name
 
-PASSAGES = [
-    "the moon circles the earth",
-    "a cat sat on a mat near another cat",
-    "cat food made of fish",
-    "fish swim under the moon",
-    "stock prices fell",
-]
+PASSAGES = ["the moon circles the earth", "a cat sat on a mat near another cat", "cat food made of fish"]
+PASSAGES += ["fish swim under the moon", "stock prices fell"]
 
 
 def test_python_tells_output_errors_and_its_end() -> None:
@@ -36,15 +31,10 @@ def test_python_tells_output_errors_and_its_end() -> None:
 
 
 def test_a_script_that_ends_its_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lost(*_: Any, **__: Any) -> Any:
-        raise SandboxError("the sandbox gave no report: its launcher was killed")
-
-    def broken() -> Any:
-        raise SandboxError("nothing starts here")
-
+    lost = AsyncMock(side_effect=SandboxError("the sandbox gave no report: its launcher was killed"))
     monkeypatch.setattr(tools, "run_python", lost)
     assert asyncio.run(PythonTool()(code="x")) == "[the script has ended its sandbox]"
-    monkeypatch.setattr(tools, "probe", broken)
+    monkeypatch.setattr(tools, "probe", Mock(side_effect=SandboxError("nothing starts here")))
     with pytest.raises(SandboxError, match="nothing starts here"):
         asyncio.run(PythonTool()(code="x"))
 
@@ -52,16 +42,13 @@ def test_a_script_that_ends_its_sandbox_is_told(monkeypatch: pytest.MonkeyPatch)
 def bm25(query: list[str], documents: list[list[str]], k1: float = 1.5, b: float = 0.75) -> list[float]:
     """Lucene's BM25, which is the library's default."""
     mean = sum(map(len, documents)) / len(documents)
-    scores = []
-    for words in documents:
-        score = 0.0
-        for word in query:
-            number = sum(word in other for other in documents)
-            rarity = math.log(1 + (len(documents) - number + 0.5) / (number + 0.5))
-            count = words.count(word)
-            score += rarity * count / (count + k1 * (1 - b + b * len(words) / mean))
-        scores.append(score)
-    return scores
+
+    def score(word: str, words: list[str]) -> float:
+        number, count = sum(word in other for other in documents), words.count(word)
+        rarity = math.log(1 + (len(documents) - number + 0.5) / (number + 0.5))
+        return rarity * count / (count + k1 * (1 - b + b * len(words) / mean))
+
+    return [sum(score(word, words) for word in query) for words in documents]
 
 
 def test_search_ranks_as_bm25_does(write_rows: Callable[..., Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from fusionrl.engines.engine import EngineActor
 from fusionrl.rollout.agent import append_text, begin, end_of_turn
 from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sglang_rollout import generate_turn, sampling_params
-from tests.rollout.engine import KEY, check_log_probs
+from tests.rollout.engine import KEY, check_log_probs, needs
 
-NEEDED = ("sglang", "openai", "anthropic")
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("served"), pytest.mark.slow, needs("sglang", "openai")]
 
 
-async def by_openai(base_url: str, api_key: str) -> None:
+async def converse(base_url: str, api_key: str) -> None:
     """Three turns of one conversation; the second is streamed, the third belongs to a history of its own."""
     from openai import AsyncOpenAI
 
@@ -38,61 +37,33 @@ async def by_openai(base_url: str, api_key: str) -> None:
         await client.chat.completions.create(model="any", messages=messages[:2])
 
 
-async def by_anthropic(base_url: str, api_key: str) -> None:
-    """The same by the other protocol."""
-    from anthropic import AsyncAnthropic
-
-    messages: list[Any] = [{"role": "user", "content": "Where is it?"}]
-    asked: Any = {"model": "any", "max_tokens": 100, "system": "Go on."}
-    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        answer = await client.messages.create(**asked, messages=messages)
-        assert answer.usage.output_tokens == 12 and answer.stop_reason == "max_tokens"
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And then?"}]
-        async with client.messages.stream(**asked, messages=messages) as stream:
-            answer = await stream.get_final_message()
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "So?"}]
-        await client.messages.create(**asked, messages=messages)
-        await client.messages.create(**asked, messages=messages[:1])
-
-
-@pytest.mark.engine
-@pytest.mark.xdist_group("served")
-@pytest.mark.slow
-@pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in NEEDED), reason="a package is missing")
 def test_sessions_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
     flags = {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 900}
     args: Any = Config.from_flat(flags | {"rollout_ignore_eos": True}).to_args()
 
-    async def sessions() -> list[list[Sample]]:
-        made = []
-        async with GenerateClient(served.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
-            for agent in (by_openai, by_anthropic):
-                async with open_session(args, Sample(prompt="?"), sampling_params(args)) as session:
-                    await agent(session.base_url, session.api_key)
-                made.append(session.samples(1.0))
-        return made
+    async def run() -> Any:
+        async with (
+            GenerateClient(served.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client,
+            open_session(args, Sample(prompt="?"), sampling_params(args)) as session,
+        ):
+            await converse(session.base_url, session.api_key)
+        return session.samples(1.0)
 
-    found = asyncio.run(sessions())
-    for samples in found:
-        assert [sample.metadata["session"]["num_turns"] for sample in samples] == [3, 1]
-        for sample in samples:
-            assert np.sum(sample.loss_mask) == 12 * sample.metadata["session"]["num_turns"]
-            check_log_probs(tiny_model, sample)
+    samples = asyncio.run(run())
+    assert [sample.metadata["session"]["num_turns"] for sample in samples] == [3, 1]
+    for sample in samples:
+        assert np.sum(sample.loss_mask) == 12 * sample.metadata["session"]["num_turns"]
+        check_log_probs(tiny_model, sample)
 
 
-@pytest.mark.engine
-@pytest.mark.xdist_group("served")
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_turns_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
-    args: Any = Config.from_flat(
-        {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 500}
-    ).to_args()
+    flags = {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 500}
+    args: Any = Config.from_flat(flags).to_args()
 
-    async def turns() -> tuple[Sample, list[int | None], list[str]]:
+    async def turns() -> tuple[Sample, list[tuple[str, int | None]]]:
         sample = Sample(prompt="Where is it? ")
         begin(args, sample)
-        ends, finishes = [], []
+        ends = []
         async with GenerateClient(served.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
             for number in range(4):
                 # Every second turn is ended by a token, the others by their length.
@@ -100,14 +71,12 @@ def test_turns_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor)
                 params |= {"stop_token_ids": list(range(40, 512))} if number % 2 else {}
                 answer = await generate_turn(args, sample, params)
                 assert answer is not None
-                ends.append(end_of_turn(answer))
-                finishes.append(answer.finish_reason)
+                ends.append((answer.finish_reason, end_of_turn(answer)))
                 assert append_text(args, sample, params, f"\n<result {number}>\n")
-        return sample, ends, finishes
+        return sample, ends
 
-    sample, ends, finishes = asyncio.run(turns())
-    assert finishes[0::2] == ["length"] * 2 and finishes[1::2] == ["stop"] * 2
-    assert ends[0::2] == [None, None]
-    assert all(isinstance(end, int) and end >= 40 for end in ends[1::2])
+    sample, ends = asyncio.run(turns())
+    assert ends[0::2] == [("length", None)] * 2
+    assert all(finish == "stop" and isinstance(end, int) and end >= 40 for finish, end in ends[1::2])
     assert np.sum(sample.loss_mask) >= 26  # type: ignore[arg-type]
     check_log_probs(tiny_model, sample)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import signal
 import sys
@@ -17,17 +16,14 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample
-from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.sglang_rollout import sampling_params
 from plugins.rewards.rubric import reward
-from tests.rollout.engine import Engine, Turn, check_sample
-from tests.rollout.test_agent import call, folder, response  # noqa: F401
+from tests.rollout import engine as scripted
+from tests.rollout.engine import Engine, Turn, call, check_sample, needs, response
 
 pytest.importorskip("verifiers", reason="needs the package verifiers: scripts/setup-env.sh examples")
 ENVS = Path(__file__).with_name("verifiers_envs.py")
 OWN = "verifiers.ReasoningGymEnv"
 OWN_ARGS = {"gym": "chain_sum", "num_train_examples": 8, "num_eval_examples": 2}
-needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 
 def make_sample(name: str, env_args: dict[str, Any] | None = None, number: int = 0) -> Sample:
@@ -39,23 +35,15 @@ def make_sample(name: str, env_args: dict[str, Any] | None = None, number: int =
 
 
 @pytest.fixture
-def play(folder: str) -> Callable[..., tuple[Any, Engine]]:  # noqa: F811
+def play(folder: str) -> Callable[..., tuple[Any, Engine]]:
     """play(environment, {argument: value}, [turn, …], flag=value) -> (what generate returned, engine)."""
     from plugins.agents.verifiers_env import generate
 
     def start(name: str, env_args: dict[str, Any], turns: list[Turn | str], **changes: Any) -> tuple[Any, Engine]:
-        values = {"hf_checkpoint": folder, "apply_chat_template": True, "tool_call_parser": "qwen25"}
-        limits = {"rollout_max_response_len": 2000, "rollout_max_context_len": 6000}
-        args = Config.from_flat(values | limits | changes).to_args()
-        sample = make_sample(name, env_args)
-        engine = Engine(load_tokenizer(folder), [Turn(turn) if isinstance(turn, str) else turn for turn in turns])
-        return engine.serve(args, lambda: generate(args, sample, sampling_params(args))), engine
+        flags = {"apply_chat_template": True, "tool_call_parser": "qwen25"}
+        return scripted.play(generate, folder, make_sample(name, env_args), turns, **flags | changes)
 
     return start
-
-
-def texts(sample: Sample, engine: Engine) -> list[str]:
-    return [engine.tokenizer.decode(tokens) for tokens in check_sample(sample, engine.exchanges)]
 
 
 def said(*messages: str) -> str:
@@ -75,7 +63,7 @@ def test_an_environment_of_the_package_scores_a_single_turn(play: Any) -> None:
     for part in expression.split():
         sign, total = (1 if part == "+" else -1, total) if part in "+-" else (sign, total + sign * int(part))
     right, engine = play(OWN, OWN_ARGS, [f"<answer>{total}</answer>"])
-    assert texts(right, engine) == [""]
+    assert engine.texts(right) == [""]
     assert (score(right), right.status) == (1.0, Sample.Status.COMPLETED)
     assert right.metadata["rubric"]["check_answer_reward_func"] == 1.0
     prompt = engine.tokenizer.decode(right.tokens[: right.prompt_length])
@@ -86,7 +74,7 @@ def test_an_environment_of_the_package_scores_a_single_turn(play: Any) -> None:
 
 def test_turns_of_the_environment(play: Any) -> None:
     sample, engine = play("hotter", {}, ["12", "345", "7"])
-    assert texts(sample, engine) == [said("No. 2 letters.< |im_end|>"), said("No. 3 letters.< |im_end|>"), ""]
+    assert engine.texts(sample) == [said("No. 2 letters.< |im_end|>"), said("No. 3 letters.< |im_end|>"), ""]
     # The last guess ends the rollout by the environment's max_turns, before it is answered.
     assert sample.metadata["rubric"] == {"guessed": 1.0, "guesses": 2.0, "num_turns": 3.0, "reward": 1.5}
     assert score(sample) == 1.5
@@ -94,25 +82,21 @@ def test_turns_of_the_environment(play: Any) -> None:
     assert sample.status == Sample.Status.COMPLETED
 
 
-def test_a_turn_cut_off_is_closed_for_the_environment(play: Any) -> None:
+def test_limits_truncate_and_the_sample_is_scored(play: Any) -> None:
     sample, engine = play("hotter", {"max_turns": 2}, ["12345678", "7"], rollout_max_response_len=4)
-    assert texts(sample, engine) == ["<|im_end|>" + said("No. 4 letters.< |im_end|>"), ""]
-    assert sample.status == Sample.Status.TRUNCATED
-    assert score(sample) == 1.25
-
-
-def test_no_room_ends_the_rollout_and_it_is_scored(play: Any) -> None:
+    assert engine.texts(sample) == ["<|im_end|>" + said("No. 4 letters.< |im_end|>"), ""]
+    assert (sample.status, score(sample)) == (Sample.Status.TRUNCATED, 1.25)
     sample, engine = play("hotter", {}, ["12"], rollout_max_context_len=60)
-    assert texts(sample, engine) == [""]
+    assert engine.texts(sample) == [""]
     assert (sample.status, sample.metadata["stop_condition"]) == (Sample.Status.TRUNCATED, "prompt_too_long")
     assert score(sample) == 0.25
 
 
-@needs_sglang
+@needs("sglang")
 def test_tools_of_the_environment(play: Any) -> None:
     both = "Let me see. " + call("weather", town="Rome") + "\n" + call("weather", town="Atlantis")
     sample, engine = play("tools", {}, [both, call("weather"), call("nothing"), "So much rain."])
-    told = texts(sample, engine)
+    told = engine.texts(sample)
     assert told[0] == response("Rome: rain", "'no such town'")
     assert "missing 1 required positional argument: 'town'" in told[1] and "'nothing'" in told[2]
     assert told[3:] == [""]
@@ -122,7 +106,7 @@ def test_tools_of_the_environment(play: Any) -> None:
     assert '"name": "weather"' in prompt and '"town"' in prompt and "The weather of a town." in prompt
     # A call that cannot be read is text, and text ends an environment of tools.
     sample, engine = play("tools", {}, ["<tool_call>\n{rain\n</tool_call>"])
-    assert texts(sample, engine) == [""]
+    assert engine.texts(sample) == [""]
     assert (score(sample), sample.metadata["rubric"]["total_tool_calls"]) == (1.0, 0.0)
 
 
@@ -138,14 +122,14 @@ def test_another_history_is_another_sample(play: Any) -> None:
 
 def test_errors_of_the_environment_and_aborts(play: Any) -> None:
     failed, engine = play("broken", {"own": True}, ["1"])
-    assert texts(failed, engine) == [""]
+    assert engine.texts(failed) == [""]
     assert (failed.status, "rubric" in failed.metadata) == (Sample.Status.FAILED, False)
     assert "the sandbox is gone" in failed.metadata["verifiers_error"]
     with pytest.raises(RuntimeError, match="the environment has a mistake"):
         play("broken", {"own": False}, ["1"])
     aborted, engine = play("hotter", {}, ["1", Turn("2", end=None, finish={"type": "abort"})])
     assert (aborted.status, "rubric" in aborted.metadata) == (Sample.Status.ABORTED, False)
-    texts(aborted, engine)
+    engine.texts(aborted)
 
 
 def test_sampling_arguments_of_the_environment(play: Any) -> None:
@@ -156,7 +140,7 @@ def test_sampling_arguments_of_the_environment(play: Any) -> None:
         play("picky", {"asks": {"temperature": 0.1}}, ["a"])
 
 
-def test_mistakes_of_the_user_are_named(folder: str) -> None:  # noqa: F811
+def test_mistakes_of_the_user_are_named(folder: str) -> None:
     from plugins.agents.verifiers_env import as_chat, generate, load_env
 
     args = Config.from_flat({"hf_checkpoint": folder, "rollout_max_response_len": 9}).to_args()
