@@ -56,13 +56,6 @@ def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_
     assert world.state.lease == (0, 3) and world.staleness[-2:] == [1, 1]
 
 
-def test_prime_rl_2912_the_end_needs_no_further_version() -> None:
-    """The trainers are done: nothing waits for weights that will not come."""
-    world = world_of("async-partial", num_fetches=3)
-    run(world, random.Random(1))
-    assert world.stopped == events.Stop() and world.state.version == 3
-
-
 def test_prime_rl_1372_after_a_push_every_free_place_is_filled_at_once() -> None:
     world = world_of("on-policy", groups_per_fetch=64, num_fetches=3)
     finish(world, *range(64))
@@ -78,26 +71,6 @@ def test_miles_1673_places_are_freed_by_the_sample() -> None:
         world.happen(events.SampleDone(ordinal))
     assert sorted(world.state.groups) == [0, 1, 2]  # though no group is whole
     assert world.state.samples_in_flight == 8
-
-
-def test_areal_1345_a_resume_begins_no_burst() -> None:
-    world = world_of("async-partial", num_fetches=50, save_interval=1)
-    for _ in range(10):
-        finish(world, *sorted(group.ordinal for group in world.state.of("running"))[:2])
-        world.happen(events.TrainDone())
-        world.happen(events.Pushed())
-    before = len(world.state.groups)
-    world.restart()
-    assert len(world.state.groups) <= before and world.state.version == 10
-
-
-def test_verl_7933_a_saved_step_is_counted_once() -> None:
-    world = world_of("on-policy", num_fetches=4, save_interval=2)
-    run(world, random.Random(3))
-    assert world.checkpoint is not None and world.checkpoint["num_trained"] == 4
-    world.stopped = None
-    world.restart()
-    assert world.stopped == events.Stop() and len(world.trained) == 8
 
 
 def test_nemo_rl_3938_a_prompt_that_always_fails_is_given_up_and_counted() -> None:
