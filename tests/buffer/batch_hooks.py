@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from argparse import Namespace
@@ -50,7 +51,6 @@ def whole_batches(args: Namespace, rollout_id: int, data_source: Any, evaluation
 
 def filtering(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Keep the groups of odd prompts; draw until there are enough, within the event loop."""
-    everything = []
 
     async def make() -> list[list[Sample]]:
         kept: list[list[Sample]] = []
@@ -61,7 +61,6 @@ def filtering(args: Namespace, rollout_id: int, data_source: Any, evaluation: bo
                     waiting.add(asyncio.create_task(_group(args, group)))
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                everything.append(task.result())
                 if odd_prompts(args, task.result()):
                     kept.append(task.result())
         for task in waiting:
@@ -115,17 +114,20 @@ WORKER: list[Worker] = []
 def fully_asynchronous(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Return the first groups that are finished, whichever they are; the others go on."""
     CALLS.append(rollout_id)
+    groups = one_by_one(args, rollout_id, data_source)
+    while len(groups) < args.rollout_batch_size and not args.abort_event.is_set():
+        groups += one_by_one(args, rollout_id, data_source)
+    return groups
+
+
+def one_by_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return as soon as one group is finished."""
     if not WORKER:
         WORKER.append(Worker(args, data_source, 64))
-    groups = []
-    while len(groups) < args.rollout_batch_size:
-        if args.abort_event.is_set():
-            break
-        try:
-            groups.append(WORKER[0].finished.get(timeout=0.05))
-        except queue.Empty:
-            continue
-    return groups
+    while not args.abort_event.is_set():
+        with contextlib.suppress(queue.Empty):
+            return [WORKER[0].finished.get(timeout=0.05)]
+    return []
 
 
 def partial(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -198,18 +200,6 @@ def polite(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool 
         return kept[: args.rollout_batch_size]
 
     return asyncio.run(make())
-
-
-def one_by_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return as soon as one group is finished."""
-    if not WORKER:
-        WORKER.append(Worker(args, data_source, 64))
-    while not args.abort_event.is_set():
-        try:
-            return [WORKER[0].finished.get(timeout=0.05)]
-        except queue.Empty:
-            continue
-    return []
 
 
 def late(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

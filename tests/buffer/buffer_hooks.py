@@ -158,10 +158,6 @@ def keep_even(args: Any, groups: list[list[Sample]]) -> None:
         group[1].remove_sample = True
 
 
-def see_all(args: Any, groups: list[list[Sample]], get_samples: Any) -> None:
-    CALLS.append((sum(map(len, groups)), callable(get_samples)))
-
-
 def report(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], time_s: float) -> bool:
     CALLS.append((rollout_id, len(samples), time_s >= 0))
     metrics["rollout/mine"] = 3.0
@@ -275,31 +271,8 @@ def looks_at_one(rollout_id: int, args: Any, data: dict[str, Any], metrics: dict
     return bool(sample.metadata["no such"])
 
 
-class Breaks_get_samples(RolloutDataSourceWithBuffer):
-    def get_samples(self, num_samples: int) -> Any:
-        raise KeyError("mine")
-
-
-class Breaks_len(RolloutDataSourceWithBuffer):
-    def __len__(self) -> int:
-        raise KeyError("mine")
-
-
-class Breaks_state_dict(RolloutDataSourceWithBuffer):
-    def state_dict(self) -> Any:
-        raise KeyError("mine")
-
-
-class Breaks_save(RolloutDataSourceWithBuffer):
-    def save(self, rollout_id: int) -> None:
-        raise KeyError("mine")
-
-
-class Breaks_load(Breaks_save):
-    def save(self, rollout_id: int) -> None: ...
-
-    def load(self, rollout_id: int | None = None) -> None:
-        raise KeyError("mine")
+class Breaking(RolloutDataSourceWithBuffer):
+    """A test has one of its methods raise."""
 
 
 def backwards(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +64,10 @@ def test_a_saved_state_is_a_snapshot(source: Any) -> None:
 
 def test_another_file_is_refused(source: Any) -> None:
     state = source().state_dict()
-    with pytest.raises(ValueError, match="its 3 prompts are not the 10 of the checkpoint; a resume needs"):
-        source([{"input": "x"}] * 3).load_state_dict(state)
-    with pytest.raises(ValueError, match="its 10 prompts are not the 10 of the checkpoint"):
-        source([{"input": f"p{i}"} for i in (0, 1, 2, 3, 4, 5, 6, 7, 9, 8)]).load_state_dict(state)
+    for numbers in (range(3), (0, 1, 2, 3, 4, 5, 6, 7, 9, 8)):
+        words = f"its {len(numbers)} prompts are not the 10 of the checkpoint; a resume needs"
+        with pytest.raises(ValueError, match=words):
+            source([{"input": f"p{i}"} for i in numbers]).load_state_dict(state)
     source().load_state_dict(state)
 
 
@@ -112,17 +116,14 @@ def test_a_restored_source_goes_on_exactly(source: Any) -> None:
     made.update_metadata({"curriculum": 4})
     resumed = source(rollout_shuffle=True)
     resumed.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert resumed.get_buffer_length() == 3
-    assert resumed.get_metadata() == {"curriculum": 4}
-    for wanted, found in zip(made.get_samples(9), resumed.get_samples(9), strict=True):
-        for a, b in zip(wanted, found, strict=True):
-            assert a.to_dict() == b.to_dict()
-            assert a.status is b.status
-            for name in ("tokens", "rollout_log_probs", "loss_mask", "weight_versions", "routed"):
-                before, after = getattr(a, name, None), getattr(b, name, None)
-                assert type(before) is type(after)
-                if isinstance(before, np.ndarray):
-                    assert (before.dtype, before.tobytes()) == (after.dtype, after.tobytes()), name
+    assert (resumed.get_buffer_length(), resumed.get_metadata()) == (3, {"curriculum": 4})
+    for a, b in zip(*(chain(*one.get_samples(9)) for one in (made, resumed)), strict=True):
+        assert a.to_dict() == b.to_dict() and a.status is b.status
+        for name in ("tokens", "rollout_log_probs", "loss_mask", "weight_versions", "routed"):
+            before, after = getattr(a, name, None), getattr(b, name, None)
+            assert type(before) is type(after)
+            if isinstance(before, np.ndarray):
+                assert (before.dtype, before.tobytes()) == (after.dtype, after.tobytes()), name
     assert resumed.state_dict() == made.state_dict()
 
 
@@ -152,15 +153,13 @@ def with_filter(source: Any, name: str) -> RolloutDataSourceWithBuffer:
     return made
 
 
-def test_a_filter_chooses_what_comes_first(source: Any) -> None:
+def test_a_filter_chooses_what_comes_first(source: Any, notes: Any) -> None:
     made = with_filter(source, "newest_first")
     made.buffer[2][0].metadata["stale"] = True
     assert take(made, 2) == ["p3", "p1"]
     assert take(made, 2) == ["p0", "p4"], "then new prompts"
-    calls = load_function(f"{HOOKS}:newest_first").__globals__["CALLS"][-2:]
-    assert calls == [(None, 4, 2), (None, 1, 2)]
     take(made, 1)
-    assert load_function(f"{HOOKS}:newest_first").__globals__["CALLS"][-2:] == calls, "an empty buffer asks for nothing"
+    assert notes["CALLS"] == [(None, 4, 2), (None, 1, 2)], "an empty buffer asks for nothing"
 
 
 def test_what_a_filter_left_in_the_buffer_is_not_served_twice(source: Any) -> None:
@@ -178,8 +177,8 @@ def test_what_a_filter_left_in_the_buffer_is_not_served_twice(source: Any) -> No
         (lambda _, buffer, __: None, "it returned NoneType, not a list of groups"),
     ],
 )
-def test_a_filter_that_returns_something_else(source: Any, answer: Any, part: str) -> None:
-    load_function(f"{HOOKS}:answers").__globals__["ANSWER"][0] = answer
+def test_a_filter_that_returns_something_else(source: Any, notes: Any, answer: Any, part: str) -> None:
+    notes["ANSWER"][0] = answer
     with pytest.raises(ValueError, match=f"--buffer-filter-path .*:answers: {part}"):
         with_filter(source, "answers").get_samples(2)
 
@@ -194,3 +193,47 @@ def test_messages_without_a_template_stay_a_list_for_functions(source: Any) -> N
     restored.load_state_dict(made.state_dict())
     with pytest.raises(ValueError, match="add --apply-chat-template"):
         source(rows)
+
+
+# ----------------------------------------------------------------- the examples of docs/guides/data.md
+ROOT = Path(__file__).parents[2]
+
+
+def block(first_line: str) -> str:
+    """The indented block of the page that begins so."""
+    lines = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8").split("\n")
+    start = next(number for number, line in enumerate(lines) if line.startswith("    " + first_line))
+    end = next(number for number in range(start, len(lines)) if lines[number] and lines[number][0] != " ")
+    return "\n".join(line[4:] for line in lines[start:end]).strip() + "\n"
+
+
+def test_the_check(tmp_path: Path) -> None:
+    commands, output = block("printf").split("\n\n")
+    script = f'fusionrl() {{ "{sys.executable}" -m fusionrl.cli "$@"; }}\n{commands}'
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, output, "")
+
+
+@pytest.mark.parametrize(
+    ("flag", "first_line", "name", "wanted"),
+    [
+        ("buffer_filter_path", "# newest.py", "newest_first", ["c", "b", "a", "d"]),
+        ("data_source_path", "# curriculum.py", "Curriculum", ["a", "b", "c", "d"]),
+    ],
+)
+def test_the_hooks(tiny_model, write_rows, tmp_path, flag, first_line, name, wanted) -> None:
+    program = tmp_path / first_line.removeprefix("# ")
+    program.write_text(block(first_line).split("\nfusionrl ")[0])
+    data = write_rows([{"input": text} for text in "abcd"])
+    flags = {"hf_checkpoint": str(tiny_model), "prompt_data": str(data), flag: f"{program}:{name}"}
+    args = Config.from_flat(flags).to_args()
+
+    source = load_function(args.data_source_path)(args)
+    source.add_samples(source.get_samples(3))
+    resumed = load_function(args.data_source_path)(args)
+    resumed.load_state_dict(source.state_dict())
+    groups = resumed.get_samples(4)
+    assert [group[0].prompt for group in groups] == wanted
+    if name == "Curriculum":
+        assert {group[0].metadata["level"] for group in groups} == {1}

@@ -70,9 +70,7 @@ def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorde
     assert border.args().engine_urls == [URLS[1]]
 
 
-def test_an_evaluation_finds_the_engines_of_its_own_which_get_the_key(
-    border: HookBorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_finds_the_engines_of_its_own_which_get_the_key(border: HookBorder, monkeypatch: Any) -> None:
     assert border.eval_args().engine_urls == URLS, "without them, those that generate"
     own = {"eval_router_url": "http://10.0.0.9:31001", "eval_urls": ("http://10.0.0.3:30000",)}
     endpoints = EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", **own)

@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.buffer.evaluation import eval_metrics, eval_table
-from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.buffer.evaluation import MixedVersions, check_one_version, eval_metrics, eval_table
+from fusionrl.buffer.rollout_report import rollout_facts, rollout_metrics, set_metrics, teaches_nothing
 from fusionrl.buffer.training_samples import best_and_worst, group_advantages
+from fusionrl.checks.algorithm import OF_GROUPS
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
+from fusionrl.observe.advice import Glimpse
 
 
 def test_of_a_rollout() -> None:
@@ -128,3 +132,155 @@ def test_who_is_not_trained_on_is_nobodys_partner() -> None:
     samples = [Sample(index=i, group_index=0) for i in range(4)]
     samples[0].remove_sample, samples[3].status = True, Status.FAILED
     assert best_and_worst(samples, [9.0, 1.0, 0.5, -9.0]) == [(1, 2)]
+
+
+# ---------------------------------------------- an evaluation has tokens of one version of the weights
+def result(*versions: Any) -> Any:
+    samples = [
+        Sample(index=i, tokens=[1] * (1 + len(known or [])), response_length=len(known or []), weight_versions=known)
+        for i, known in enumerate(versions)
+    ]
+    return {"rewards": [0.0] * len(versions), "samples": samples}
+
+
+@pytest.mark.parametrize(
+    ("versions", "pushed", "found"),
+    [
+        ([[3, -1], None], 3, 3),  # nobody said which weights sampled the others
+        ([["3", "3"]], 3, 3),  # a text for each turn, as slime's functions append them
+        ([[2, 2]], None, 2),
+        ([["default"]], None, 0),
+        ([None], None, None),
+        ([], 4, 4),
+    ],
+)
+def test_the_one_version(versions: list[Any], pushed: int | None, found: int | None) -> None:
+    assert check_one_version({"aime": result(*versions)}, pushed, 7) == found
+
+
+@pytest.mark.parametrize(
+    ("data", "pushed", "said"),
+    [
+        ({"a": result([3, 3], [3, 4])}, 3, "engines were pushed version 3, and sample 1 of set a .* version 4"),
+        ({"a": result([5]), "b": result([5], ["6"])}, None, "sample 0 of set a .* 5, and sample 1 of set b .* 6"),
+        ({"a": result([5, 6])}, None, "after step 7 would mix two versions of the weights: .* version 5, and .* 6"),
+    ],
+)
+def test_a_result_of_two_versions_is_an_error_that_names_both(data: Any, pushed: int | None, said: str) -> None:
+    with pytest.raises(MixedVersions, match=said):
+        check_one_version(data, pushed, 7)
+
+
+# ----------------- facts about a rollout: whether equal rewards teach nothing, and what warnings count
+EQUAL = [0.0, 0.0, 1.0, 1.0]  # two groups of two: equal within, different between
+ALL_ZERO, ALL_ONE, MIXED = [0.0] * 4, [1.0] * 4, [0.0, 1.0, 1.0, 1.0]
+ALL = (EQUAL, ALL_ZERO, ALL_ONE, MIXED)
+FUNCTIONS = ("custom_policy_loss", "custom_convert_samples_to_train_data", "custom_advantage_function")
+FUNCTIONS += ("rollout_data_postprocess",)
+
+
+def samples_of(rewards: list[float], **fields: Any) -> list[Sample]:
+    shared = {"tokens": [1, 2, 3], "response": "ab", "response_length": 2, "label": "x", "status": Status.COMPLETED}
+    return [
+        Sample(index=i, group_index=i // 2, prompt=f"p{i // 2}", reward=reward, **shared, **fields)
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def nothing(rewards: list[float], trained: list[float] | None = None, **flags: Any) -> bool:
+    """`teaches_nothing` of rewards as the Buffer would hand them out under these flags."""
+    config = Config.from_flat(flags)
+    stage = ESTIMATORS[config.algorithm.advantage_estimator].group
+    raw = config.algorithm.disable_rewards_normalization or config.algorithm.policy_loss == "dpo"
+    if trained is None and stage is not None and not raw:
+        groups = np.arange(4) // 2
+        batch = SampleBatch(np.array(rewards), groups, lengths=np.array([2, 3, 2, 5]), baselines=np.full(4, 0.5))
+        trained = stage(batch).tolist()
+    return teaches_nothing(config, samples_of(rewards), trained or rewards, np.ones(4, bool))
+
+
+RAW, WHITENED = {"disable_rewards_normalization": True}, {"normalize_advantages": True}
+REMAX, PRIME, PLUS_PLUS = ({"advantage_estimator": name} for name in ("remax", "prime", "reinforce_plus_plus"))
+PAIRS = {"policy_loss": "dpo", "n_samples_per_prompt": 2}
+
+
+@pytest.mark.parametrize(
+    ("teaches", "rewards", "flags"),
+    [
+        *((rewards is MIXED, rewards, {"advantage_estimator": name}) for name in sorted(OF_GROUPS) for rewards in ALL),
+        (True, ALL_ONE, REMAX),  # the greedy answer got 0.5
+        (False, ALL_ONE, REMAX | WHITENED),
+        (True, ALL_ZERO, {"advantage_estimator": "ppo"}),  # the critic's values differ
+        (True, ALL_ZERO, PRIME),  # the process rewards do
+        (False, ALL_ZERO, PRIME | {"prm_process_coef": 0.0}),
+        (True, ALL_ZERO, {"use_opd": True}),  # the teacher's log-probs do
+        (True, EQUAL, PLUS_PLUS),  # which whitens the whole rollout, and the groups differ from each other
+        (False, ALL_ONE, PLUS_PLUS),
+        (False, ALL_ZERO, PLUS_PLUS),
+        (True, ALL_ONE, PLUS_PLUS | {"gamma": 0.9}),  # a token is worth the less the further it is from the end
+        (False, ALL_ZERO, PLUS_PLUS | {"gamma": 0.9}),
+        (True, ALL_ZERO, PLUS_PLUS | {"kl_coef": 0.1}),  # the price for KL differs
+        (False, ALL_ZERO, RAW),
+        (True, ALL_ONE, RAW),  # every token is made likelier
+        (False, ALL_ONE, RAW | WHITENED),
+        (False, EQUAL, PAIRS),  # no pair
+        (True, MIXED, PAIRS),
+        # Nothing is claimed where it is not known.
+        (True, ALL_ZERO, {"mode": "reject-sampling"}),
+        (True, ALL_ZERO, {"loss_type": "sft_loss"}),
+        *((True, ALL_ZERO, {f"{name}_path": "m.f"}) for name in FUNCTIONS),
+    ],
+    ids=str,
+)
+def test_whether_rewards_teach(teaches: bool, rewards: list[float], flags: dict[str, Any]) -> None:
+    assert nothing(rewards, **flags) is not teaches
+
+
+def test_a_greedy_answer_with_the_same_reward_teaches_nothing() -> None:
+    assert nothing(ALL_ONE, [0.0] * 4, **REMAX)
+
+
+def test_rewards_of_samples_that_are_not_trained_on_do_not_count() -> None:
+    samples = samples_of(MIXED)
+    trained = np.array([False, False, True, True])
+    assert teaches_nothing(Config.from_flat({}), samples, [-0.7, 0.7, 0.0, 0.0], trained)
+    assert not teaches_nothing(Config.from_flat({}), samples, [-0.7, 0.7, 0.0, 0.0], ~trained)
+    assert teaches_nothing(Config.from_flat({}), samples, [-0.7, 0.7, 0.0, 0.0], np.zeros(4, bool))
+
+
+def test_what_is_counted() -> None:
+    samples = samples_of([0.0] * 8)
+    samples[0].status = samples[1].status = Status.TRUNCATED
+    samples[0].response_length, samples[0].tokens = 4, [1] * 5
+    samples[1].tokens, samples[1].response_length = [1] * 9, 2
+    samples[2].status, samples[2].label = Status.FAILED, None
+    samples[3].label, samples[3].remove_sample = "", True
+    samples[4].loss_mask = np.zeros(2, np.int32)
+    samples[5].response = "other"
+    samples[6].metadata = {"no_room_after_turns": 1}
+    samples[7].metadata = {"no_room_after_turns": 4}
+    config = Config.from_flat({"rollout_max_response_len": 4, "rollout_max_context_len": 9})
+    raw = [0.0, 0.25, *[0.5] * 6]
+    facts, _ = rollout_facts(config, samples, raw, [0.0] * 8)
+    assert (facts.num_samples, facts.num_groups, facts.num_equal_groups, facts.is_all_equal) == (8, 4, 3, False)
+    assert (facts.num_truncated, facts.num_at_response_limit, facts.num_at_context_limit) == (2, 1, 1)
+    assert (facts.num_failed, facts.num_without_label, facts.num_trained, facts.num_no_second_turn) == (1, 2, 5, 1)
+    assert facts.num_same_text == 3, "of the third group the answers differ"
+    assert (facts.lowest, facts.highest, facts.teaches_nothing) == (0.0, 0.5, True)
+    assert facts.example is not None and facts.example.index == 3, "completed, as most of the equal groups"
+
+
+def test_what_is_shown_is_short_and_spread() -> None:
+    samples = samples_of([0.0] * 8)
+    samples[0].prompt = [{"role": "user", "content": "x" * 5000 + "end"}]
+    samples[0].response = "y" * 100_000
+
+    def glimpses(samples: list[Sample], count: int) -> list[Glimpse]:
+        rewards = [0.0] * len(samples)
+        return rollout_facts(Config.from_flat({"log_samples": count}), samples, rewards, rewards)[1]
+
+    shown = glimpses(samples, 3)
+    assert [one.index for one in shown] == [0, 2, 5]
+    assert shown[0].prompt.endswith("xend") and len(shown[0].prompt) < 1100 and len(shown[0].response) < 1100
+    assert glimpses(samples, 0) == [] and glimpses([], 4) == []
+    assert len(glimpses(samples, 100)) == 8

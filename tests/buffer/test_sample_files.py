@@ -12,34 +12,22 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.buffer import sample_files
-from fusionrl.buffer.actor import BufferActor, EngineEndpoints
-from fusionrl.config.config import Config
-from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
-from fusionrl.plan.plan import make_plan
 
 TURNS = [{"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2"))]
 END = "<|im_end|>"
 
 
 @pytest.fixture
-def supervise(tiny_model: Path, write_rows: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def supervise(make_buffer: Any, write_rows: Callable[..., Path]) -> Callable[..., Path]:
     """supervise(rows, steps, attempt) -> the folder of a run of mode sft, a row a step."""
 
     def make(rows: list[dict[str, Any]], num_steps: int = 1, attempt: int = 1) -> Path:
-        flags = {"mode": "sft", "hf_checkpoint": str(tiny_model), "prompt_data": str(write_rows(rows))}
-        flags |= {"input_key": "q", "label_key": "a", "rollout_batch_size": 1, "num_rollout": 9}
-        config, folder = Config.from_flat(flags), tmp_path / "run"
-        plan = make_plan(config, read_model_shape(str(tiny_model)), device="cpu", num_prompts=len(rows))
-        buffer = BufferActor(config, plan, str(folder), attempt, put=lambda shard: shard)
-
-        async def run() -> None:
-            await buffer.setup(EngineEndpoints())
-            for rollout_id in range(num_steps):
-                await buffer.generate(rollout_id)
-
-        asyncio.run(run())
-        return folder
+        flags = {"mode": "sft", "prompt_data": str(write_rows(rows)), "input_key": "q", "label_key": "a"}
+        buffer = make_buffer(attempt, **flags, rollout_batch_size=1, num_rollout=9)
+        for rollout_id in range(num_steps):
+            asyncio.run(buffer.generate(rollout_id))
+        return Path(buffer.run_dir)
 
     return make
 
@@ -62,9 +50,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         ({"q": [TURNS[0], TURNS[1] | {"weight": 0}, TURNS[0], TURNS[1] | {"content": "3"}], "a": ""}, "2 tokens", "3"),
     ],
 )
-def test_the_trained_tokens_are_shown(
-    supervise: Any, row: dict[str, Any], num_trained: str, trained_text: str, tiny_model: Path, capsys: Any
-) -> None:
+def test_the_trained_tokens_are_shown(supervise, row, num_trained, trained_text, tiny_model, capsys) -> None:
     run = supervise([row])
     text = printed(capsys, "show", run)
     assert f"  {num_trained}  completed" in text and "mean reward" not in text

@@ -6,24 +6,22 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.actor import BufferActor
 from fusionrl.buffer.stream import check_bound
-from fusionrl.config.config import Config
+from fusionrl.buffer.stream_thread import LoopThread
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
-from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.plan.plan import make_plan
+from tests.own_process import wait_until
 
 HOOKS = Path(__file__).with_name("stream_hooks.py")
-NUM_PROMPTS = 40
 Make = Callable[..., "Streaming"]
 
 
@@ -49,8 +47,19 @@ class Streaming:
         newest = max(list_rollouts(self.buffer.run_dir), key=lambda found: found.path.stat().st_mtime_ns)
         return [json.loads(line) for line in newest.path.read_text().splitlines()]
 
-    def steps(self, count: int) -> list[list[dict[str, Any]]]:
-        return [self.train() for _ in range(count)]
+    def rows(self, num_steps: int) -> list[dict[str, Any]]:
+        return [row for _ in range(num_steps) for row in self.train()]
+
+    def labels(self, num_steps: int) -> list[int]:
+        """Prompts of the next rollouts."""
+        return labels(self.rows(num_steps))
+
+    def save(self) -> Path:
+        """Save after the last rollout, and be killed."""
+        path = Path(self.buffer.run_dir).with_name("buffer.json")
+        asyncio.run(self.buffer.save(str(path), self.step - 1))
+        self.stop()
+        return path
 
     def stop(self) -> None:
         if self.buffer._stream is not None:
@@ -58,29 +67,24 @@ class Streaming:
 
 
 @pytest.fixture
-def stream(tiny_model: Path, write_rows: Callable[..., Path], tmp_path: Path) -> Iterator[Make]:
-    data = write_rows([{"input": f"p{i}", "label": str(i)} for i in range(NUM_PROMPTS)])
+def stream(make_buffer: Callable[..., BufferActor], write_rows: Callable[..., Path]) -> Iterator[Make]:
+    usual = {
+        "prompt_data": str(write_rows([{"input": f"p{i}", "label": str(i)} for i in range(40)])),
+        "label_key": "label",
+        "custom_generate_function_path": f"{HOOKS}:answer",
+        "custom_rm_path": f"{HOOKS}:parity",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 4,
+        "num_rollout": 8,
+    }
     made: list[Streaming] = []
     hooks = load_function(f"{HOOKS}:answer").__globals__
+    hooks["CALLS"].clear()
+    hooks["FAILS"].clear()
 
     def make(pipeline: str, resume: Path | None = None, **changes: Any) -> Streaming:
-        values = {
-            "hf_checkpoint": str(tiny_model),
-            "prompt_data": str(data),
-            "label_key": "label",
-            "custom_generate_function_path": f"{HOOKS}:answer",
-            "custom_rm_path": f"{HOOKS}:parity",
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 2,
-            "rollout_max_response_len": 4,
-            "num_rollout": 8,
-            "pipeline": pipeline,
-        }
-        config = Config.from_flat(values | changes)
-        plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=NUM_PROMPTS)
-        attempt = 1 + len(made)
-        buffer = BufferActor(config, plan, str(tmp_path / "run"), attempt, put=lambda shard: shard)
-        asyncio.run(buffer.setup(EngineEndpoints()))
+        buffer = make_buffer(1 + len(made), pipeline=pipeline, **usual | changes)
         first = 0 if resume is None else asyncio.run(buffer.load(str(resume))) + 1
         loaded = asyncio.run(buffer.state_hash())
         made.append(Streaming(buffer, hooks, first))
@@ -118,7 +122,7 @@ def test_every_prompt_once_and_no_token_older_than_the_bound(stream: Make, pipel
 def test_samples_in_flight_are_bounded(stream: Make) -> None:
     running = stream("async", max_samples_in_flight=3)
     running.hooks["MOST"][0] = 0
-    running.steps(3)
+    running.rows(3)
     # Groups of two: a third sample has no place for its sibling, but where one of two ends first, another group begins.
     assert 2 <= running.hooks["MOST"][0] <= 3
 
@@ -135,32 +139,37 @@ def test_a_hook_sees_all_groups_also_those_that_the_filter_refused(stream: Make)
     assert len({label for batch in trained for label in batch if label % 2}) == 16
 
 
-def test_a_hook_that_would_draw_prompts_is_told_why_not(stream: Make) -> None:
-    running = stream("async", rollout_all_samples_process_path=f"{HOOKS}:draws_more")
-    with pytest.raises(HookError, match="the stream alone draws prompts"):
-        running.train()
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [
+        ({"num_rollout": 2}, ValueError, "nothing left to train"),
+        (
+            {"custom_generate_function_path": "stale"},
+            HookError,
+            r"--max-staleness: sample \d+ has a token of version 0",
+        ),
+        ({"custom_generate_function_path": "cancelled_within"}, RuntimeError, "siblings were cancelled from within"),
+        (
+            {"custom_generate_function_path": "all_fail", "max_failed_groups": 5},
+            *(ValueError, r"5 groups failed one after the other; the last one: 2 of 2 samples of"),
+        ),
+        ({"rollout_all_samples_process_path": "draws_more"}, HookError, "the stream alone draws prompts"),
+        ({"dynamic_sampling_filter_path": "nothing"}, ValueError, "sampling-filter-path .*nothing: it kept 0 of"),
+    ],
+    ids=str,
+)
+def test_what_ends_the_run(stream: Make, flags: dict[str, Any], error: type[Exception], words: str) -> None:
+    paths = {name: f"{HOOKS}:{value}" if name.endswith("_path") else value for name, value in flags.items()}
+    running = stream("async", **paths)
+    with pytest.raises(error, match=words):
+        running.rows(8)
 
 
 def test_a_function_that_raises_ends_the_stream_with_its_name_and_sample(stream: Make) -> None:
     running = stream("async", custom_generate_function_path=f"{HOOKS}:fails_late")
     with pytest.raises(HookError, match=r"fails_late[\s\S]*no such tool[\s\S]*samples? that it was at"):
-        running.steps(8)
+        running.rows(8)
     with pytest.raises(HookError, match="no such tool"):
-        running.train()
-
-
-def test_tokens_that_are_too_old_are_not_trained(stream: Make) -> None:
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:stale")
-    with pytest.raises(
-        HookError, match=r"--max-staleness: sample \d+ has a token of version 0, but its prompt was begun"
-    ):
-        running.steps(8)
-
-
-def test_the_end_of_the_rollouts_is_told(stream: Make) -> None:
-    running = stream("async", num_rollout=2)
-    running.steps(2)
-    with pytest.raises(ValueError, match="nothing left to train"):
         running.train()
 
 
@@ -173,14 +182,12 @@ def test_the_end_of_the_rollouts_is_told(stream: Make) -> None:
     ],
     ids=str,
 )
-def test_a_run_that_was_killed_goes_on_with_every_prompt(
-    stream: Make, tmp_path: Path, pipeline: str, changes: dict[str, Any]
-) -> None:
+def test_a_run_that_was_killed_goes_on_with_every_prompt(stream, tmp_path, pipeline, changes) -> None:
     """What was under way at the kill is generated again, before anything else; also at a second kill."""
     trained, resume, path = list[int](), None, tmp_path / "buffer.json"
     for last in (2, 5):
         running = stream(pipeline, resume=resume, **changes)
-        trained += [label for rows in running.steps(last - running.step) for label in labels(rows)]
+        trained += running.labels(last - running.step)
         before = asyncio.run(running.buffer.state_hash(last - 1))
         asyncio.run(running.buffer.save(str(path), last - 1))
         running.train()  # of which no checkpoint tells
@@ -188,28 +195,24 @@ def test_a_run_that_was_killed_goes_on_with_every_prompt(
         resume = path
     running = stream(pipeline, resume=resume, **changes)
     assert running.step == 5
-    trained += [label for rows in running.steps(3) for label in labels(rows)]
+    trained += running.labels(3)
     assert sorted(trained) == list(range(32))
     assert before == running.loaded
     assert running.buffer._stream.state.next_ordinal == 32  # and not one more was drawn
 
 
-def test_answers_of_groups_that_are_ready_are_kept(stream: Make, tmp_path: Path) -> None:
+def test_answers_of_groups_that_are_ready_are_kept(stream: Make) -> None:
     """They are trained after the resume as they were sampled, and nothing is sampled for them again."""
-    path = tmp_path / "buffer.json"
     running = stream("async", max_staleness=2, admission_lead=2.0)
-    running.steps(2)
-    deadline = time.monotonic() + 5.0
-    while running.buffer._stream.state.of("running", "scoring") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    asyncio.run(running.buffer.save(str(path), 1))
-    running.stop()
+    running.rows(2)
+    wait_until(lambda: not running.buffer._stream.state.of("running", "scoring"))
+    path = running.save()
     groups = json.loads(path.read_text())["stream"]["groups"].values()
     kept = {int(group["made"][0]["label"]) for group in groups if "made" in group}
     assert len(kept) >= 8
     running = stream("async", max_staleness=2, admission_lead=2.0, resume=path)
     running.hooks["CALLS"].clear()
-    rows = [row for rows in running.steps(2) for row in rows]
+    rows = running.rows(2)
     assert {int(row["label"]) for row in rows} <= kept
     assert {version for row in rows for version in row["weight_versions"]} <= {0, 1, 2}
     assert kept.isdisjoint(running.hooks["CALLS"])
@@ -218,26 +221,21 @@ def test_answers_of_groups_that_are_ready_are_kept(stream: Make, tmp_path: Path)
 @pytest.mark.parametrize(
     "changes", [{"rollout_batch_size": 2}, {"max_staleness": 1}, {"pipeline": "on-policy"}], ids=str
 )
-def test_a_run_goes_on_with_other_settings(stream: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_goes_on_with_other_settings(stream: Make, changes: dict[str, Any]) -> None:
     """Then what was under way is generated again; no prompt is lost."""
-    path = tmp_path / "buffer.json"
     running = stream("async", admission_lead=2.0)
-    trained = [label for rows in running.steps(2) for label in labels(rows)]
-    asyncio.run(running.buffer.save(str(path), 1))
-    running.stop()
+    trained = running.labels(2)
     given = {"pipeline": "async", "rollout_batch_size": 4, "num_rollout": 4} | changes
-    running = stream(**given, resume=path)
-    trained += [label for rows in running.steps(2) for label in labels(rows)]
+    running = stream(**given, resume=running.save())
+    trained += running.labels(2)
     count = 8 + 2 * given["rollout_batch_size"]
     assert len(trained) == len(set(trained)) == count and max(trained) < count + 4
 
 
-def test_a_saved_stream_that_cannot_be_read(stream: Make, tmp_path: Path) -> None:
-    path = tmp_path / "buffer.json"
+def test_a_saved_stream_that_cannot_be_read(stream: Make) -> None:
     running = stream("async")
-    running.steps(1)
-    asyncio.run(running.buffer.save(str(path), 0))
-    running.stop()
+    running.train()
+    path = running.save()
     state = json.loads(path.read_text())
     for change in ({"groups": {}}, {"groups": {"x": 1}}, {"settings": 3, "groups": [1]}, {"state": {}}):
         path.write_text(json.dumps(state | {"stream": state["stream"] | change}))
@@ -248,7 +246,7 @@ def test_a_saved_stream_that_cannot_be_read(stream: Make, tmp_path: Path) -> Non
 def test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it(stream: Make) -> None:
     """It blocks nobody (SkyRL#1173), and takes no siblings with it (prime-rl#2960)."""
     running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs", sample_timeout=0.5)
-    rows = [row for rows in running.steps(2) for row in rows]
+    rows = running.rows(2)
     hung = [row for row in rows if row["status"] == "failed"]
     assert {int(row["label"]) for row in hung} == {3} and len(hung) == 1
     assert len(rows) == 16 and len({row["label"] for row in rows}) == 8
@@ -259,9 +257,8 @@ def test_a_wait_says_for_whom(stream: Make) -> None:
     with ThreadPoolExecutor(1) as pool:
         asyncio.run(running.buffer.next_rollout(0))
         waiting = pool.submit(asyncio.run, running.buffer.rollout_trained())
-        deadline, said = time.monotonic() + 10.0, ""
-        while "waited for: 1 group," not in said and time.monotonic() < deadline:
-            said = asyncio.run(running.buffer.waits_for())
+        wait_until(lambda: "waited for: 1 group," in asyncio.run(running.buffer.waits_for()))
+        said = asyncio.run(running.buffer.waits_for())
         assert "a push waits until no sample is in flight (waited for: 1 group, of sample 6)" in said
         assert "; engines get nothing new: they drain for a push" in said
         running.stop()
@@ -271,25 +268,20 @@ def test_a_wait_says_for_whom(stream: Make) -> None:
 
 def test_a_group_with_a_failed_sample_is_replaced(stream: Make) -> None:
     """First it is tried again, then another one takes its place."""
-    load_function(f"{HOOKS}:answer").__globals__["CALLS"].clear()
     flags = {"sample_timeout": 0.5, "failed_samples": "replace", "max_group_tries": 3}
     running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs", **flags)
-    trained = {label for rows in running.steps(3) for label in labels(rows)}
+    trained = set(running.labels(3))
     assert len(trained) == 12 and 3 not in trained
     assert running.hooks["CALLS"].count(3) == 6  # three tries of two samples
     assert running.buffer._stream.state.num_dropped == 1
 
 
-def test_a_group_whose_samples_all_fail_is_replaced_and_many_end_the_run(stream: Make) -> None:
+def test_a_group_whose_samples_all_fail_is_replaced(stream: Make) -> None:
     flags = {"custom_generate_function_path": f"{HOOKS}:odd_ones_fail", "max_group_tries": 1}
     running = stream("async", **flags)
-    trained = [label for rows in running.steps(2) for label in labels(rows)]
+    trained = running.labels(2)
     assert len(set(trained)) == 8 and not any(label % 2 for label in trained)
     assert running.buffer._last_metrics["rollout/dropped_failed"] >= 1
-    running.stop()
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:all_fail", max_failed_groups=5)
-    with pytest.raises(ValueError, match=r"5 groups failed one after the other; the last one: 2 of 2 samples of"):
-        running.train()
 
 
 def test_failures_while_trainers_work_end_the_run(stream: Make) -> None:
@@ -298,25 +290,13 @@ def test_failures_while_trainers_work_end_the_run(stream: Make) -> None:
     running = stream("async-partial", max_failed_groups=3, **flags)
     asyncio.run(running.buffer.next_rollout(0))
     running.hooks["FAILS"].set()
-    try:
-        deadline = time.monotonic() + 5.0
-        while not running.buffer._stream.state.failure and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with pytest.raises(ValueError, match="3 groups failed one after the other"):
-            asyncio.run(running.buffer.rollout_trained())
-    finally:
-        running.hooks["FAILS"].clear()
+    wait_until(lambda: running.buffer._stream.state.failure)
+    with pytest.raises(ValueError, match="3 groups failed one after the other"):
+        asyncio.run(running.buffer.rollout_trained())
 
 
-def test_a_function_that_is_cancelled_from_within_ends_the_run(stream: Make) -> None:
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:cancelled_within")
-    with pytest.raises(RuntimeError, match=r"sample \d+ and its siblings were cancelled from within"):
-        running.steps(3)
-
-
-def test_answers_that_another_run_left_are_made_anew(stream: Make, tmp_path: Path) -> None:
+def test_answers_that_another_run_left_are_made_anew(stream: Make) -> None:
     """--partial-rollout of a run without a stream leaves parts of answers, of weights that are gone."""
-    path = tmp_path / "buffer.json"
     running = stream("on-policy")
     running.step = 3
     left = running.buffer.source.draw(2)
@@ -325,9 +305,8 @@ def test_answers_that_another_run_left_are_made_anew(stream: Make, tmp_path: Pat
         sample.weight_versions, sample.loss_mask, sample.rollout_log_probs = [0], [1], [-1.0]
     running.buffer.source.take_in(left)
     running.buffer.source.keep(2)
-    asyncio.run(running.buffer.save(str(path), 2))
-    running = stream("async", resume=path)
-    rows = [row for rows in running.steps(2) for row in rows]
+    running = stream("async", resume=running.save())
+    rows = running.rows(2)
     assert {0, 1} <= {int(row["label"]) for row in rows} and {row["response_length"] for row in rows} == {4}
     assert min(version for row in rows for version in row["weight_versions"]) >= 3
 
@@ -353,34 +332,26 @@ def test_a_greedy_answer_beside_the_samples(stream: Make) -> None:
 
 def test_spare_groups_are_dropped(stream: Make) -> None:
     running = stream("stream", update_weights_interval=1, over_sampling_batch_size=6, num_rollout=3)
-    trained = [label for rows in running.steps(3) for label in labels(rows)]
+    trained = running.labels(3)
     assert len(trained) == len(set(trained)) == 12
     assert running.buffer._stream.state.num_dropped == 6
 
 
-def test_a_data_source_of_a_user_s_own(stream: Make, tmp_path: Path) -> None:
+def test_a_data_source_of_a_user_s_own(stream: Make) -> None:
     """Its own files are written in the stream's thread, and it goes on where it was."""
-    flags, path = {"data_source_path": f"{HOOKS}:Counting"}, tmp_path / "buffer.json"
+    flags = {"data_source_path": f"{HOOKS}:Counting"}
     running = stream("async", **flags)
-    trained = [label for rows in running.steps(2) for label in labels(rows)]
-    asyncio.run(running.buffer.save(str(path), 1))
-    running.stop()
-    running = stream("async", **flags, resume=path)
-    trained += [label for rows in running.steps(2) for label in labels(rows)]
+    trained = running.labels(2)
+    running = stream("async", **flags, resume=running.save())
+    trained += running.labels(2)
     assert len(set(trained)) == 16 and set(range(12)) <= set(trained) <= set(range(18))
-
-
-def test_a_filter_that_keeps_nothing_ends_the_run(stream: Make) -> None:
-    running = stream("async", dynamic_sampling_filter_path=f"{HOOKS}:nothing")
-    with pytest.raises(ValueError, match=r"--dynamic-sampling-filter-path .*nothing: it kept 0 of"):
-        running.train()
 
 
 def test_a_group_that_was_dropped_is_nobody_s_concern(stream: Make) -> None:
     """Its function may return or raise when it is cancelled."""
     flags = {"at_deadline": "drop", "max_staleness": 1, "num_rollout": 6}
     running = stream("async-partial", custom_generate_function_path=f"{HOOKS}:ignores_its_end", **flags)
-    rows = [row for rows in running.steps(6) for row in rows]
+    rows = running.rows(6)
     assert len({row["label"] for row in rows}) == 24
     assert running.buffer._stream.state.num_dropped > 0
 
@@ -389,9 +360,7 @@ def test_engines_are_not_idle_while_nobody_asks(stream: Make) -> None:
     """Between a push and the next batch, during an evaluation say, generation goes on."""
     running = stream("one-step-off")
     running.train()
-    deadline = time.monotonic() + 5.0
-    while running.buffer._stream.state.next_ordinal < 12 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: running.buffer._stream.state.next_ordinal >= 12)
     assert running.buffer._stream.state.next_ordinal == 12  # one batch is trained, one is next, one is ahead
 
 
@@ -404,14 +373,11 @@ def test_an_error_while_trainers_work_names_its_samples(stream: Make, call: str)
     if call == "pushed":
         assert asyncio.run(buffer.rollout_trained())
     hooks["FAILS"].set()
-    try:
-        buffer._stream._thread.join(5)
-        assert not buffer._stream._thread.is_alive()
-        made = buffer.rollout_trained() if call == "trained" else buffer.weights_pushed(1)
-        with pytest.raises(HookError, match=r"no luck[\s\S]*samples? that it was at"):
-            asyncio.run(made)
-    finally:
-        hooks["FAILS"].clear()
+    buffer._stream._thread.join(5)
+    assert not buffer._stream._thread.is_alive()
+    made = buffer.rollout_trained() if call == "trained" else buffer.weights_pushed(1)
+    with pytest.raises(HookError, match=r"no luck[\s\S]*samples? that it was at"):
+        asyncio.run(made)
 
 
 def test_no_batch_passes_the_bound() -> None:
@@ -481,3 +447,52 @@ def test_what_is_waited_for_is_timed(stream: Make) -> None:
         found = numbers(running)
         waited += found["perf/time_wait_batch_s"] + found["perf/time_wait_deadline_s"]
     assert waited > 0.25
+
+
+# --------------------------------------------------------------------------------- the stream's thread
+class Collector(LoopThread):
+    """Dies when it is told, while somebody waits for an answer that it owes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self.owed: Future[int] = Future()
+
+    async def _main(self, started: Future[None]) -> None:
+        started.set_result(None)
+        await self._wake.wait()
+        if self.error is not None:
+            raise self.error
+
+    def ask(self) -> int:
+        self._post(lambda: None, self.owed)
+        return self.owed.result(10)
+
+    def die(self, error: BaseException) -> None:
+        self.error = error
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+
+def test_nobody_waits_for_a_thread_that_has_died() -> None:
+    """NeMo-RL#3488: a collector was dead for hours, and the trainers waited."""
+    collector = Collector()
+    collector.start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collector.ask)
+        while not collector._asked:
+            time.sleep(0.001)
+        collector.die(ValueError("no such tool"))
+        with pytest.raises(ValueError, match="no such tool"):
+            waiting.result(10)
+    with pytest.raises(ValueError, match="no such tool"):  # and whoever comes later
+        collector._call(lambda: 1)
+    collector.stop()
+
+
+def test_one_that_was_stopped_says_so() -> None:
+    collector = Collector()
+    collector.start()
+    assert collector._call(lambda: 1) == 1
+    collector.stop()
+    with pytest.raises(RuntimeError, match="the stream has ended"):
+        collector._call(lambda: 1)
