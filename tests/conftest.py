@@ -61,7 +61,6 @@ _WAITING = (
     "rollout/test_time_limit.py",
     "runtime/test_watchdog.py",
     "runtime/test_guard.py",
-    "runtime/test_supervisor.py",
     "sandbox/test_sandbox.py",
     "buffer/test_stream.py",
     "buffer/test_stream_batches.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 
 
 @pytest.fixture(scope="package")
-def shared_cluster() -> Iterator[None]:
-    """It begins with the first file that asks for it, and ends when the next test is of another room."""
+def shared_cluster() -> Iterator[subprocess.Popen[bytes]]:
+    """Its nursery; it begins with the first file that asks for it, and ends when the next test is of another room."""
     import ray
 
     from fusionrl.base.nursery import Branch, Order
@@ -34,7 +35,7 @@ def shared_cluster() -> Iterator[None]:
     try:
         with extended_environment({FOLDER_VARIABLE: str(folder)}):
             start_ray("cpu", 1, address=None, dashboard=False)
-        yield
+        yield nursery
     finally:
         ray.shutdown()
         nursery.kill()

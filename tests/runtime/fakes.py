@@ -59,26 +59,13 @@ class Router:
         self.told.append(url)
 
 
-class Fleet:
-    """Engines 0, 1, … with a `Recovery` over them."""
+class Processes:
+    """Makes actors of engines 0, 1, …; all are well at first."""
 
-    def __init__(self, folder: Path, count: int, *, first: int = 0, may_lose_all: bool = False, **flags: float) -> None:
-        """`flags`: --rollout-health-check-…"""
-        self.folder, self.number, self.said = folder, 0, list[str]()
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.number = folder, 0
         for index in range(count):
             self.set(index, "well")
-        self.engines = [self.make(index) for index in range(count)]
-        self.urls = ray.get([engine.start.remote() for engine in self.engines])
-        self.router = Router(self.urls)
-        limits = {"interval": 0.1, "timeout": 0.5, "first_wait": 0.0} | flags
-        rollout: Any = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
-        launcher: Any = SimpleNamespace(api_key="key", make_engine=lambda role, index: self.make(index - first))
-        router: Any = self.router
-        self.recovery = Recovery(
-            *(self.engines, self.urls, router, launcher, rollout, self.said.append),
-            first=first,
-            may_lose_all=may_lose_all,
-        )
 
     def make(self, index: int) -> Any:
         self.number += 1
@@ -86,6 +73,24 @@ class Fleet:
 
     def set(self, index: int, state: str) -> None:
         (self.folder / str(index)).write_text(state)
+
+
+class Fleet(Processes):
+    """Engines with a `Recovery` over them."""
+
+    def __init__(self, folder: Path, count: int, *, first: int = 0, may_lose_all: bool = False, **flags: float) -> None:
+        """`flags`: --rollout-health-check-…"""
+        super().__init__(folder, count)
+        self.said = list[str]()
+        self.engines = [self.make(index) for index in range(count)]
+        self.urls = ray.get([engine.start.remote() for engine in self.engines])
+        self.router = Router(self.urls)
+        limits = {"interval": 0.1, "timeout": 0.5, "first_wait": 0.0} | flags
+        rollout: Any = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
+        launcher: Any = SimpleNamespace(api_key="key", make_engine=lambda role, index: self.make(index - first))
+        router: Any = self.router
+        parts = (self.engines, self.urls, router, launcher, rollout, self.said.append)
+        self.recovery = Recovery(*parts, first=first, may_lose_all=may_lose_all)
 
     def check_until(self, count: int, limit_s: float = 20.0) -> None:
         deadline = time.monotonic() + limit_s

@@ -38,6 +38,7 @@ class Cluster:
 
     def __init__(self, stops: str = "", number: int = 1) -> None:
         self.log: list[str] = []
+        self.error_at = ""  # the entry with which an error comes
         self.is_beside = False
         self.done: set[int] = set()  # evaluations whose results are there
         self._stops, self._left = stops, number
@@ -70,6 +71,8 @@ class Cluster:
 
     def _note(self, what: str) -> None:
         self.log.append(what)
+        if what == self.error_at:
+            raise RuntimeError(f"{what} failed")
         if what.startswith(self._stops) and self._stops:
             self._left -= 1
             if self._left == 0:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import ray
 
-from fusionrl.runtime.buffer_handle import EvaluationLost
+from fusionrl.buffer.evaluation import MixedVersions
+from fusionrl.config.user_code import HookError
+from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
 from fusionrl.runtime.loops import on_policy, streamed
 from fusionrl.runtime.supervisor import StopSignal, Terminated
 from tests.runtime.run_fakes import Cluster, run_of
@@ -17,23 +21,20 @@ from tests.runtime.run_fakes import Cluster, run_of
 OWN: dict[str, Any] = {"eval_num_gpus": 1, "eval_interval": 2, "eval_prompt_data": ["x", "x.jsonl"]}
 
 
-def steps_between(log: list[str], first: str, last: str) -> list[str]:
-    return [line for line in log[log.index(first) : log.index(last)] if line.startswith("train")]
+def lines_of(log: list[str], *words: str) -> list[str]:
+    return [line for line in log if line.startswith(words)]
 
 
 def test_training_goes_on_while_one_is_under_way() -> None:
-    cluster = Cluster()
-    run, diary = run_of(cluster, StopSignal(), 5, **OWN)
+    """The one of step 2 ends when its engines are needed for step 4, and that one before the push of the last step."""
+    run, diary = run_of(Cluster(), StopSignal(), 5, **OWN)
     on_policy(run)
-    log = diary.log
-    assert [line for line in log if line.startswith("push")] == [
-        *("push 0 to all", "push 1", "push 2 to all", "push 3", "push 4 to all", "push 5 to all")
+    assert lines_of(diary.log, "push", "begin", "evaluate", "train") == [
+        *("push 0 to all", "train 0", "push 1", "train 1", "push 2 to all", "begin evaluation 2"),
+        *("train 2", "push 3", "train 3", "evaluate 2", "push 4 to all", "begin evaluation 4"),
+        *("train 4", "evaluate 4", "push 5 to all", "begin evaluation 5", "evaluate 5"),
     ]
-    # The one of step 2 ends when its engines are needed for step 4, and that one before the push of the last step.
-    assert steps_between(log, "begin evaluation 2", "evaluate 2") == ["train 2", "train 3"]
-    assert log.index("evaluate 2") < log.index("push 4 to all") < log.index("begin evaluation 4")
-    assert log.index("evaluate 4") < log.index("push 5 to all") < log.index("begin evaluation 5")
-    assert log[-2:] == ["evaluate 5", "record evaluation 5"], "the run waits for the last one"
+    assert diary.log[-1] == "record evaluation 5", "the run waits for the last one"
     assert "perf/time_wait_eval_s" in diary.rows[4] and "perf/time_wait_eval_s" not in diary.rows[3]
     assert all("eval/x/accuracy" in diary.rows[step] for step in (2, 4, 5))
 
@@ -46,8 +47,7 @@ def test_a_stream_waits_for_the_one_before_and_ends_with_the_last() -> None:
     cluster.buffer.wait_evaluation = lambda step: (time.sleep(0.02), evaluate(step))[1]
     streamed(run)
     log = diary.log
-    pushes = [line for line in log if line.startswith("push")]
-    assert pushes == ["push 0 to all", "push 2 to all", "push 4 to all", "push 5 to all"]
+    assert lines_of(log, "push") == ["push 0 to all", "push 2 to all", "push 4 to all", "push 5 to all"]
     assert log.index("train 3") < log.index("evaluate 2") < log.index("push 4 to all")
     assert diary.rows[4]["perf/time_wait_eval_s"] >= 0.02 and diary.rows[5]["perf/time_wait_eval_s"] >= 0.02
     assert log[-3:] == ["evaluate 5", "record evaluation 5", "stop"], "the stop is for every function at work"
@@ -92,16 +92,15 @@ def test_one_that_has_ended_at_a_stop_is_recorded() -> None:
     assert diary.lines == [] and run.background_eval.step is None
 
 
-def losing(cluster: Cluster, *counts: tuple[int, int]) -> None:
-    """Let the engines die: of the evaluation after a step, so many times."""
-    left, evaluate = dict(counts), cluster.buffer.wait_evaluation
+def losing(cluster: Cluster, lost_step: int, num_times: int) -> None:
+    """Let the engines of the evaluation after a step die, so many times."""
+    losses, evaluate = iter(range(num_times)), cluster.buffer.wait_evaluation
 
     def wait(step: int) -> dict[str, float]:
-        found = evaluate(step)
-        if left.get(step):
-            left[step] -= 1
+        metrics = evaluate(step)
+        if step == lost_step and next(losses, None) is not None:
             raise EvaluationLost(1, RuntimeError("no engine answers"))
-        return dict(found)
+        return dict(metrics)
 
     cluster.buffer.wait_evaluation = wait
 
@@ -111,7 +110,7 @@ def test_one_whose_engines_died_has_failed_and_the_run_goes_on(pipeline: str, ca
     """Nobody has its weights any more."""
     cluster = Cluster()
     cluster.stream(interval=1)
-    losing(cluster, (2, 1))
+    losing(cluster, 2, 1)
     run, diary = run_of(cluster, StopSignal(), 5, **OWN, pipeline=pipeline)
     (on_policy if pipeline == "on-policy" else streamed)(run)
     assert diary.rows[2]["eval/failed"] == diary.rows[2]["eval/engines_died"] == 1
@@ -124,7 +123,7 @@ def test_one_whose_engines_died_has_failed_and_the_run_goes_on(pipeline: str, ca
 @pytest.mark.parametrize("num_lost", [1, 9])
 def test_the_last_one_is_made_again_a_few_times_as_its_weights_are_still_there(num_lost: int) -> None:
     cluster = Cluster()
-    losing(cluster, (5, num_lost))
+    losing(cluster, 5, num_lost)
     run, diary = run_of(cluster, StopSignal(), 5, **OWN)
     on_policy(run)
     again = ["evaluate 5", "push 5 to all", "begin evaluation 5", "evaluate 5", "record evaluation 5"]
@@ -155,24 +154,77 @@ DUE_4 = [row(1), row(2, is_due=True), row(3), row(4, is_due=True)]
         (5, {2: 1, 4: 1}, [*DUE_4, row(5, is_due=True)], [5], False),  # it was the last step, --num-rollout is higher
     ],
 )
-def test_what_a_resume_owes(
-    first: int,
-    files: dict[int, int],
-    rows: list[dict[str, float]],
-    begins: list[int],
-    warns: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_resume_owes(first, files, rows, begins, warns, tmp_path, caplog) -> None:
     run, diary = run_of(Cluster(), StopSignal(), 7, **OWN)
     run.first_rollout, run.path = first, tmp_path
     for step, attempt in files.items():
         (tmp_path / "eval").mkdir(exist_ok=True)
         (tmp_path / "eval" / f"{step}.json").write_text(json.dumps({"step": step, "attempt": attempt}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    monkeypatch.setattr(run.stop, "check", lambda: (_ for _ in ()).throw(Terminated("enough")))
+    run.stop.check = Mock(side_effect=Terminated("enough"))  # type: ignore[method-assign]
     with pytest.raises(Terminated):
         on_policy(run)
-    assert [line for line in diary.log if line.startswith("begin")] == [f"begin evaluation {step}" for step in begins]
+    assert lines_of(diary.log, "begin") == [f"begin evaluation {step}" for step in begins]
     assert ("the evaluation after step 4 had not ended" in caplog.text) == warns
+
+
+# ---------------------------------------------------------------------- the driver's end of the Buffer
+@pytest.mark.parametrize("has_own", [True, False])
+def test_an_old_health_check_is_not_read_while_others_evaluate(has_own: bool) -> None:
+    """One that was begun before the last push may have met an engine that stood still."""
+    log: list[str] = []
+    engines: Any = SimpleNamespace(
+        evaluation=SimpleNamespace(engines=["own"] if has_own else [], router=None, count_faults=dict),
+        router=None,
+        begin_round=lambda: log.append("begin round"),
+        count_faults=dict,
+    )
+    supervisor: Any = SimpleNamespace(wait=lambda ref: log.append("wait") or {"eval/x/reward": 1.0})
+    started = PendingRound(ref=None, faults={})  # type: ignore[arg-type]
+    assert BufferHandle(engines, supervisor).wait_evaluation(started) == {"eval/x/reward": 1.0}
+    assert log == (["begin round", "wait"] if has_own else ["wait"])
+
+
+class Died:
+    """Engines of their own, of which some die before the wait for the evaluation ends."""
+
+    def __init__(self, num_died: int, error: Exception | None) -> None:
+        self.total = 4
+        self.evaluation = SimpleNamespace(engines=["own"], router=None, count_faults=self.count)
+        self.router, self._num_died, self._error = None, num_died, error
+
+    def begin_round(self) -> None: ...
+
+    def count(self) -> dict[str, float]:
+        return {"engines_died": float(self.total)}
+
+    def wait(self, ref: Any) -> dict[str, float]:
+        self.total += self._num_died
+        if self._error is not None:
+            raise ray.exceptions.RayTaskError("evaluate", "traceback", self._error)
+        return {"eval/x/reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("num_died", "error", "raises"),
+    [
+        (1, RuntimeError("no engine\n  File …"), EvaluationLost),
+        (0, RuntimeError("no engine"), ray.exceptions.RayTaskError),  # of something else
+        (1, MixedVersions("two versions"), ray.exceptions.RayTaskError),  # never without a word
+        (1, ValueError("--eval-config: no such set"), ray.exceptions.RayTaskError),  # another engine would not help
+        (1, HookError("--custom-rm-path f: KeyError: 'x'"), ray.exceptions.RayTaskError),
+        (1, HookError("no engine", is_own_fault=False), EvaluationLost),  # of a function that asks on its own
+        (1, None, None),  # another engine has taken over
+    ],
+)
+def test_an_evaluation_whose_engines_die(num_died: int, error: Exception | None, raises: Any) -> None:
+    engines: Any = Died(num_died, error)
+    handle = BufferHandle(engines, engines)
+    started = PendingRound(ref=None, faults=engines.count())  # type: ignore[arg-type]
+    if raises is None:
+        assert handle.wait_evaluation(started) == {"eval/x/reward": 1.0, "eval/engines_died": 1.0}
+        return
+    with pytest.raises(raises) as caught:
+        handle.wait_evaluation(started)
+    if raises is EvaluationLost:
+        assert str(caught.value) == "1 of its engines died: no engine"

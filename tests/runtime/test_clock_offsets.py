@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import ray
 
 from fusionrl.observe import spans
@@ -31,9 +29,7 @@ class Actor:
         return self._boot, time.monotonic_ns() + AHEAD_NS
 
 
-def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_asked(tmp_path, monkeypatch) -> None:
     def get(actor: Actor, timeout: float) -> tuple[str, int]:
         return actor.answer()
 

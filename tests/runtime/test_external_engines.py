@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -88,9 +89,14 @@ class Party:
             self.engines.look()
             time.sleep(0.05)
 
-    def start(self, urls: list[str]) -> None:
+    def start(self, *urls: str) -> None:
         router: Any = self.router
-        self.engines.start(router, urls)
+        self.engines.start(router, list(urls))
+
+    def serve(self, *urls: str) -> None:
+        """Start engines, and give them requests as after the first push."""
+        self.start(*urls)
+        self.engines.admit()
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +111,7 @@ def party(tmp_path: Path) -> Party:
 
 
 def test_weights_come_before_requests(party: Party) -> None:
-    party.start([A])
+    party.start(A)
     assert party.states() == {A: "ready"} and party.router.urls == []
     (target,) = party.engines.targets()
     assert (target.index, target.tp_size, target.host) == (5, 2, "a")
@@ -119,8 +125,7 @@ def test_weights_come_before_requests(party: Party) -> None:
 
 
 def test_one_that_leaves_is_drained_and_gets_pushes_until_then(party: Party) -> None:
-    party.start([A, B])
-    party.engines.admit()
+    party.serve(A, B)
     party.tell(A, running=3)
     remove_wanted(party.folder, [A])
     party.look_until(lambda: party.states()[A] == "leaving")
@@ -140,23 +145,18 @@ def test_one_that_leaves_is_drained_and_gets_pushes_until_then(party: Party) -> 
 
 def test_a_list_that_is_written_in_place_lets_nobody_go(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's `>` empties the file before it writes it."""
-    monkeypatch.setattr("fusionrl.runtime.external_engines._MISSING_S", 60.0)  # this machine may be slow
-    party.start([A, B])
-    party.engines.admit()
-    text = (party.folder / WANTED).read_text()
-    for partial in ("", f"{A}\n"):
-        (party.folder / WANTED).write_text(partial)
-        party.engines.look()
-        party.engines.look()
+    monkeypatch.setattr(external_engines, "_MISSING_S", 60.0)  # this machine may be slow
+    party.serve(A, B)
+    whole = (party.folder / WANTED).read_text()
+    for text in ("", "", whole, f"{A}\n", f"{A}\n", whole):
         (party.folder / WANTED).write_text(text)
         party.engines.look()
     assert party.states() == {A: "serving", B: "serving"} and party.served == [[A, B]]
 
 
 def test_one_that_dies_is_lost_and_not_asked_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionrl.runtime.external_engines._PROBE_INTERVAL_S", 0.05)
-    party.start([A, B])
-    party.engines.admit()
+    monkeypatch.setattr(external_engines, "_PROBE_INTERVAL_S", 0.05)
+    party.serve(A, B)
     party.tell(A, fault="connection refused")
     party.look_until(lambda: party.states() == {A: "lost", B: "serving"})
     assert party.router.urls == [B] and "connection refused" in party.said[-1]
@@ -171,8 +171,7 @@ def test_one_that_dies_is_lost_and_not_asked_again(party: Party, monkeypatch: py
 
 
 def test_a_push_that_failed_is_made_without_its_culprits(party: Party) -> None:
-    party.start([A])
-    party.engines.admit()
+    party.serve(A)
     assert not party.engines.drop_culprits(RuntimeError("trainer 0: no memory"))
     add_wanted(party.folder, [B])
     party.look_until(lambda: party.states().get(B) == "ready")
@@ -186,8 +185,7 @@ def test_a_push_that_failed_is_made_without_its_culprits(party: Party) -> None:
 
 
 def test_one_that_lives_and_cannot_load_is_lost_and_not_the_run(party: Party) -> None:
-    party.start([A, B])
-    party.engines.admit()
+    party.serve(A, B)
     party.tell(B, running=1)
     remove_wanted(party.folder, [B])
     party.look_until(lambda: party.states()[B] == "leaving")
@@ -199,10 +197,8 @@ def test_one_that_lives_and_cannot_load_is_lost_and_not_the_run(party: Party) ->
 
 
 def test_one_that_the_router_takes_too_late_or_not_out(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Router, url: str, api_key: str | None = None) -> None:
-        raise RuntimeError("the router is busy")
-
-    party.start([A, B])
+    fail = Mock(side_effect=RuntimeError("the router is busy"))
+    party.start(A, B)
     with monkeypatch.context() as patch:
         patch.setattr(Router, "add_worker", fail)
         party.engines.admit()
@@ -222,14 +218,14 @@ def test_one_that_the_router_takes_too_late_or_not_out(party: Party, monkeypatch
 
 
 def test_one_that_does_not_fit_ends_the_run_if_the_flag_names_it(party: Party) -> None:
-    party.start([])
+    party.start()
     party.tell(B, refuses="engine at http://b:2: it serves another model")
     add_wanted(party.folder, [B])
     party.look_until(lambda: party.states() == {B: "refused"})
     assert "it serves another model" in read_states(party.folder)[0]["note"]
     party.tell(A, refuses="engine at http://a:1: it serves another model")
     with pytest.raises(ValueError, match="--rollout-external-engine-addrs: engine at http://a:1: it serves another"):
-        party.start([A])
+        party.start(A)
 
 
 def test_without_trainers_they_serve_at_once_if_they_have_the_weights_of_an_own_engine(tmp_path: Path) -> None:
@@ -237,40 +233,32 @@ def test_without_trainers_they_serve_at_once_if_they_have_the_weights_of_an_own_
     party.tell(A, weights=[{"w": "2"}])
     party.tell(B, weights=OWN_WEIGHTS)
     with pytest.raises(ValueError, match="its weights differ"):
-        party.start([A])
+        party.start(A)
     remove_wanted(tmp_path, [A])
-    party.start([B])
+    party.start(B)
     assert party.engines.urls == [B] == party.router.urls
 
 
-def test_files_that_cannot_be_read_or_written_change_nothing(
-    party: Party, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "no space is left")
-
-    party.start([A])
+def test_files_that_cannot_be_read_or_written_change_nothing(party: Party, monkeypatch: Any, caplog: Any) -> None:
+    fail = Mock(side_effect=OSError(28, "no space is left"))
+    party.start(A)
     with monkeypatch.context() as patch:
-        patch.setattr("fusionrl.runtime.external_engines.read_wanted", fail)
-        patch.setattr("fusionrl.runtime.external_engines.write_states", fail)
+        patch.setattr(external_engines, "read_wanted", fail)
+        patch.setattr(external_engines, "write_states", fail)
         party.engines.admit()
         party.engines.look()
         assert party.engines.urls == [A] and caplog.text.count("no space is left") == 1
     assert party.states() == {A: "ready"}
     party.engines.look()
     assert party.states() == {A: "serving"}
-    monkeypatch.setattr("fusionrl.runtime.external_engines.write_states", fail)
+    monkeypatch.setattr(external_engines, "write_states", fail)
     party.engines.release()
     assert party.path(A).with_suffix(".released").exists() and party.engines.targets() == []
 
 
 def test_an_end_that_fails_holds_up_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ray.exceptions.RaySystemError("the node is gone")
-
-    party.start([A, B])
-    party.engines.admit()
-    monkeypatch.setattr("fusionrl.runtime.external_engines.ray.wait", fail)
+    party.serve(A, B)
+    monkeypatch.setattr(ray, "wait", Mock(side_effect=ray.exceptions.RaySystemError("the node is gone")))
     for _ in range(2):
         party.engines.release()
         assert party.engines.targets() == [] and party.states() == {A: "gone", B: "gone"}

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
+
+import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.plan.visible_devices import Gpu
-from fusionrl.runtime import engine_pool
+from fusionrl.runtime import engine_pool, node_actors
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.local_launcher import LocalLauncher
+from fusionrl.runtime.node_actors import NodeActors
+from fusionrl.runtime.ray_cluster import CPU_DEVICE_RESOURCE
 from tests.own_process import run_code
 from tests.plan.test_plan import plan as make_plan
 
@@ -69,3 +74,26 @@ def test_a_run_in_one_process_counts_gpus_by_the_list(tmp_path):
         launcher.start()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert [bundle.gpu for bundle in launcher.bundles] == [Gpu(0, 0)]
+
+
+# ------------------------------------------------------------------------------ an object on each node
+RESOURCES = {"GPU": 8.0, CPU_DEVICE_RESOURCE: 2.0}
+NODES = [
+    {"NodeID": "cd" * 28, "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": RESOURCES},
+    {"NodeID": "ab" * 28, "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": RESOURCES},
+    {"NodeID": "ef" * 28, "NodeManagerAddress": "10.0.0.3", "Alive": False, "Resources": RESOURCES},
+]
+
+
+@pytest.mark.parametrize(("device", "num_devices"), [("cuda", 8), ("cpu", 2)])
+def test_devices_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, device: str, num_devices: int) -> None:
+    """A cluster with GPUs cannot be had here, so its answers are made up."""
+    actors = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: None))
+    context = SimpleNamespace(get_node_id=lambda: "ab" * 28)
+    cluster: Any = SimpleNamespace(nodes=lambda: NODES, get_runtime_context=lambda: context, remote=lambda kind: actors)
+    cluster.shutdown = lambda: None
+    monkeypatch.setattr(node_actors, "ray", cluster)
+    monkeypatch.setattr(node_actors, "start_ray", lambda *_, **__: None)
+    with NodeActors(object, device, "10.0.0.1:6379", allow_open=False) as every:
+        found = [(node.name, node.is_own, node.num_devices) for node in every.nodes]
+    assert found == [("10.0.0.1", True, num_devices), ("10.0.0.2", False, num_devices)]

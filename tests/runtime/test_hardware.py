@@ -93,9 +93,7 @@ def test_who_does_not_answer_is_left_out(hardware_of: Any) -> None:
     assert not any(name.startswith("perf/") for name in found)
 
 
-def test_gpus_that_are_not_known_at_the_first_step_are_asked_for_again(
-    hardware_of: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_gpus_that_are_not_known_at_the_first_step_are_asked_for_again(hardware_of, caplog, tmp_path) -> None:
     actor = Actor({"host_bytes": 1.0}, [H100])
     facts, actor.hardware_facts = actor.hardware_facts, SimpleNamespace(remote=lambda: None)
     measured = hardware_of([actor], [])

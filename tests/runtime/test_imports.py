@@ -7,24 +7,35 @@ import pytest
 from tests.own_process import assert_runs
 
 NURSERY = "fusionrl.runtime.engine_worker, fusionrl.runtime.worker_actors, fusionrl.runtime.ray_imports"
+LATE = "torch transformers megatron sglang matplotlib"
 
 
 @pytest.mark.parametrize(
-    ("modules", "absent"),
+    "stages",
     [
-        ("fusionrl.runtime.run", "torch transformers megatron sglang matplotlib aiohttp"),
-        ("fusionrl.runtime.worker_actors", "torch transformers megatron sglang matplotlib"),
-        # A command begins before it imports what reads its flags: a third of a second, in which the nursery has torch.
-        ("fusionrl.cli.train", "numpy pydantic fusionrl.config fusionrl.plan fusionrl.engines"),
-        # An engine's actor needs nothing of Buffer and trainers.
-        ("fusionrl.runtime.engine_worker", "fusionrl.buffer fusionrl.trainer fusionrl.config aiohttp"),
-        # Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start. Who
-        # sends engines nothing needs no client of theirs.
-        (f"{NURSERY}, fusionrl.runtime.tokenizer_imports", "ray aiohttp"),
+        {
+            # A command begins before it imports what reads its flags: a third of a second, in which the nursery has
+            # torch.
+            "fusionrl.cli.train": "numpy pydantic fusionrl.config fusionrl.plan fusionrl.engines",
+            "fusionrl.runtime.run": f"{LATE} aiohttp",
+            "fusionrl.runtime.worker_actors": LATE,
+        },
+        {
+            # An engine's actor needs nothing of Buffer and trainers.
+            "fusionrl.runtime.engine_worker": "fusionrl.buffer fusionrl.trainer fusionrl.config aiohttp",
+            # Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start.
+            # Who sends engines nothing needs no client of theirs.
+            f"{NURSERY}, fusionrl.runtime.tokenizer_imports": "ray aiohttp",
+        },
     ],
+    ids=["a driver", "an engine"],
 )
-def test_what_a_process_leaves_out(modules: str, absent: str) -> None:
-    assert_runs(f"import sys, {modules}\nfound = set({absent.split()}) & set(sys.modules)\nassert not found, found\n")
+def test_what_a_process_leaves_out(stages: dict[str, str]) -> None:
+    """One process takes the stages in turn."""
+    code = "import sys\n"
+    for modules, absent in stages.items():
+        code += f"import {modules}\nfound = set({absent.split()}) & set(sys.modules)\nassert not found, found\n"
+    assert_runs(code)
 
 
 def test_ray_needs_what_is_imported_before_it() -> None:

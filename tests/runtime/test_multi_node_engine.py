@@ -22,7 +22,7 @@ from fusionrl.engines.spec import EngineSpec, server_command
 from fusionrl.plan.push import join_nodes
 from fusionrl.plan.visible_devices import Gpu
 from fusionrl.runtime.actor_process import ProcessSettings
-from fusionrl.runtime.engine_specs import engine_specs
+from fusionrl.runtime.engine_specs import engine_specs, policy_server_args
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import Bundle
 from tests.own_process import wait_until
@@ -40,7 +40,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def spawn(worker: Any, port: int, meeting: str | None) -> ChildProcess:
+def spawn(worker: Any, port: int, _: int, meeting: str | None, *__: int | None) -> ChildProcess:
     """In the place of SGLang's server: one that notes where it was to meet, and may end at once."""
     worker.url = base_url(worker.spec.host, port)
     log = Path(worker.spec.log_dir)
@@ -50,13 +50,11 @@ def spawn(worker: Any, port: int, meeting: str | None) -> ChildProcess:
 
 
 class Part(EnginePartWorker):
-    def _spawn_server(self, port: int, nccl_port: int, meeting: str | None, *_: int | None) -> ChildProcess:
-        return spawn(self, port, meeting)
+    _spawn_server = spawn  # type: ignore[assignment]
 
 
 class Head(MultiNodeEngineWorker):
-    def _spawn_server(self, port: int, nccl_port: int, meeting: str | None, *_: int | None) -> ChildProcess:
-        return spawn(self, port, meeting)
+    _spawn_server = spawn  # type: ignore[assignment]
 
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("shared_cluster")]
@@ -95,7 +93,13 @@ class Engine:
 
 
 def test_both_parts_start_meet_and_end(tmp_path: Path) -> None:
+    """A part that cannot start ends the start with its log; the next try may go well."""
+    (tmp_path / "1.fails").touch()
     engine = Engine(tmp_path)
+    with pytest.raises(RuntimeError, match=r"start of engine 3 part 1 (?s:.*) no such model|no such model"):
+        ray.get(engine.head.start.remote(), timeout=30)
+    assert engine.servers() == []
+    (tmp_path / "1.fails").unlink()
     url = ray.get(engine.head.start.remote(), timeout=30)
     meetings = [(tmp_path / f"{rank}.meeting").read_text() for rank in (0, 1)]
     assert meetings[0] == meetings[1] and meetings[0].startswith("127.0.0.1:") and meetings[0] not in url
@@ -117,18 +121,6 @@ def test_it_ends_as_a_whole_when_another_part_dies(who: str, tmp_path: Path) -> 
     assert fault.startswith("generation: engine 3 is one over 2 nodes, and ended: ")
     assert "engine 3 part 1" in fault if who == "server" else "part 1 is dead" in fault
     wait_until(lambda: not engine.servers())
-
-
-def test_a_part_that_cannot_start_ends_the_start_with_its_log(tmp_path: Path) -> None:
-    (tmp_path / "1.fails").touch()
-    engine = Engine(tmp_path)
-    with pytest.raises(RuntimeError, match=r"start of engine 3 part 1 (?s:.*) no such model|no such model"):
-        ray.get(engine.head.start.remote(), timeout=30)
-    assert engine.servers() == []
-    (tmp_path / "1.fails").unlink()
-    ray.get(engine.head.start.remote(), timeout=30)
-    assert len(engine.servers()) == 2
-    ray.get(engine.head.shutdown.remote(0.0))
 
 
 # ------------------------------------------------------------------------------------ placement
@@ -174,8 +166,7 @@ def test_an_engine_s_group_adds_its_flags_and_its_role() -> None:
     texts = ["a:num_gpus=1,role=prefill,max-running-requests=8", "b:num_gpus=1,role=decode"]
     groups = read_groups(tuple(texts), 1)
     config = Config.from_flat(
-        {"hf_checkpoint": "org/model"},
-        PassThrough(sglang={"max_running_requests": 32, "log_level": "warning"}),
+        {"hf_checkpoint": "org/model"}, PassThrough(sglang={"max_running_requests": 32, "log_level": "warning"})
     )
     made = [specs("1", config=config, groups=groups, index=index)[0] for index in (0, 1)]
     wanted = {"log_level": "warning", "max_running_requests": 8, "disaggregation_mode": "prefill"}
@@ -185,3 +176,26 @@ def test_an_engine_s_group_adds_its_flags_and_its_role() -> None:
     command = server_command(made[0], 1, 2, None, 77)
     assert command[command.index("--disaggregation-bootstrap-port") + 1] == "77"
     assert command[command.index("--disaggregation-mode") + 1] == "prefill"
+
+
+# ------------------------------------------------------------------------ fields that other flags need
+CASES = [
+    ("disable-radix-cache", {"pause_generation_mode": "in_place"}),
+    ("incremental-streaming-output", {"stream_responses": True}),
+]
+
+
+@pytest.mark.parametrize(("switch", "flags"), CASES)
+def test_a_group_cannot_switch_off_what_the_run_needs(switch: str, flags: dict[str, Any]) -> None:
+    def args(group: str, **values: Any) -> dict[str, object]:
+        groups = read_groups((f"g:num_gpus=1{group}",), 1)
+        plan: Any = SimpleNamespace(
+            group_of=lambda index: groups[0], engines_give_memory=False, device="cpu", knobs=None
+        )
+        return policy_server_args(Config.from_flat(values), plan, 0)
+
+    name = switch.replace("-", "_")
+    assert args("", **flags)[name] is True and args(f",{switch}=true", **flags)[name] is True
+    with pytest.raises(ValueError, match=f"--engine-group g: {switch}=false: .*; leave it out"):
+        args(f",{switch}=false", **flags)
+    assert args(f",{switch}=false", pause_generation_mode="abort")[name] is False

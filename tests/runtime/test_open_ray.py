@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -61,9 +62,7 @@ def join(address: str) -> None:
     start_ray("cpu", 1, address=address, dashboard=False)
 
 
-def test_by_host_and_port_and_by_auto(
-    gcs: Callable[[str], str], joined: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_host_and_port_and_by_auto(gcs: Callable[[str], str], joined: list[str], monkeypatch: Any) -> None:
     closed = gcs("token")
     join(closed)
     monkeypatch.setenv("RAY_ADDRESS", gcs("disabled"))

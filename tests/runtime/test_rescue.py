@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,14 +54,7 @@ def failing(path: Path, at: str, disk: Disk | None = None, **flags: Any) -> tupl
     disk = disk or Disk()
     actors: Any = SimpleNamespace(buffer=disk, trainers=disk)
     run.saver = Saver(run.config, run.plan, actors, Checkpoints(path), -1, lambda text: None)
-    note = cluster._note
-
-    def fail(what: str) -> None:
-        note(what)
-        if what == at:
-            raise RuntimeError(f"{at} failed")
-
-    cluster._note = fail  # type: ignore[method-assign]
+    cluster.error_at = at
     return run, diary
 
 
@@ -108,12 +102,8 @@ def test_a_part_of_a_step_is_not_saved(ranks: list[Any], tmp_path: Path, caplog:
         (TimeoutError("60 s"), "the trainers wait for each other"),
     ],
 )
-def test_what_goes_wrong_in_the_rescue_is_told_and_hides_nothing(
-    error: BaseException, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise error
-
+def test_what_goes_wrong_in_the_rescue_is_told_and_hides_nothing(error, reason, tmp_path, caplog) -> None:
+    fail = Mock(side_effect=error)
     run, _ = failing(tmp_path, "generate 1", Disk(fail))
     if isinstance(error, TimeoutError):
         run.actors.trainers.last_trained = fail
@@ -124,14 +114,8 @@ def test_what_goes_wrong_in_the_rescue_is_told_and_hides_nothing(
 
 def test_a_row_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, _ = failing(tmp_path, "never")
-    write = run.reporter.record
-
-    def record(step: int, values: dict[str, float]) -> None:
-        if step == 1:
-            raise ValueError("metric 'rollout/mine' failed: it is a list")
-        write(step, values)
-
-    run.reporter.record = record  # type: ignore[method-assign]
+    error = ValueError("metric 'rollout/mine' failed: it is a list")
+    run.reporter.record = Mock(side_effect=[None, error, error])  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="it is a list"):
         loops.on_policy(run)
     rescue(run)
@@ -150,11 +134,7 @@ def test_nothing_is_saved_that_was_not_asked_for(tmp_path: Path) -> None:
 
 def test_a_save_that_failed_is_not_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """On a full disk it would fail again, after as long a time."""
-
-    def full() -> None:
-        raise RuntimeError("the save failed: no space left on device")
-
-    disk = Disk(full)
+    disk = Disk(Mock(side_effect=RuntimeError("the save failed: no space left on device")))
     run, _ = failing(tmp_path, "never", disk, save_interval=2)
     rescued(run)
     assert disk.num_saves == 1 and run.last_trained == 1 and "could not be saved" not in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,42 +57,36 @@ def errors(capsys: pytest.CaptureFixture[str], argv: list[str], command: str = "
     return capsys.readouterr().err
 
 
+def plan(capsys: pytest.CaptureFixture[str], argv: list[str]) -> Any:
+    """What a plan shows."""
+    assert cli.main(["plan", *argv]) == 0
+    return capsys.readouterr()
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_same_run_goes_on_and_its_folder_is_only_read(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_run_goes_on_and_its_folder_is_only_read(run: list[str], tmp_path: Path, capsys: Any) -> None:
     before = files(tmp_path / "runs")
-    assert cli.main(["plan", *run, "--resume"]) == 0
-    assert "resume " not in capsys.readouterr().out
-    assert cli.main(["plan", *run, "--resume", "--lr", "1e-3", "--num-rollout", "6"]) == 0
-    shown = capsys.readouterr().out
-    assert "resume     --lr 1e-06 -> 0.001" in shown
-    assert "resume     --num-rollout 2 -> 6" in shown
+    assert "resume " not in plan(capsys, [*run, "--resume"]).out
+    shown = plan(capsys, [*run, "--resume", "--lr", "1e-3", "--num-rollout", "6"]).out
+    assert "resume     --lr 1e-06 -> 0.001" in shown and "resume     --num-rollout 2 -> 6" in shown
     assert "nothing is left" not in shown
-    decay = ["--lr-decay-style", "linear", "--num-rollout", "1"]
-    assert cli.main(["plan", *run, "--resume", *decay]) == 0
-    shown = capsys.readouterr().out
+    shown = plan(capsys, [*run, "--resume", "--lr-decay-style", "linear", "--num-rollout", "1"]).out
     assert "resume     nothing is left to do: step_000001 is after step 1, and the run ends after step 1" in shown
     assert "next step" not in shown
     assert files(tmp_path / "runs") == before
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_what_does_not_fit_the_run_is_refused(
-    run: list[str], write_rows: Rows, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "already holds a run: pass --resume" in errors(capsys, run, command)
-    other = write_rows(rows(8), "other.jsonl")
-    found = errors(capsys, [*run, "--resume", "--prompt-data", str(other)], command)
-    assert "--prompt-data other: its 8 prompts are not the 10 of the checkpoint" in found
-    changed = write_rows([{"input": "?", "label": "1"}] * 10, "other.jsonl")
-    found = errors(capsys, [*run, "--resume", "--prompt-data", str(changed)], command)
-    assert "its 10 prompts are not the 10 of the checkpoint" in found
+def test_what_does_not_fit_the_run_is_refused(run: list[str], write_rows: Rows, tmp_path: Path, capsys: Any) -> None:
+    assert "already holds a run: pass --resume" in errors(capsys, run)
+    other = ["--prompt-data", str(write_rows(rows(8), "other.jsonl"))]
+    for command in ("plan", "train"):
+        found = errors(capsys, [*run, "--resume", *other], command)
+        assert "--prompt-data other: its 8 prompts are not the 10 of the checkpoint" in found
     larger = make_tiny_qwen3(tmp_path / "larger", seed=0, num_layers=3)
-    found = errors(capsys, [*run, "--resume", "--hf-checkpoint", str(larger)], command)
+    found = errors(capsys, [*run, "--resume", "--hf-checkpoint", str(larger)])
     assert "num_layers" in found and "--hf-checkpoint" in found
 
 
@@ -106,9 +101,7 @@ def test_what_the_checkpoint_lacks(run: list[str], tmp_path: Path, capsys: pytes
     assert cli.main(["plan", *run, "--resume"]) == 0, "it starts at step 0, and the console says so"
 
 
-def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(run, tmp_path, capsys) -> None:
     """A launch script may always pass --resume, but a typo starts a new run: that is said before anything starts."""
     (tmp_path / "runs" / "a-model").mkdir()
     (tmp_path / "runs" / "a-model" / "config.json").write_text('{"model_type": "qwen3"}')
@@ -117,27 +110,21 @@ def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
         "runs/xyz": f"({tmp_path}/runs has the runs first)",
         "rnus/first": f"the nearest one is {tmp_path}/runs",
     }.items():
-        assert cli.main(["plan", *run, "--resume", "--run-dir", str(tmp_path / name)]) == 0
-        told = capsys.readouterr().err
+        told = plan(capsys, [*run, "--resume", "--run-dir", str(tmp_path / name)]).err
         assert f"warning: --resume: there is no folder --run-dir {tmp_path}/{name}: a new run starts there" in told
         assert nearest in told
         assert not (tmp_path / name).exists()
-    assert cli.main(["plan", *run, "--resume"]) == 0
-    assert "a new run starts" not in capsys.readouterr().err
+    assert "a new run starts" not in plan(capsys, [*run, "--resume"]).err
 
 
 # ------------------------------------------------------------------------------- the flags of the run itself
-def test_a_short_command_takes_the_flags_of_the_run(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_short_command_takes_the_flags_of_the_run(run: list[str], tmp_path: Path, capsys: Any) -> None:
     """`fusionrl train --run-dir X --resume`; what is given goes before it, and the console says so."""
     short = ["--run-dir", str(tmp_path / "runs" / "first"), "--resume"]
-    assert cli.main(["plan", *short]) == 0
-    shown = capsys.readouterr()
+    shown = plan(capsys, short)
     assert "2 rollout steps" in shown.out and "resume " not in shown.out
     assert f"flags that are not given are those of {tmp_path}/runs/first/config.json" in shown.err
-    assert cli.main(["plan", *short, "--num-rollout", "6", "--lr", "1e-3"]) == 0
-    shown = capsys.readouterr()
+    shown = plan(capsys, [*short, "--num-rollout", "6", "--lr", "1e-3"])
     assert "6 rollout steps" in shown.out and "resume     --lr 1e-06 -> 0.001" in shown.out
 
 
@@ -151,9 +138,7 @@ def test_the_newest_flags_of_the_run_count(run: list[str], tmp_path: Path) -> No
     assert parse_args([*run, "--resume"]).train.lr == 1e-6
 
 
-def test_a_config_file_that_resumes_without_flags_says_so_once(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_file_that_resumes_without_flags_says_so_once(run: list[str], tmp_path: Path, capsys: Any) -> None:
     """Only a short command line takes the run's flags; a file of flags is taken as it stands. So of an empty folder."""
     folder, file = tmp_path / "runs" / "first", tmp_path / "resume.yaml"
     file.write_text(f"resume: true\nrun-dir: {folder}\n")
@@ -169,9 +154,7 @@ def test_a_config_file_that_resumes_without_flags_says_so_once(
     assert errors(capsys, ["--resume"]) == "error: --resume: name the run's folder with --run-dir\n"
 
 
-def test_flags_of_somebody_else_are_not_taken(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_of_somebody_else_are_not_taken(run: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """They may name functions, which would run."""
     folder, short = tmp_path / "runs" / "first", ["--run-dir", str(tmp_path / "runs" / "first"), "--resume"]
     with monkeypatch.context() as patched:

@@ -6,10 +6,9 @@ began and ended.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ PPO = {"advantage_estimator": "ppo", "critic_num_gpus": 1, "kl_coef": 0.01, "num
 REWARDED = {**PRIME, "prm_num_gpus": 1, "kl_loss_coef": 0.1, "use_kl_loss": True}
 
 
-@dataclass
-class Log:
-    """What began and ended, in order."""
-
-    lines: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, line: str) -> None:
-        with self.lock:
-            self.lines.append(line)
-
-
 class Method:
     """A method of a rank in its process, called as Ray calls it."""
 
@@ -54,7 +41,7 @@ class Method:
         return self
 
     def remote(self, *args: Any) -> Any:
-        self._rank.log.add(f"begin {self._rank.role} {self._name}")
+        self._rank.log.append(f"begin {self._rank.role} {self._name}")
         whole = self._rank.threads.submit(self._run, args)
         if self._num_returns == 1:
             return whole
@@ -64,7 +51,7 @@ class Method:
         try:
             return self._rank.pool.call(self._name, *map(_there, args))[0]
         finally:
-            self._rank.log.add(f"end {self._rank.role} {self._name}")
+            self._rank.log.append(f"end {self._rank.role} {self._name}")
 
 
 def _there(value: Any) -> Any:
@@ -77,7 +64,7 @@ def _there(value: Any) -> Any:
 class Rank:
     """The only rank of a group of trainers. Its calls come one after the other."""
 
-    def __init__(self, role: str, pool: LocalRanks, log: Log) -> None:
+    def __init__(self, role: str, pool: LocalRanks, log: list[str]) -> None:
         self.role, self.pool, self.log, self.threads = role, pool, log, ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Method:
@@ -92,17 +79,11 @@ def pools() -> Iterator[tuple[LocalRanks, LocalRanks]]:
         pool.close()
 
 
-@dataclass
-class Learnt:
-    """Metrics of each rollout, hashes of both groups' states, and what began and ended in the last rollout."""
+def learn(config: Config, folder: Path, pools: Sequence[LocalRanks], *, is_shared: bool) -> tuple[Any, Any, list[str]]:
+    """Two rollouts; `is_shared`: the groups take turns, as on devices that they share.
 
-    metrics: list[dict[str, float]]
-    states: list[Any]
-    lines: list[str]
-
-
-def learn(config: Config, folder: Path, pools: Sequence[LocalRanks], *, is_shared: bool) -> Learnt:
-    """Two rollouts; `is_shared`: the groups take turns, as on devices that they share."""
+    Returns metrics of each rollout, hashes of both groups' states, and what began and ended in the last rollout.
+    """
     plan = make_plan(config, read_model_shape(folder), device="cpu", num_prompts=8)
     assert plan.auxiliary is not None and not plan.shares_with_auxiliary
     role = plan.auxiliary.role
@@ -110,20 +91,19 @@ def learn(config: Config, folder: Path, pools: Sequence[LocalRanks], *, is_share
         plan = replace(plan, auxiliary=replace(plan.auxiliary, bundles=plan.trainer_bundles))
     pools[0].start(config, TrainerLayout(1))
     pools[1].start(auxiliary_config(config, role), TrainerLayout(1), role=role)
-    log, metrics = Log(), []
+    log, metrics = list[str](), []
     groups = TrainerGroups(config, plan, lambda refs: [ref.result(120) for ref in refs])
     actors: Any = [Rank("policy", pools[0], log)], [Rank(role, pools[1], log)]
     groups.actors, groups.auxiliaries = actors
     samples = Samples(8, seed=91, share=2)
     for rollout_id in range(2):
-        log.lines.clear()
+        log.clear()
         (shard,) = samples.shards(steps=2)
         index = shard.fields["sample_index"]
         shard.fields |= {"position": index, "group_index": index // 2}
         shards: Any = [shard]
         metrics.append(groups.train(rollout_id, shards, shards))
-    lines = list(log.lines)
-    return Learnt(metrics, [pool.call("state_hashes") for pool in pools], lines)
+    return metrics, [pool.call("state_hashes") for pool in pools], log
 
 
 @pytest.mark.parametrize(
@@ -135,14 +115,12 @@ def test_both_work_at_once_and_learn_what_they_learn_in_turn(pools, hf, tmp_path
     if "critic" in first:
         values = values | {"critic_load": str(tmp_path / "critic")}
     config = config_of(folder, **values, lr=1e-2, rollout_batch_size=4, n_samples_per_prompt=2, num_rollout=2)
-    apart = learn(config, folder, pools, is_shared=False)
-    shared = learn(config, folder, pools, is_shared=True)
-    assert apart.metrics == shared.metrics and apart.states == shared.states
-    assert any(name.startswith("train/") for name in apart.metrics[1])
-    begun = [f"begin {first}", "begin policy score_ahead"]
-    assert sorted(apart.lines[:2]) == sorted(begun), "each began before the other had ended"
+    *learnt, apart = learn(config, folder, pools, is_shared=False)
+    *learnt_in_turn, shared = learn(config, folder, pools, is_shared=True)
+    assert learnt == learnt_in_turn and any(name.startswith("train/") for name in learnt[0][1])
+    assert sorted(apart[:2]) == sorted([f"begin {first}", "begin policy score_ahead"]), "both have begun"
     if "critic" in first:
-        both = [apart.lines.index(f"{when} {role} train") for when in ("begin", "end") for role in ("policy", "critic")]
+        both = [apart.index(f"{when} {role} train") for when in ("begin", "end") for role in ("policy", "critic")]
         assert max(both[:2]) < min(both[2:])
-    waits = [line.split()[0] for line in shared.lines]
-    assert waits == ["begin", "end"] * (len(waits) // 2) and not any("score_ahead" in line for line in shared.lines)
+    waits = [line.split()[0] for line in shared]
+    assert waits == ["begin", "end"] * (len(waits) // 2) and not any("score_ahead" in line for line in shared)

@@ -19,20 +19,20 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from fusionrl.base.environment import extended_environment
-from fusionrl.config.config import Config
 from fusionrl.observe import spans
 from fusionrl.runtime.actor_registry import ActorDied, ActorRegistry
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, EarlyStart
+from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.progress_probes import ProgressProbes, look_on
-from fusionrl.runtime.ray_cluster import place_devices, start_ray
+from fusionrl.runtime.ray_cluster import place_devices
 from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
 from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
 from fusionrl.runtime.watchdog import Watchdog
 from fusionrl.weights.in_process import get
+from tests.own_process import wait_until
 
-WORK_S = 2.5
+WORK_S = 2.0
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("shared_cluster")]
 
 
 class Worker:
@@ -48,6 +48,9 @@ class Worker:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def facts(self) -> tuple[str, str | None, int]:
+        return ray.get_runtime_context().get_node_id(), os.environ.get("RAY_AUTH_TOKEN"), os.getppid()
 
     def fail(self) -> None:
         raise OSError("Connection closed by peer")
@@ -73,18 +76,6 @@ class Engine:
             raise RuntimeError("generation of engine 1 at http://e: the process ended (killed by SIGKILL)")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[EarlyStart]:
-    """A cluster whose workers are forks of a nursery, as those of a run."""
-    with EarlyStart() as early_start:
-        early_start.begin(Config.from_flat({"mode": "eval"}), "cpu")
-        with extended_environment(early_start.environment()):
-            ray.shutdown()  # of the files of the group "ray"
-            start_ray("cpu", 1, address=None, dashboard=False)
-        yield early_start
-        ray.shutdown()
-
-
 @pytest.fixture
 def stop() -> Iterator[StopSignal]:
     with StopSignal() as signal_:
@@ -93,15 +84,21 @@ def stop() -> Iterator[StopSignal]:
 
 def actor_of(cls: type, *args: Any) -> Any:
     """An actor that has started."""
-    actor = ray.remote(cls).options(num_cpus=0, max_concurrency=2).remote(*args)
+    actor = ray.remote(cls).options(num_cpus=0, max_concurrency=16).remote(*args)
     ray.get(actor.__ray_ready__.remote())
     return actor
 
 
 @pytest.fixture(scope="module")
-def engines(cluster: None) -> list[Any]:
+def engines(shared_cluster: Any) -> list[Any]:
     """Two, which all tests share: their processes take seconds to start."""
     return [actor_of(Engine) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def worker(shared_cluster: Any) -> Any:
+    """One that several tests share; some leave work behind."""
+    return actor_of(Worker)
 
 
 @pytest.fixture
@@ -127,27 +124,23 @@ def told_at(caplog: pytest.LogCaptureFixture) -> list[float]:
     return times
 
 
-def test_an_engine_that_dies_while_trainers_work_is_told_then(
-    supervisor: Supervisor, tmp_path: Path, caplog: pytest.LogCaptureFixture, told_at: list[float]
-) -> None:
+def test_an_engine_that_dies_while_trainers_work_is_told_then(supervisor, worker, tmp_path, caplog, told_at) -> None:
     """The training goes to its end, so that the step can be saved."""
-    trainer, start = actor_of(Worker), time.monotonic()
+    start = time.monotonic()
     later((tmp_path / "1").touch)
-    assert supervisor.finish([trainer.work.remote(WORK_S), trainer.work.remote(0.0)]) == ["done", "done"]
+    assert supervisor.finish([worker.work.remote(WORK_S), worker.work.remote(0.0)]) == ["done", "done"]
     text = "the run ends after this training step: generation of engine 1 at http://e: the process ended"
     assert caplog.text.count(text) == 1 and told_at[0] - start < WORK_S - 1.0
     with pytest.raises(RuntimeError, match="engine 1 at http://e: the process ended"):
-        supervisor.wait(trainer.work.remote(30.0))
+        supervisor.wait(worker.work.remote(30.0))
 
 
-def test_a_stop_request_is_heard_while_trainers_work(
-    supervisor: Supervisor, tmp_path: Path, stop: StopSignal, caplog: pytest.LogCaptureFixture, told_at: list[float]
-) -> None:
+def test_a_stop_request_is_heard_while_trainers_work(supervisor, worker, tmp_path, stop, caplog, told_at) -> None:
     """It is told at once. The training goes to its end, and no engine is needed any more."""
-    trainer, start = actor_of(Worker), time.monotonic()
+    start = time.monotonic()
     later(os.kill, os.getpid(), signal.SIGTERM)
     threading.Timer(1.0, (tmp_path / "0").touch).start()
-    assert supervisor.finish([trainer.work.remote(WORK_S)]) == ["done"]
+    assert supervisor.finish([worker.work.remote(WORK_S)]) == ["done"]
     assert caplog.text.count("SIGTERM: this rollout is trained to its end") == 1 and told_at[0] - start < WORK_S - 1.0
     with pytest.raises(Terminated):
         stop.check()
@@ -162,33 +155,28 @@ def hears_ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
-def test_ctrl_c_ends_a_training_at_once(supervisor: Supervisor, stop: StopSignal) -> None:
+def test_ctrl_c_ends_a_training_at_once(supervisor: Supervisor, worker: Any, stop: StopSignal) -> None:
     """Also as the second SIGTERM."""
-    trainer = actor_of(Worker)
     for number in (signal.SIGINT, signal.SIGTERM):
         start = time.monotonic()
         if number == signal.SIGTERM:
             os.kill(os.getpid(), number)  # the first one; the system makes one of two that nobody has taken yet
-            while not stop.is_requested():
-                time.sleep(0.01)
+            wait_until(stop.is_requested)
         later(os.kill, os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
-            supervisor.finish([trainer.work.remote(20.0)])
+            supervisor.finish([worker.work.remote(20.0)])
         assert time.monotonic() - start < 10.0
 
 
-def test_a_stop_request_ends_a_rollout_and_hides_neither_an_error_nor_the_death_behind_it(
-    supervisor: Supervisor, tmp_path: Path
-) -> None:
-    buffer = actor_of(Worker)
+def test_a_stop_request_ends_a_rollout_and_hides_neither_an_error_nor_a_death(supervisor, worker, tmp_path) -> None:
     later(os.kill, os.getpid(), signal.SIGTERM)
     with pytest.raises(Terminated):
-        supervisor.wait(buffer.work.remote(30.0))
+        supervisor.wait(worker.work.remote(30.0))
     with pytest.raises(OSError, match="Connection closed"):
-        supervisor.wait(buffer.fail.remote())
+        supervisor.wait(worker.fail.remote())
     (tmp_path / "1").touch()
     with pytest.raises(RuntimeError, match="engine 1"):
-        supervisor.wait(buffer.fail.remote())
+        supervisor.wait(worker.fail.remote())
 
 
 def test_devices_that_are_missing_or_taken_are_counted() -> None:
@@ -241,54 +229,40 @@ def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     assert registry.explain(errors[0], patience_s=0.0) is None
 
 
-class Teller:
-    """Tells of its process."""
-
-    def tell(self) -> dict[str, Any]:
-        told = ray.get_runtime_context().get_node_id(), os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("OF_ITS_OWN")
-        return {"pid": os.getpid(), "parent": os.getppid(), "told": told}
-
-
-def test_a_worker_is_a_fork_of_the_nursery(cluster: EarlyStart) -> None:
-    assert cluster._nursery is not None
-    found = ray.get(actor_of(Teller).tell.remote())
-    assert found["parent"] == cluster._nursery.pid != found["pid"]
-    assert found["told"] == (ray.get_runtime_context().get_node_id(), CLUSTER_TOKEN, None)
-
-
-def test_an_environment_that_a_user_s_function_asks_for_is_made() -> None:
-    """By Ray's agent, which starts only then."""
-    raylet = psutil.Process(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
-    commands = [" ".join(child.cmdline()) for child in raylet.children()]
-    assert len([one for one in commands if "ray_agent_stub" in one]) == 2
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OF_ITS_OWN": "yes"}}}
-    teller = ray.remote(Teller).options(**options).remote()
-    found = ray.get(teller.tell.remote())
-    assert found["told"][2] == "yes" and found["told"][1] == CLUSTER_TOKEN
-    commands = [" ".join(child.cmdline()) for child in raylet.children()]
-    assert any("RuntimeEnvAgent" in one for one in commands)
+def test_a_worker_is_a_fork_of_the_nursery(shared_cluster: Any, worker: Any) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    assert ray.get(worker.facts.remote()) == (here, CLUSTER_TOKEN, shared_cluster.pid)
 
 
 def test_a_worker_with_an_environment_of_its_own_is_no_fork(tmp_path: Path) -> None:
-    """The nursery's forks have imported already, and know no other folders. What they import for Ray, Ray imports."""
+    """Ray's agent makes the environment, and starts only then.
+
+    The nursery's forks have imported already, and know no other folders. What they import for Ray, Ray imports.
+    """
+    raylet = psutil.Process(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
+    assert len([line for line in commands_under(raylet) if "ray_agent_stub" in line]) == 2
     (tmp_path / "of_the_user.py").write_text("ANSWER = 42\n")
 
-    def tell() -> tuple[int, int, list[str]]:
+    def tell() -> tuple[Any, ...]:
         import of_the_user  # type: ignore[import-not-found]
 
         ray._private.worker.global_worker.get_serialization_context()
-        return of_the_user.ANSWER, os.getppid(), list(sys.modules)
+        return of_the_user.ANSWER, os.getppid(), os.environ.get("RAY_AUTH_TOKEN"), list(sys.modules)
 
-    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     task = ray.remote(tell).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": paths}})
-    answer, parent, modules = ray.get(task.remote())
-    assert (answer, parent) == (42, raylet)
+    *facts, modules = ray.get(task.remote())
+    assert facts == [42, raylet.pid, CLUSTER_TOKEN]
     assert not set(WHEN_IT_ANSWERS) - set(modules), set(WHEN_IT_ANSWERS) - set(modules)
+    assert any("RuntimeEnvAgent" in line for line in commands_under(raylet))
+
+
+def commands_under(process: psutil.Process) -> list[str]:
+    return [" ".join(child.cmdline()) for child in process.children()]
 
 
 def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """--stall-timeout-s: the trainer of rank 1 is stopped (SIGSTOP), rank 0 is back."""
     ranks = [ray.remote(Worker).remote() for _ in range(2)]
@@ -298,7 +272,7 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(
         registry.add(f"trainer rank {number}", rank, tmp_path / "log")
     launcher: Any = SimpleNamespace(registry=registry)
     nothing: Any = None  # engines cannot be asked, and a user's function blocks the Buffer
-    buffer: Any = SimpleNamespace(is_started=True, actor=actor_of(Worker))
+    buffer: Any = SimpleNamespace(is_started=True, actor=worker)
     monkeypatch.setattr("fusionrl.runtime.progress_probes._ANSWER_S", 0.1)
     probes = ProgressProbes(launcher, nothing, buffer)
     supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
@@ -321,9 +295,9 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(
         assert re.search("; waits for trainer rank 1 of 2; the Buffer .* a user function may block", str(line))
 
 
-def test_waits_that_are_all_short_are_enough_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_that_are_all_short_are_enough_to_look(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model's phases take less than a second each; all engines and a stop request are looked at anyway."""
-    looks, worker = list[bool](), actor_of(Worker)
+    looks = list[bool]()
     supervisor = Supervisor(looks.append, StopSignal(), interval_s=4.0)
     # Its clock is the test's: how fast the machine is makes no difference.
     now = 0.0

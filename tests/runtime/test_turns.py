@@ -20,13 +20,8 @@ from fusionrl.runtime.run_actors import start_all
 from fusionrl.runtime.weight_sync import WeightSync
 from tests.plan.test_plan import plan as make_plan
 
-WEIGHTS = "weights"
-CACHES = "caches"
-"""An engine's KV cache, and its CUDA graphs."""
-STATES = "states"
-"""A trainer's gradients and optimizer."""
-
-
+# Caches are an engine's KV cache and CUDA graphs, states a trainer's gradients and optimizer.
+WEIGHTS, CACHES, STATES = "weights", "caches", "states"
 ALL_OF_ENGINE, ALL_OF_TRAINER = frozenset({WEIGHTS, CACHES}), frozenset({WEIGHTS, STATES})
 
 
@@ -115,12 +110,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         device = Device(plan)
         engines, trainers = Engines(device), Trainers(device)
         groups = (["policy"], ["critic"] if plan.auxiliary else [])
-        launcher = SimpleNamespace(
-            make_trainers=lambda: groups, make_buffer=lambda: "buffer", setup_trainers=trainers.setup
-        )
+        launcher = SimpleNamespace(make_trainers=lambda: groups, make_buffer=lambda: "buffer")
+        launcher.setup_trainers = trainers.setup
         buffer = SimpleNamespace(start=lambda actor: "prepared", setup=lambda endpoints: {"num_too_long": 0})
         monkeypatch.setattr(run_actors, "gather", lambda refs, check: refs)
-
         check = SimpleNamespace(
             compare_tensors=lambda: trainers.need("tensors are compared", {WEIGHTS}, {WEIGHTS}),
             ask_probe=lambda: trainers.need("probe", set(), ALL_OF_ENGINE),
@@ -130,9 +123,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(weight_sync, "push_weights", lambda *_, **__: trainers.need("push", {WEIGHTS}, {WEIGHTS}))
         parts: Any = (launcher, engines, trainers, buffer)
         assert start_all(plan, *parts, lambda: None) == {"num_too_long": 0}
-        config = Config.from_flat({"verify_weights": "always"})
         both: Any = (trainers, engines)
-        sync = WeightSync(config, plan, Path("run"), *both, "key")
+        sync = WeightSync(Config.from_flat({"verify_weights": "always"}), plan, Path("run"), *both, "key")
         sync.push(0)
         for version in (1, 2):
             assert device.engine == ALL_OF_ENGINE
@@ -173,12 +165,11 @@ def test_a_critic_on_the_same_device_starts_after_the_policy(run: Any) -> None:
 
 
 def test_engines_that_keep_their_memory_start_in_what_is_left(run: Any) -> None:
-    made = make_plan("cuda", colocate=True, offload_rollout=False)
-    log = run(made)
+    log = run(make_plan("cuda", colocate=True, offload_rollout=False))
     assert log[:2] == [("policy starts", "", "states+weights"), ("engines start", "caches+weights", "")]
     assert ("push", "caches+weights", "weights") in log
-    made = make_plan("cuda", colocate=True, offload_rollout=False, offload_train="never")
-    assert run(made)[1] == ("engines start", "caches+weights", "states+weights")
+    log = run(make_plan("cuda", colocate=True, offload_rollout=False, offload_train="never"))
+    assert log[1] == ("engines start", "caches+weights", "states+weights")
 
 
 @pytest.mark.parametrize(
@@ -193,5 +184,4 @@ def test_engines_that_keep_their_memory_start_in_what_is_left(run: Any) -> None:
     ],
 )
 def test_orders(device: Any, values: dict[str, Any], order: str) -> None:
-    made = make_plan(device, **values)
-    assert made.start_order == order
+    assert make_plan(device, **values).start_order == order

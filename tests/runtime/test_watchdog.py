@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,6 @@ from fusionrl.base.pending_calls import waited_for, waiting
 from fusionrl.observe import spans
 from fusionrl.observe.stalls.message import EngineLoad, LatePhase
 from fusionrl.runtime import watchdog as watchdog_module
-from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.watchdog import Stalled, Watchdog
 from tests.own_process import wait_until
 
@@ -47,9 +47,7 @@ def stuck_in_a_push(is_over: Callable[[], bool] = lambda: False) -> None:
 
 
 def test_a_wait_is_told_and_ended(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> list[str]:
-        raise OSError("the Buffer is gone")
-
+    broken = Mock(side_effect=OSError("the Buffer is gone"))
     run = probes(progress=broken, engines=lambda: [EngineLoad("engine 0", 12, 0, 0.0)])
     with Watchdog(logs, 2, run, floor_s=0.1, timeout_s=2.0) as watchdog:
         os.kill(os.getpid(), watchdog_module._WAKE_SIGNAL)  # of another program
@@ -81,23 +79,16 @@ def test_a_phase_that_was_spoken_of_ends(logs: Path, caplog: pytest.LogCaptureFi
                 pass
             wait_until(lambda: '"step, between its phases" has taken' in caplog.text, 60.0)
         assert watchdog.verdict is None
-    texts = [record.getMessage() for record in caplog.records]
-    assert texts[0].startswith('"push" has taken') and any(
-        text.startswith('"step, between its phases" has taken') for text in texts
-    )
-    assert any(re.fullmatch(r'"push" has ended after [\d.]+ s', text) for text in texts)
+    assert caplog.messages[0].startswith('"push" has taken')
+    assert any(re.fullmatch(r'"push" has ended after [\d.]+ s', text) for text in caplog.messages)
 
 
-def test_the_line_comes_where_no_file_can_be_written_or_it_cannot_be_made(
-    logs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_line_comes_where_no_file_can_be_written_or_it_cannot_be_made(logs: Path, caplog: Any) -> None:
     with Watchdog(logs / "gone", 1, probes(), floor_s=0.02):
         stuck_in_a_push(lambda: "no file" in caplog.text)
     assert "no file (No such file or directory)" in caplog.text
 
-    def sizes() -> dict[str, int]:
-        raise RuntimeError("dictionary changed size during iteration")
-
+    sizes = Mock(side_effect=RuntimeError("dictionary changed size during iteration"))
     with Watchdog(logs, 1, probes(sizes=sizes), floor_s=0.02, timeout_s=0.2) as watchdog:
         with pytest.raises(KeyboardInterrupt) as raised:
             stuck_in_a_push()
@@ -150,11 +141,3 @@ def test_the_line_of_a_path_with_a_comma_and_every_thread_s_stack(logs: Path) ->
     assert "wait (runtime/loops.py:2)" in lines[0]
     text = (logs / "stall-1.a1.txt").read_text()
     assert text.index("thread MainThread") < text.index("thread asker") < text.index("in reported_by_a_thread")
-
-
-def test_members_may_be_added_while_they_are_counted(tmp_path: Path) -> None:
-    registry: Any = ActorRegistry()
-    registry.add("engine 0", None, tmp_path)
-    for _ in registry:
-        registry.add("engine 1", None, tmp_path)
-    assert [member.name for member in registry] == ["engine 0", "engine 1"]

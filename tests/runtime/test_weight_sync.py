@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,9 +62,7 @@ RECOVERING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
-def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation(
-    calls: list[tuple[str, list[int]]], transport: str
-) -> None:
+def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation(calls, transport) -> None:
     engines = {"targets": lambda: targets_of(0, 1, 2), "urls": ["0", "1"], "evaluation": SimpleNamespace(urls=["2"])}
     sync = sync_of(2, engines, "always", transport=transport)
     for version, evaluates in enumerate([False, False, True, False]):
@@ -74,9 +73,7 @@ def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation
 
 
 @pytest.mark.parametrize(("when", "verified"), [("first", [0, 2]), ("never", []), ("always", [0, 1, 2])])
-def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(
-    calls: list[tuple[str, list[int]]], when: str, verified: list[int]
-) -> None:
+def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(calls, when, verified) -> None:
     engines = {"targets": lambda: targets_of(0), "urls": ["0"], "evaluation": SimpleNamespace(urls=[])}
     external_engines: Any = SimpleNamespace(has_new=False, targets=lambda: [], pushed_urls=[], admit=lambda: None)
     sync = sync_of(1, engines, when, external_engines)
@@ -89,31 +86,25 @@ def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(
     assert found == verified
 
 
-def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_broke_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[object] = []
+def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_broke_it(monkeypatch: Any) -> None:
     own, good, bad = targets_of(0, 5, 6)
-    external_engines: Any = SimpleNamespace(has_new=True, pushed_urls=[], admit=lambda: log.append("admit"))
-    present = [good, bad]
-    external_engines.targets = lambda: [*present]
+    error, pushed = RuntimeError("engine 6: size mismatch"), list[list[EngineTarget]]()
+    guests = Mock(has_new=True, pushed_urls=[])
+    guests.targets.side_effect = lambda: [good] if guests.drop_culprits.called else [good, bad]
 
     def push(trainers: Any, targets: list[EngineTarget], *_: Any, **__: Any) -> dict[str, float]:
-        log.append([target.index for target in targets])
+        pushed.append(targets)
+        assert not guests.admit.called
         if bad in targets:
-            raise RuntimeError("engine 6: size mismatch")
+            raise error
         return {}
 
-    def drop(error: BaseException) -> bool:
-        log.append(str(error))
-        present.remove(bad)
-        return True
-
-    external_engines.drop_culprits = drop
     monkeypatch.setattr(weight_sync, "push_weights", push)
-    sync = sync_of(1, {"targets": lambda: [own]}, external=external_engines)
+    sync = sync_of(1, {"targets": lambda: [own]}, external=guests)
     sync.push(3)
-    assert log == [[0, 5, 6], "engine 6: size mismatch", [0, 5], "admit"] and sync.version == 3
+    assert pushed == [[own, good, bad], [own, good]] and sync.version == 3
+    guests.drop_culprits.assert_called_once_with(error)
+    guests.admit.assert_called_once_with()
 
 
 def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(calls: Any) -> None:
@@ -132,23 +123,13 @@ def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(c
 
 def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows who has given back what in the middle of it."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        pushes.append(1)
-        raise RuntimeError("an engine is gone")
-
-    pushes: list[int] = []
-    monkeypatch.setattr(weight_sync, "push_weights", fail)
+    push = Mock(side_effect=RuntimeError("an engine is gone"))
+    monkeypatch.setattr(weight_sync, "push_weights", push)
     engines = RECOVERING | {"finish_starts": lambda with_evaluation: False, "targets": lambda: targets_of(0)}
-    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: len(pushes) < 5)
+    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: push.call_count < 5)
     tries = weight_sync._MAX_PUSHES
-    for shares, external, wanted in (
-        (True, guests, 1),
-        (False, guests, 5),
-        (True, None, 1),
-        (False, None, tries),
-    ):
-        pushes.clear()
+    for shares, external, wanted in ((True, guests, 1), (False, guests, 5), (True, None, 1), (False, None, tries)):
+        push.reset_mock()
         with pytest.raises(RuntimeError, match="an engine is gone"):
             sync_of(1, engines, external=external, device="cuda", engines_give_memory=shares).push(1)
-        assert len(pushes) == wanted
+        assert push.call_count == wanted

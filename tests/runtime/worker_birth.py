@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tests.runtime.fakes
 import tests.runtime.test_external_engines
-import tests.runtime.test_multi_node_engine  # noqa: F401
+import tests.runtime.test_multi_node_engine
+import tests.runtime.test_supervisor  # noqa: F401
 from fusionrl.runtime.worker_fork import main
 
 __all__ = ["main"]
