@@ -71,10 +71,9 @@ class AdmissionSource:
         """Return at most `num_samples` groups; see the class. RolloutAborted: the run ends."""
         if num_samples <= 0:
             return []
-        keeps_all, is_kept = bool(self._keeps_groups) or keeps_draws(), _never
-        if keeps_all:
-            is_kept = _always
-        elif self._keeps_groups is None and not _in_call.get():
+        keeps_all = bool(self._keeps_groups) or keeps_draws()
+        is_kept: IsKept = lambda: keeps_all  # noqa: E731
+        if not keeps_all and self._keeps_groups is None and not _in_call.get():
             is_kept = threading.current_thread().is_alive  # the thread of a pool ends with the call
         while True:
             if self._is_ending.is_set():
@@ -110,14 +109,6 @@ class AdmissionSource:
     @staticmethod
     def _turned(seen: threading.local) -> None:
         seen.num_empty = 0
-
-
-def _always() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -62,7 +62,9 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     vocab_size = shape.vocab_size if shape is not None else None
     errors += missing_flags(config) + in_process_errors(config) + guest_errors(config) + reward_errors(config)
     sandbox = attempt(errors, lambda: sandbox_of_run(config))
-    errors += scorer_errors(config, shape) + _hook_errors(config)
+    errors += scorer_errors(config, shape)
+    hooks = hook_paths(vars(config.to_args()))
+    errors += [error for field, path in hooks if (error := check_hook(field, path))]
     warnings: list[str] = []
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
@@ -82,11 +84,6 @@ def _flag_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors += algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
     where = f"the config.json of --hf-checkpoint {config.model.hf_checkpoint}"
     return errors + ([] if shape is None else claim_errors(shape, config.passthrough.slime, where))
-
-
-def _hook_errors(config: Config) -> list[str]:
-    paths = hook_paths(vars(config.to_args()))
-    return [error for field, path in paths if (error := check_hook(field, path))]
 
 
 def _train_errors(config: Config) -> list[str]:

@@ -74,10 +74,6 @@ def normalise_switches(argv: Sequence[str], fields: Sequence[str], errors: list[
         elif f"{flag}={value.lower()}" in spelled:
             tokens.append(f"{flag}={value.lower()}")
         else:
-            errors.append(f"{token}: {_cure(field)}")
+            errors.append(f"{token}: it is switched on by {spell(field, True)} and off by {spell(field, False)}")
         token = following
     return tokens
-
-
-def _cure(field: str) -> str:
-    return f"it is switched on by {spell(field, True)} and off by {spell(field, False)}"
