@@ -31,39 +31,23 @@ hypothesis.settings.load_profile("fusionrl")
 
 # Files that take longest, the longest first: a worker that begins with one last keeps all others waiting.
 _LONG = (
-    "engines/test_engine.py",
-    "weights/test_push_matrix.py",
-    "sandbox/test_escapes.py",
-    "weights/test_push_engine.py",
-    "rewards/test_code_cheats.py",
-    "trainer/test_checkpoint.py",
-    "tools/test_memory_check.py",
-    "trainer/test_parity.py",
-    "weights/test_push_processes.py",
-    "tools/test_make_quickstart.py",
-    "trainer/test_megatron_checkpoint.py",
-    "trainer/test_losses.py",
-    "trainer/test_parallel.py",
-    "trainer/test_routing_replay.py",
-    "trainer/test_train_hooks.py",
-    "engines/test_answers.py",
-    "tools/test_bench_loss.py",
-    "runtime/test_open_ray.py",
-    "engines/test_scorers.py",
-    "tools/test_from_slime_check.py",
-    "data/test_auto_tokenizer.py",
-    "pipeline/test_properties.py",
-    "test_cli.py",
+    *(
+        "engines/test_engine.py",
+        "weights/test_push_matrix.py",
+        "sandbox/test_escapes.py",
+        "weights/test_push_engine.py",
+    ),
+    *("rewards/test_code_cheats.py", "trainer/test_checkpoint.py", "tools/test_memory_check.py"),
+    *("trainer/test_parity.py", "weights/test_push_processes.py", "tools/test_make_quickstart.py"),
+    *("trainer/test_megatron_checkpoint.py", "trainer/test_losses.py", "trainer/test_parallel.py"),
+    *("trainer/test_routing_replay.py", "trainer/test_train_hooks.py", "engines/test_answers.py"),
+    *("tools/test_bench_loss.py", "runtime/test_open_ray.py", "engines/test_scorers.py"),
+    *("tools/test_from_slime_check.py", "data/test_auto_tokenizer.py", "pipeline/test_properties.py", "test_cli.py"),
 )
 # Files whose tests wait most of their time, the longest last: the third worker begins with these.
 _WAITING = (
-    "tools/test_chaos.py",
-    "rollout/test_time_limit.py",
-    "runtime/test_watchdog.py",
-    "runtime/test_guard.py",
-    "sandbox/test_sandbox.py",
-    "buffer/test_stream.py",
-    "buffer/test_stream_batches.py",
+    *("tools/test_chaos.py", "rollout/test_time_limit.py", "runtime/test_watchdog.py", "runtime/test_guard.py"),
+    *("sandbox/test_sandbox.py", "buffer/test_stream.py", "buffer/test_stream_batches.py"),
 )
 _NUM_RUNNERS = 2  # workers that begin with the whole runs
 

@@ -8,31 +8,31 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from fusionrl import cli
 from fusionrl.cli.device import detect_device
+from tests.observe.view_runs import sample, write_run
+from tests.own_process import run_code
 
 HEAVY = ("ray", "torch", "transformers", "megatron", "sglang", "sglang_router", "pydantic_settings")
-
-
-def command(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "fusionrl.cli", *argv], capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture
 def good(tiny_model: Path, write_rows: Callable[..., Path]) -> list[str]:
     """Flags of a run without a mistake."""
     data = write_rows([{"input": f"{i}+1=", "label": str(i + 1)} for i in range(10)])
-    return [
-        *("--hf-checkpoint", str(tiny_model), "--prompt-data", str(data), "--label-key", "label", "--rm-type", "exact"),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"),
-        *("--num-epoch", "2", "--device", "cpu"),
-    ]
+    return (
+        f"--hf-checkpoint {tiny_model} --prompt-data {data} --label-key label --rm-type exact --rollout-batch-size 4"
+        " --n-samples-per-prompt 2 --rollout-max-response-len 4 --num-epoch 2 --device cpu"
+    ).split()
 
 
-def messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def messages(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    """What a command says that is refused."""
+    assert cli.main(argv) == 2
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("error: ") for line in lines), lines
     return [line.removeprefix("error: ") for line in lines]
@@ -40,15 +40,12 @@ def messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Values, combinations, files, hooks and arithmetic are told together, not one a try."""
-    argv = [
-        *good,
-        *("--lr", "fast", "--hf-checkpoint", str(tmp_path / "none"), "--pipeline", "async", "--colocate", "--fp16"),
-        *("--tensor-model-parallel-size", "3", "--actor-num-gpus-per-node", "4", "--global-batch-size", "3"),
-        *("--custom-rm-path", "no_module.rm", "--eval-prompt-data", "a", str(tmp_path / "eval.jsonl")),
-        *("--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2", "--num-epoch"),
-    ]
-    assert cli.main(["train", *argv]) == 2
-    found = messages(capsys)
+    flags = (
+        f"--lr fast --hf-checkpoint {tmp_path}/none --pipeline async --colocate --fp16 --tensor-model-parallel-size 3"
+        f" --actor-num-gpus-per-node 4 --global-batch-size 3 --custom-rm-path no_module.rm --rollout-num-gpus 3"
+        f" --eval-prompt-data a {tmp_path}/eval.jsonl --rollout-num-gpus-per-engine 2 --num-epoch"
+    )
+    found = messages(capsys, "train", *good, *flags.split())
     for part in (
         *("--lr fast", "none: there is no such folder", "--pipeline async", "--fp16", "which tp 3 × pp 1 × cp 1 does"),
         *("no_module", "eval.jsonl", "--global-batch-size 3", "--rollout-num-gpus 3 ", "--num-epoch: it needs"),
@@ -57,9 +54,8 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
 
 
 def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*good, "--rollout-batch-size", "eight", "--rm-type"]
-    assert cli.main(["plan", *argv]) == 2
-    assert [error.split(" ")[0].rstrip(":") for error in messages(capsys)] == ["--rm-type", "--rollout-batch-size"]
+    found = messages(capsys, "plan", *good, "--rollout-batch-size", "eight", "--rm-type")
+    assert [error.split(" ")[0].rstrip(":") for error in found] == ["--rm-type", "--rollout-batch-size"]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +71,8 @@ def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.Cap
 def test_sizes_come_with_their_arithmetic(
     good: list[str], flags: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", *good, *flags.split()]) == 2
-    found = messages(capsys)
-    assert len(found) == 1, found
-    assert all(part in found[0] for part in parts), found
+    (found,) = messages(capsys, "plan", *good, *flags.split())
+    assert all(part in found for part in parts), found
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -89,12 +83,10 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.out
 
 
-def test_a_plan_starts_nothing_and_writes_nothing(
-    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_writes_nothing(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = printed(capsys, "plan", *good)
     assert "5 rollout steps" in plan and "4 prompts x 2 samples = 8 samples" in plan
-    assert command("train", *good, "--dry-run").stdout == plan
+    assert printed(capsys, "train", *good, "--dry-run") == plan
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
 
 
@@ -115,15 +107,12 @@ def test_mistakes_in_a_file_are_told_with_the_others(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("lr: fast\nnum_epoc: 3\nglobal-batch-size: 3\n")
-    assert cli.main(["train", *good, "--config", str(file), "--seed", "x"]) == 2
-    found = messages(capsys)
+    found = messages(capsys, "train", *good, "--config", str(file), "--seed", "x")
     for start in (f"{file}:1: --lr fast", f"{file}:2: --num-epoc", "--seed x", "--global-batch-size 3"):
         assert sum(start in error for error in found) == 1, (start, found)
     assert len(found) == 4
-    assert cli.main(["plan", "--config", "/no/run.yaml"]) == 2
-    assert len(messages(capsys)) == 1
-    assert cli.main(["data", "check", "x.jsonl", "--config", "/no/run.yaml"]) == 2
-    assert len(messages(capsys)) == 1
+    for words in (["plan"], ["data", "check", "x.jsonl"]):
+        assert len(messages(capsys, *words, "--config", "/no/run.yaml")) == 1
 
 
 def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,16 +123,22 @@ def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: pytest.Captu
 def test_the_first_error_comes_at_once(good: list[str]) -> None:
     """In seconds of a core: what else the machine does adds none."""
     before = os.times()
-    done = command("train", *good, "--rollout-batch-size", "0", "--hf-checkpoint", "/nowhere")
+    command = [sys.executable, "-m", "fusionrl.cli", "train", *good, "--rollout-batch-size", "0"]
+    done = subprocess.run([*command, "--hf-checkpoint", "/nowhere"], capture_output=True, text=True)
     after = os.times()
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 2)
     assert after.children_user + after.children_system - before.children_user - before.children_system < 4
 
 
-def test_a_command_line_is_checked_without_the_stack(good: list[str]) -> None:
-    """Neither checking the flags nor any of the pure rooms loads ray, torch, megatron or sglang."""
+def test_a_command_line_is_checked_without_the_stack(good: list[str], tmp_path: Path) -> None:
+    """Neither what shows a run, nor checking the flags, nor any of the pure rooms loads ray, torch or sglang."""
+    run = write_run(tmp_path / "run", [[sample(0)]])
     program = f"""
 import importlib, pkgutil, sys
+from fusionrl.observe import curves, logs, metrics, panel, progress, rollouts, run_dir
+assert not {{"numpy", "matplotlib"}} & set(sys.modules)
+from fusionrl import cli
+assert cli.main(["view", {str(run)!r}]) == 0 and "pydantic" not in sys.modules
 from fusionrl.cli.resolve import resolve
 resolve({good!r})
 for room in ("config", "plan", "data", "rewards"):
@@ -153,8 +148,7 @@ for room in ("config", "plan", "data", "rewards"):
 import fusionrl.plan.push
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert run_code(program).splitlines()[-1] == "[]"
 
 
 def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,31 +162,24 @@ def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n#lr: 1e-06\n" in printed(capsys, "flags", "--template")
 
 
-@pytest.mark.parametrize("command", ["flags", "train --help"])
-def test_a_reader_that_has_enough_ends_nothing_with_a_traceback(command: str) -> None:
-    """As `fusionrl flags | head -1`: the pipe's other end is closed before the first write."""
+def test_a_reader_that_has_enough_ends_nothing_with_a_traceback() -> None:
+    """As `fusionrl train --help | head -1`: the pipe's other end is closed before the first write."""
     ends = os.pipe()
     os.close(ends[0])
-    arguments = [sys.executable, "-m", "fusionrl.cli", *command.split()]
-    done = subprocess.run(arguments, stdout=ends[1], stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "fusionrl.cli", "train", "--help"]
+    done = subprocess.run(command, stdout=ends[1], stderr=subprocess.PIPE, text=True, check=False)
     os.close(ends[1])
     assert done.stderr == "" and done.returncode in (0, 120)
 
 
-def test_the_broken_pipe_of_another_process_is_an_error() -> None:
+def test_the_broken_pipe_of_another_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a tracker's server that closes the connection: the command has not done its work."""
-    code = (
-        "import sys; from fusionrl import cli\n"
-        "def run(args): raise BrokenPipeError(32, 'closed')\n"
-        "cli._run = run; sys.exit(cli.main(['track']))"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+    monkeypatch.setattr(cli, "_run", Mock(side_effect=BrokenPipeError(32, "closed")))
+    with pytest.raises(BrokenPipeError):
+        cli.main(["track"])
 
 
 def test_a_gpu_that_is_not_there(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if detect_device("auto") == "cuda":
         pytest.skip("this machine has a GPU")
-    assert cli.main(["plan", *good, "--device", "cuda"]) == 2
-    assert "--device cuda: this machine has no NVIDIA GPU" in messages(capsys)[0]
+    assert "--device cuda: this machine has no NVIDIA GPU" in messages(capsys, "plan", *good, "--device", "cuda")[0]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,19 +79,16 @@ def in_a_folder_with_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     writer = RolloutWriter(tmp_path / "runs" / "try")
     for step in range(4):
         writer.write(step, 1, [sample(index, reward=float(index // 2)) for index in range(12)])
-    MetricsSink(tmp_path / "runs" / "try", 1).log(
-        3, {"perf/engines_idle": 0.25, "pipeline/staleness_mean": 1.0, "train/loss": 0.5}
-    )
+    values = {"perf/engines_idle": 0.25, "pipeline/staleness_mean": 1.0, "train/loss": 0.5}
+    MetricsSink(tmp_path / "runs" / "try", 1).log(3, values)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_a_step_of_the_metrics(in_a_folder_with_runs: Path) -> None:
     (command,) = typed("guides/profiling", "tail -n 1")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command], env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
-    )
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
     assert "perf/engines_idle" in done.stdout and "train/loss" not in done.stdout
 
 
@@ -107,9 +101,7 @@ def test_samples_and_definitions_are_shown(in_a_folder_with_runs: Path, capsys: 
         assert ("perf/engines_idle" if command == metric else "question") in capsys.readouterr().out, command
 
 
-def test_the_python_lines(in_a_folder_with_runs: Path) -> None:
+def test_the_python_lines(in_a_folder_with_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (block for language, block in _BLOCK.findall(text_of(TROUBLE)) if "runs/try/rollouts" in block)
-    Path("lines.py").write_text(code)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path("lines.py")
-    assert len(printed.getvalue().splitlines()) == 12
+    exec(code, {})
+    assert len(capsys.readouterr().out.splitlines()) == 12

@@ -43,21 +43,27 @@ def test_search_finds_a_flag(site: Path) -> None:
 
 def test_lists_and_tables_are_shown_as_such(site: Path) -> None:
     """A list or table that directly follows a line of text is part of that paragraph for MkDocs, unlike on GitHub."""
+    found = re.compile(r"^(- \w|\d\. |\| )", re.MULTILINE)
     wrong = []
     for page in site.rglob("*.html"):
         paragraphs = re.findall(r"<p>(.*?)</p>", page.read_text(encoding="utf-8"), re.DOTALL)
-        wrong += [
-            f"{page.name}: {text[:80]}" for text in paragraphs if re.search(r"^(- \w|\d\. |\| )", text, re.MULTILINE)
-        ]
+        wrong += [f"{page.name}: {text[:80]}" for text in paragraphs if found.search(text)]
     assert not wrong, "put an empty line before: " + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    files = [file for file in _FILE.findall(text) if not (REPO / file).exists()]
-    files += [file for file in _MENTION.findall(text) if not _exists(file, REPO, REPO / "fusionrl")]
-    assert not files, f"{page.name} names files that are not there: {sorted(set(files))}"
+def test_named_files_exist() -> None:
+    """Those of the pages, and those of a docstring or comment that says `trainer/packed_batch.py`."""
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        files = [file for file in _FILE.findall(text) if not (REPO / file).exists()]
+        files += [file for file in _MENTION.findall(text) if not _exists(file, REPO, REPO / "fusionrl")]
+        missing += [f"{page.name}: {file}" for file in files]
+    for path in (REPO / "fusionrl").rglob("*.py"):
+        files = [file for file in _MENTION.findall(path.read_text()) if not file.startswith("path/to/")]
+        files = [file for file in files if not _exists(file, REPO, REPO / "fusionrl", path.parent)]
+        missing += [f"{path.relative_to(REPO)}: {file}" for file in files]
+    assert not missing, "\n".join(missing)
 
 
 def anchors(page: Path) -> set[str]:
@@ -99,23 +105,10 @@ def test_messages_and_docstrings_lead_to_pages_and_headings() -> None:
 
 
 def test_a_newcomer_is_told_how_to_get_the_command() -> None:
-    """README and the environment's script say it before the first command that needs it."""
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    needs = re.search(r"^(fusionrl train --|python tools/)", text, re.MULTILINE)
-    assert needs is not None
-    assert "source .venv/bin/activate" in text[: needs.start()]
-    assert "source $venv/bin/activate" in (REPO / "scripts" / "setup-env.sh").read_text(encoding="utf-8")
-
-
-def test_docstrings_name_files_that_exist() -> None:
-    """A docstring or comment that says `trainer/packed_batch.py` means a file of the package."""
-    missing = []
-    for path in sorted((REPO / "fusionrl").rglob("*.py")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            found = [file for file in _MENTION.findall(line) if not file.startswith("path/to/")]
-            found = [file for file in found if not _exists(file, REPO, REPO / "fusionrl", path.parent)]
-            missing += [f"{path.relative_to(REPO)}:{number}: {file}" for file in found]
-    assert not missing, "\n".join(missing)
+    """README says it before the first command that needs it, and so does the environment's script."""
+    before = re.split(r"^(?:fusionrl train --|python tools/)", (REPO / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(before) > 1 and "source .venv/bin/activate" in before[0]
+    assert "source $venv/bin/activate" in (REPO / "scripts" / "setup-env.sh").read_text()
 
 
 def _exists(file: str, *roots: Path) -> bool:
@@ -127,8 +120,7 @@ def test_every_estimator_and_policy_loss_is_described() -> None:
     from fusionrl.algorithms.losses import LOSSES
 
     page = (REPO / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
-    named = [*ESTIMATORS, *LOSSES]
-    missing = [name for name in named if not re.search(rf"\b{name}\b", page)]
+    missing = [name for name in (*ESTIMATORS, *LOSSES) if not re.search(rf"\b{name}\b", page)]
     assert not missing, f"describe {missing} in docs/guides/algorithms.md"
 
 

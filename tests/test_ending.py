@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,14 +78,12 @@ def test_pdb_opens_where_the_first_error_was_raised(
     def of_the_user(level: int) -> float:
         return 1 / level
 
-    try:
-        try:
-            of_the_user(0)
-        except ZeroDivisionError as cause:
-            raise RuntimeError("--custom-rm-path mine.py:reward failed") from cause
-    except RuntimeError as error:
-        monkeypatch.setattr("sys.stdin", io.StringIO("p 'level is', level\nq\n"))
-        debug(error)
+    with pytest.raises(ZeroDivisionError) as cause:
+        of_the_user(0)
+    error = RuntimeError("--custom-rm-path mine.py:reward failed")
+    error.__cause__ = cause.value
+    monkeypatch.setattr("sys.stdin", io.StringIO("p 'level is', level\nq\n"))
+    debug(error)
     told = capsys.readouterr()
     assert "('level is', 0)" in told.out and "of_the_user" in told.out
     assert told.err == "--pdb: ZeroDivisionError: division by zero\n"
@@ -102,27 +101,26 @@ def test_a_full_disk_is_told_with_its_cure(tmp_path: Path) -> None:
     assert "disk" not in explain(RuntimeError("something else"))[1]
 
 
-@pytest.mark.parametrize("when", ["config.json", "plan.txt", "a rollout"])
+@pytest.mark.parametrize("where", [(RunDir, "write_config"), (fusionrl.runtime.run, "run_training")])
 def test_a_full_disk_is_named_also_where_it_refuses_the_log(
-    when: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run's first files, or its samples, fill the disk: no file takes the traceback, and the cure is printed."""
-    full = OSError(28, "No space left on device")
 
     def fail(*_: object) -> None:
         log = tmp_path / "run" / "logs" / "driver.log"
         log.unlink(missing_ok=True)
         log.symlink_to("/dev/full")
         logging.getLogger("fusionrl").warning("not even this")
-        raise full
+        raise OSError(28, "No space left on device")
 
-    target = {"config.json": RunDir, "plan.txt": RunDir, "a rollout": fusionrl.runtime.run}[when]
-    name = {"config.json": "write_config", "plan.txt": "write_plan", "a rollout": "run_training"}[when]
-    monkeypatch.setattr(target, name, fail)
+    monkeypatch.setattr(*where, fail)
     data = tmp_path / "rows.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    command = ["train", "--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(tiny_model), "--num-rollout", "1"]
-    command += ["--prompt-data", str(data), "--input-key", "messages", "--rollout-batch-size", "1"]
-    assert cli.main([*command, "--run-dir", str(tmp_path / "run")]) == 1
+    command = (
+        f"train --mode sft --device cpu --hf-checkpoint {tiny_model} --num-rollout 1 --rollout-batch-size 1"
+        f" --prompt-data {data} --input-key messages --run-dir {tmp_path}/run"
+    )
+    assert cli.main(command.split()) == 1
     message = capsys.readouterr().err
     assert "failed: OSError" in message and "a disk is full" in message and "Traceback" not in message

@@ -84,9 +84,8 @@ def test_a_response_grows_by_what_the_engine_answers() -> None:
     sample = Sample(tokens=[1, 2])
     args = argparse.Namespace()
     meta_info = {"weight_version": "7", "finish_reason": {"type": "length"}}
-    sample.append_response_tokens(
-        args, tokens=[3, 4], log_probs=[-1.0, -2.0], trainable=True, meta_info=meta_info, text="ab"
-    )
+    first = {"tokens": [3, 4], "log_probs": [-1.0, -2.0], "trainable": True, "text": "ab"}
+    sample.append_response_tokens(args, **first, meta_info=meta_info)
     assert list(sample.weight_versions) == [7, 7] and sample.status == Sample.Status.TRUNCATED  # type: ignore[arg-type]
     sample.append_response_tokens(args, tokens=[5], trainable=False, text="c")
     stop = {"weight_version": "default", "finish_reason": {"type": "stop"}}

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,18 @@ from fusionrl.engines import rendezvous
 HOST, LONG_S = "127.0.0.1", 1800.0
 
 
+@pytest.fixture
+def tcp_store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Rank 0's; the others join it."""
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    return create_group_store(HOST, 30.0)
+
+
 @pytest.fixture(params=["file", "tcp"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dist.Store:
-    """Rank 0's; the others join it."""
-    if request.param == "file":
-        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    else:
-        monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    if request.param == "tcp":
+        return request.getfixturevalue("tcp_store")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     return create_group_store(HOST, 30.0)
 
 
@@ -98,7 +104,7 @@ def test_a_group_is_called_off_while_it_waits_in_gloo(kind: str, store: dist.Sto
     attend(store, 2)
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(join, joined(store), rank) for rank in (0, 1)]
-        time.sleep(0.5)
+        time.sleep(0.2)
         assert not any(one.done() for one in waiting)
         call_off(store, "engine 5 is dead")
         for one in waiting:
@@ -136,10 +142,9 @@ os._exit(0)  # gloo's threads, still alive at an exit, abort the process now and
 """
 
 
-def test_a_guest_that_knows_only_torch_joins_and_gets_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_that_knows_only_torch_joins_and_gets_every_byte(tcp_store: Any) -> None:
     """Its store is torch's own, ours can be called off: both lay their keys out in the same way."""
-    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    store, name = create_group_store(HOST, 30.0), f"{MIXED_GROUP}c"
+    store, name = tcp_store, f"{MIXED_GROUP}c"
     guest = subprocess.Popen([sys.executable, "-c", GUEST, HOST, str(store.port), name])
     try:
         attend(store, 1)

@@ -33,16 +33,11 @@ print(used / size, kept / size, (resident() - before) / size)
 """
 
 
-def _run(*words: str) -> tuple[float, float, float]:
-    """Memory of eight blocks in use, freed, and given back, in blocks."""
-    used, kept, left = map(float, run_code(PROGRAM, *words).split())
-    return used, kept, left
-
-
 def test_freed_blocks_are_kept_and_given_back() -> None:
-    used, kept, left = _run("keep")
+    """Memory of eight blocks in use, freed, and given back, in blocks."""
+    used, kept, left = map(float, run_code(PROGRAM, "keep").split())
     assert used > 7.5 and kept > 7.5 and left < 1
-    used, kept, _ = _run()
+    used, kept, _ = map(float, run_code(PROGRAM).split())
     assert used > 7.5 and kept < 4  # what glibc does by itself
 
 

@@ -23,21 +23,18 @@ _FILES = {
 def machine(root: Path, mount: str, limits: dict[str, float], kills: int = 0) -> Path:
     """A root on which this process is in the group /jobs/7/step. `limits`: group → bytes; each uses 3 GiB, of which
     1 GiB are files; in version 1 the innermost group alone has them."""
+    is_v1 = mount == V1
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/mountinfo").write_text(_MOUNTS[mount] + "\n")
-    (root / "proc/self/cgroup").write_text(f"{'4:memory' if mount == V1 else '0:'}:/jobs/7/step\n")
-    most, now, events = _FILES[mount]
+    (root / "proc/self/cgroup").write_text(f"{'4:memory' if is_v1 else '0:'}:/jobs/7/step\n")
     for group in ("", "jobs", "jobs/7", "jobs/7/step"):
-        folder = root / mount / group
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / most).write_text(f"{limits.get(group, 2**63 - 4096 if mount == V1 else 'max')}\n")
-        (folder / now).write_text(f"{3 * GIB}\n")
         is_ours = group == "jobs/7/step"
-        rows = [f"inactive_file {GIB}"]
-        if mount == V1:
-            rows = [f"inactive_file {GIB * is_ours}", f"total_inactive_file {GIB}"]
-        (folder / "memory.stat").write_text("\n".join(["anon 5", *rows]) + "\n")
-        (folder / events).write_text(f"under_oom 0\noom_kill {kills * is_ours}\n")
+        total = f"\ntotal_inactive_file {GIB}" * is_v1
+        texts = [limits.get(group, 2**63 - 4096 if is_v1 else "max"), 3 * GIB, f"oom_kill {kills * is_ours}"]
+        texts.append(f"anon 5\ninactive_file {GIB * (is_ours or not is_v1)}{total}")
+        (root / mount / group).mkdir(parents=True, exist_ok=True)
+        for name, text in zip([*_FILES[mount], "memory.stat"], texts, strict=True):
+            (root / mount / group / name).write_text(f"{text}\n")
     return root
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -79,9 +79,14 @@ class Nursery:
             return ask(str(self.folder / branch), key, arguments, environment, files, program), out
 
 
-def _finding(folder: Path) -> dict[str, str]:
-    """An environment in which modules are found in a folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])}
+def _start(folder: Path, line: bytes, **more: str) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
+    """A nursery that finds modules in a folder and has read a line, and its environment."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()]), **more}
+    command, pipe = [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stderr=pipe, env=environment)
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process, environment
 
 
 @pytest.fixture(scope="module")
@@ -90,28 +95,12 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     (folder / "imported_once.py").write_text(MODULE)
     (folder / "late.py").write_text("import os\nLATE = os.environ.get('LATE_NUMBER')\nfrom imported_once import *\n")
     (folder / "with_thread.py").write_text(THREADED)
-    environment = _finding(folder) | {"HF_HUB_OFFLINE": "1"}
-    order = Order(
-        KEY,
-        [
-            Branch(str(folder / "threaded"), ["with_thread"], "imported_once:tell"),
-            Branch(
-                *(str(folder / "plain"), ["imported_once"], "late:tell", {"OF_THE_BRANCH": "1"}),
-                kept=["HF_"],
-                free=["HF_FREE"],
-                late=["LATE_"],
-            ),
-        ],
-    )
-    with subprocess.Popen(
-        [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],
-        stdin=subprocess.PIPE,
-        env=environment,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.write(order.to_line())
-        process.stdin.flush()
+    plain = Branch(str(folder / "plain"), ["imported_once"], "late:tell", {"OF_THE_BRANCH": "1"})
+    plain = replace(plain, kept=["HF_"], free=["HF_FREE"], late=["LATE_"])
+    branches = [Branch(str(folder / "threaded"), ["with_thread"], "imported_once:tell"), plain]
+    process, environment = _start(folder, Order(KEY, branches).to_line(), HF_HUB_OFFLINE="1")
+    with process:
+        wait_until((folder / "plain").exists)
         yield Nursery(process, folder, environment)
         process.kill()
 
@@ -122,20 +111,17 @@ def _told(out: Path) -> dict:
 
 
 def test_a_fork_is_what_was_asked_for(nursery: Nursery) -> None:
-    wait_until((nursery.folder / "plain").exists)
     temporary = nursery.folder / "temporary"
     temporary.mkdir()
     first, second = (nursery.ask(name, ONLY_OF=name, TMPDIR=str(temporary)) for name in ("first", "second"))
     told = [_told(out) for _, out in (first, second)]
     for (pid, _), name, one in zip((first, second), ("first", "second"), told, strict=True):
         assert one["pid"] == one["session"] == pid != one["imported_by"]
-        assert one["arguments"] == [name] and one["input"] == "its input"
         added = {"ONLY_OF": name, "LATE_NUMBER": "7", "TMPDIR": str(temporary), "HF_SET_BY_THE_IMPORT": "1"}
-        assert one["environment"] == nursery.environment | added
-        assert (one["folder"], one["temporary"]) == (os.getcwd(), str(temporary))
-        assert one["mode"] == "1" and one["late"] == "7"
-        assert one["files"] == [0, 1, 2, 3], "the last is the listing itself"
-        assert one["signals"] == [True, True]
+        expected = {"arguments": [name], "input": "its input", "environment": nursery.environment | added}
+        expected |= {"folder": os.getcwd(), "temporary": str(temporary), "mode": "1", "late": "7"}
+        expected |= {"files": [0, 1, 2, 3], "signals": [True, True]}  # the last file is the listing itself
+        assert {key: one[key] for key in expected} == expected
         assert one["command"].replace("\0", " ").startswith(f"{sys.executable} -m a.fork {name} ")
         assert one["replaced"].rstrip(" \0") == "its::own"
     assert told[0]["imported_by"] == told[1]["imported_by"] == nursery.process.pid
@@ -164,7 +150,6 @@ def test_a_fork_ends_as_a_program_does_and_what_is_no_request_is_left(nursery: N
     ],
 )
 def test_it_gives_no_other_process(nursery: Nursery, more: dict[str, str], why: str) -> None:
-    wait_until((nursery.folder / "plain").exists)
     with pytest.raises(OSError, match=why):
         nursery.ask("never", **more)
     assert _told(nursery.ask("then", HF_FREE="read later")[1])["environment"]["HF_FREE"] == "read later"
@@ -178,18 +163,17 @@ def test_a_fork_is_ended_for_its_memory_before_others_as_its_asker_is(nursery: N
         "open('/proc/self/oom_score_adj', 'w').write('900')\n"
         "ask(sys.argv[1], sys.argv[2], ['it'], os.environ, (0, 1, 2))\n"
     )
-    wait_until((nursery.folder / "plain").exists)
     out, command = nursery.folder / "out-oom", [sys.executable, "-c", code, str(nursery.folder / "plain"), KEY]
+    env = {**nursery.environment, "LATE_NUMBER": "7"}
     with out.open("wb") as target:
-        env, nothing = {**nursery.environment, "LATE_NUMBER": "7"}, subprocess.DEVNULL
-        subprocess.run(command, env=env, stdin=nothing, stdout=target, stderr=target, check=True)
+        subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=target, stderr=target, check=True)
     assert _told(out)["oom_score_adj"] == 900
 
 
 def _send(nursery: Nursery, out: Path) -> socket.socket:
     """A request whose answer nobody has read yet."""
-    environment = {**nursery.environment, "LATE_NUMBER": "7"}
-    data = json.dumps(asdict(Request(KEY, ["never"], environment, os.getcwd(), 0o22, sys.executable, 0))).encode()
+    request = Request(KEY, ["never"], nursery.environment | {"LATE_NUMBER": "7"}, os.getcwd(), 0o22, sys.executable, 0)
+    data = json.dumps(asdict(request)).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(nursery.folder / "plain"))
     with out.open("wb") as target, open(os.devnull, "rb") as nothing:
@@ -223,11 +207,8 @@ def test_whoever_has_given_up_gets_nothing(nursery: Nursery, tmp_path: Path, has
 def test_modules_are_imported_before_the_order_comes(tmp_path: Path, has_order: bool) -> None:
     """They must start no threads: a fork has one, so a branch would see none of them."""
     (tmp_path / "early.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n" + THREADED * has_order)
-    command, pipe = [sys.executable, "-m", "fusionrl.base.nursery", " "], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=_finding(tmp_path)) as process:
-        assert process.stdin is not None and process.stderr is not None
-        process.stdin.write(b'["early"]\n')
-        process.stdin.flush()
+    process, _ = _start(tmp_path, b'["early"]\n')
+    with process:
         wait_until((tmp_path / "imported").exists)
         assert process.poll() is None
         if has_order:
@@ -242,27 +223,22 @@ def test_who_asks_waits_while_it_imports_and_not_for_one_that_died(tmp_path: Pat
     """Before the order comes it has no sockets: a slow disk must not send every process the usual way."""
     (tmp_path / "told.py").write_text("def tell(arguments): print(arguments[0], flush=True)\n")
     (tmp_path / "early.py").write_text("import time\ntime.sleep(1.0)\n")
-    environment = _finding(tmp_path)
-    command, out = [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM], tmp_path / "out"
-    order = Order(KEY, [Branch(str(tmp_path / "one"), [], "told:tell")]).to_line()
-    asked = [str(tmp_path / "one"), KEY, ["it"], environment]
-    with out.open("wb") as target, subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
-        assert process.stdin is not None
+    one, out = tmp_path / "one", tmp_path / "out"
+    process, environment = _start(tmp_path, b'["early"]\n' + Order(KEY, [Branch(str(one), [], "told:tell")]).to_line())
+    with process, out.open("wb") as target:
+        request = (str(one), KEY, ["it"], environment, [target.fileno()] * 3)
         (tmp_path / PID_FILE).write_text(str(process.pid))
-        process.stdin.write(b'["early"]\n' + order)
-        process.stdin.flush()
-        assert not (tmp_path / "one").exists()
-        files = [target.fileno()] * 3
-        ask(*asked, files)
+        assert not one.exists()
+        ask(*request)
         wait_until(lambda: out.read_text() == "it\n")
         assert not (tmp_path / PID_FILE).exists()
         process.kill()
         process.wait()
-        os.unlink(tmp_path / "one")
+        one.unlink()
         (tmp_path / PID_FILE).write_text(str(process.pid))
         begun = time.monotonic()
         with pytest.raises(FileNotFoundError):
-            ask(*asked, files)
+            ask(*request)
         assert time.monotonic() - begun < 5.0
 
 
@@ -302,19 +278,16 @@ def test_it_ends_with_whoever_started_it(tmp_path: Path, is_killed: bool) -> Non
         "process.stdin.close()\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", starter], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None and parent.stdin is not None
+    command, pipe = [sys.executable, "-c", starter], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as parent:
         pid = int(parent.stdout.readline())
         wait_until((tmp_path / "two").exists)
         children = Path(f"/proc/{pid}/task/{pid}/children")
         wait_until(lambda: len(children.read_text().split()) == 1)
-        (branch,) = children.read_text().split()
+        branch = children.read_text().strip()
         if is_killed:
             parent.kill()
         else:
             parent.stdin.write("close\n")
-            parent.stdin.flush()
-        wait_until(lambda: not any(lives(one) for one in (str(pid), branch)))
-        os.kill(parent.pid, signal.SIGKILL)
+        wait_until(lambda: not lives(pid) and not lives(branch))
+        parent.kill()

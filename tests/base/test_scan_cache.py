@@ -37,7 +37,7 @@ kept(models)[frozenset()].clear()
 assert kept(models)[frozenset()], "each caller has its own"
 assert import_utils.PACKAGE_DISTRIBUTION_MAPPING == importlib.metadata.packages_distributions()
 assert type(importlib.metadata.packages_distributions).__name__ == "function", "the usual one is back"
-from transformers import AutoConfig, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config
 """
 
 
@@ -94,7 +94,7 @@ def test_a_file_that_changes_is_read_again(
     assert _scan(files[0], found_out) == expected and len(found_out) == 2
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[["torch"]]', '[["torch", {"one": 3}]]'])
+@pytest.mark.parametrize("text", ["{", "{}", '[["torch"]]', '[["torch", {"one": 3}]]'])
 def test_a_file_of_another_form_is_written_anew(tmp_path: Path, found_out: list[str], text: str) -> None:
     source, _ = _models(tmp_path)
     _scan(source, found_out)

@@ -19,10 +19,9 @@ T = TypeVar("T")
 
 def find_chromium() -> str:
     """The path of a Chromium; skips the test where there is none."""
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"there is no Chromium here (looked for {', '.join(NAMES)})")
-    return found
+    if found := next(filter(None, map(shutil.which, NAMES)), None):
+        return found
+    pytest.skip(f"there is no Chromium here (looked for {', '.join(NAMES)})")
 
 
 class Browser:
@@ -73,8 +72,7 @@ class Browser:
             message = await asyncio.wait_for(self._socket.receive_json(), 60)
             if message.get("id") == self._number:
                 assert "error" not in message, message
-                found: dict[str, Any] = message["result"]
-                return found
+                return message["result"]
             self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
@@ -127,12 +125,9 @@ class Browser:
 
     def key(self, name: str) -> None:
         """Press and release a key."""
-        text = {"Enter": "\r"}.get(name)
-        extra = {"text": text} if text else {}
-        self.ask(
-            "Input.dispatchKeyEvent", type="keyDown", key=name, code=name, windowsVirtualKeyCode=_CODES[name], **extra
-        )
-        self.ask("Input.dispatchKeyEvent", type="keyUp", key=name, code=name, windowsVirtualKeyCode=_CODES[name])
+        key = {"key": name, "code": name, "windowsVirtualKeyCode": _CODES[name]}
+        self.ask("Input.dispatchKeyEvent", type="keyDown", **key, **({"text": "\r"} if name == "Enter" else {}))
+        self.ask("Input.dispatchKeyEvent", type="keyUp", **key)
 
     def click(self, selector: str) -> None:
         """Click on the middle of an element, as a mouse does."""

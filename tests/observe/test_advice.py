@@ -10,28 +10,22 @@ from fusionrl.observe.advice import AdviceSettings, Glimpse, RolloutFacts, Watch
 
 SETTINGS = AdviceSettings(run="runs/a b", label_key="label", max_response_len=64)
 EXAMPLE = Glimpse(7, "What is 3+4?", "\x1b[2Jten\n", "7", 0.0, 3, "completed")
-GOOD = RolloutFacts(
-    num_samples=32,
-    num_groups=8,
-    num_equal_groups=3,
-    num_same_text=0,
-    num_trained=32,
-    num_failed=0,
-    num_truncated=2,
-    num_at_response_limit=2,
-    num_at_context_limit=0,
-    num_without_label=0,
-    num_no_second_turn=0,
-    teaches_nothing=False,
-    lowest=0.0,
-    highest=1.0,
-    example=EXAMPLE,
+NONE = dict.fromkeys(
+    ("num_same_text", "num_failed", "num_at_context_limit", "num_without_label", "num_no_second_turn"), 0
 )
+COUNTS = {"num_samples": 32, "num_groups": 8, "num_equal_groups": 3, "num_trained": 32} | NONE
+COUNTS |= {"num_truncated": 2, "num_at_response_limit": 2}
+GOOD = RolloutFacts(**COUNTS, teaches_nothing=False, lowest=0.0, highest=1.0, example=EXAMPLE)
 EQUAL = replace(GOOD, num_equal_groups=8, teaches_nothing=True, highest=0.0)
 
 
 def causes(facts: RolloutFacts, **settings: object) -> str:
     return " | ".join(likely_causes(facts, replace(SETTINGS, **settings)))  # type: ignore[arg-type]
+
+
+def warnings(facts: RolloutFacts, step: int = 1, **settings: object) -> list[str]:
+    """What a new watch says after a rollout."""
+    return Watches(replace(SETTINGS, **settings)).after_rollout(step, facts)  # type: ignore[arg-type]
 
 
 def test_nothing_is_said_of_a_good_rollout() -> None:
@@ -41,7 +35,7 @@ def test_nothing_is_said_of_a_good_rollout() -> None:
 
 
 def test_equal_rewards_name_cause_sample_and_command() -> None:
-    (text,) = Watches(SETTINGS).after_rollout(4, EQUAL)
+    (text,) = warnings(EQUAL, 4)
     assert "teaches nothing: all 8 groups have equal rewards (0 throughout)" in text
     assert "the reward is always 0" in text
     assert 'prompt "What is 3+4?"; answer "\\x1b[2Jten\\n" (3 tokens, completed); label "7"; reward 0' in text
@@ -50,10 +44,10 @@ def test_equal_rewards_name_cause_sample_and_command() -> None:
 
 
 def test_what_equal_rewards_leave_to_say() -> None:
-    (text,) = Watches(replace(SETTINGS, other_terms=("--use-kl-loss",))).after_rollout(4, EQUAL)
+    (text,) = warnings(EQUAL, other_terms=("--use-kl-loss",))
     assert "teaches nothing beyond --use-kl-loss:" in text
     # Rewards of a group may differ where advantages are 0: a user's post-processing, ReMax's whitened baseline.
-    (text,) = Watches(SETTINGS).after_rollout(4, replace(EQUAL, num_equal_groups=2))
+    (text,) = warnings(replace(EQUAL, num_equal_groups=2), 4)
     assert ": every advantage is 0\n" in text and text.endswith("--step 4")
 
 
@@ -77,9 +71,6 @@ def test_what_equal_rewards_leave_to_say() -> None:
 def test_causes(changes: dict, settings: dict, cause: str) -> None:
     facts = replace(EQUAL, **({"num_at_response_limit": 0} | changes))
     assert cause in causes(facts, **settings)
-
-
-def test_an_estimator_that_compares_no_siblings_needs_none() -> None:
     ungrouped = replace(EQUAL, num_groups=32)
     assert "--n-samples-per-prompt" not in causes(ungrouped, estimator="remax", compares_siblings=False)
 
@@ -95,20 +86,18 @@ def test_the_same_again_only_after_some_steps() -> None:
 
 def test_truncated_answers() -> None:
     facts = replace(GOOD, num_truncated=17, num_at_response_limit=17)
-    (text,) = Watches(SETTINGS).after_rollout(2, facts)
+    (text,) = warnings(facts)
     assert "53% of the answers (17 of 32) were cut off at --rollout-max-response-len 64" in text
-    assert Watches(SETTINGS).after_rollout(2, replace(facts, num_truncated=16)) == []
-    assert Watches(replace(SETTINGS, ignores_eos=True)).after_rollout(2, facts) == []
+    assert warnings(replace(facts, num_truncated=16)) == warnings(facts, ignores_eos=True) == []
 
 
 def test_no_room_for_a_second_turn() -> None:
     facts = replace(GOOD, num_no_second_turn=8, num_truncated=20)
-    (text,) = Watches(SETTINGS).after_rollout(2, facts)
+    (text,) = warnings(facts)
     assert "25% of the samples (8 of 32) had no room for a second turn: --rollout-max-response-len 64" in text
     assert "--rollout-max-context-len is not given" in text
-    (text,) = Watches(replace(SETTINGS, max_context_len=128)).after_rollout(2, facts)
-    assert "--rollout-max-context-len 128" in text
-    assert Watches(SETTINGS).after_rollout(2, replace(GOOD, num_no_second_turn=3)) == []
+    assert "--rollout-max-context-len 128" in warnings(facts, max_context_len=128)[0]
+    assert warnings(replace(GOOD, num_no_second_turn=3)) == []
 
 
 def test_a_gradient_of_zero_tells_what_a_users_function_hid() -> None:
@@ -146,13 +135,12 @@ def test_lost_rewards_are_told_at_the_first_rollout_that_lost_some() -> None:
     (text,) = watches.after_rollout(1, lost)
     assert text.startswith("2 of 32 samples got no reward within --reward-timeout-s 5; these are not trained on: see")
     assert watches.after_rollout(2, lost) == [], "not at every step"
-    (text,) = Watches(replace(SETTINGS, failure_value=-1.0)).after_rollout(1, replace(GOOD, num_crashes=1))
+    (text,) = warnings(replace(GOOD, num_crashes=1), failure_value=-1.0)
     assert text.startswith("1 of 32 samples ended the process") and "trained with --reward-failure-value -1" in text
 
 
 def test_lost_rewards_are_the_first_cause_of_equal_ones() -> None:
-    everything = replace(EQUAL, num_trained=0, num_failed=32, num_timeouts=32)
-    (text,) = Watches(SETTINGS).after_rollout(1, everything)
+    (text,) = warnings(replace(EQUAL, num_trained=0, num_failed=32, num_timeouts=32))
     assert "likely: 32 of 32 samples got no reward within --reward-timeout-s 60" in text
     assert "may not find the answer" not in text and "removed" not in text
     some = causes(replace(EQUAL, num_timeouts=3))

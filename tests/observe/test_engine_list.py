@@ -8,28 +8,16 @@ from pathlib import Path
 import pytest
 
 from fusionrl.cli import engines
-from fusionrl.observe.engine_list import (
-    WANTED,
-    EngineState,
-    add_wanted,
-    engine_url,
-    read_wanted,
-    remove_wanted,
-    write_states,
-)
+from fusionrl.observe import engine_list
+from fusionrl.observe.engine_list import WANTED, EngineState, engine_url, read_wanted
 
 
 def test_addresses() -> None:
     urls = [engine_url(address) for address in ("10.0.0.7:30000", " http://node-3.rack:8000/ ", "[::1]:9")]
     assert urls == ["http://10.0.0.7:30000", "http://node-3.rack:8000", "http://[::1]:9"]
-
-
-@pytest.mark.parametrize(
-    "address", ["node", "node:", ":80", "node:x", "node:70000", "https://a:1", "a:1/v1", "u@a:1", ""]
-)
-def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(ValueError, match="write HOST:PORT"):
-        engine_url(address)
+    for address in ("node", ":80", "node:x", "node:70000", "https://a:1", "a:1/v1", "u@a:1", ""):
+        with pytest.raises(ValueError, match="write HOST:PORT"):
+            engine_url(address)
 
 
 def test_a_list_that_people_write(tmp_path: Path) -> None:
@@ -39,17 +27,17 @@ def test_a_list_that_people_write(tmp_path: Path) -> None:
     assert urls == ["http://a:1", "http://b:2"]
     assert len(errors) == 1 and errors[0].startswith("engines.txt:5: engine 'nonsense'")
     (tmp_path / WANTED).chmod(0o664)
-    add_wanted(tmp_path, ["http://b:2", "http://c:3"])
+    engine_list.add_wanted(tmp_path, ["http://b:2", "http://c:3"])
     assert (tmp_path / WANTED).stat().st_mode & 0o777 == 0o664, "a group that could write it still can"
     assert read_wanted(tmp_path)[0] == ["http://a:1", "http://b:2", "http://c:3"]
-    assert remove_wanted(tmp_path, ["http://a:1", "http://d:4"]) == ["http://d:4"]
+    assert engine_list.remove_wanted(tmp_path, ["http://a:1", "http://d:4"]) == ["http://d:4"]
     assert (tmp_path / WANTED).read_text() == "# mine\n\nhttp://b:2/\nnonsense\nhttp://c:3\n"
 
 
 def test_of_many_that_add_at_a_time_none_is_lost(tmp_path: Path) -> None:
     urls = [f"http://node:{port}" for port in range(1, 25)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda url: add_wanted(tmp_path, [url]), urls))
+        list(pool.map(lambda url: engine_list.add_wanted(tmp_path, [url]), urls))
     assert sorted(read_wanted(tmp_path)[0]) == sorted(urls)
 
 
@@ -65,8 +53,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command("list") == (0, "no engine of others is in this run\n")
     assert command("add")[0] == command("add", "nonsense")[0] == command("remove", "a:1")[0] == 2
     assert command("add", "a:1", "b:2")[0] == 0
-    write_states(tmp_path, [EngineState(url="http://a:1", state="serving", note="")])
+    engine_list.write_states(tmp_path, [EngineState(url="http://a:1", state="serving", note="")])
     assert command("list") == (0, "http://a:1  serving\nhttp://b:2  not seen yet\n")
     assert command("remove", "a:1")[0] == 0
-    write_states(tmp_path, [EngineState(url="http://a:1", state="lost", note="it died\nin two lines")])
+    engine_list.write_states(tmp_path, [EngineState(url="http://a:1", state="lost", note="it died\nin two lines")])
     assert command("list") == (0, "http://b:2  not seen yet\nhttp://a:1  lost  it died\n")

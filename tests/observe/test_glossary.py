@@ -17,14 +17,7 @@ from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.cli import main
-from fusionrl.observe.glossary import (
-    _ON_THE_CONSOLE,
-    GLOSSARY,
-    describe,
-    entry_of,
-    render_glossary,
-    undocumented,
-)
+from fusionrl.observe.glossary import _ON_THE_CONSOLE, GLOSSARY, describe, entry_of, render_glossary, undocumented
 from fusionrl.runtime.reporter import _SHOWN
 from fusionrl.trainer.step_report import WITH_MAXIMUM, WITH_MINIMUM, StepReport, pooled_metrics
 
@@ -77,14 +70,9 @@ def test_every_entry_is_of_a_metric_that_its_module_computes() -> None:
     assert not stale, f"nothing reports these metrics of the glossary: {stale}; {HOW}"
 
 
-def tokens(size: int = 6) -> tuple[torch.Tensor, ...]:
-    random = torch.Generator().manual_seed(1)
-    return tuple(-torch.rand(size, generator=random) for _ in range(3))
-
-
 def reported_by_losses() -> Iterator[tuple[str, dict]]:
     """(prefix, metrics) of every function whose metrics take their names from it."""
-    new, old, advantages = tokens()
+    new, old, advantages = -torch.rand(3, 6, generator=torch.Generator().manual_seed(1))
     mask, sequences = torch.ones(6), Sequences(torch.tensor([0, 0, 1, 1, 1, 1]), 2)
     for name, loss in POLICY_LOSSES.items():
         extra = {"selected": torch.ones(6) > 0} if name in ("clip_cov", "kl_cov") else {}

@@ -16,6 +16,7 @@ import pytest
 from fusionrl.observe import spans
 from fusionrl.observe.hardware import Meter, Reading, peak_bytes, resident_bytes, summary
 from fusionrl.runtime.actor_process import HOST, record_host_memory
+from tests.own_process import run_code
 
 ASKS = """
 import json, os, sys
@@ -50,38 +51,26 @@ print(json.dumps(bound))
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of a process that finds a stand-in for the driver's library, compiled here."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
+    if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
         pytest.skip("needs a C compiler for the driver library's stand-in")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = Path(__file__).with_name("fake_nvml.c")
-    target = str(folder / "libnvidia-ml.so.1")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", target, str(source)], check=True)
+    folder, source = tmp_path_factory.mktemp("nvml"), str(Path(__file__).with_name("fake_nvml.c"))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), source], check=True)
     return {"LD_LIBRARY_PATH": str(folder)}
-
-
-def _ask(environment: dict[str, str]) -> list:
-    command, environment = [sys.executable, "-c", ASKS], {**os.environ, **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def answers(library: dict[str, str]) -> dict:
     """A process with two GPUs, of which it may see the second and then the first; the first is near CPUs 8 to 15."""
-    facts, bound = _ask({**library, "FAKE_NVML_CPUS": "ff00", "CUDA_VISIBLE_DEVICES": "GPU-aaaa,1"})
+    shown = run_code(ASKS, **library, FAKE_NVML_CPUS="ff00", CUDA_VISIBLE_DEVICES="GPU-aaaa,1")
+    facts, bound = map(json.loads, shown.splitlines())
     return facts | {"bound": bound}
 
 
 def test_what_a_card_says(answers: dict) -> None:
     """And one that supports next to nothing is no error."""
-    assert answers["all"][0] == {"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-aaaa", "driver": "570.12.01"} | {
-        "memory_bytes": 85 << 30,
-        "num_nvlinks": 17,
-        "ecc": True,
-        "cpus": list(range(8, 16)),
-        "power_limit_w": 700.0,
-    }
+    expected = {"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-aaaa", "driver": "570.12.01", "memory_bytes": 85 << 30}
+    expected |= {"num_nvlinks": 17, "ecc": True, "cpus": list(range(8, 16)), "power_limit_w": 700.0}
+    assert answers["all"][0] == expected
     reading = answers["reading"][0]
     assert reading["slowed_by"] == ["power cap", "hardware thermal slowdown"]  # and not that it is idle
     assert (reading["power_w"], reading["ecc_errors"]) == (650.0, 3)
@@ -94,11 +83,8 @@ def test_what_a_card_says(answers: dict) -> None:
 
 def test_a_process_knows_its_cards_and_is_bound_to_the_cpus_near_them(answers: dict) -> None:
     """A meter takes means of rates, and the largest of the rest."""
-    assert answers["meter"] == {"utilisation": 0.75, "power_w": 650.0, "memory_used_bytes": float(12 << 30)} | {
-        "temperature_c": 62.0,
-        "ecc_errors": 3.0,
-        "slowed": 1.0,
-    }
+    expected = {"utilisation": 0.75, "power_w": 650.0, "memory_used_bytes": float(12 << 30)}
+    assert answers["meter"] == expected | {"temperature_c": 62.0, "ecc_errors": 3.0, "slowed": 1.0}
     assert answers["facts"]["bound_to_cpus"] == list(range(8, 16))
     assert answers["bound"] == {"ff00": list(range(8, 16))}, "not to 3 CPUs of 64, nor to all, nor where it is unknown"
     assert [gpu["uuid"] for gpu in answers["facts"]["gpus"]] == ["GPU-aaaa"]
@@ -106,7 +92,7 @@ def test_a_process_knows_its_cards_and_is_bound_to_the_cpus_near_them(answers: d
 
 def test_a_driver_that_fails_is_no_gpu(library: dict[str, str]) -> None:
     """Without one there are no numbers."""
-    assert _ask({**library, "FAKE_NVML_FAILS": "1"}) == [None]
+    assert run_code(ASKS, **library, FAKE_NVML_FAILS="1") == "null\n"
     assert Meter([]).take() == {}
     assert summary([Reading(None, None, None, None)]) == {"slowed": 0.0}
 
@@ -115,7 +101,6 @@ def test_host_memory_is_that_of_a_process_and_its_children() -> None:
     held = "b = bytes([1]) * (64 << 20); print(1); input()"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {held!r}])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdin is not None
         child.stdout.readline()
         alone, together = resident_bytes(child.pid), resident_bytes(child.pid, with_children=True)
         child.stdin.write(b"\n")

@@ -43,27 +43,23 @@ def _metrics(line: str) -> Mutate:
 
 
 MUTATIONS: list[tuple[str, str, Mutate, str]] = [
-    ("run.lock", "is a link", _link, REFUSED),
-    ("run.lock", "is a pipe", _pipe, REFUSED),
+    *((name, "is a link", _link, REFUSED) for name in ("run.lock", "config.json", "metrics.jsonl", "logs/driver.log")),
+    *((name, "is a pipe", _pipe, REFUSED) for name in ("run.lock", "config.json")),
     ("run.lock", "has a pid of text", _text('{"pid": "1; rm", "host": "h"}'), OPENED),
     ("run.lock", "has a pid of 100 digits", _text('{"pid": %s}' % ("9" * 100)), OPENED),
     ("run.lock", "has a pid of -1", _text('{"pid": -1}'), OPENED),
     ("run.lock", "is nested JSON", _text("[" * 100_000), OPENED),
-    ("config.json", "is a link", _link, REFUSED),
-    ("config.json", "is a pipe", _pipe, REFUSED),
     ("config.json", "is no text", _text(b"\xff\xfe\x00"), OPENED),
-    ("metrics.jsonl", "is a link", _link, REFUSED),
     ("metrics.jsonl", "has an attempt of text", _metrics('{"step": 1, "attempt": "2"}'), REFUSED),
     ("metrics.jsonl", "has a step of 5,000 digits", _metrics('{"step": %s, "attempt": 1}' % ("9" * 5000)), REFUSED),
     ("metrics.jsonl", "has nested JSON", _metrics("[" * 100_000), REFUSED),
     ("checkpoints", "is a link to a file", _link, REFUSED),
     ("checkpoints", "is a link to nothing", lambda path, outside: _link(path, outside.parent / "nothing"), REFUSED),
     ("checkpoints", "is a file", _file, REFUSED),
-    ("eval", "is a link", lambda path, outside: _link(path, outside.parent), REFUSED),
-    ("checkpoints/step_000001", "is a link", lambda path, outside: _link(path, outside.parent), REFUSED),
-    ("logs/driver.log", "is a link", _link, REFUSED),
+    *((name, "is a link to a folder", lambda path, outside: _link(path, outside.parent), REFUSED)
+      for name in ("eval", "checkpoints/step_000001")),
     (f"rollouts/train_000001.a{'9' * 60}.jsonl", "has a huge attempt", _text(""), OPENED),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "what", "mutate", "expected"), MUTATIONS)

@@ -6,10 +6,9 @@ import json
 import re
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from fusionrl.observe.glossary import entry_of
 from fusionrl.observe.metrics import Line, MetricsSink
 from fusionrl.observe.run_dir import RunDir
 from fusionrl.observe.track.adapters import Prometheus, Target
+from tests.own_process import wait_until
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "guides" / "grafana-dashboard.json"
 NAME = 'a "run" \\ of\nmine'
@@ -43,10 +43,10 @@ def text() -> str:
     try:
         served.log(Line(1, 100.0, {"train/loss": 0.5, "eval/a/pass@4": 1e-9}, 1, 10))
         served.log(Line(2, 200.5, {"train/loss": -0.25}, 1, 20))
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(served.port, "/")
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(served.port, host="evil.example:9464")  # a name that a foreign page lets point here
+        # The second: a name that a foreign page lets point here.
+        for refused in ({"path": "/"}, {"host": "evil.example:9464"}):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                get(served.port, **refused)
         assert get(served.port, host="localhost") == get(served.port), "without a port, as at port 80"
         return get(served.port)
     finally:
@@ -79,24 +79,23 @@ def test_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
     port, run = free_port(), tmp_path / "run"
     held = RunDir(run)
-    address = f"127.0.0.1:{port}"
-    args = ["track", str(run), "--to", "prometheus", "--follow", "--address", address]
+    args = ["track", str(run), "--to", "prometheus", "--follow", "--address", f"127.0.0.1:{port}"]
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(cli.main(args)))
     thread.start()
     with MetricsSink(run, 1) as sink:
         sink.log(1, {"train/loss": 0.5})
-    end = time.monotonic() + 30
-    seen = ""
-    while 'name="train/loss"} 0.5' not in seen and time.monotonic() < end:
-        time.sleep(0.05)
-        try:
-            seen = get(port)
-        except OSError:
-            continue  # it is only starting
+
+    def is_served() -> bool:
+        with suppress(OSError):  # it is only starting
+            text = get(port)
+            return 'name="train/loss"} 0.5' in text and 'fusionrl_step{run="run"} 1' in text
+        return False
+
+    wait_until(is_served)
     held.close()
     thread.join(20)
-    assert 'fusionrl_step{run="run"} 1' in seen and codes == [0] and not (run / "trackers.json").exists()
+    assert codes == [0] and not (run / "trackers.json").exists()
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,25 +21,17 @@ class Status(enum.Enum):
 
 
 def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
-    row = {
-        "index": 3,
-        "response": "für 数\n",
-        "tokens": np.array([1, 2, 3]),
-        "rollout_log_probs": torch.tensor([-0.1, -2.5]),
-        "status": Status.COMPLETED,
-        "metadata": {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan"), True: 1, None: 2, 1e20: 3},
-    }
+    plain = {"index": 3, "response": "für 数\n"}
+    metadata = {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan"), True: 1, None: 2, 1e20: 3}
+    row = plain | {"tokens": np.array([1, 2, 3]), "status": Status.COMPLETED, "metadata": metadata}
+    row["rollout_log_probs"] = torch.tensor([-0.1, -2.5])
     path = RolloutWriter(tmp_path).write(12, 1, [row])
     assert path == tmp_path / "rollouts" / "step_000013.train.a1.jsonl", "after it, 13 rollouts are finished"
     (back,) = read_rollouts(tmp_path)
     assert back.pop("rollout_log_probs") == [float(np.float32(-0.1)), -2.5], "exactly the float32 values"
-    assert back == {"step": 13, "rollout_id": 12, "kind": "train", "attempt": 1} | {
-        "index": 3,
-        "response": "für 数\n",
-        "tokens": [1, 2, 3],
-        "status": "completed",
-        "metadata": {"7": ["a", "b"], "path": "x/y", "nan": None, "True": 1, "None": 2, "1e+20": 3},
-    }
+    metadata = {"7": ["a", "b"], "path": "x/y", "nan": None, "True": 1, "None": 2, "1e+20": 3}
+    place = {"step": 13, "rollout_id": 12, "kind": "train", "attempt": 1}
+    assert back == place | plain | {"tokens": [1, 2, 3], "status": "completed", "metadata": metadata}
 
 
 def test_arrays_are_read_back_exactly_and_what_is_odd_is_written_all_the_same(tmp_path: Path) -> None:

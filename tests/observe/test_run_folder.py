@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +20,8 @@ def _holder(path: Path) -> subprocess.Popen[str]:
         "import sys, time; from fusionrl.observe.run_dir import RunDir\n"
         "run = RunDir(sys.argv[1]); run.write_config({'lr': 1}); print('held', flush=True); time.sleep(60)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, "-c", script, str(path)], env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
 
@@ -60,20 +57,14 @@ def test_a_resume_adds_a_config_only_if_it_differs(tmp_path: Path) -> None:
 
 
 def test_a_live_run_keeps_others_out_and_a_killed_one_does_not(tmp_path: Path) -> None:
-    process = _holder(tmp_path)
-    try:
+    with _holder(tmp_path) as process:
         with pytest.raises(ValueError, match=f"live process {process.pid}"):
             RunDir(tmp_path, resume=True)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         # Not waited for yet, so the holder is a zombie here, as under a launcher that reaps late.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with RunDir(tmp_path, resume=True) as run:
             assert run.attempt == 2
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def test_the_same_process_cannot_hold_it_twice_and_a_refusal_releases_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from fusionrl.base.stack_signal import ask_for_stacks
 from fusionrl.observe.stalls.processes import ProcessState, look
+from tests.own_process import wait_until
 
 ANSWERING = "from fusionrl.base.stack_signal import answer_with_stacks; answer_with_stacks()\n"
 BLOCKED = """
@@ -56,13 +57,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(role: str, program: str, *, answers: bool = True) -> int:
         log = logs / f"{role}.a1.log"
-        before = log.stat().st_size if log.exists() else 0
         with log.open("ab") as file:
-            source = (ANSWERING if answers else "") + program
+            before, source = log.stat().st_size, (ANSWERING if answers else "") + program
             children.append(subprocess.Popen([sys.executable, "-c", source], stdout=file, stderr=file))
-        deadline = time.monotonic() + 30
-        while log.stat().st_size == before and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: log.stat().st_size > before)
         return children[-1].pid
 
     yield begin
@@ -87,9 +85,10 @@ def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tm
     assert _functions(found[blocked])[0] == "blocked"
     assert _functions(found[first]).count("sleeping") == 2  # both threads
     assert _functions(found[second])[0] == "blocked"  # of two that share a log, each has its own
-    assert (found[stopped].trouble, found[stopped].stacks) == ("stopped by a signal", "")
-    assert found[stopped].role == "trainer-1"
+    state = found[stopped]
+    assert (state.role, state.trouble, state.stacks) == ("trainer-1", "stopped by a signal", "")
     assert (found[silent].stacks, os.kill(silent, 0)) == ("", None)  # it has no handler: it was not asked, and lives
+    assert not ask_for_stacks(silent) and not ask_for_stacks(2**22 + 1)
     assert "blocked" in found[blocked].render()
     assert "has not answered" in found[silent].render()
 
@@ -125,8 +124,3 @@ def test_a_process_whose_parent_passes_its_output_on_is_found(start: Start, tmp_
     os.kill(child, signal.SIGSTOP)
     assert {one.pid: one.trouble for one in look(tmp_path / "logs")}[child] == "stopped by a signal"
     os.kill(child, signal.SIGKILL)
-
-
-def test_a_process_without_a_handler_is_not_sent_the_signal(start: Start) -> None:
-    assert not ask_for_stacks(start("router", SLEEPING, answers=False))
-    assert not ask_for_stacks(2**22 + 1)

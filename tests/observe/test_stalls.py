@@ -39,8 +39,8 @@ def _seen(role: str, stacks: str = "", trouble: str = "", pid: int = 7) -> Proce
 class _Run:
     """A driver whose phases follow one another, looked at once a second."""
 
-    def __init__(self, clock: StallClock) -> None:
-        self.clock, self.now = clock, 0.0
+    def __init__(self, floor_s: float = 60.0, **limits: float) -> None:
+        self.clock, self.now = StallClock(floor_s, **limits), 0.0
         self.lasted: dict[str, list[float]] = {}
 
     def phase(self, name: str, seconds: int) -> list[LatePhase | EndedPhase]:
@@ -53,22 +53,17 @@ class _Run:
 
 
 def test_a_phase_is_late_after_five_medians_and_never_before_the_floor() -> None:
-    run = _Run(StallClock(60.0))
-    for seconds in (20, 21, 22):
-        assert run.phase("train", seconds) == []
-    for _ in range(3):
-        assert run.phase("push", 1) == []
+    run = _Run()
+    assert [run.phase("train", seconds) for seconds in (20, 21, 22)] == [[]] * 3
+    assert [run.phase("push", 1) for _ in range(3)] == [[]] * 3
     assert [one.seconds for one in run.phase("push", 70)] == [60.0]
-    told = run.phase("train", 120)
-    assert [(type(one), one.phase, one.seconds) for one in told] == [
-        (EndedPhase, "push", 70.0),
-        (LatePhase, "train", 105.0),
-    ]
-    assert told[1].usual_s == 21.0
+    ended, late = run.phase("train", 120)
+    assert ended == EndedPhase("push", 70.0)
+    assert isinstance(late, LatePhase) and (late.phase, late.seconds, late.usual_s) == ("train", 105.0, 21.0)
 
 
 def test_it_speaks_with_pauses_that_double_and_of_the_end() -> None:
-    run = _Run(StallClock(60.0))
+    run = _Run()
     run.phase("train", 2)
     told = run.phase("train", 1000)
     assert [(one.seconds, one.number) for one in told] == [(60.0, 1), (120.0, 2), (240.0, 3), (480.0, 4), (960.0, 5)]
@@ -76,16 +71,15 @@ def test_it_speaks_with_pauses_that_double_and_of_the_end() -> None:
 
 
 def test_the_first_of_its_kind_is_given_five_times_the_floor() -> None:
-    run = _Run(StallClock(60.0))
+    run = _Run()
     (told,) = run.phase("start", 400)
     assert (told.seconds, told.usual_s) == (300.0, None)
 
 
 def test_the_time_limit_ends_the_run_also_where_it_is_no_surprise() -> None:
-    run = _Run(StallClock(60.0, timeout_s=90.0))
+    run = _Run(timeout_s=90.0)
     run.phase("train", 80)
-    told = run.phase("train", 91)
-    assert [(one.seconds, one.is_last) for one in told] == [(90.0, True)]
+    assert [(one.seconds, one.is_last) for one in run.phase("train", 91)] == [(90.0, True)]
     clock = StallClock(1.0)
     assert clock.look(0.0, None, {}) is clock.look(1000.0, None, {}) is None, "between phases nothing is said"
 

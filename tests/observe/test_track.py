@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,16 +23,23 @@ from fusionrl import cli
 from fusionrl.observe.metrics import Line, MetricsSink, read_lines
 from fusionrl.observe.run_dir import RunDir
 from fusionrl.observe.track.adapters import ADAPTERS, Target, mlflow_name
+from tests.own_process import wait_until
 
 Capsys = pytest.CaptureFixture[str]
 
 Points = list[tuple[str, int, float]]  # name, step, value; in the order in which they were sent
 
 
-def track(capsys: Capsys, run: Path, *args: str, code: int = 0) -> str:
-    assert cli.main(["track", str(run), *args]) == code
+def track(capsys: Capsys, run: Path, *args: str, code: int = 0, to: str = "wandb") -> str:
+    assert cli.main(["track", str(run), "--to", to, *args]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out.splitlines()[-1]
+
+
+def memory(run: Path) -> dict[str, Any]:
+    """What is remembered of the only tracker."""
+    (entry,) = json.loads((run / "trackers.json").read_text()).values()
+    return dict(entry)
 
 
 @pytest.fixture
@@ -120,17 +129,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_a_tracker_gets_what_is_new(run: Path, recorder: Recorder, capsys: Capsys) -> None:
-    assert track(capsys, run, "--to", "wandb", "--project", "p") == f"{run}: 3 lines sent to wandb"
+    assert track(capsys, run, "--project", "p") == f"{run}: 3 lines sent to wandb"
     (target,) = recorder.targets
     assert (target.project, target.name, target.is_new, target.offline) == ("p", "sums", True, False)
     assert target.config == {"seed": 3, "kl_coef": 0.5, "version": "0.1"}
-    assert track(capsys, run, "--to", "wandb", "--project", "p").endswith("0 lines sent to wandb")
+    assert track(capsys, run, "--project", "p").endswith("0 lines sent to wandb")
     assert len(recorder.targets) == 1, "nothing is opened for nothing"
     resume(run)
-    assert track(capsys, run, "--to", "wandb", "--project", "p").endswith("2 lines sent to wandb")
+    assert track(capsys, run, "--project", "p").endswith("2 lines sent to wandb")
     assert recorder.targets[1].run_id == target.run_id and not recorder.targets[1].is_new
-    assert track(capsys, run, "--to", "wandb", "--project", "q").endswith("3 lines sent to wandb"), "another project"
-    track(capsys, run, "--to", "wandb", "--project", "p", "--again")
+    assert track(capsys, run, "--project", "q").endswith("3 lines sent to wandb"), "another project"
+    track(capsys, run, "--project", "p", "--again")
     assert recorder.targets[3].run_id != target.run_id and recorder.targets[3].is_new
 
 
@@ -140,10 +149,10 @@ def test_a_tracker_that_fails_gets_the_rest_later(
 ) -> None:
     """In the same run there, also where the first line failed."""
     recorder.fail_at = fail_at
-    assert "the server is gone" in track(capsys, run, "--to", "wandb", code=1)
+    assert "the server is gone" in track(capsys, run, code=1)
     assert recorder.num_closed == 1, "also after an error"
     recorder.fail_at = 0
-    assert track(capsys, run, "--to", "wandb").endswith(f"{num_left} lines sent to wandb")
+    assert track(capsys, run).endswith(f"{num_left} lines sent to wandb")
     first, second = recorder.targets
     assert [line.step for line in recorder.lines] == [1, 2, 2] and first.run_id == second.run_id
     assert first.is_new and not second.is_new
@@ -152,10 +161,10 @@ def test_a_tracker_that_fails_gets_the_rest_later(
 def test_what_has_not_arrived_is_sent_again(run: Path, recorder: Recorder, capsys: Capsys) -> None:
     """A tracker that only takes lines into a queue fails while it is closed."""
     recorder.is_queue = recorder.close_fails = True
-    message = track(capsys, run, "--to", "wandb", code=1)
+    message = track(capsys, run, code=1)
     assert "nothing arrived" in message and "hush" not in message
     recorder.close_fails = False
-    assert [track(capsys, run, "--to", "wandb").split(": ")[1][0] for _ in range(2)] == ["3", "0"]
+    assert [track(capsys, run).split(": ")[1][0] for _ in range(2)] == ["3", "0"]
     first, second = recorder.targets
     assert second.run_id == first.run_id and not second.is_new, "the run there is the one that was opened"
 
@@ -164,9 +173,9 @@ def test_passwords_are_not_remembered(run: Path, recorder: Recorder, capsys: Cap
     address = "postgresql://me:hush@host/db"
     state = {f"wandb fusionrl {address}": {"run_id": "abc", "bytes": 0}}  # of an earlier version
     (run / "trackers.json").write_text(json.dumps(state))
-    track(capsys, run, "--to", "wandb", "--address", address)
+    track(capsys, run, "--address", address)
     text = (run / "trackers.json").read_text()
-    assert "hush" not in text and "me:***@host" in text and '"run_id": "abc"' in text
+    assert "hush" not in text and "me:***@host" in text and memory(run)["run_id"] == "abc"
     assert recorder.targets[0].address == address
 
 
@@ -185,22 +194,18 @@ sys.exit(cli.main(["track", sys.argv[1], "--to", "wandb", "--follow"]))
 
 
 def test_a_follower_that_is_terminated_keeps_what_was_sent(run: Path, capsys: Capsys) -> None:
-    with RunDir(run, resume=True):
-        args = [sys.executable, "-c", _FOLLOWER, str(run)]
-        follower = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
+    args = [sys.executable, "-c", _FOLLOWER, str(run)]
+    with RunDir(run, resume=True), subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as follower:
         try:
-            assert follower.stdout is not None
             assert [follower.stdout.readline() for _ in range(4)] == ["line\n"] * 3 + ["asked\n"]
-            assert "another fusionrl track" in track(capsys, run, "--to", "wandb", code=2)
-            (entry,) = json.loads((run / "trackers.json").read_text()).values()
-            assert entry["bytes"] == 0, "its run there is known, and nothing has arrived yet"
+            assert "another fusionrl track" in track(capsys, run, code=2)
+            assert memory(run)["bytes"] == 0, "its run there is known, and nothing has arrived yet"
             follower.terminate()
             rest, _ = follower.communicate(timeout=20)
         finally:
             follower.kill()
     assert rest.startswith("asked\nclosed\n") and follower.returncode == 0
-    (entry,) = json.loads((run / "trackers.json").read_text()).values()
-    assert entry["bytes"] == list(read_lines(run))[-1].end
+    assert memory(run)["bytes"] == list(read_lines(run))[-1].end
 
 
 def test_a_lock_of_another_machine_is_named(
@@ -208,10 +213,7 @@ def test_a_lock_of_another_machine_is_named(
 ) -> None:
     (run / "run.lock").write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
 
-    def stop(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fusionrl.observe.track.command.time.sleep", stop)
+    monkeypatch.setattr("fusionrl.observe.track.command.time.sleep", Mock(side_effect=KeyboardInterrupt))
     assert cli.main(["track", str(run), "--to", "wandb", "--follow"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("held by host elsewhere") == 1 and "3 lines sent" in captured.out
@@ -225,9 +227,7 @@ def test_following_a_run_to_its_end(
     held = RunDir(run, resume=True)
     followed = threading.Thread(target=cli.main, args=(["track", str(run), "--to", "wandb", "--follow"],))
     followed.start()
-    end = time.monotonic() + 20
-    while len(recorder.lines) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: len(recorder.lines) >= 3)
     assert followed.is_alive(), "the run goes on"
     resume(run)
     held.close()
@@ -238,18 +238,18 @@ def test_following_a_run_to_its_end(
 def test_a_memory_that_was_changed_names_no_file(run: Path, recorder: Recorder, capsys: Capsys) -> None:
     for content in ('{"wandb fusionrl": {"run_id": "../../x", "bytes": 0}}', "[1]", "{", '{"wandb fusionrl": 3}'):
         (run / "trackers.json").write_text(content)
-        track(capsys, run, "--to", "wandb")
+        track(capsys, run)
         assert recorder.targets[-1].is_new and recorder.targets[-1].run_id.isalnum()
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("mlflow", "trackio"):
-        said = track(capsys, run, "--to", kind, "--offline", "--address", "http://me:hush@host", code=2)
+        said = track(capsys, run, "--offline", "--address", "http://me:hush@host", code=2, to=kind)
         assert "leave one of the two out" in said and "hush" not in said
     (tmp_path / "empty").mkdir()
-    assert "has no metrics.jsonl" in track(capsys, tmp_path / "empty", "--to", "wandb", code=2)
+    assert "has no metrics.jsonl" in track(capsys, tmp_path / "empty", code=2)
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    assert "swanlab into an environment of its own" in track(capsys, run, "--to", "swanlab", code=2)
+    assert "swanlab into an environment of its own" in track(capsys, run, code=2, to="swanlab")
     assert not (run / "trackers.json").exists()
 
 
@@ -336,11 +336,11 @@ def of_trackio(run: Path) -> Points:
 def test_a_run_that_is_sent_again_does_not_double_tensorboard(run: Path, capsys: Capsys) -> None:
     pytest.importorskip("tensorboard.summary.writer.event_file_writer", reason="tensorboard is not installed here")
     for args in ([], ["--again"], []):
-        track(capsys, run, "--to", "tensorboard", *args)
+        track(capsys, run, *args, to="tensorboard")
     assert sorted(path.name for path in (run / "tensorboard").iterdir()) == ["track", "track-2"]
     assert sorted(of_tensorboard(run)) == sorted(FIRST)
     resume(run)
-    track(capsys, run, "--to", "tensorboard")
+    track(capsys, run, to="tensorboard")
     assert sorted(of_tensorboard(run)) == sorted(FIRST), "what is new goes to the newest run"
 
 
@@ -384,8 +384,6 @@ def test_what_arrives_in_a_real_tracker(kind: str, run: Path, monkeypatch: pytes
 
     send()
     assert sorted(read(run)) == sorted(FIRST)
-    send()
-    assert sorted(read(run)) == sorted(FIRST), "nothing is sent twice"
     new = resume(run)
     send()
-    assert sorted(read(run)) == sorted([*FIRST, *new])
+    assert sorted(read(run)) == sorted([*FIRST, *new]), "nothing is sent twice"

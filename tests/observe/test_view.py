@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.observe.view_runs import sample, trained, unpack, write_run, write_to
 
 Capsys = pytest.CaptureFixture[str]
 
-HERE = Path(__file__).parent
 MB = 1_000_000
 
 
@@ -44,6 +42,17 @@ def blocks_of(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     found = re.findall(r'<script type="application/octet-stream" id="([\w-]+)">([^<]*)</script>', text)
     return {name: unpack(data) for name, data in found}
+
+
+def facts_of(run: Path) -> dict[str, Any]:
+    """What the page of a run says of it."""
+    return dict(blocks_of(run / "view.html")["main"]["runs"][0])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of one sample of nine tokens."""
+    return write_run(tmp_path / "run", [[sample(0, length=9)]], write_tokenizer(tmp_path / "model"))
 
 
 def test_what_is_packed_is_unpacked() -> None:
@@ -94,10 +103,10 @@ def test_columns_of_a_sample() -> None:
     row = json.loads(json.dumps(sample(0, length=3), default=lambda value: value.tolist()))
     row |= {"loss_mask": [1, 0, 1], "rollout_log_probs": [-1.0, -0.5, None], "weight_versions": [3, 3, 3]}
     found = page_row(row, {"log_probs": [-1.25, None, -2.0], "entropy": [0.1, 0.2, 0.3], "advantages": [2.0] * 3}, 3)
-    assert found["tokens"] == row["tokens"][3:] and found["prompt_tokens"] == row["tokens"][:3]
-    assert found["mask"] == [1, 0, 1] and found["version"] == 3, "a value of all tokens is written once"
-    assert found["engine"] == [-1.0, -0.5, None] and found["gap"] == [-0.25, None, None]
-    assert found["entropy"] == [0.1, 0.2, 0.3] and found["advantage"] == 2.0
+    expected = {"tokens": row["tokens"][3:], "prompt_tokens": row["tokens"][:3], "mask": [1, 0, 1]}
+    expected |= {"version": 3, "advantage": 2.0}  # a value of all tokens is written once
+    expected |= {"engine": [-1.0, -0.5, None], "gap": [-0.25, None, None], "entropy": [0.1, 0.2, 0.3]}
+    assert {name: found[name] for name in expected} == expected
     assert not {"gap", "entropy", "advantage"} & page_row(row, {}, 3).keys(), "without trainers' values"
 
 
@@ -114,12 +123,10 @@ def test_the_most_telling_groups_come_first(tmp_path: Path) -> None:
     rewards = [1.0, 1.0, 0.5, 0.5, -3.0, -2.0, 4.0, 5.0, 0.0, 0.0]
     rows = [sample(i, reward, status="truncated" if i == 9 else "completed") for i, reward in enumerate(rewards)]
     run = write_run(tmp_path / "run", [rows])
-    path = next((run / "rollouts" / "trained").iterdir())
-    path.unlink()
-    RolloutWriter(run).write_trained(
-        list_rollouts(run)[0].path, [trained(i, mismatch=5.0 if i == 2 else 0) for i in range(10)]
-    )
-    order = [group[0].group for group in by_interest(Samples(list_rollouts(run)[0]))]
+    next((run / "rollouts" / "trained").iterdir()).unlink()
+    (file,) = list_rollouts(run)
+    RolloutWriter(run).write_trained(file.path, [trained(i, mismatch=5.0 if i == 2 else 0) for i in range(10)])
+    order = [group[0].group for group in by_interest(Samples(file))]
     assert order == [1, 2, 3, 4, 0], "by mismatch, lowest, highest reward, cut off, the rest"
 
 
@@ -132,17 +139,16 @@ def test_a_page_holds_the_whole_of_a_small_run(tmp_path: Path, capsys: Capsys) -
     (run / "eval" / "2.json").write_text(json.dumps({"sets": {"held-out": {"settings": {"reward_key": "acc"}}}}))
     said = view(capsys, run)
     assert f"{run / 'view.html'}: " in said and "9 of 9 samples with texts" in said and "left out" not in said
-    blocks = blocks_of(run / "view.html")
-    (facts,) = blocks["main"]["runs"]
+    facts = facts_of(run)
     assert facts["steps"] == [1, 2] and facts["metrics"]["train/loss"] == [0.5, 0.25]
-    files = [(file["step"], file["kind"], file["samples"]) for file in facts["files"]]
-    assert files == [(1, "train", 4), (2, "train", 4), (2, "eval-held-out", 1)]
-    assert facts["files"][0]["equal"] == 0 and facts["files"][1]["equal"] == 2
-    assert facts["files"][2]["reward"] == 1.0, "by the key of the evaluation"
-    assert facts["files"][0]["mismatch"] == 0.04
+    first, second, evaluation = files = facts["files"]
+    shapes = [(file["step"], file["kind"], file["samples"]) for file in files]
+    assert shapes == [(1, "train", 4), (2, "train", 4), (2, "eval-held-out", 1)]
+    assert (first["equal"], second["equal"], first["mismatch"]) == (0, 2, 0.04)
+    assert evaluation["reward"] == 1.0, "by the key of the evaluation"
     repeats = sorted(facts["repeats"].values())
     assert repeats == [[[0, 0], [1, 0], [2, 0]], [[0, 2], [1, 2]]], "prompts that came again: their files and lines"
-    block = blocks[facts["files"][0]["block"]]
+    block = blocks_of(run / "view.html")[first["block"]]
     assert block["samples"]["reward"] == [0, 0.25, 0.5, 0.75] and set(block["rows"]) == {"0", "1", "2", "3"}
     assert block["rows"]["3"]["response"] == "answer 3" and len(block["rows"]["3"]["gap"]) == 4
     used = {str(token) for one in block["rows"].values() for token in one["tokens"]}
@@ -162,20 +168,20 @@ def test_no_text_of_a_run_leaves_its_data(tmp_path: Path, capsys: Capsys) -> Non
 
 def test_the_limit_holds_and_what_is_left_out_is_said(tmp_path: Path, capsys: Capsys) -> None:
     rng = np.random.default_rng(0)
+    seeds = [range(100 * step, 100 * step + 12) for step in range(8)]
     steps = [
-        [sample(i, length=400, response=rng.bytes(500).hex(), seed=100 * step + i) for i in range(12)]
-        for step in range(8)
+        [sample(seed % 100, length=400, response=rng.bytes(500).hex(), seed=seed) for seed in one] for one in seeds
     ]
     run = write_run(tmp_path / "run", steps)
     said = view(capsys, run, "--mb", "0.7")
     assert (run / "view.html").stat().st_size <= 0.7 * MB
-    facts = blocks_of(run / "view.html")["main"]["runs"][0]
+    facts = facts_of(run)
     kept = [file["kept"] for file in facts["files"] if file["block"]]
     assert kept and all(0 < count < 12 for count in kept), "fewer samples of each step, the numbers of all"
     assert "left out" in said and all(one in said for one in facts["left_out"])
     assert any("texts and tokens of" in one for one in facts["left_out"])
     said = view(capsys, run, "--mb", "0.7", "--steps", "3")
-    only = blocks_of(run / "view.html")["main"]["runs"][0]["files"]
+    only = facts_of(run)["files"]
     assert [file["step"] for file in only if file["block"]] == [3] and only[2]["kept"] > max(kept)
     assert "samples of 7 steps (1-2, 4-8)" in said
 
@@ -232,13 +238,11 @@ def test_a_run_of_metrics_alone(tmp_path: Path, capsys: Capsys) -> None:
         ("--tokenizer none --serve", "name a folder with a tokenizer.json"),
     ],
 )
-def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", [[sample(0)]])
+def test_mistakes(flags: str, said: str, run: Path, capsys: Capsys) -> None:
     assert said in view(capsys, run, *flags.split(), code=2)
 
 
-def test_mistakes_in_the_run(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", [[sample(0)]])
+def test_mistakes_in_the_run(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert "is no run folder" in view(capsys, tmp_path / "none", code=2)
     (tmp_path / "empty").mkdir()
     assert "neither metrics nor samples" in view(capsys, tmp_path / "empty", code=2)
@@ -252,13 +256,10 @@ def test_text_of_tokens_is_that_of_the_library(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"])
-    )
+    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": ["<|end|>"]}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, **alphabet))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = Vocabulary.read(tmp_path / "tokenizer.json")
-    assert vocabulary is not None
+    vocabulary: Any = Vocabulary.read(tmp_path / "tokenizer.json")
     for text in texts:
         ids = tokenizer.encode(text).ids
         assert "".join(token_texts(ids, vocabulary)) == text
@@ -292,8 +293,7 @@ def test_one_sample_in_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     assert "[10]" not in text and "[14]" in view(capsys, run, "--sample", 1, "--tokenizer", tmp_path)
 
 
-def test_a_response_that_is_cut_says_so(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", [[sample(0, length=9)]], write_tokenizer(tmp_path / "model"))
+def test_a_response_that_is_cut_says_so(run: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is cut" not in view(capsys, run, "--sample", 0)
     monkeypatch.setattr("fusionrl.observe.view.step_block.MOST_TOKENS", 4)
     assert "the first 4 of 9 tokens" in view(capsys, run, "--sample", 0)
@@ -302,36 +302,32 @@ def test_a_response_that_is_cut_says_so(tmp_path: Path, capsys: Capsys, monkeypa
     assert len(row["tokens"]) == 4 and row["num_tokens"] == 9, "by these the page says it"
 
 
-def test_an_evaluation_in_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", [[sample(0)]])
+def test_an_evaluation_in_the_terminal(run: Path, capsys: Capsys) -> None:
     RolloutWriter(run).write(1, 1, [sample(0, prompt="held out")], kind="eval-sums")
     assert "held out" in view(capsys, run, "--eval", "sums"), "it selects the terminal by itself"
     assert not (run / "view.html").exists()
 
 
-def test_metrics_that_are_larger_than_the_limit(
-    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_over_the_limit(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many metrics some steps are left out; the samples still have room."""
     run = write_run(tmp_path / "run", [[sample(i) for i in range(4)]])
-    rng = np.random.default_rng(0)
-    names = [f"train/metric_{i}" for i in range(100)]
+    rows = np.random.default_rng(0).normal(size=(800, 100)).round(6).tolist()
     with (run / "metrics.jsonl").open("w") as file:
-        for step, values in enumerate(rng.normal(size=(800, 100)).round(6).tolist(), start=1):
-            file.write(json.dumps({"step": step, "attempt": 1, **dict(zip(names, values, strict=True))}) + "\n")
+        for step, values in enumerate(rows, start=1):
+            named = {f"train/metric_{i}": value for i, value in enumerate(values)}
+            file.write(json.dumps({"step": step, "attempt": 1} | named) + "\n")
     reads = []
     monkeypatch.setattr(series_module, "read_metrics", lambda run: reads.append(run) or read_metrics(run))
     said = view(capsys, run, "--mb", 0.8)
     assert len(reads) == 1, "a live run may add lines between two reads"
     assert (run / "view.html").stat().st_size <= 0.8 * MB and "4 of 4 samples" in said
-    facts = blocks_of(run / "view.html")["main"]["runs"][0]
+    facts = facts_of(run)
     assert 20 < len(facts["steps"]) < 700 and facts["steps"][-1] == 800 and "metrics of" in said
 
 
-def test_a_limit_below_what_a_run_needs_names_the_smallest(tmp_path: Path, capsys: Capsys) -> None:
-    run = write_run(tmp_path / "run", [[sample(0)]])
-    rng = np.random.default_rng(0)
-    config = json.loads((run / "config.json").read_text()) | {"custom": {"text": rng.bytes(300_000).hex()}}
+def test_a_limit_below_what_a_run_needs_names_the_smallest(run: Path, capsys: Capsys) -> None:
+    text = np.random.default_rng(0).bytes(300_000).hex()
+    config = json.loads((run / "config.json").read_text()) | {"custom": {"text": text}}
     (run / "config.json").write_text(json.dumps(config))
     said = view(capsys, run, "--mb", 0.5, code=2)
     least = re.search(r"give at least --mb ([\d.]+)", said)
@@ -342,36 +338,23 @@ def test_a_limit_below_what_a_run_needs_names_the_smallest(tmp_path: Path, capsy
 
 def test_colours_of_the_terminal(tmp_path: Path) -> None:
     vocabulary = Vocabulary.read(write_tokenizer(tmp_path) / "tokenizer.json")
-    row: dict[str, object] = {
-        "tokens": [0, 1, 2, 11],
-        "gap": [0.0, -1.0, 0.5, None],
-        "mask": [1, 1, 1, 0],
-        "version": [1, 1, 2, 2],
-    }
-    lines = list(render_tokens(row, "mismatch", vocabulary, True))
-    assert lines[1] == "a\x1b[48;5;160mb\x1b[0m\x1b[48;5;34mc\x1b[0m\x1b[38;5;245m\n\x1b[0m"
-    healthy = {"tokens": [0, 1], "gap": [5e-6, -2e-6], "mask": [1, 1]}
-    assert list(render_tokens(healthy, "mismatch", vocabulary, True))[1] == "ab", "rounding has no colour"
-    assert list(render_tokens(row, "version", vocabulary, True))[1].count("\x1b[48;5;24m") == 2
-    assert "--save-token-values" in list(render_tokens(row, "entropy", vocabulary, True))[1]
-    assert list(render_tokens(row | {"mask": [0, 0, 1, 0]}, "mask", vocabulary, False))[1] == "[-ab-]c[-\n-]"
-    evil = Vocabulary({0: "\x1b[31m"}, {}, False)
-    assert list(render_tokens({"tokens": [0]}, "mask", evil, False))[1] == "\\x1b[31m"
+    row: dict[str, object] = {"tokens": [0, 1, 2, 11], "gap": [0.0, -1.0, 0.5, None]}
+    row |= {"mask": [1, 1, 1, 0], "version": [1, 1, 2, 2]}
+
+    def line(row: dict[str, object], by: str, vocabulary: Any = vocabulary, colored: bool = True) -> str:
+        return list(render_tokens(row, by, vocabulary, colored))[1]
+
+    assert line(row, "mismatch") == "a\x1b[48;5;160mb\x1b[0m\x1b[48;5;34mc\x1b[0m\x1b[38;5;245m\n\x1b[0m"
+    healthy: dict[str, object] = {"tokens": [0, 1], "gap": [5e-6, -2e-6], "mask": [1, 1]}
+    assert line(healthy, "mismatch") == "ab", "rounding has no colour"
+    assert line(row, "version").count("\x1b[48;5;24m") == 2 and "--save-token-values" in line(row, "entropy")
+    assert line(row | {"mask": [0, 0, 1, 0]}, "mask", colored=False) == "[-ab-]c[-\n-]"
+    assert line({"tokens": [0]}, "mask", Vocabulary({0: "\x1b[31m"}, {}, False), False) == "\\x1b[31m"
 
 
 def test_the_pure_part_of_the_script() -> None:
-    node = shutil.which("node") or shutil.which("nodejs")
-    if node is None:
+    if (node := shutil.which("node") or shutil.which("nodejs")) is None:
         pytest.skip("there is no node here")
-    done = subprocess.run([node, str(HERE / "view_core.js")], capture_output=True, text=True, timeout=60)
+    script = Path(__file__).with_name("view_core.js")
+    done = subprocess.run([node, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_command_loads_nothing_heavy(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [[sample(0)]])
-    code = (
-        f"import sys; from fusionrl import cli; assert cli.main(['view', {str(run)!r}]) == 0;"
-        "print([name for name in ('torch', 'ray', 'transformers', 'pydantic', 'megatron') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

@@ -38,42 +38,46 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps[4] = [row | {"prompt": "asked again", "group_index": 8} for row in steps[4]]
     steps[9] = [row | {"prompt": "asked again", "group_index": 18} for row in steps[9]]
     made = write_run(folder / "run", steps, write_tokenizer(folder / "model"), train__logprob_diff_mean=mismatch)
-    file = next(file for file in list_rollouts(made) if file.step == 20)
-    (made / "rollouts" / "trained" / file.path.name).unlink()
+    path = list_rollouts(made)[19].path
+    (made / "rollouts" / "trained" / path.name).unlink()
     rows = [trained(line, 6, mismatch=5.0 if line == 2 else 0.01) for line in range(4)]
-    RolloutWriter(made).write_trained(file.path, rows)
+    RolloutWriter(made).write_trained(path, rows)
     assert cli.main(["view", str(made)]) == 0
     return made
 
 
 def rows_of(browser: Browser, caption: str) -> list[list[str]]:
     """The cells of a table's body."""
-    found: list[list[str]] = browser.js(
-        f"[...document.querySelectorAll('table')].find((t) => t.caption.textContent === {caption!r})"
-        ".tBodies[0].rows.length && [...[...document.querySelectorAll('table')]"
-        f".find((t) => t.caption.textContent === {caption!r}).tBodies[0].rows]"
-        ".map((r) => [...r.cells].map((c) => c.textContent))"
-    )
-    return found or []
+    table = f"[...document.querySelectorAll('table')].find((t) => t.caption.textContent === {caption!r})"
+    return browser.js(f"[...{table}.tBodies[0].rows].map((r) => [...r.cells].map((c) => c.textContent))")
+
+
+def text_at(browser: Browser, selector: str) -> str:
+    """The text of the first element of a kind."""
+    return browser.js(f"document.querySelector({selector!r}).textContent")
+
+
+def count(browser: Browser, selector: str) -> int:
+    return browser.js(f"document.querySelectorAll({selector!r}).length")
 
 
 NAMED = {"button", "link", "textbox", "searchbox", "spinbutton", "checkbox", "radio", "combobox", "listbox", "table"}
 NAMED |= {"image", "img", "region"}
-SAMPLES, GROUPS = "Samples of this step", "Groups of this step"
+SAMPLES, GROUPS, STEPS = "Samples of this step", "Groups of this step", "Steps, with their samples behind the number"
 
 
 def test_from_a_jump_to_its_sample_in_two_clicks(browser: Browser, run: Path) -> None:
     browser.open(run / "view.html")
-    assert browser.js("[...document.querySelectorAll('.links a')].length") == 1
+    assert count(browser, ".links a") == 1
     browser.click(".links a")
     browser.settle()
-    assert browser.js("document.querySelector('h1').textContent") == "Step 20"
+    assert text_at(browser, "h1") == "Step 20"
     samples = rows_of(browser, SAMPLES)
     assert samples[0][0] == "78", "the worst first, as the curve was of mismatch"
     browser.click("table a")
     browser.settle()
-    assert browser.js("document.querySelector('h1').textContent") == "Sample 78 · Step 20"
-    assert browser.js("document.querySelectorAll('.tokens [role=option]').length") == 6
+    assert text_at(browser, "h1") == "Sample 78 · Step 20"
+    assert count(browser, ".tokens [role=option]") == 6
     colors = browser.js("[...document.querySelectorAll('.tokens span')].map((s) => s.style.background)")
     assert any(colors), "by mismatch, as there is one"
     assert browser.errors == [] and browser.requests == [(run / "view.html").resolve().as_uri()]
@@ -84,7 +88,7 @@ def test_a_click_on_a_curve_and_its_keys_lead_to_a_step(browser: Browser, run: P
     browser.js("document.querySelector('.plot svg').focus()")
     for _ in range(3):
         browser.key("ArrowRight")
-    assert browser.js("document.querySelector('.reading').textContent") == "step 3: 0.5"
+    assert text_at(browser, ".reading") == "step 3: 0.5"
     browser.key("Enter")
     browser.wait("document.querySelector('h1').textContent === 'Step 3'")
     assert browser.js("document.activeElement.tagName") == "H1", "a screen reader goes on at the title"
@@ -121,7 +125,7 @@ def test_filters_groups_and_a_prompt_over_the_steps(browser: Browser, run: Path)
     )
     assert [row[0] for row in rows_of(browser, SAMPLES)] == ["79"]
     browser.go("#/run/0/file/4/group/0")
-    assert browser.js("document.querySelectorAll('article').length") == 4, "side by side"
+    assert count(browser, "article") == 4, "side by side"
     assert "asked again" in browser.text()
     browser.click("main section a")
     browser.settle()
@@ -134,14 +138,14 @@ def test_tokens_by_keyboard(browser: Browser, run: Path) -> None:
     browser.js("document.querySelector('.tokens').focus()")
     browser.key("ArrowRight")
     browser.key("ArrowRight")
-    said = browser.js("document.querySelector('.details').textContent")
+    said = text_at(browser, ".details")
     trained = ("trainer -", "trainer − engine ", "entropy 0.", "advantage 0.25")
     parts = ("token 1 ", "id ", "engine -", *trained, "weights 1")
     assert [part for part in parts if part not in said] == []
     assert browser.js("document.querySelector('.tokens').getAttribute('aria-activedescendant')") == "t1"
     browser.click("[name=by][value=entropy]")
-    assert "entropy, nats" in browser.js("document.querySelector('.legend').textContent")
-    assert browser.js("document.querySelector('.tokens').textContent").count("[") == 0, "decoded from the ids"
+    assert "entropy, nats" in text_at(browser, ".legend")
+    assert text_at(browser, ".tokens").count("[") == 0, "decoded from the ids"
 
 
 def test_hostile_texts_stay_texts(browser: Browser, tmp_path: Path) -> None:
@@ -158,22 +162,21 @@ def test_hostile_texts_stay_texts(browser: Browser, tmp_path: Path) -> None:
         browser.go(route) if route != "#" else browser.settle()
         assert "onload=window.hacked=3" in browser.text() or route == "#", route
     assert browser.js("window.hacked") is None
-    assert browser.js("document.querySelectorAll('main img, main svg[onload]').length") == 0
+    assert count(browser, "main img, main svg[onload]") == 0
     assert browser.errors == [] and len(browser.requests) == 1
     assert browser.js("fetch('https://example.invalid/').then(() => 'went out', () => 'refused')") == "refused"
     assert any("Content Security Policy" in error for error in browser.errors)
 
 
 def test_a_hundred_thousand_tokens(browser: Browser, tmp_path: Path) -> None:
-    made = write_run(
-        tmp_path / "run", [[sample(0, length=100_000, response="x" * 400_000)]], write_tokenizer(tmp_path / "m")
-    )
+    rows = [sample(0, length=100_000, response="x" * 400_000)]
+    made = write_run(tmp_path / "run", [rows], write_tokenizer(tmp_path / "m"))
     assert cli.main(["view", str(made)]) == 0
     assert browser.open(made / "view.html", "#/run/0/file/0/sample/0") < 10, "a second on a quiet machine"
-    assert browser.js("document.querySelectorAll('.tokens span').length") == 4000
+    assert count(browser, ".tokens span") == 4000
     browser.js("document.querySelector('.tokens').focus()")
     browser.key("End")
-    assert "token 99999 " in browser.js("document.querySelector('.details').textContent")
+    assert "token 99999 " in text_at(browser, ".details")
     assert "tokens 96,000 to 99,999 of 100,000" in browser.text()
     assert browser.errors == []
 
@@ -181,22 +184,19 @@ def test_a_hundred_thousand_tokens(browser: Browser, tmp_path: Path) -> None:
 def test_ten_thousand_steps_and_a_torn_last_line(browser: Browser, tmp_path: Path) -> None:
     made = write_run(tmp_path / "run", [[sample(i) for i in range(4)]])
     values = np.random.default_rng(0).normal(size=(10_000, 12)).round(5).tolist()
-    names = ["train/loss", "train/entropy", "train/grad_norm", *(f"train/x{i}" for i in range(9))]
-    with (made / "metrics.jsonl").open("w") as file:
-        for step, row in enumerate(values, start=1):
-            file.write(json.dumps({"step": step, "attempt": 1, **dict(zip(names, row, strict=True))}) + "\n")
-        file.write('{"step": 10001, "atte')
+    names = ["step", "attempt", "train/loss", "train/entropy", "train/grad_norm", *(f"train/x{i}" for i in range(9))]
+    lines = [json.dumps(dict(zip(names, [step, 1, *row], strict=True))) for step, row in enumerate(values, start=1)]
+    (made / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 10001, "atte']))
     path = list_rollouts(made)[0].path
     path.write_bytes(path.read_bytes()[:-40])
     assert cli.main(["view", str(made)]) == 0
     assert browser.open(made / "view.html") < 10, "half a second on a quiet machine"
-    caption = "Steps, with their samples behind the number"
-    assert len(rows_of(browser, caption)) == 100 and "1 to 100 of 10,000" in browser.text()
+    assert len(rows_of(browser, STEPS)) == 100 and "1 to 100 of 10,000" in browser.text()
     browser.js("[...document.querySelectorAll('button')].find((b) => b.textContent === 'Next rows').click()")
-    assert rows_of(browser, caption)[0][0] == "101"
+    assert rows_of(browser, STEPS)[0][0] == "101"
     browser.js("[...document.querySelectorAll('thead button')].find((b) => b.textContent === 'gradient').click()")
-    assert float(rows_of(browser, caption)[0][-2]) == pytest.approx(max(row[2] for row in values), rel=1e-3)
-    assert browser.js("document.querySelectorAll('[aria-sort=descending]').length") == 1
+    assert float(rows_of(browser, STEPS)[0][-2]) == pytest.approx(max(row[2] for row in values), rel=1e-3)
+    assert count(browser, "[aria-sort=descending]") == 1
     browser.go("#/run/0/file/0")
     assert "lines that cannot be read" in browser.text() and len(rows_of(browser, SAMPLES)) == 3
     assert browser.errors == []
@@ -207,11 +207,10 @@ def test_two_runs_side_by_side(browser: Browser, run: Path, tmp_path: Path) -> N
     assert cli.main(["view", str(run), str(other), "--html", str(tmp_path / "both.html")]) == 0
     browser.open(tmp_path / "both.html")
     assert browser.js("document.querySelectorAll('.chart')[0].querySelectorAll('.line').length") == 2
-    assert browser.js("document.querySelector('h1').textContent") == "run and other"
-    steps = rows_of(browser, "Steps, with their samples behind the number")
-    assert [row[:2] for row in steps[:3]] == [["1", "run"], ["1", "other"], ["2", "run"]]
+    assert text_at(browser, "h1") == "run and other"
+    assert [row[:2] for row in rows_of(browser, STEPS)[:3]] == [["1", "run"], ["1", "other"], ["2", "run"]]
     browser.go("#/run/1/file/1")
-    assert "other" in browser.js("document.querySelector('nav').textContent") and len(rows_of(browser, SAMPLES)) == 2
+    assert "other" in text_at(browser, "nav") and len(rows_of(browser, SAMPLES)) == 2
     assert browser.errors == []
 
 
@@ -223,18 +222,13 @@ def test_all_has_a_name_and_can_be_read(scheme: str, browser: Browser, run: Path
     assert browser.js("document.documentElement.lang") == "en"
     for route in ("#", "#/run/0/file/19", "#/run/0/file/19/group/0", "#/run/0/file/19/sample/3"):
         browser.go(route) if route != "#" else browser.settle()
-        nodes = browser.ask("Accessibility.getFullAXTree")["nodes"]
-        nameless = [
-            node["role"]["value"]
-            for node in nodes
-            if not node["ignored"] and node["role"]["value"] in NAMED and not node.get("name", {}).get("value")
-        ]
-        assert nameless == [], route
-        assert browser.js("document.querySelectorAll('h1').length") == 1
-        for by in ("", "mismatch", "entropy") if "sample" in route else ("",):
-            if by:
-                browser.click(f"[name=by][value={by}]")
-            assert browser.js(_LEAST_CONTRAST) >= 4.5, (route, by)
+        nodes = [node for node in browser.ask("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+        nameless = {node["role"]["value"] for node in nodes if not node.get("name", {}).get("value")}
+        assert not nameless & NAMED, route
+        assert count(browser, "h1") == 1 and browser.js(_LEAST_CONTRAST) >= 4.5, route
+    for by in ("mismatch", "entropy"):
+        browser.click(f"[name=by][value={by}]")
+        assert browser.js(_LEAST_CONTRAST) >= 4.5, by
     browser.ask("Emulation.setEmulatedMedia", features=[])
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.own_process import run_code
 from tools.bench import loss
 
 
-def test_memory_sees_what_was_there_and_is_gone():
+def test_memory_sees_what_was_there_and_is_gone() -> None:
     """In a process of its own: in this one, memory that earlier tests freed may be resident already."""
     code = (
         "import torch; from tools.bench import loss\n"
@@ -18,17 +17,13 @@ def test_memory_sees_what_was_there_and_is_gone():
         "held = torch.ones(10 << 20); torch.ones(16 << 20)\n"  # 40 and 64 MiB
         "peak = memory.peak(); memory.reset(); print(peak / 2**20, memory.peak() / 2**20)"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(loss.__file__).parents[2])
-    peak, after = map(float, done.stdout.split())
-    assert 98 <= peak <= 118, "40 MiB are held and 64 MiB are freed"
-    assert 38 <= after <= 54
+    peak, after = map(float, run_code(code).split())
+    assert 98 <= peak <= 118 and 38 <= after <= 54, "40 MiB are held and 64 MiB are freed"
 
 
-def test_both_make_the_same_values(tmp_path):
+def test_both_make_the_same_values(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    small = ["--tokens", "40", "--vocab", "3000", "--hidden", "16", "--turns", "1", "--device", "cpu"]
-    loss.main([*small, "--json", str(file)])
+    loss.main(f"--tokens 40 --vocab 3000 --hidden 16 --turns 1 --device cpu --json {file}".split())
     found = json.loads(file.read_text())
     assert set(found) == {"entropy gradient: False", "entropy gradient: True"}
     for sides in found.values():

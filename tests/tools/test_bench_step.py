@@ -6,15 +6,16 @@ import argparse
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 
 from fusionrl.runtime.buffer_handle import BufferHandle
-from tests.tiny_model import make_tiny_qwen3
 from tools.bench import engine_alone
 from tools.bench.bare import Bare, samples_of
 from tools.bench.step import COMPARED, GENERATE, PUSH, TRAIN, Turn, our_step, report
@@ -32,26 +33,14 @@ def test_a_step_of_the_loop() -> None:
     )
     values = our_step(actors, 3)  # type: ignore[arg-type]
     buffer.start_rollout.assert_called_once_with(3, 7)
-    assert (trained, pushed) == ([(3, ["shard"])], [4])
-    assert values["seconds"] > 0
+    assert (trained, pushed) == ([(3, ["shard"])], [4]) and values["seconds"] > 0
 
 
-def test_the_bare_rows_are_timed_at_every_turn(tmp_path: Path) -> None:
-    bare = Bare(str(make_tiny_qwen3(tmp_path / "model")), samples_of(1, 2), 3, "fp32", 1)
-    try:
-        turns = [bare.seconds(), bare.seconds()]
-    finally:
-        bare.close()
-    for turn in turns:
-        assert set(turn) == COMPARED.keys() - {"engine_alone"}
-        assert 0 < min(turn.values()) <= max(turn.values()) < 60
-
-
-def test_the_process_of_the_bare_rows_says_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = str(make_tiny_qwen3(tmp_path / "model"))
-    with pytest.raises(SystemExit, match="ended; see above"):
-        Bare(model, ["short", "longer"], 1, "fp32", 1)
-    assert "the prompts have different numbers of tokens" in capfd.readouterr().err
+def test_the_bare_rows_are_timed_at_every_turn(tiny_model: Path) -> None:
+    with closing(Bare(str(tiny_model), samples_of(1, 2), 3, "fp32", 1)) as bare:
+        for turn in (bare.seconds(), bare.seconds()):
+            assert set(turn) == COMPARED.keys() - {"engine_alone"}
+            assert 0 < min(turn.values()) <= max(turn.values()) < 60
 
 
 def test_ratios_are_of_the_same_turn() -> None:
@@ -72,40 +61,30 @@ def test_ratios_are_of_the_same_turn() -> None:
 class _Engine(BaseHTTPRequestHandler):
     """Answers a request when all of them have come, so a sender that waits for one answer before the next hangs."""
 
-    together: threading.Barrier
-    seen: list[tuple[str, str | None]]
-
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
-        self.seen.append((self.path, self.headers["Authorization"]))
+        self.server.seen.append((self.path, self.headers["Authorization"]))
         if self.path == "/generate":
-            self.together.wait(10)
+            self.server.together.wait(10)
         tokens = asked.get("sampling_params", {}).get("max_new_tokens", 0)
-        body = json.dumps({"output_ids": [1] * min(tokens, 5)}).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(json.dumps({"output_ids": [1] * min(tokens, 5)}).encode())
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 @pytest.fixture
-def engine() -> Iterator[str]:
-    _Engine.together, _Engine.seen = threading.Barrier(3), []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def engine() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Engine) as server:
+        server.together, server.seen, server.url = threading.Barrier(3), [], f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
-def test_the_engine_alone_gets_all_requests_at_once(engine: str) -> None:
-    assert 0 < engine_alone.seconds(engine, "key", [[1, 2]] * 3, 5) < 10
-    assert _Engine.seen == [("/flush_cache", "Bearer key")] + [("/generate", "Bearer key")] * 3
-
-
-def test_answers_of_another_length_are_no_measurement(engine: str) -> None:
-    with pytest.raises(SystemExit, match="answered"):
-        engine_alone.seconds(engine, None, [[1]] * 3, 6)
+def test_the_engine_alone_gets_all_requests_at_once(engine: Any) -> None:
+    assert 0 < engine_alone.seconds(engine.url, "key", [[1, 2]] * 3, 5) < 10
+    assert engine.seen == [("/flush_cache", "Bearer key")] + [("/generate", "Bearer key")] * 3
+    with pytest.raises(SystemExit, match="answered"):  # answers of another length are no measurement
+        engine_alone.seconds(engine.url, None, [[1]] * 3, 6)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionrl.base.environment import is_secret
+from tools import chaos_process as process
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -21,14 +21,6 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     import chaos
 
     return chaos
-
-
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    import chaos_process
-
-    return chaos_process
 
 
 # A run in small: a child that stays (as an engine does), the lines of the console, and an end when the child is dead.
@@ -43,17 +35,15 @@ for line in "starting Ray,step 0/3,generating,training,pushing weights,step 1/3,
 """
 
 
-def start(process: Any, folder: Path, after: str = "") -> Any:
+def start(folder: Path, after: str = "") -> process.Attempt:
     return process.Attempt([sys.executable, "-c", PROGRAM.format(after=after)], folder / "output.txt")
 
 
 def test_runs_follow_from_the_seed(tool: Any) -> None:
     options = tool.parse(["--seed", "3", "--max-kills", "2"])
-    cases = [tool.plan_case(options, number) for number in range(1, 41)]
-    assert cases == [tool.plan_case(options, number) for number in range(1, 41)]
-    assert cases != [tool.plan_case(tool.parse(["--seed", "4"]), number) for number in range(1, 41)]
-    pairs = {(case.pipeline, case.kills[0].victim) for case in cases[:8]}
-    assert len(pairs) == 8  # both pipelines with each victim
+    cases, again = ([tool.plan_case(options, number) for number in range(1, 41)] for _ in range(2))
+    assert cases == again != [tool.plan_case(tool.parse(["--seed", "4"]), number) for number in range(1, 41)]
+    assert len({(case.pipeline, case.kills[0].victim) for case in cases[:8]}) == 8  # both pipelines with each victim
     assert {kill.moment for case in cases for kill in case.kills} == set(tool.MOMENTS)
     assert {len(case.kills) for case in cases} == {1, 2}
     assert all(0 <= kill.after_step <= options.steps - 2 for case in cases for kill in case.kills)
@@ -70,87 +60,61 @@ def test_a_run_has_as_many_prompts_as_it_needs(tool: Any) -> None:
     assert tool.is_refused("12+7=") and not tool.is_refused("13+8=")
 
 
-def test_a_kill_comes_at_its_moment(process: Any, tmp_path: Path) -> None:
-    attempt = start(process, tmp_path, after="time.sleep(60)")
+def test_a_kill_comes_at_its_moment(tmp_path: Path) -> None:
+    attempt = start(tmp_path, after="time.sleep(60)")
     end = attempt.run(process.Kill("driver", "push", 0, 0.0), 30, 30)
     assert end.state == "push after step 0" and end.code == -signal.SIGKILL and end.pid == attempt.process.pid
     assert end.seconds < 5
     (child,) = attempt.left(0.5)  # it is found though its parent is dead, and ended
     assert "time.sleep(60)" in child and attempt.left(5) == []
     assert process.check_end(end, "driver", False) == []
+    # Any moment begins with the line of its step.
+    end = start(tmp_path, after="time.sleep(60)").run(process.Kill("driver", "any", 1, 0.0), 30, 30)
+    assert end.state in ("any after step 1", "checkpoint after step 1")
 
 
-def test_processes_of_a_run_keep_the_mark(process: Any) -> None:
+def test_processes_of_a_run_keep_the_mark() -> None:
     """fusionrl does not pass on what looks like a secret."""
     assert not is_secret(process.MARK_VARIABLE, "0123456789abcdef")
 
 
-def test_any_moment_begins_with_the_line_of_its_step(process: Any, tmp_path: Path) -> None:
-    end = start(process, tmp_path, after="time.sleep(60)").run(process.Kill("driver", "any", 1, 0.0), 30, 30)
-    assert end.state in ("any after step 1", "checkpoint after step 1")
-
-
-def test_a_run_that_ends_before_the_moment_is_not_killed(process: Any, tmp_path: Path) -> None:
-    attempt = start(process, tmp_path, after="child.kill(); child.wait()")
+def test_a_run_that_ends_before_the_moment_is_not_killed(tmp_path: Path) -> None:
+    attempt = start(tmp_path, after="child.kill(); child.wait()")
     end = attempt.run(process.Kill("driver", "checkpoint", 2, 0.0), 30, 30)
     assert (end.state, end.code) == (None, 0) and attempt.left(5) == []
     assert process.check_end(end, None, True) == []
     assert "exit code 0 without all steps" in process.check_end(end, None, False)[0]
 
 
-def test_a_victim_that_is_not_there_is_a_violation(process: Any, tmp_path: Path) -> None:
-    attempt = start(process, tmp_path, after="child.kill(); child.wait()")
+def test_a_victim_that_is_not_there_is_a_violation(tmp_path: Path) -> None:
+    attempt = start(tmp_path, after="child.kill(); child.wait()")
     end = attempt.run(process.Kill("engine", "push", 0, 0.0), 30, 30)
     assert (end.state, end.code, end.missed) == (None, 0, "engine") and attempt.left(5) == []
     (violation,) = process.check_end(end, None, True)
     assert violation == "nothing was killed: no process of engine was found when its moment came"
 
 
-def test_runs_that_kill_nothing_prove_nothing(tool: Any) -> None:
-    cases = [tool.plan_case(tool.parse(["--max-kills", "1"]), number) for number in (1, 2)]  # driver, buffer
-    outcomes = [tool.Outcome(case, kills=[(case.kills[0], "push after step 2")]) for case in cases]
-    assert tool.proves_little(cases, outcomes) == []
-    outcomes[1].kills = [(cases[1].kills[0], None)]
-    assert tool.proves_little(cases, outcomes) == ["in no run the buffer was killed"]
-    assert tool.proves_little(cases, outcomes[1:]) == [
-        *("in no run the driver was killed", "in no run the buffer was killed")
-    ]
-    assert tool.proves_little(cases, []) == ["no run was made"]
+def test_the_message_has_to_name_who_died() -> None:
+    def said(code: int, output: str, victim: str | None) -> list[str]:
+        return process.check_end(process.End(code, "any after step 1", 77, 1.0, output), victim, False)
 
-
-def test_a_hang_is_seen_and_ended(process: Any, tmp_path: Path) -> None:
-    attempt = start(process, tmp_path, after="time.sleep(60)")
-    since = time.monotonic()
-    end = attempt.run(None, 1.0, 1.0)
-    assert end.code is None and time.monotonic() - since < 10
-    (violation,) = process.check_end(end, None, False)
-    assert "no end 1 s after its start; it said: " in violation
-    assert attempt.left(5) == []
-
-
-def end_of(process: Any, code: int, output: str) -> Any:
-    return process.End(code, "any after step 1", 77, 1.0, output)
-
-
-def test_the_message_has_to_name_who_died(process: Any) -> None:
     good = {
         "buffer": "failed: ActorDied: the Buffer died: its process 77 ended without an error of its own\nlogs: x",
         "trainer": "failed: ActorDied: trainer rank 1 died: its process 77 ended\nlogs: x",
         "engine": "failed: ChildExited: generation of engine 0 at http://x: the process ended (killed by SIGKILL)",
     }
     for victim, text in good.items():
-        assert process.check_end(end_of(process, 1, text), victim, False) == []
+        assert said(1, text, victim) == []
         other = good["buffer" if victim == "engine" else "engine"]
-        assert "does not name the " + victim in process.check_end(end_of(process, 1, other), victim, False)[0]
-        assert "0 messages, not one" in process.check_end(end_of(process, 1, "Killed\n"), victim, False)[0]
-        assert "2 messages, not one" in process.check_end(end_of(process, 1, f"{text}\n{text}"), victim, False)[0]
-        assert "exit code 2 after" in process.check_end(end_of(process, 2, text), victim, False)[0]
-        shown = f"Traceback (most recent call last):\n{text}"
-        assert process.check_end(end_of(process, 1, shown), victim, False) == ["a traceback on the console"]
-    assert "not name" in process.check_end(end_of(process, 1, good["buffer"].replace("77", "78")), "buffer", False)[0]
-    assert process.check_end(end_of(process, -9, "step 1/3\n"), "driver", False) == []
-    assert "a message of a driver" in process.check_end(end_of(process, -9, good["buffer"]), "driver", False)[0]
-    assert "though nothing was killed" in process.check_end(end_of(process, 1, good["buffer"]), None, False)[0]
+        assert "does not name the " + victim in said(1, other, victim)[0]
+        assert "0 messages, not one" in said(1, "Killed\n", victim)[0]
+        assert "2 messages, not one" in said(1, f"{text}\n{text}", victim)[0]
+        assert "exit code 2 after" in said(2, text, victim)[0]
+        assert said(1, f"Traceback (most recent call last):\n{text}", victim) == ["a traceback on the console"]
+    assert "not name" in said(1, good["buffer"].replace("77", "78"), "buffer")[0]
+    assert said(-9, "step 1/3\n", "driver") == []
+    assert "a message of a driver" in said(-9, good["buffer"], "driver")[0]
+    assert "though nothing was killed" in said(1, good["buffer"], None)[0]
 
 
 # A run without engines: every step takes the next four prompts, and a resume goes on from the newest checkpoint; or,
@@ -204,19 +168,9 @@ def test_a_fault_of_a_run_fails_the_program(
 
     monkeypatch.setattr(tool, "command_of", command_of)
     # The bound of one-step-off is 1. It is killed by its driver alone: there are no other processes.
-    flags = ["--runs", "1", "--victims", "driver", "--moments", "any", "--max-kills", "1", "--steps", "3"]
-    flags += [
-        "--pipelines",
-        "one-step-off",
-        "--limit",
-        "3" if fault == "hangs" else "60",
-        "--work",
-        str(tmp_path),
-        "--seed",
-        "18",
-    ]
+    flags = f"--runs 1 --victims driver --moments any --max-kills 1 --steps 3 --limit {3 if fault == 'hangs' else 60}"
     (tmp_path / "model").mkdir()  # none is needed
-    code = tool.main(flags)
+    code = tool.main(f"{flags} --pipelines one-step-off --seed 18 --work {tmp_path}".split())
     shown = "".join(capfd.readouterr())
     assert (code == 1) == bool(said) and said in shown, shown
     num_kills = int(fault != "ends at once")

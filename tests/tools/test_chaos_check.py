@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,7 @@ import pytest
 from tools import chaos_check as check
 
 SHAPE = check.Shape(
-    prompts=tuple(f"{number}+1=" for number in range(20)),
-    num_steps=4,
-    groups_per_step=3,
-    samples_per_group=2,
-    max_staleness=1,
-    refused=frozenset({"3+1=", "8+1="}),
+    tuple(f"{number}+1=" for number in range(20)), 4, 3, 2, max_staleness=1, refused=frozenset({"3+1=", "8+1="})
 )
 Steps = dict[int, list[dict[str, Any]]]
 
@@ -29,16 +25,9 @@ def good_run(shape: check.Shape = SHAPE) -> Steps:
         step, group = place // shape.groups_per_step + 1, shape.prompts.index(prompt)
         now = shape.version_before(step) * shape.steps_per_push
         oldest = max(0, now - shape.max_staleness * shape.steps_per_push)
-        for copy in range(shape.samples_per_group):
-            steps.setdefault(step, []).append(
-                {
-                    "prompt": prompt,
-                    "group_index": group,
-                    "index": group * shape.samples_per_group + copy,
-                    "response_length": 3,
-                    "weight_versions": [oldest, now, now],
-                }
-            )
+        row = {"prompt": prompt, "group_index": group, "response_length": 3}
+        for index in range(group * shape.samples_per_group, (group + 1) * shape.samples_per_group):
+            steps.setdefault(step, []).append(row | {"index": index, "weight_versions": [oldest, now, now]})
     return steps
 
 
@@ -46,7 +35,7 @@ def violations(steps: Steps, shape: check.Shape = SHAPE, num_dropped: int = 0) -
     return check.check_prompts(shape, steps, num_dropped=num_dropped) + check.check_bound(shape, steps)
 
 
-def replace(steps: Steps, step: int, group: int, **values: object) -> None:
+def change(steps: Steps, step: int, group: int, **values: object) -> None:
     """Change the samples of a step's group."""
     for row in steps[step][2 * group : 2 * group + 2]:
         row.update(values)
@@ -65,11 +54,11 @@ def lose(steps: Steps) -> None:
 
 CASES: dict[str, Callable[[Steps], object]] = {
     # A prompt that was drawn again: another group, the same text.
-    "prompts trained twice: 0+1=": lambda steps: replace(steps, 4, 2, prompt=steps[1][0]["prompt"]),
+    "prompts trained twice: 0+1=": lambda steps: change(steps, 4, 2, prompt=steps[1][0]["prompt"]),
     "samples trained twice: 8, 9": double_the_group,
     "1 prompts lost: 13+1=": lose,
-    "the filter drops: 3+1=": lambda steps: replace(steps, 1, 0, prompt="3+1="),
-    "not in the data: of nowhere": lambda steps: replace(steps, 1, 0, prompt="of nowhere"),
+    "the filter drops: 3+1=": lambda steps: change(steps, 1, 0, prompt="3+1="),
+    "not in the data: of nowhere": lambda steps: change(steps, 1, 0, prompt="of nowhere"),
     "steps without samples: 2": lambda steps: steps.pop(2),
     "step 2 has groups of [2, 1, 2] samples": lambda steps: steps[2].pop(3),
     "samples of different prompts in group 5": lambda steps: steps[2][3].update(prompt="19+1="),
@@ -84,7 +73,7 @@ CASES: dict[str, Callable[[Steps], object]] = {
 
 
 def test_a_good_run_has_no_violation() -> None:
-    assert violations(good_run()) == []
+    assert violations(good_run()) == check.check_metrics(SHAPE, killed_and_resumed()) == []
     assert check.largest_age(SHAPE, good_run()) == 1
 
 
@@ -133,28 +122,24 @@ def killed_and_resumed() -> list[check.Launch]:
     return [first, check.Launch(2, lines(2, range(2, 5)), is_last=True)]
 
 
-def test_metrics_of_a_good_run() -> None:
-    assert check.check_metrics(SHAPE, killed_and_resumed()) == []
-
-
-def test_metrics_of_spoilt_runs() -> None:
-    def found(**changes: object) -> str:
-        launches = killed_and_resumed()
-        for name, value in changes.items():
-            setattr(launches[1], name, value)
-        return "; ".join(check.check_metrics(SHAPE, launches))
-
-    assert "goes on from step 3, but its lines are of [2, 3, 4]" in found(first_step=3)
-    assert "its lines are of [2, 3, 3, 4]" in found(rows=lines(2, range(2, 4)) + lines(2, range(3, 5)))
-    assert "its lines are of [2, 4]" in found(rows=lines(2, range(2, 5, 2)))
-    assert "ended well after step 3 of 4" in found(rows=lines(2, range(2, 4)))
-    assert "ended well without a line" in found(rows=[])
-    assert "writes as attempt 1" in found(rows=lines(1, range(2, 5)))
-    constant = [row | {"sync/version": 2} for row in lines(2, range(2, 5))]
-    assert "versions do not go up" in found(rows=constant)
-    assert "token_max is 2" in found(rows=lines(2, range(2, 5), **{"rollout/staleness/token_max": 2.0}))
-    assert "other weights sampled" in found(rows=lines(2, range(2, 5), **{"train/logprob_diff_max": 0.1}))
-    assert "not finite" in found(rows=lines(2, range(2, 5), nonfinite=["train/loss"]))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"first_step": 3}, "goes on from step 3, but its lines are of [2, 3, 4]"),
+        ({"rows": lines(2, range(2, 4)) + lines(2, range(3, 5))}, "its lines are of [2, 3, 3, 4]"),
+        ({"rows": lines(2, range(2, 5, 2))}, "its lines are of [2, 4]"),
+        ({"rows": lines(2, range(2, 4))}, "ended well after step 3 of 4"),
+        ({"rows": []}, "ended well without a line"),
+        ({"rows": lines(1, range(2, 5))}, "writes as attempt 1"),
+        ({"rows": lines(2, range(2, 5), **{"sync/version": 2})}, "versions do not go up"),
+        ({"rows": lines(2, range(2, 5), **{"rollout/staleness/token_max": 2.0})}, "token_max is 2"),
+        ({"rows": lines(2, range(2, 5), **{"train/logprob_diff_max": 0.1})}, "other weights sampled"),
+        ({"rows": lines(2, range(2, 5), nonfinite=["train/loss"])}, "not finite"),
+    ],
+)
+def test_metrics_of_spoilt_runs(changes: dict[str, Any], said: str) -> None:
+    first, second = killed_and_resumed()
+    assert said in "; ".join(check.check_metrics(SHAPE, [first, replace(second, **changes)]))
 
 
 def test_the_folder_of_a_run_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,8 +14,15 @@ from tools.bench.lengths import Lengths
 STEADY = Machine(gpus=1, parameters=1.0, bytes_per_weight=0.0, kv_bytes=0.0, flops=200.0, flops_share=1.0, overhead_s=1)
 
 
-def token_s() -> float:
-    return STEADY.token_s(1, 0)
+TOKEN_S = STEADY.token_s(1, 0)
+
+
+def batch_of(*requests: Request, max_running: int | None = None) -> PacedBatch:
+    """A batch of a steady machine that these requests have joined."""
+    batch = PacedBatch(STEADY if max_running is None else replace(STEADY, max_running=max_running))
+    for request in requests:
+        batch.join(request)
+    return batch
 
 
 def test_h20_reads_its_weights_for_each_token() -> None:
@@ -26,10 +35,9 @@ def test_h20_reads_its_weights_for_each_token() -> None:
 
 
 def test_a_request_ends_after_its_prompt_and_its_tokens() -> None:
-    batch = PacedBatch(STEADY)
     request = Request(num_prompt=100, num_tokens=10)
-    batch.join(request)
-    due = 1 + 10 * token_s()
+    batch = batch_of(request)
+    due = 1 + 10 * TOKEN_S
     assert batch.next_end() == pytest.approx(due)
     assert batch.advance(due - 0.5) == [] and 9 < batch.tokens_of(request) < 10
     assert batch.advance(due + 5) == [request] and batch.tokens_of(request) == 10
@@ -48,10 +56,8 @@ def test_a_growing_cache_makes_tokens_slower() -> None:
 
 
 def test_requests_queue_beyond_the_limit_and_begin_in_order() -> None:
-    batch = PacedBatch(Machine(**{**vars(STEADY), "max_running": 2}))
     requests = [Request(0, 10), Request(0, 20), Request(0, 5)]
-    for request in requests:
-        batch.join(request)
+    batch = batch_of(*requests, max_running=2)
     assert len(batch.running) == 2 and list(batch.waiting) == requests[2:]
     assert batch.advance(100) == [requests[0], requests[2], requests[1]]
 
@@ -59,10 +65,9 @@ def test_requests_queue_beyond_the_limit_and_begin_in_order() -> None:
 def test_retract_computes_the_cache_again_and_in_place_does_not() -> None:
     ends = {}
     for mode in ("retract", "in_place"):
-        batch = PacedBatch(STEADY)
         request = Request(num_prompt=100, num_tokens=10)
-        batch.join(request)
-        batch.advance(1 + 5 * token_s())
+        batch = batch_of(request)
+        batch.advance(1 + 5 * TOKEN_S)
         assert batch.pause(mode) == [] and batch.next_end() is None
         assert batch.advance(50) == [] and batch.tokens_of(request) == pytest.approx(5)
         batch.set_version("1")
@@ -71,42 +76,31 @@ def test_retract_computes_the_cache_again_and_in_place_does_not() -> None:
         assert batch.advance(100) == [request] and request.done == 10
         assert batch.spans_of(request) == [("0", pytest.approx(5)), ("1", 10)]
         assert batch.num_prefilled_again == pytest.approx(105 if mode == "retract" else 0)
-    assert ends["in_place"] == pytest.approx(50 + 5 * token_s())
+    assert ends["in_place"] == pytest.approx(50 + 5 * TOKEN_S)
     assert ends["retract"] == pytest.approx(ends["in_place"] + 1.05)
 
 
-def test_abort_ends_all_as_they_are() -> None:
-    batch = PacedBatch(Machine(**{**vars(STEADY), "max_running": 1}))
+def test_abort_ends_all_as_they_are_and_who_leaves_makes_room() -> None:
     requests = [Request(0, 10), Request(0, 10)]
-    for request in requests:
-        batch.join(request)
-    batch.advance(5 * token_s())
-    assert batch.pause("abort") == requests
+    batch = batch_of(*requests, max_running=1)
+    batch.advance(5 * TOKEN_S)
+    assert batch.pause("abort") == requests and all(request.aborted for request in requests)
     assert [batch.tokens_of(request) for request in requests] == [pytest.approx(5), 0]
-    assert all(request.aborted for request in requests)
-
-
-def test_who_leaves_makes_room() -> None:
-    batch = PacedBatch(Machine(**{**vars(STEADY), "max_running": 1}))
     first, second, third = requests = [Request(0, 10) for _ in range(3)]
-    for request in requests:
-        batch.join(request)
+    batch = batch_of(*requests, max_running=1)
     batch.leave(second)
     batch.leave(first)
-    assert batch.running == {third} and not batch.waiting
-    assert batch.advance(100) == [third]
+    assert batch.running == {third} and not batch.waiting and batch.advance(100) == [third]
 
 
 def test_modelled_company_slows_as_real_requests_would() -> None:
     """Two engines with one request each that stands for four, against two engines with four each."""
-    machine = Machine(gpus=1, parameters=7.6e9)
     ends = []
     for weight, count in ((4.0, 1), (1.0, 4)):
         company = Company(weight, num_engines=2)
-        engines = [PacedBatch(machine, company) for _ in range(2)]
-        for engine in engines:
-            for _ in range(count):
-                engine.join(Request(256, 1_000))
+        engines = [PacedBatch(Machine(gpus=1, parameters=7.6e9), company) for _ in range(2)]
+        for engine in engines * count:
+            engine.join(Request(256, 1_000))
         ends.append(engines[1].next_end())
     assert ends[0] == pytest.approx(ends[1])
 

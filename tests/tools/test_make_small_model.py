@@ -36,7 +36,6 @@ def test_what_is_no_size_stays_and_heads_share_keys_as_before() -> None:
     assert (small["num_attention_heads"], small["num_key_value_heads"], small["vocab_size"]) == (4, 2, 151680)
     assert (small["rope_theta"], small["tie_word_embeddings"], small["rms_norm_eps"]) == (5e6, True, 1e-6)
     assert small_config({**large, "num_key_value_heads": 32}, 100, 2)["num_key_value_heads"] == 4
-    assert small_config({"hidden_size": 32, "num_key_value_heads": 1, "num_attention_heads": 2}, 100, 1) == {
-        **{"hidden_size": 32, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 1},
-        **{"vocab_size": 128, "torch_dtype": "float32", "dtype": "float32"},
-    }
+    tiny = {"hidden_size": 32, "num_key_value_heads": 1, "num_attention_heads": 2}
+    same = {"num_hidden_layers": 1, "vocab_size": 128, "torch_dtype": "float32", "dtype": "float32"}
+    assert small_config(tiny, 100, 1) == tiny | same

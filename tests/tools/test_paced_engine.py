@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionrl.engines.client import GenerateClient, abort_all
 from fusionrl.engines.control import EngineControl
-from fusionrl.engines.router import Router
 from tools.bench.engine_model import Machine
 from tools.bench.lengths import Lengths
 from tools.bench.paced_engine import PacedEngine, Scale, start_engines
@@ -31,32 +29,21 @@ def with_engines(use: Use, count: int = 1, median: float = 1_000.0, scale: Scale
     return asyncio.run(run())
 
 
-def test_an_answer_has_a_tenth_of_the_modelled_tokens() -> None:
+def test_answers_have_a_tenth_of_the_modelled_tokens() -> None:
+    """Or as many as the request allows; a stream brings the same in pieces."""
+
     async def use(engines: dict[str, PacedEngine]) -> None:
-        async with GenerateClient(next(iter(engines)), vocab_size=64) as client:
+        (url,) = engines
+        async with GenerateClient(url, vocab_size=64) as client:
             answers = [await client.generate({"input_ids": [1, 2], "sampling_params": MANY}) for _ in range(3)]
+            short = await client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 20}})
+        async with GenerateClient(url, stream_responses=True) as client:
+            pieces = [piece async for piece in client.stream({"input_ids": [1], "sampling_params": MANY})]
         assert all(60 < len(answer.tokens) == len(answer.log_probs) < 160 for answer in answers)
         assert len({len(answer.tokens) for answer in answers}) > 1
         assert {answer.finish_reason for answer in answers} == {"stop"}
         assert [answer.weight_versions for answer in answers] == [[(0, len(answer.tokens))] for answer in answers]
-
-    with_engines(use)
-
-
-def test_the_limit_of_a_request_holds() -> None:
-    async def use(engines: dict[str, PacedEngine]) -> None:
-        async with GenerateClient(next(iter(engines))) as client:
-            answer = await client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 20}})
-        assert len(answer.tokens) == 20 and answer.finish_reason == "length"
-
-    with_engines(use)
-
-
-def test_a_stream_brings_the_same_tokens() -> None:
-    async def use(engines: dict[str, PacedEngine]) -> None:
-        async with GenerateClient(next(iter(engines)), stream_responses=True) as client:
-            request = {"input_ids": [1], "sampling_params": MANY}
-            pieces = [piece async for piece in client.stream(request)]
+        assert len(short.tokens) == 20 and short.finish_reason == "length"
         assert len(pieces) > 2 and pieces[-1].finish_reason == "stop"
         assert 60 < sum(len(piece.tokens) for piece in pieces) < 160
 
@@ -104,22 +91,3 @@ def test_abort_answers_and_a_broken_connection_frees() -> None:
         assert engine.report()["aborted"] == 1 and not engine.batch.running
 
     with_engines(use, scale=Scale(time=1.0, tokens=0.1))
-
-
-@pytest.mark.engine
-def test_the_real_router_takes_them(tmp_path: Path) -> None:
-    async def use(engines: dict[str, PacedEngine]) -> None:
-        router = Router("127.0.0.1", str(tmp_path))
-        try:
-            await asyncio.to_thread(router.start)
-            await asyncio.gather(*(asyncio.to_thread(router.add_worker, url) for url in engines))
-            async with GenerateClient(router.url) as client:
-                requests = [{"input_ids": [number, 9, 9], "sampling_params": MANY} for number in range(8)]
-                answers = await asyncio.gather(*map(client.generate, requests))
-            assert all(len(answer.tokens) > 1 for answer in answers)
-            assert sum(engine.num_ended for engine in engines.values()) == 8
-            assert all(engine.num_ended for engine in engines.values())
-        finally:
-            await asyncio.to_thread(router.shutdown)
-
-    with_engines(use, count=2)

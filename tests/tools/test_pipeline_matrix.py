@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fusionrl.data.chat import tokens_after_assistant
-from fusionrl.data.tokenizer import load_tokenizer
 from tools import pipeline_matrix
-from tools.matrix_task import CALL, write_task
-from tools.pipeline_hooks import Counter
 from tools.pipeline_matrix import HEADER, Outcome, Row, main, proves_nothing, read_metrics, shown, weights_of
 from tools.rescoring import Rescored
 
@@ -26,8 +23,7 @@ def outcome(rescored: Rescored, row: Row = ROW, **fields: object) -> Outcome:
 def test_a_run_in_which_nothing_happened_proves_nothing() -> None:
     assert proves_nothing(outcome(FULL)) == []
     (said,) = proves_nothing(outcome(Rescored(tokens=40, stale_tokens=5)))
-    assert "no sample spans a push" in said
-    assert len(proves_nothing(outcome(Rescored()))) == 3
+    assert "no sample spans a push" in said and len(proves_nothing(outcome(Rescored()))) == 3
     assert proves_nothing(outcome(Rescored(tokens=40), Row("stream", "default", "disk"), tool_calls=0)) == []
     assert proves_nothing(outcome(FULL, tool_calls=0)) == ["no tool was called"]
 
@@ -42,12 +38,7 @@ def test_a_run_in_which_nothing_happened_proves_nothing() -> None:
     ],
 )
 def test_the_exit_code(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    made: Outcome,
-    flags: list[str],
-    code: int,
+    made: Outcome, flags: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "model").mkdir()
     rows = []
@@ -63,7 +54,7 @@ def test_versions_and_metrics_of_a_run(tmp_path: Path) -> None:
     for name in ("weight_v000000", "weight_v000004", "weight_v000004.partial"):
         (tmp_path / "weights" / name).mkdir(parents=True)
     found = weights_of(Row("stream", "default", "disk"), tmp_path, tmp_path / "model")
-    assert found == {0: tmp_path / "weights" / "weight_v000000", 4: tmp_path / "weights" / "weight_v000004"}
+    assert found == {version: tmp_path / "weights" / f"weight_v00000{version}" for version in (0, 4)}
     steps = [{"step": 0, "sync/pause_s": 9.0}, {"step": 1, "sync/pause_s": 0.1, "pipeline/tokens_prefilled_again": 7.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     (tmp_path / "rollouts").mkdir()
@@ -71,16 +62,6 @@ def test_versions_and_metrics_of_a_run(tmp_path: Path) -> None:
     made = outcome(FULL, tool_calls=0)
     read_metrics(tmp_path, made)
     assert (made.pauses, made.prefilled_again, made.tool_calls) == ([0.1], 7.0, 2)
-
-
-def test_a_tool_call_is_one_token(tmp_path: Path) -> None:
-    write_task(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path / "model"))
-    assert len(tokenizer.encode(CALL, add_special_tokens=False)) == 1
-    said = {"role": "tool", "tool_call_id": "call00000", "name": "count", "content": "count=1"}
-    end = tokenizer.eos_token_id
-    tokens = tokens_after_assistant([said], tokenizer, end_token=end, template_kwargs={}, tools=[Counter.schema])
-    assert tokenizer.decode(tokens) == "<|tool|>count=1<|assistant|>"
 
 
 def test_a_folder_that_is_used_again_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,14 @@ import pytest
 from scripts.uv_arguments import arguments, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+# No index and no other source: pip fails at the first package, after .venv was made.
+NOTHING = {"FUSIONRL_ENV": "cpu", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the first test that needs it."""
+    return tmp_path_factory.mktemp("env") / "venv"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,36 +32,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        (("exmaples",), {}, "exmaples"),
-        ((), {"FUSIONRL_ENV": "tpu"}, "FUSIONRL_ENV=tpu"),
-        ((), {"PYTHON": "/no/such/python", "FUSIONRL_ENV": "cpu"}, "PYTHON=/no/such/python"),
-    ],
-)
-def test_mistakes_are_named(
-    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], message: str
-) -> None:
-    done = run(*arguments, FUSIONRL_VENV=str(tmp_path / "venv"), **environment)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert not (tmp_path / "venv").exists()
-
-
-def test_pip_failure_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    # An index that does not exist and no other source: pip fails at the first package, after .venv was made.
-    done = run(
-        FUSIONRL_VENV=str(tmp_path / "venv"),
-        FUSIONRL_ENV="cpu",
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS=str(tmp_path),
-        PIP_CONFIG_FILE=os.devnull,
-    )
-    assert done.returncode == 1
-    assert "No matching distribution" in done.stderr
-    assert "install.log" in done.stderr
-    assert not list((tmp_path / "venv").glob(".stamp*"))
+@pytest.mark.parametrize("message", ["exmaples", "FUSIONRL_ENV=tpu", "PYTHON=/no/such/python"])
+def test_mistakes_are_named(tmp_path: Path, message: str) -> None:
+    name, _, value = message.partition("=")
+    arguments, wrong = ([], {name: value}) if value else ([name], {})
+    done = run(*arguments, **({"FUSIONRL_ENV": "cpu", "FUSIONRL_VENV": str(tmp_path / "venv")} | wrong))
+    assert done.returncode == 1 and message in done.stderr and not (tmp_path / "venv").exists()
 
 
 def fingerprint(python: Path, kind: str, names: tuple[str, ...]) -> str:
@@ -64,23 +48,21 @@ def fingerprint(python: Path, kind: str, names: tuple[str, ...]) -> str:
     return hashlib.sha256(content).hexdigest() + "\n"
 
 
-def test_nothing_is_done_while_the_stamp_fits_and_an_install_is_tried_when_it_does_not(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
+def test_nothing_is_done_while_the_stamp_fits_and_an_install_is_tried_when_it_does_not(
+    venv: Path, tmp_path: Path
+) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     names = tuple(f"requirements/{name}.txt" for name in ("cpu", "cpu-nodeps", "dev"))
     stamp = venv / ".stamp-base"
     stamp.write_text(fingerprint(venv / "bin/python", "cpu", names))
-    environment = {"FUSIONRL_VENV": str(venv), "FUSIONRL_ENV": "cpu", "PYTHON": ""}
+    environment = NOTHING | {"FUSIONRL_VENV": str(venv), "PYTHON": ""}
     done = run(**environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "up to date" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "up to date" in done.stdout
     assert not (venv / "install.log").exists()
-
-    no_packages = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     stamp.write_text("of other files\n")
-    done = run(**environment, **no_packages)
-    assert done.returncode == 1
-    assert "No matching distribution" in done.stderr
+    done = run(**environment, PIP_FIND_LINKS=str(tmp_path))
+    assert done.returncode == 1 and not list(venv.glob(".stamp*"))
+    assert "No matching distribution" in done.stderr and "install.log" in done.stderr, "the end of pip's log"
 
 
 def test_what_is_compiled_does_not_go_by_where_the_checkout_is(tmp_path: Path) -> None:
@@ -99,17 +81,13 @@ def test_what_is_compiled_does_not_go_by_where_the_checkout_is(tmp_path: Path) -
 
 def test_uv_looks_where_pip_looks() -> None:
     """Later sections count more; lists keep their order; what concerns another command is left."""
-    listing = "\n".join(
-        [
-            "global.index-url='https://one/simple'",
-            "global.extra-index-url='https://two/simple\\nfile:///three'",
-            "download.index-url='https://other/simple'",
-            "install.find-links='/wheels'",
-            ":env:.index-url='https://four/simple'",
-            ":env:.cert='/etc/certificates.pem'",
-            ":env:.no-index='0'",
-        ]
-    )
+    listing = """global.index-url='https://one/simple'
+global.extra-index-url='https://two/simple\\nfile:///three'
+download.index-url='https://other/simple'
+install.find-links='/wheels'
+:env:.index-url='https://four/simple'
+:env:.cert='/etc/certificates.pem'
+:env:.no-index='0'"""
     assert arguments(read_settings(listing)) == [
         *("--index-url", "https://four/simple"),
         *("--extra-index-url", "https://two/simple", "--extra-index-url", "file:///three"),
@@ -118,24 +96,19 @@ def test_uv_looks_where_pip_looks() -> None:
     assert arguments(read_settings(":env:.no-index='1'\n")) == ["--no-index"]
 
 
-NOTHING = {"FUSIONRL_ENV": "cpu", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
-
-
-def test_a_torch_index_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_torch_index_that_does_not_answer(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was named is a mistake; PyTorch's own is passed over, and the line says what comes then."""
     nowhere = "http://127.0.0.1:9"
-    flags = NOTHING | {"PIP_FIND_LINKS": str(tmp_path), "FUSIONRL_VENV": str(tmp_path / "venv")}
+    flags = NOTHING | {"PIP_FIND_LINKS": str(tmp_path), "FUSIONRL_VENV": str(venv)}
     done = run(**flags, FUSIONRL_TORCH_INDEX=f"{nowhere}/whl/cpu")
     assert done.returncode == 1 and f"FUSIONRL_TORCH_INDEX={nowhere}/whl/cpu does not answer" in done.stderr
-    environment = {name: value for name, value in os.environ.items() if name != "FUSIONRL_TORCH_INDEX"}
-    environment |= flags | {"https_proxy": nowhere, "HTTPS_PROXY": nowhere, "no_proxy": "", "NO_PROXY": ""}
-    command = ["bash", str(ROOT / "scripts/setup-env.sh")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    monkeypatch.delenv("FUSIONRL_TORCH_INDEX", raising=False)
+    done = run(**flags, https_proxy=nowhere, HTTPS_PROXY=nowhere, no_proxy="", NO_PROXY="")
     assert done.returncode == 1 and "whl/cpu does not answer: torch comes from where pip looks" in done.stdout
     assert "CUDA build (5.7 GB)" in done.stdout and "No matching distribution" in done.stderr
 
 
-def test_the_cpu_build_is_looked_for_in_its_index_first(tmp_path: Path) -> None:
+def test_the_cpu_build_is_looked_for_in_its_index_first(venv: Path, tmp_path: Path) -> None:
     class Index(http.server.BaseHTTPRequestHandler):
         asked: ClassVar[list[str]] = []
 
@@ -150,14 +123,19 @@ def test_the_cpu_build_is_looked_for_in_its_index_first(tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        url = f"http://127.0.0.1:{server.server_port}/whl/cpu"
-        flags = {"FUSIONRL_ENV": "cpu", "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
-        flags |= {"PIP_INDEX_URL": f"http://127.0.0.1:{server.server_port}/simple", "PIP_FIND_LINKS": str(tmp_path)}
-        done = run(**flags, FUSIONRL_TORCH_INDEX=url, FUSIONRL_VENV=str(tmp_path / "venv"))
+        index = f"http://127.0.0.1:{server.server_port}"
+        url = f"{index}/whl/cpu"
+        flags = NOTHING | {"PIP_NO_INDEX": "0", "PIP_RETRIES": "0", "PIP_FIND_LINKS": str(tmp_path)}
+        flags |= {
+            "PIP_INDEX_URL": f"{index}/simple",
+            "FUSIONRL_TORCH_INDEX": url,
+            "FUSIONRL_VENV": str(venv),
+        }
+        done = run(**flags)
     finally:
         server.shutdown()
         server.server_close()
     assert done.returncode == 1  # the index has nothing
     assert any(path.startswith("/whl/cpu/torch/") for path in Index.asked)
-    log = (tmp_path / "venv" / "install.log").read_text()
+    log = (venv / "install.log").read_text()
     assert f"pip install --extra-index-url {url} -r requirements/cpu.txt" in log

@@ -9,17 +9,10 @@ from pathlib import Path
 TOOL = Path(__file__).parents[2] / "tools" / "structure.py"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), "--limits", *arguments], capture_output=True, text=True)
-
-
-def test_the_package_is_within_its_limits() -> None:
-    done = run()
-    assert done.returncode == 0, done.stdout
-
-
-def test_a_function_that_is_too_long_is_told(tmp_path: Path) -> None:
+def test_limits(tmp_path: Path) -> None:
+    """The package is within them; a function that is too long is told."""
     (tmp_path / "long.py").write_text("class C:\n    def f(self):\n" + "        print()\n" * 90)
-    done = run(str(tmp_path))
-    assert done.returncode == 1
-    assert "over" in done.stdout and "long.py:2 f" in done.stdout
+    commands = [[sys.executable, str(TOOL), "--limits", *folder] for folder in ([], [str(tmp_path)])]
+    ours, long = (subprocess.run(command, capture_output=True, text=True) for command in commands)
+    assert ours.returncode == 0, ours.stdout
+    assert long.returncode == 1 and "over" in long.stdout and "long.py:2 f" in long.stdout
