@@ -18,14 +18,6 @@ _SFT = tuple(
     f"{module}.generate_rollout"
     for module in ("slime.rollout.sft_rollout", "slime.rollout.sft_example", "miles.rollout.sft_rollout")
 )
-_DIRECT = {
-    "decoder_first_pipeline_num_layers": "--num-layers-in-first-pipeline-stage",
-    "decoder_last_pipeline_num_layers": "--num-layers-in-last-pipeline-stage",
-    "fp8_format": "--fp8",
-    "sglang_router_policy": "--router-policy",
-    "sglang_router_port": "--router-port",
-    "sglang_router_request_timeout_secs": "--router-request-timeout-secs",
-}
 _RENAMED_OPTIONS = {"sglang_disable_piecewise_cuda_graph": "--sglang-disable-prefill-cuda-graph"}  # SGLang's own
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 _OF_SFT = (
@@ -35,12 +27,6 @@ _OF_SFT = (
 _OF_FSDP = ("train_backend", "attn_implementation", "gradient_checkpointing", "dp_replicate_size")
 _RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 _BLANK_SOURCE = "fusionrl.buffer.data_source.RolloutDataSourceWithBuffer"
-_SWITCHES = {
-    "bf16": ["--precision", "bf16"],
-    "no_rope_fusion": ["--no-apply-rope-fusion"],
-    "check_weight_update_equal": ["--verify-weights", "always"],
-    "offload": ["--offload-train", "always", "--offload-rollout"],
-}
 
 
 @dataclass
@@ -182,7 +168,8 @@ def _rename(flag: _Given, names: dict[str, _Given], result: Translated) -> None:
             result.argv += ["--custom-spec-path", path]
             result.notes.append(f"{flag.shown}: it is --custom-spec-path {path}")
         return
-    written = _SWITCHES.get(flag.name) or [_DIRECT[flag.name], *flag.values]
+    entry = RENAMED[flag.name]
+    written = [*entry.text.split(), *(flag.values if entry.arity else [])]
     result.argv += written
     result.notes.append(f"{flag.shown}: it is {' '.join(written)}")
 
