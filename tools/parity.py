@@ -145,10 +145,10 @@ class Result:
 
 def first_gradients(actor: Any) -> dict[str, np.ndarray] | None:
     """Gradients of the last step, on rank 0."""
-    from tests.trainer.whole_gradients import whole_gradients
+    from tests.trainer.trainer_worker import gradients
 
-    gradients = whole_gradients(actor.trained, actor.shape)
-    return {name: tensor.cpu().numpy().copy() for name, tensor in gradients.items()} if actor.rank == 0 else None
+    whole = gradients(actor)
+    return whole if actor.rank == 0 else None
 
 
 def all_logits(actor: Any, shard: TrainShard, groups: list[list[int]]) -> list[np.ndarray] | None:

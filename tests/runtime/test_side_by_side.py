@@ -21,9 +21,9 @@ from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.runtime.trainers import TrainerGroups
+from tests.trainer.hf_models import make_critic
 from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.test_prime import PRIME
-from tests.trainer.test_weight_sets import critic_folder
 from tests.trainer.trainer_worker import Samples, config_of
 
 PPO = {"advantage_estimator": "ppo", "critic_num_gpus": 1, "kl_coef": 0.01, "num_critic_only_steps": 1}
@@ -111,7 +111,7 @@ def learn(config: Config, folder: Path, pools: Sequence[LocalRanks], *, is_share
 )
 def test_both_work_at_once_and_learn_what_they_learn_in_turn(pools, hf, tmp_path, values, first) -> None:
     folder, _ = hf("llama", True)
-    critic_folder(tmp_path / "critic", "llama")
+    make_critic(tmp_path / "critic", "llama")
     if "critic" in first:
         values = values | {"critic_load": str(tmp_path / "critic")}
     config = config_of(folder, **values, lr=1e-2, rollout_batch_size=4, n_samples_per_prompt=2, num_rollout=2)

@@ -3,8 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.trainer.local_ranks import LocalRanks
+
+torch.set_num_threads(1)  # models this small keep further threads waiting for each other, and the other core busy
 
 
 @pytest.fixture(scope="session")

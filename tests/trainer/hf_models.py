@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.trainer.trainer_worker import Samples
 
@@ -26,32 +26,14 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-SIGMOID: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.7,
-    "n_group": 4,
-    "topk_group": 2,
-}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 8,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 0.8,
-    "mscale_all_dim": 0.6,
-}
+SHARED: dict[str, Any] = {"moe_intermediate_size": 24, "first_k_dense_replace": 1}
+SIGMOID: dict[str, Any] = SHARED | {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1}
+SIGMOID |= {"routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}
+LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20}
+LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
+SOFTMAX = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.3}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"mscale": 0.8, "mscale_all_dim": 0.6}
 # Sizes of a tiny model of each family: none equal that could be mistaken for each other, and as odd as they may be.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -62,16 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "glm4_moe": SIGMOID | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
-    "deepseek_v2": LATENT
-    | {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "routed_scaling_factor": 1.3,
-    },
+    "deepseek_v2": LATENT | SHARED | SOFTMAX | {"q_lora_rank": None},
     "deepseek_v3": LATENT | SIGMOID | {"rope_parameters": YARN},
 }
 
@@ -106,6 +79,26 @@ def make(folder: str | Path, family: str, tied: bool, seed: int = 0, **values: A
     return model
 
 
+def make_critic(folder: str | Path, family: str) -> Any:
+    """A transformers model with a value head, random and saved."""
+    torch.manual_seed(3)
+    config = config_of(family, True, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(("gate.weight", "score.weight")):
+                param.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def values_of(model: Any, samples: Samples, i: int) -> Any:
+    """Values before each response token of sample i."""
+    total, response = int(samples.total[i]), int(samples.response[i])
+    hidden = model.model(torch.tensor(samples.tokens[i], dtype=torch.long)[None]).last_hidden_state[0]
+    return model.score(hidden)[total - response - 1 : total - 1, 0]
+
+
 def response_log_probs(model: Any, samples: Samples, i: int, temperature: float = 1.0) -> tuple[Any, Any]:
     """(log-probs [response], entropies [response]) of sample i, one unpacked forward pass."""
     tokens = torch.tensor(samples.tokens[i], dtype=torch.long)
@@ -125,7 +118,7 @@ def loss(
     reference: Any = None,
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
-    old: dict[int, Any] | None = None,
+    old: Any = None,  # log-probs of each sample
     clip: tuple[float, float] = (0.2, 0.2),
 ) -> Any:
     """The whole step's loss, a plain loop over samples and tokens' tensors."""

@@ -5,6 +5,7 @@ Starting a process costs seconds, a new group of actors in living ones tenths of
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.torch_stores import create_group_store
@@ -51,7 +53,9 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
 
     trainers: dict[str | None, Any] = {None: PolicyTrainer, "critic": CriticTrainer, "prm": ProcessRewardTrainer}
     gc.freeze()  # each actor's end collects garbage; what was imported is none
-    groups, actor = _Groups(), None
+    _Groups()
+    _share_writer()
+    actor = None
     while True:
         command, args = connection.recv()
         try:
@@ -60,7 +64,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
             if command == "start":
                 if actor is not None:
                     actor.shutdown()
-                config, plan, rank, address, port, role, groups.stay = args
+                config, plan, rank, address, port, role = args
                 actor = trainers[role](config, plan, rank, "unused")
                 result = actor.setup(address, port)
             elif command == "call":
@@ -73,25 +77,55 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
 
 
 class _Groups:
-    """A rank stays in its process groups, which take half a second to make, until it starts in another layout."""
+    """A rank stays among the ranks that it has met, and in the groups of each layout that it had: half a second each.
+
+    Ranks meet anew where the starter gives them another store: with other ranks, or after a failure.
+    """
 
     def __init__(self) -> None:
+        from megatron.core import parallel_state
+
         from fusionrl.trainer import process_groups
 
-        self.stay = False
-        self._join, self._leave, self._seed = (
-            process_groups.join_ranks,
-            process_groups.leave_ranks,
-            process_groups.seed_rank,
-        )
+        self._groups_of_megatron = vars(parallel_state)
+        self._unset, self._layouts = self._groups(), {}
+        self._address: tuple[str, int] | None = None
+        self._join, self._leave = process_groups.join_ranks, process_groups.leave_ranks
+        self._seed = process_groups.seed_rank
         process_groups.join_ranks, process_groups.leave_ranks = self.join, lambda: None
 
-    def join(self, layout: TrainerLayout, rank: int, *args: Any, seed: int, **options: Any) -> None:
-        if self.stay:
-            self._seed(seed + 100 * layout.coordinates(rank).pp)
-        else:
+    def _groups(self) -> dict[str, Any]:
+        return {name: value for name, value in self._groups_of_megatron.items() if name.isupper()}
+
+    def join(
+        self, layout: TrainerLayout, rank: int, device: Any, address: tuple[str, int], *, seed: int, **options: Any
+    ) -> None:
+        if address != self._address:
             self._leave()
-            self._join(layout, rank, *args, seed=seed, **options)
+            self._address, self._layouts = address, {}
+        self._groups_of_megatron.update(self._layouts.get(layout, self._unset))
+        if layout in self._layouts:
+            self._seed(seed + 100 * layout.coordinates(rank).pp)
+            return
+        has_met = patch("torch.distributed.init_process_group") if self._layouts else contextlib.nullcontext()
+        with has_met:
+            self._join(layout, rank, device, address, seed=seed, **options)
+        self._layouts[layout] = self._groups()
+
+
+def _share_writer() -> None:
+    """Give a rank's actors one process that writes checkpoints, whose imports take seconds, until it dies."""
+    from fusionrl.trainer import checkpoint_io
+
+    start, started = checkpoint_io.WriterProcess, []
+
+    def writer() -> Any:
+        if not started or started[-1]._process.poll() is not None:
+            started.append(start())
+            started[-1].close = lambda: None
+        return started[-1]
+
+    checkpoint_io.WriterProcess = writer
 
 
 def _context() -> Any:
@@ -124,8 +158,8 @@ class LocalRanks:
             self._pipes.append(ours)
             self._processes.append(process)
         self._locks = [threading.Lock() for _ in range(count)]  # of `run_on`
-        self._layouts: list[TrainerLayout | None] = [None] * count  # whose process groups each is in
-        self.world_size, self._group = 0, range(0)
+        self._met: list[tuple[int, Any]] = [(0, None)] * count  # of each: with how many ranks, in which store
+        self.world_size, self._group, self._layout = 0, range(0), TrainerLayout(1)
 
     def _all(self, commands: Sequence[tuple[str, tuple]]) -> list[Any]:
         pipes = [self._pipes[index] for index in self._group]
@@ -138,37 +172,35 @@ class LocalRanks:
             answers.append(pipe.recv())
         failed = [value for good, value in answers if not good]
         if failed:
-            self._layouts = [None] * len(self._layouts)  # collectives may have been left in the middle
+            if len(pipes) > 1:  # collectives may have been left in the middle
+                self._met = [(0, None)] * len(self._met)
             raise Failed(*failed[0])
         return [value for _, value in answers]
 
     def start(self, config: Config, layout: TrainerLayout | None = None, role: Role | None = None) -> list[dict]:
         """A fresh group of actors in the first `layout.world_size` processes."""
-        layout = layout or TrainerLayout(1)
-        self.world_size = layout.world_size
         import torch
+
+        self._layout = layout = layout or TrainerLayout(1)
+        self.world_size = layout.world_size
 
         configured, detected = config.cluster.device, "cuda" if torch.cuda.is_available() else "cpu"
         device: Literal["cpu", "cuda"] = "cuda" if "cuda" in (configured, detected) and configured != "cpu" else "cpu"
         plan = trainer_plan(config, layout, device, len(os.sched_getaffinity(0)))
         host, ranks = "127.0.0.1", range(layout.world_size)
         self._group = ranks if len(ranks) > 1 else range(len(self._pipes) - 1, len(self._pipes))
-        stay = all(self._layouts[index] == layout for index in self._group)
-        if not stay:  # the store of a group is the parent's, which outlives the actors
-            self._store = create_group_store(host, TIMEOUT_S)
-        facts = self._all([("start", (config, plan, rank, host, self._store.port, role, stay)) for rank in ranks])
+        met = {self._met[index] for index in self._group}
+        size, store = met.pop()
+        if met or size != layout.world_size:  # the store of a group is the parent's, which outlives the actors
+            store = create_group_store(host, TIMEOUT_S)
+        facts = self._all([("start", (config, plan, rank, host, store.port, role)) for rank in ranks])
         for index in self._group:
-            self._layouts[index] = layout
+            self._met[index] = (layout.world_size, store)
         return facts
 
     def call(self, method: str, *args: object) -> list[object]:
         """Call a method with the same arguments on every rank."""
         return self._all([("call", (method, *args))] * self.world_size)
-
-    def call_each(self, method: str, args: Sequence[tuple]) -> list[object]:
-        """Call a method with own arguments on every rank."""
-        assert len(args) == self.world_size
-        return self._all([("call", (method, *values)) for values in args])
 
     def run(self, function: Callable[..., T], *args: object) -> list[T]:
         """Run `function(actor, *args)` on every rank."""
@@ -192,17 +224,19 @@ class LocalRanks:
             raise Failed(*value)
         return value
 
-    def run_each(self, calls: Sequence[tuple]) -> list[object]:
-        """Run (function, *args) of its own on every rank."""
-        assert len(calls) == self.world_size
-        return self._all([("run", call) for call in calls])
+    def on_shards(
+        self, what: str | Callable[..., Any], shards: Sequence[TrainShard], *args: object, rollout_id: int | None = None
+    ) -> list[Any]:
+        """Call a method, or run a function, with the shard of each rank before `args`, and the rollout before both."""
+        assert len(shards) == self._layout.dp
+        command, first = "call" if isinstance(what, str) else "run", () if rollout_id is None else (rollout_id,)
+        own = [shards[self._layout.dp_rank(rank)] for rank in range(self.world_size)]
+        return self._all([(command, (what, *first, shard, *args)) for shard in own])
 
     def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
         """Train on one shard a data-parallel rank; rank 0's metrics."""
-        layout = layout or TrainerLayout(1)
-        assert self.world_size == layout.world_size
-        shards_by_rank = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
-        return self._all([("call", ("train", rollout_id, shard)) for shard in shards_by_rank])[0]
+        assert layout in (None, self._layout)
+        return self.on_shards("train", shards, rollout_id=rollout_id)[0]
 
     def close(self) -> None:
         """End the processes."""

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of
 
-SCHEDULE = {
-    "lr_decay_style": "cosine",
-    "lr_decay_iters": 20,
-    "lr_warmup_iters": 2,
-    "weight_decay": 0.01,
-    "clip_grad": 1.0,
-}
+SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2, "weight_decay": 0.01}
+SCHEDULE |= {"clip_grad": 1.0}
 
 
 def rollouts(workers, layout, numbers):
@@ -58,8 +59,12 @@ def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, dp, precision):
 
 def _options(actor: Any) -> list[dict[str, Any]]:
     """The options with which the next step of this rank is taken."""
-    names = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps", "step")
+    names = ("step", "max_lr", "min_lr", "weight_decay", "betas", "eps")
     return [{name: group[name] for name in names} for group in actor.trained.optimizer.param_groups]
+
+
+OTHERS = {"lr": 5e-3, "min_lr": 1e-4, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6}
+OTHERS |= {"weight_decay": 0.3, "clip_grad": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -67,15 +72,11 @@ def _options(actor: Any) -> list[dict[str, Any]]:
     [
         ({"lr_decay_style": "linear", "lr_decay_iters": 4}, {"lr_decay_style": "linear", "lr_decay_iters": 8}),
         ({"lr_decay_style": "cosine", "lr_decay_iters": 8}, {}),
-        (
-            {},
-            {"lr": 5e-3, "lr_decay_style": "cosine", "lr_decay_iters": 12, "lr_warmup_iters": 2, "min_lr": 1e-4}
-            | {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "weight_decay": 0.3, "clip_grad": 0.1},
-        ),
+        ({}, {"lr_decay_style": "cosine", "lr_decay_iters": 12, "lr_warmup_iters": 2} | OTHERS),
     ],
     ids=["longer", "constant", "all"],
 )
-def test_a_resume_takes_the_schedule_and_options_of_its_flags(workers, fresh, hf, tmp_path, before, after):
+def test_a_resume_takes_the_schedule_and_options_of_its_flags(workers, hf, tmp_path, before, after):
     """As if the run had had these flags from its start: position and moments are the checkpoint's, the rest is not."""
     folder, _ = hf("qwen2", True)
     layout, path = TrainerLayout(2), str(tmp_path / "checkpoint")
@@ -85,19 +86,12 @@ def test_a_resume_takes_the_schedule_and_options_of_its_flags(workers, fresh, hf
     hashes = workers.call("state_hashes")
 
     config = config_of(folder, verify_checkpoints=True, **after)
-    fresh.start(config, layout)
-    want = fresh.run(_options)
-    restored = fresh.call("load", path)
+    workers.start(config, layout)
+    wanted = [[group | {"step": 4} for group in rank] for rank in workers.run(_options)]
+    restored = workers.call("load", path)
     assert [facts["hashes"] for facts in restored] == hashes, "--verify-checkpoints compares what was saved"
-    now = fresh.run(_options)
-    for rank_now, rank_want in zip(now, want, strict=True):
-        for group, wanted in zip(rank_now, rank_want, strict=True):
-            changing = ("lr", "step")
-            assert {k: v for k, v in group.items() if k not in changing} == {
-                k: v for k, v in wanted.items() if k not in changing
-            }
-            assert group["step"] == 4
-    rates = [metrics["train/lr"] for metrics in rollouts(fresh, layout, range(2, 4))]
+    assert workers.run(_options) == wanted
+    rates = [metrics["train/lr"] for metrics in rollouts(workers, layout, range(2, 4))]
 
     workers.start(config, layout)
     whole = [metrics["train/lr"] for metrics in rollouts(workers, layout, range(4))]
@@ -118,9 +112,7 @@ def test_a_resume_takes_the_schedule_and_options_of_its_flags(workers, fresh, hf
     ids=str,
 )
 def test_another_layout_goes_on_with_the_same_numbers(workers, hf, tmp_path, family, saved, loaded):
-    """Weights, the optimizer's state (that of the experts as well) and the schedule fit any other layout."""
-    more = {"num_hidden_layers": 4} if family == "qwen3" else {}
-    folder, _ = hf(family, family == "qwen2", vocab_size=121, **more)
+    folder, _ = hf(family, family == "qwen2", vocab_size=121, num_hidden_layers=2 * max(saved.vpp, 1))
     path = str(tmp_path / "checkpoint")
     workers.start(config_of(folder, **SCHEDULE), saved)
     rollouts(workers, saved, range(2))
@@ -135,11 +127,10 @@ def test_another_layout_goes_on_with_the_same_numbers(workers, hf, tmp_path, fam
 
 
 def test_saving_again_replaces_and_leaves_nothing_behind(workers, hf, tmp_path):
-    folder, _ = hf("llama", True)
-    workers.start(config_of(folder))
-    path = tmp_path / "checkpoint"
-    (tmp_path / "checkpoint.partial").mkdir()  # of a run that was killed while it saved
-    (tmp_path / "checkpoint.partial" / "junk").write_text("x")
+    workers.start(config_of(hf("llama", True)[0]))
+    path, partial = tmp_path / "checkpoint", tmp_path / "checkpoint.partial"
+    partial.mkdir()  # of a run that was killed while it saved
+    (partial / "junk").write_text("x")
     workers.call("save", str(path), 1)
     rollouts(workers, TrainerLayout(1), [0])
     hashes = workers.call("state_hashes")
@@ -151,7 +142,7 @@ def test_saving_again_replaces_and_leaves_nothing_behind(workers, hf, tmp_path):
     assert workers.call("state_hashes") == hashes
 
 
-# ------------------------------------------------------------------------------------------------ asynchronous
+# --- asynchronous ---
 def _wait_until_saved(actor: Any) -> bool:
     deadline = time.monotonic() + 60
     while not actor.is_saved() and time.monotonic() < deadline:
@@ -190,10 +181,8 @@ def test_training_goes_on_while_a_copy_is_written(workers, fresh, hf, tmp_path):
 @pytest.mark.parametrize("writer", [False, True], ids=["at-once", "async"])
 def test_a_disk_that_is_full_leaves_the_one_before(workers, hf, tmp_path, writer):
     """Every rank is told, and none waits; the run that catches it could even go on and save again."""
-    folder, _ = hf("qwen3", True)
-    layout = TrainerLayout(2, tp=2)
-    path = tmp_path / "checkpoint"
-    workers.start(config_of(folder, async_save=writer, **SCHEDULE), layout)
+    layout, path = TrainerLayout(2, tp=2), tmp_path / "checkpoint"
+    workers.start(config_of(hf("qwen3", True)[0], async_save=writer, **SCHEDULE), layout)
     workers.call("save", str(path), 0)
     hashes = workers.call("state_hashes")
     workers.run(trainer_worker.limit_files, 1, 10_000, writer)
@@ -211,12 +200,73 @@ def test_a_disk_that_is_full_leaves_the_one_before(workers, hf, tmp_path, writer
 
 
 def test_a_writer_that_is_killed_is_an_error(workers, hf, tmp_path):
-    folder, _ = hf("llama", True)
-    layout = TrainerLayout(2)
     path = tmp_path / "checkpoint"
-    workers.start(config_of(folder, async_save=True), layout)
+    workers.start(config_of(hf("llama", True)[0], async_save=True), TrainerLayout(2))
     workers.call("save", str(path), 0)
     workers.run(_kill_writer)
     with pytest.raises(Failed, match=r"rank 1 could not write .*the process that writes checkpoints is gone"):
         workers.call("save", str(path), 1)
     assert workers.call("load", str(path))[0]["rollout_id"] == 0
+
+
+# --- what rank 0 alone does, without trainers ---
+class Files:
+    """In place of `PendingFiles`: the shards are there already."""
+
+    files: ClassVar[dict[str, Any]] = {}
+
+    def finish(self) -> None: ...
+
+
+def finish_twice(actor: Any, folder: str) -> tuple[str, list[str]]:
+    """(the error of a save for whose last files rank 0 finds no room, the checkpoint's files when it has)."""
+    from fusionrl.trainer import checkpoint
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saving = checkpoint.Saving(f"{folder}/trainer", actor.rank, Files(), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "facts_of", no_room)
+        with pytest.raises(OSError, match="trainer rank 0 could not write") as failure:
+            saving.finish()
+    saving.finish()
+    return str(failure.value), sorted(os.listdir(f"{folder}/trainer"))
+
+
+def test_what_rank_0_cannot_write_is_an_error_on_every_rank(workers: LocalRanks, hf: Any, tmp_path: Path) -> None:
+    (tmp_path / "trainer.partial").mkdir()
+    (tmp_path / "trainer.partial" / "shard").write_text("weights")
+    workers.start(config_of(hf("llama", True)[0]), TrainerLayout(2))
+    for said, names in workers.run(finish_twice, str(tmp_path)):
+        assert "No space left" in said and "nothing was published" in said
+        assert names == ["fusionrl.json", "shard"]
+
+
+def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    megatron_patches.install()
+    from fusionrl.trainer.checkpoint import _publish
+
+    final = tmp_path / "trainer"
+    final.mkdir()
+    (final / "shard").write_text("before")
+    with pytest.raises(FileNotFoundError):
+        _publish(tmp_path / "trainer.partial", final)  # it is not there
+    assert (final / "shard").read_text() == "before"
+    assert os.listdir(tmp_path) == ["trainer"]
+
+
+def test_a_full_disk_has_its_own_error_and_not_torch_s(tmp_path: Path) -> None:
+    """What is written to /dev/full meets the kernel's full disk; torch says "unexpected pos 704 vs 598" of one."""
+    megatron_patches.install()
+    from fusionrl.trainer import checkpoint_io
+
+    torch_error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error = checkpoint_io._system_error(torch_error, Path("/dev/full"))
+    assert isinstance(error, OSError) and error.errno == errno.ENOSPC
+    assert checkpoint_io._system_error(torch_error, tmp_path / "room") is torch_error
+    file = tmp_path / "__0_0.distcp"
+    file.symlink_to("/dev/full")
+    item = WriteItem(MetadataIndex("weight"), WriteItemType.BYTE_IO)
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint_io.write_buckets([], [(file, file.name, ([(item, io.BytesIO(b"x" * 4096))], []))])

@@ -1,29 +1,30 @@
-"""PPO's critic: its values, GAE from them, and its training, at every layout."""
+"""PPO's critic: its values, GAE from them, and its training, at every layout; and further sets of weights."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from fusionrl.plan.layout import TrainerLayout
-from tests.trainer import trainer_worker
-from tests.trainer.test_weight_sets import LAYOUTS, critic_folder
+from tests.trainer import hf_models, trainer_worker
+from tests.trainer.test_parity import LAYOUTS, assert_close
 from tests.trainer.trainer_worker import Samples, config_of
+from tools.parity import checkpoint_gradients
 
 PPO = {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "normalize_advantages": False}
 
 
-def call(workers, layout, method, shards, *args):
+def call(workers, layout, method, shards, *args, rollout_id=0):
     """Call a method with each rank's shard; what one rank of each data-parallel rank returned."""
-    found = workers.call_each(
-        method, [(*args[:1], shards[layout.dp_rank(rank)], *args[1:]) for rank in range(layout.world_size)]
-    )
+    found = workers.on_shards(method, shards, *args, rollout_id=rollout_id)
     return [found[layout.ranks_of_dp(dp)[0]] for dp in range(layout.dp)]
 
 
-def columns(handed):
-    """The columns that each data-parallel rank hands over, beside its metrics."""
-    return [part for _, part in handed]
+def columns(handed, name):
+    """Position -> the column of that name, of what data-parallel ranks handed over besides metrics."""
+    return {position: found[name] for _, part in handed for position, found in part.items()}
 
 
 def gae_by_loops(rewards, values, mask, gamma, lam, truncated=False):
@@ -42,48 +43,43 @@ def gae_by_loops(rewards, values, mask, gamma, lam, truncated=False):
 
 
 def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
-    folder, _ = hf("qwen3", False)
-    critic_folder(tmp_path / "critic", "qwen3")
-    samples = Samples(6, seed=71, share=2)
-    layout = TrainerLayout(2)
+    hf_models.make_critic(tmp_path / "critic", "qwen3")
+    samples, layout = Samples(6, seed=71, share=2), TrainerLayout(2)
     config = config_of(tmp_path / "critic", **PPO, lr=2e-3)
     workers.start(config, layout, role="critic")
-    values = columns(call(workers, layout, "values", samples.shards(2, micro=2)))
-    everything = {position: columns["values"] for part in values for position, columns in part.items()}
-    assert sorted(everything) == list(range(6))
+    handed = call(workers, layout, "values", samples.shards(2, micro=2), rollout_id=None)
+    values = columns(handed, "values")
+    assert sorted(values) == list(range(6))
 
     # The actor has another layout: its ranks find their own samples' values.
-    actor_layout = TrainerLayout(2, pp=2)
-    workers.start(config_of(folder, **PPO), actor_layout)
-    prepared = columns(call(workers, actor_layout, "prepare", samples.shards(1, micro=2), 0, values))
-    (targets,) = prepared
-    for i in range(6):
+    layout, shards = TrainerLayout(2, pp=2), samples.shards(1, micro=2)
+    workers.start(config_of(hf("qwen3", False)[0], **PPO), layout)
+    prepared = call(workers, layout, "prepare", shards, [part for _, part in handed])
+    targets = columns(prepared, "returns")
+    wanted = [gae_by_loops(samples.rewards[i], values[i], samples.mask[i], 0.95, 0.9) for i in range(6)]
+    for i, (_, returns) in enumerate(wanted):
         trained = samples.mask[i] > 0
-        _, returns = gae_by_loops(samples.rewards[i], everything[i], samples.mask[i], 0.95, 0.9)
-        assert np.abs(targets[i]["returns"][trained] - returns).max() < 1e-5
-        assert np.all(targets[i]["returns"][~trained] == 0)
-    metrics = workers.train(samples.shards(1, micro=2), actor_layout, 0)
-    wanted = [gae_by_loops(r, everything[i], samples.mask[i], 0.95, 0.9)[0] for i, r in enumerate(samples.rewards)]
-    assert metrics["train/advantage_mean"] == pytest.approx(np.concatenate(wanted).mean(), abs=1e-5)
+        assert np.abs(targets[i][trained] - returns).max() < 1e-5
+        assert np.all(targets[i][~trained] == 0)
+    mean = np.concatenate([advantages for advantages, _ in wanted]).mean()
+    assert workers.train(shards)["train/advantage_mean"] == pytest.approx(mean, abs=1e-5)
 
-    errors = [targets[i]["returns"] - everything[i] for i in range(6)]
-    masked = np.concatenate([error[mask > 0] for error, mask in zip(errors, samples.mask, strict=True)])
-    reference = None
+    def errors(values):
+        return np.concatenate([(targets[i] - values[i])[samples.mask[i] > 0].astype(np.float64) for i in range(6)])
+
+    before, reference = errors(values), None
     for layout in LAYOUTS:
         workers.start(config, layout, role="critic")
         shards = samples.shards(layout.dp, micro=2)
-        metrics = call(workers, layout, "train", shards, 0, prepared)[0]
-        assert metrics["critic/loss"] == pytest.approx(0.5 * np.mean(masked.astype(np.float64) ** 2), rel=1e-5)
-        assert metrics["critic/value_error"] == pytest.approx(np.abs(masked).mean(), rel=1e-5)
+        metrics = call(workers, layout, "train", shards, [part for _, part in prepared])[0]
+        assert metrics["critic/loss"] == pytest.approx(0.5 * np.mean(before**2), rel=1e-5)
+        assert metrics["critic/value_error"] == pytest.approx(np.abs(before).mean(), rel=1e-5)
         assert "train/loss" not in metrics
         weights = workers.run(trainer_worker.weights)[0]
-        if reference is None:
-            reference = weights
+        reference = reference or weights
         assert max(np.abs(weights[name] - tensor).max() for name, tensor in reference.items()) < 2e-5, layout
-        again = columns(call(workers, layout, "values", shards))
-        after = {position: found["values"] for part in again for position, found in part.items()}
-        gap = np.concatenate([(after[i] - targets[i]["returns"])[samples.mask[i] > 0] for i in range(6)])
-        assert np.mean(gap**2) < np.mean(masked**2), "a step brings the values nearer to the returns"
+        after = columns(call(workers, layout, "values", shards, rollout_id=None), "values")
+        assert np.mean(errors(after) ** 2) < np.mean(before**2), "a step brings the values nearer to the returns"
 
 
 def test_a_response_cut_at_its_limit_is_worth_its_last_value(workers, hf):
@@ -96,11 +92,76 @@ def test_a_response_cut_at_its_limit_is_worth_its_last_value(workers, hf):
     shard.fields["truncated"] = np.array(truncated)
     found = {}
     for bootstraps in (True, False):
-        workers.start(config_of(folder, **PPO, bootstrap_truncated=bootstraps), TrainerLayout(1))
-        (found[bootstraps],) = columns(call(workers, TrainerLayout(1), "prepare", [shard], 0, [values]))
+        workers.start(config_of(folder, **PPO, bootstrap_truncated=bootstraps))
+        found[bootstraps] = columns(call(workers, TrainerLayout(1), "prepare", [shard], [values]), "returns")
         for i, cut in enumerate(truncated):
             given = (samples.rewards[i], values[i]["values"], samples.mask[i], 0.95, 0.9, cut and bootstraps)
             _, returns = gae_by_loops(*given)
-            assert np.abs(found[bootstraps][i]["returns"][samples.mask[i] > 0] - returns).max() < 1e-5
-    gaps = [np.abs(found[True][i]["returns"] - found[False][i]["returns"]).max() for i in range(4)]
+            assert np.abs(found[bootstraps][i][samples.mask[i] > 0] - returns).max() < 1e-5
+    gaps = [np.abs(found[True][i] - found[False][i]).max() for i in range(4)]
     assert [gap > 0.01 for gap in gaps] == truncated
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_values_and_their_gradients_equal_transformers(workers, tmp_path, family):
+    model = hf_models.make_critic(tmp_path / "critic", family)
+    samples = Samples(6, seed=21)
+    with torch.no_grad():
+        want = [hf_models.values_of(model, samples, i).numpy() for i in range(6)]
+    loss = sum((hf_models.values_of(model, samples, i) ** 2).sum() for i in range(6))
+    loss.backward()
+    gradients = checkpoint_gradients(model)
+    layouts = LAYOUTS if family == "qwen3" else [TrainerLayout(2, tp=2, etp=2), TrainerLayout(2, ep=2)]
+    for layout in layouts:
+        workers.start(config_of(tmp_path / "critic"), layout, role="critic")
+        got = workers.call("score", samples.shards()[0])
+        for rank in got:
+            assert np.abs(np.concatenate(rank) - np.concatenate(want)).max() <= 1e-5, layout
+        workers.on_shards(trainer_worker.train_on_squares, samples.shards(layout.dp))
+        assert_close(workers.run(trainer_worker.gradients)[0], gradients, 1e-4)
+
+
+def test_a_critic_starts_from_a_policy_and_is_saved(workers, hf, tmp_path):
+    """Its head starts as zeros; what is saved has it under transformers' name, and a checkpoint holds it."""
+    layout = TrainerLayout(2, tp=2)
+    workers.start(config_of(hf("qwen2", True)[0]), layout, role="critic")
+    (shard,) = Samples(4, seed=2).shards()
+    assert all(not np.any(values) for values in workers.call("score", shard)[0])
+    workers.run(trainer_worker.set_head, 0.25)
+    values = workers.call("score", shard)[0]
+    assert all(np.all(one) for one in values)
+    workers.call("save", str(tmp_path / "checkpoint"), 0)
+    workers.call("save_hf", str(tmp_path / "critic"))
+    workers.run(trainer_worker.set_head, 0.0)
+    workers.call("load", str(tmp_path / "checkpoint"))
+    assert all(map(np.array_equal, workers.call("score", shard)[0], values))
+    workers.start(config_of(tmp_path / "critic"), layout, role="critic")
+    assert all(map(np.array_equal, workers.call("score", shard)[0], values))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", num_labels=1)
+    assert torch.equal(model.score.weight, torch.full((1, model.config.hidden_size), 0.25))
+
+
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, pp=2)], ids=str)
+def test_several_sets_of_weights(workers, hf, layout):
+    """Reference, teacher and an older policy, each scored by the same model; what is trained stays bit by bit."""
+    teacher, teacher_model = hf("qwen3", True, seed=11)
+    samples = Samples(6, seed=7)
+    (shard,) = samples.shards()
+    workers.start(config_of(hf("qwen3", True)[0]), layout)
+    workers.call("read_weights", "teacher", str(teacher), "--teacher-load")
+    workers.call("keep_weights", "start")
+    at_start = workers.call("score", shard)[0]
+    history = []
+    for step in range(2):
+        workers.train(samples.shards(), layout, step)
+        workers.call("keep_weights", "old_actor")
+        history.append(workers.call("score", shard)[0])
+    before = workers.call("state_hashes")
+    assert all(map(np.array_equal, workers.call("score", shard, "start")[0], at_start))
+    assert all(map(np.array_equal, workers.call("score", shard, "old_actor")[0], history[1]))
+    with torch.no_grad():
+        for i, got in enumerate(workers.call("score", shard, "teacher")[0]):
+            assert np.abs(got - hf_models.response_log_probs(teacher_model, samples, i)[0].numpy()).max() <= 1e-5
+    assert workers.call("state_hashes") == before
+    assert all(map(np.array_equal, workers.call("score", shard)[0], history[1]))
+    assert not all(map(np.array_equal, history[0], history[1]))

@@ -44,18 +44,16 @@ class Ranks:
         self.workers = workers
         self.on_way: Callable[[Path], Any] = lambda folder: None
 
-    def write_weights(self, version: int, engines: list[Any]) -> dict[str, Any]:
-        return self._passed_on(self.workers.run(write, version)[0])
+    def write_weights(self, version: int, engines: list[Any], is_full: bool = False) -> dict[str, Any]:
+        written = self.workers.run(write, version, is_full)[0]
+        self.on_way(Path(written["folder"]))
+        return written
 
     def write_full_weights(self, version: int, engines: list[Any]) -> dict[str, Any]:
-        return self._passed_on(self.workers.run(write, version, True)[0])
+        return self.write_weights(version, engines, is_full=True)
 
     def drop_weights(self, keep: int | None) -> None:
         self.workers.run(drop, keep)
-
-    def _passed_on(self, written: dict[str, Any]) -> dict[str, Any]:
-        self.on_way(Path(written["folder"]))
-        return written
 
 
 class Stack:
@@ -67,22 +65,10 @@ class Stack:
         self.layout = TrainerLayout(2, tp=2)
         self.ranks = Ranks(workers)
         self.version, self.served, self.local = 0, 0, folder / "local"
-        self.engine = EngineActor(
-            EngineSpec(
-                index=0,
-                model_path=str(self.model_path),
-                device="cpu",
-                dtype="float32",
-                tp_size=1,
-                gpu_ids=(),
-                host="127.0.0.1",
-                api_key="key",
-                log_dir=str(folder),
-                seed=1,
-                start_timeout_s=300.0,
-                server_args={"max_total_tokens": 8192},
-            )
-        )
+        where: dict[str, Any] = {"device": "cpu", "gpu_ids": (), "host": "127.0.0.1", "log_dir": str(folder)}
+        model: dict[str, Any] = {"model_path": str(self.model_path), "dtype": "float32", "tp_size": 1, "seed": 1}
+        limits: dict[str, Any] = {"start_timeout_s": 300.0, "server_args": {"max_total_tokens": 8192}}
+        self.engine = EngineActor(EngineSpec(index=0, api_key="key", **where, **model, **limits))
         self.target = EngineTarget(0, Threaded(self.engine), "here", (0,))
         self.expected: dict[str, torch.Tensor] = {}
 
@@ -98,15 +84,9 @@ class Stack:
 
     def push(self, local: Path | None = None, is_copied: bool = True, **options: Any) -> dict[str, float]:
         self.version += 1
-        defaults: dict[str, Any] = {"keep_files": False, "pause_mode": "abort", "timeout_s": 120.0}
-        local_folder = str(local or self.local) if is_copied else None
-        metrics = push_by_disk(
-            [Threaded(self.ranks)],
-            [self.target],
-            version=self.version,
-            local_folder=local_folder,
-            **defaults | options,
-        )
+        options = {"keep_files": False, "pause_mode": "abort", "timeout_s": 120.0} | options
+        options["local_folder"] = str(local or self.local) if is_copied else None
+        metrics = push_by_disk([Threaded(self.ranks)], [self.target], version=self.version, **options)
         self.served = self.version
         found = self.workers.run(weights)[0]
         self.expected = {name: torch.from_numpy(x).bfloat16().float() for name, x in found.items()}
@@ -176,8 +156,8 @@ def test_full_and_delta(stack: Stack) -> None:
         assert metrics["sync/full_hosts"] == full_hosts, "a host that was left out of a push has no base"
         wire = metrics["perf/update_weights_wire_bytes"] - full_hosts * full
         assert 0 < wire < 0.7 * full
-        assert 0 < metrics["sync/prepare_s"] < metrics["sync/prepare_s"] + metrics["sync/pause_s"]
-        assert metrics["sync/prepare_s"] + metrics["sync/pause_s"] <= metrics["perf/time_sync_s"]
+        prepare_s, pause_s = metrics["sync/prepare_s"], metrics["sync/pause_s"]
+        assert prepare_s > 0 and pause_s > 0 and prepare_s + pause_s <= metrics["perf/time_sync_s"]
         assert set(stack.versions()) == {f"weight_v{stack.version:06d}{s}" for s in ("", "_full")[: 1 + full_hosts]}
     drop_files([Threaded(stack.ranks)], [stack.target], str(stack.local))
     assert stack.versions() == []
@@ -205,8 +185,8 @@ def test_a_request_goes_on_under_the_new_weights(stack: Stack) -> None:
     stack.train()
     with ThreadPoolExecutor() as pool:
         request = pool.submit(stack.generate, 1500)
-        deadline = time.monotonic() + 60
-        while not sum(load["num_running_reqs"] for load in _loads(stack)):
+        deadline, loads = time.monotonic() + 60, stack.engine.url + "/v1/loads"
+        while not sum(load["num_running_reqs"] for load in call("GET", loads, api_key="key")["loads"]):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         stack.push(pause_mode="retract")
@@ -219,10 +199,6 @@ def test_a_request_goes_on_under_the_new_weights(stack: Stack) -> None:
     # Retracted: also what came after the push has only the new weights' keys and values before it.
     np.testing.assert_allclose([log_prob for log_prob, _, _ in pairs[-50:]], expected[-50:], atol=1e-4)
     stack.assert_serves()
-
-
-def _loads(stack: Stack) -> list[dict[str, Any]]:
-    return call("GET", stack.engine.url + "/v1/loads", api_key="key")["loads"]
 
 
 @pytest.mark.parametrize("where", ["on the way", "engine"])

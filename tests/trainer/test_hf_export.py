@@ -1,18 +1,23 @@
-"""Weights in and out of Hugging Face folders through the trainer."""
+"""Weights in and out of Hugging Face folders through the trainer, and out of it to engines."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import ChainMap
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.models.fp8 import quantized
+from fusionrl.models.quantization import BlockFp8
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.push import push_tensors, stage_of_rule
 from tests.tiny_model import make_fp8
-from tests.trainer import hf_models
+from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 TWO = TrainerLayout(2, tp=2)
@@ -52,13 +57,12 @@ def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, pp=2)], ids=str)
-def test_all_but_a_balancing_bias_is_saved_in_bf16(workers, hf, tmp_path, layout):
+def test_all_but_a_balancing_bias_is_saved_in_bf16(workers, hf, tmp_path):
     """A bias that is rounded would choose other experts than the engines do."""
     folder, model = hf("glm4_moe", False)
     (bias,) = (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
     assert not torch.equal(bias, bias.bfloat16().float())
-    workers.start(config_of(folder, precision="bf16"), layout)
+    workers.start(config_of(folder, precision="bf16"), TrainerLayout(2, pp=2))
     workers.call("save_hf", str(tmp_path / "out"))
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(saved.pop("model.layers.1.mlp.gate.e_score_correction_bias"), bias)
@@ -75,14 +79,13 @@ def test_what_was_trained_is_what_is_saved(workers, hf, tmp_path):
     scores = workers.call("score", shard)[0]
     workers.call("save_hf", str(tmp_path / "out"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    moved = 0.0
     with torch.no_grad():
-        for i in range(5):
-            want, _ = hf_models.response_log_probs(loaded, samples, i)
-            old, _ = hf_models.response_log_probs(model, samples, i)
-            assert (want - torch.tensor(scores[i])).abs().max() <= 1e-5
-            moved = max(moved, float((want - old).abs().max()))
-    assert moved > 0.1
+        want, old = (
+            torch.cat([hf_models.response_log_probs(which, samples, i)[0] for i in range(5)])
+            for which in (loaded, model)
+        )
+    assert (want - torch.cat([*map(torch.tensor, scores)])).abs().max() <= 1e-5
+    assert (want - old).abs().max() > 0.1
     with pytest.raises(Failed, match="it exists already") as failure:
         workers.call("save_hf", str(tmp_path / "out"))
     assert failure.value.kind == "ValueError"
@@ -117,29 +120,16 @@ def test_a_reference_of_another_shape_is_refused(workers, hf):
 
 
 @pytest.mark.parametrize(
-    ("values", "passed", "message"),
+    ("passed", "message"),
     [
-        ({}, {"transformer": {"batch_p2p_comm": True}}, "--batch-p2p-comm True: on a CPU it must be False"),
-        ({"lr_decay_style": "cosine"}, {}, "give --lr-decay-iters"),
-        (
-            {"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 3},
-            {},
-            "--lr-warmup-iters 3 is not below",
-        ),
-        ({}, {"transformer": {"recompute_granularity": "nonsense"}}, "Megatron-core refuses"),
-        ({"precision": "fp32"}, {"optimizer": {"no_such_field": 1}}, "Megatron-core refuses"),
+        ({"transformer": {"batch_p2p_comm": True}}, "--batch-p2p-comm True: on a CPU it must be False"),
+        ({"transformer": {"recompute_granularity": "nonsense"}}, "Megatron-core refuses"),
+        ({"optimizer": {"no_such_field": 1}}, "Megatron-core refuses"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(workers, hf, values, passed, message):
+def test_settings_that_cannot_be_are_refused(workers, hf, passed, message):
     with pytest.raises(Failed, match=message) as failure:
-        workers.start(config_of(hf("llama", True)[0], passthrough=passed, **values))
-    assert failure.value.kind == "ValueError"
-
-
-def test_sizes_that_do_not_divide_the_model_are_refused(workers, hf):
-    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 3}
-    with pytest.raises(Failed, match="--tensor-model-parallel-size 2 does not divide") as failure:
-        workers.start(config_of(hf("llama", True, **sizes)[0]), TWO)
+        workers.start(config_of(hf("llama", True)[0], passthrough=passed))
     assert failure.value.kind == "ValueError"
 
 
@@ -152,3 +142,72 @@ def test_a_checkpoint_in_fp8_is_read_whole(workers, tiny_model, tmp_path):
     assert saved.keys() == whole.keys()
     assert all(torch.equal(saved[name], whole[name]) for name in whole)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+# --- what each source of a push gathers out of Megatron's parts ---
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        ("llama", False, TrainerLayout(1)),
+        ("qwen2", True, TWO),
+        ("qwen3", False, TrainerLayout(2, cp=2)),
+        ("glm4", False, TWO),
+        ("qwen2_moe", False, TrainerLayout(2, ep=2)),
+        ("qwen3_moe", False, TrainerLayout(2, tp=2, etp=2)),
+        ("qwen3_moe", False, TrainerLayout(2, tp=2, ep=2)),
+        ("mixtral", False, TrainerLayout(2, pp=2)),
+        ("deepseek_v3", False, TrainerLayout(2, tp=2)),
+    ],
+    ids=str,
+)
+def test_the_sources_together_have_every_tensor_once(workers, hf, family, tied, layout):
+    folder, _model = hf(family, tied, vocab_size=121)
+    workers.start(config_of(folder), layout)
+    answers = workers.run(trainer_worker.gathered, "float32")
+    found = dict(ChainMap(*(part for part, _, _ in answers)))
+    assert len(found) == sum(len(part) for part, _, _ in answers), "one tensor of two sources"
+    if layout.pp * layout.ep > 1:
+        assert all(part for part, _, _ in answers), "the work is not spread"
+    want = load_file(folder / "model.safetensors")
+    if tied:
+        want.pop("lm_head.weight", None)
+    assert found.keys() == want.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, want[name]), name
+    # The plan that is shown before anything runs is the one that is made of what the ranks hold.
+    shape = read_model_shape(folder)
+    stages = stage_layers(layout, shape.num_layers, {})
+    assert stages is not None
+    told = push_tensors(shape, stage_of_rule(stages), "float32")
+    assert [f"{t.name} {t.stage} {t.nbytes}" for t in told] == answers[0][1]
+
+
+def test_bf16_engines_get_rounded_weights_and_an_exact_bias(workers, hf):
+    folder, model = hf("glm4_moe", False)
+    workers.start(config_of(folder), TrainerLayout(2, pp=2))
+    found = dict(ChainMap(*(part for part, _, _ in workers.run(trainer_worker.gathered, "bfloat16"))))
+    for name, param in model.named_parameters():
+        if name in found:  # transformers holds experts in other shapes than its files do
+            assert torch.equal(found[name], param.bfloat16()), name
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    assert biases and all(torch.equal(found[name], buffer) for name, buffer in biases.items())
+
+
+def test_engines_in_fp8_get_what_the_whole_weights_are_quantised_to(workers, hf):
+    """Blocks reach over what the ranks have of a weight: both exports are equal to the last bit."""
+    folder, _model = hf("deepseek_v3", False)
+    whole = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    spec = BlockFp8((24, 40), ue8m0=False, names=frozenset(name for name in whole if name.endswith("_proj.weight")))
+    workers.start(config_of(folder), TrainerLayout(2, tp=2, ep=2))
+    answers = workers.run(trainer_worker.gathered, "bfloat16", spec)
+    found = dict(ChainMap(*(part for part, _, _ in answers)))
+    want = dict(quantized(whole.items(), spec))
+    exported = answers[0][2]
+    assert found.keys() == exported.keys() == want.keys()
+    for name, tensor in want.items():
+        if name.endswith("correction_bias"):
+            continue  # exact
+        assert found[name].dtype == exported[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        for made in (found, exported):
+            assert torch.equal(made[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.log_probs import chunked_log_probs
+from tests.trainer.trainer_worker import config_of
 
 VOCAB, PADDED, HIDDEN, COUNT = 37, 40, 12, 50
 EACH = torch.linspace(0.3, 2.0, COUNT)  # a temperature of each token
@@ -38,6 +40,20 @@ def expected(temperature, entropy_grad, scale=1.0, vocab=VOCAB, dtype=torch.floa
     return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
+def ours(scale=1.0, vocab=VOCAB, dtype=torch.float32, frozen=None, own=slice(None), **options):
+    """The same by the function under test; its gradients of weights are those of the rows `own`."""
+    hidden, weight, targets, grads = inputs(scale)
+    hidden, weight = hidden.to(dtype), weight[own].to(dtype).clone()
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets % vocab, vocab_size=vocab, **options)
+    loss = (log_probs * grads[0]).sum()
+    if options.get("entropy_grad"):
+        loss = loss + (entropy * grads[1]).sum()
+    loss.backward()
+    return log_probs, entropy, hidden.grad, weight.grad
+
+
 def distances(got, want):
     return [((a.detach().double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
 
@@ -52,45 +68,28 @@ def check(got, want, bound=2e-5):
     [(1.0, None), (0.6, 1024), (0.6, 7), (1.7, 1), (EACH, None), (EACH, 7)],
 )
 def test_values_and_gradients(temperature, chunk_size, entropy_grad):
-    """One temperature, or one of each token."""
-    hidden, weight, targets, grads = inputs()
-    hidden.requires_grad_(), weight.requires_grad_()
-    options = {"temperature": temperature, "chunk_size": chunk_size, "entropy_grad": entropy_grad}
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_size=VOCAB, **options)
-    assert entropy.requires_grad == entropy_grad
-    loss = (log_probs * grads[0]).sum() + ((entropy * grads[1]).sum() if entropy_grad else 0.0)
-    loss.backward()
+    found = ours(temperature=temperature, chunk_size=chunk_size, entropy_grad=entropy_grad)
+    assert found[1].requires_grad == entropy_grad
     divisor = temperature.double()[:, None] if isinstance(temperature, torch.Tensor) else temperature
-    check((log_probs, entropy, hidden.grad, weight.grad), expected(divisor, entropy_grad))
-    assert not weight.grad[VOCAB:].any(), "rows that pad the vocabulary get no gradient"
+    check(found, expected(divisor, entropy_grad))
+    assert not found[3][VOCAB:].any(), "rows that pad the vocabulary get no gradient"
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_bf16_is_as_near_to_float64_as_torch_is(chunk_size):
-    hidden, weight, targets, grads = inputs()
-    hidden, weight = (x.bfloat16().requires_grad_() for x in (hidden, weight))
-    log_probs, entropy = chunked_log_probs(
-        hidden, weight, targets, vocab_size=VOCAB, temperature=0.6, chunk_size=chunk_size, entropy_grad=True
-    )
-    ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
-    assert log_probs.dtype == entropy.dtype == torch.float32
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    found = ours(dtype=torch.bfloat16, temperature=0.6, chunk_size=chunk_size, entropy_grad=True)
+    assert [x.dtype for x in found] == [torch.float32] * 2 + [torch.bfloat16] * 2
     want = expected(0.6, True)
-    ours = distances((log_probs, entropy, hidden.grad, weight.grad), want)
-    torchs = distances(expected(0.6, True, dtype=torch.bfloat16), want)
-    assert all(a <= 1.2 * b for a, b in zip(ours, torchs, strict=True)), (ours, torchs)
+    pairs = list(zip(distances(found, want), distances(expected(0.6, True, dtype=torch.bfloat16), want), strict=True))
+    assert all(own <= 1.2 * torchs for own, torchs in pairs), pairs
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
-    hidden, weight, targets, grads = inputs()
-    leaves = {"hidden": hidden, "weight": weight}
-    other = next(leaf for name, leaf in leaves.items() if name != frozen)
-    other.requires_grad_()
-    log_probs, _ = chunked_log_probs(hidden, weight, targets, vocab_size=VOCAB, chunk_size=7)
-    (log_probs * grads[0]).sum().backward()
-    assert leaves[frozen].grad is None
-    check([other.grad], [expected(1.0, False)[3 if frozen == "hidden" else 2]])
+    gradients, want = ours(frozen=frozen, chunk_size=7)[2:], expected(1.0, False)[2:]
+    place = ("hidden", "weight").index(frozen)
+    assert gradients[place] is None
+    check([gradients[1 - place]], [want[1 - place]])
 
 
 class Largest(TorchDispatchMode):
@@ -119,14 +118,9 @@ def test_the_logits_of_all_tokens_never_stand_in_memory(entropy_grad):
 
 
 def test_large_logits_stay_finite():
-    hidden, weight, targets, grads = inputs(scale=200.0)
-    hidden.requires_grad_(), weight.requires_grad_()
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_size=VOCAB, entropy_grad=True)
-    ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
-    want = expected(1.0, True, scale=200.0)
-    assert torch.isfinite(hidden.grad).all()
-    assert torch.isfinite(weight.grad).all()
-    assert torch.allclose(log_probs.double(), want[0], rtol=1e-4, atol=1e-2)
+    log_probs, _, *gradients = ours(scale=200.0, entropy_grad=True)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert torch.allclose(log_probs.double(), expected(1.0, True, scale=200.0)[0], rtol=1e-4, atol=1e-2)
 
 
 def test_no_tokens():
@@ -134,30 +128,20 @@ def test_no_tokens():
     hidden.requires_grad_(), weight.requires_grad_()
     log_probs, _ = chunked_log_probs(hidden[:0], weight, torch.zeros(0, dtype=torch.long), vocab_size=VOCAB)
     log_probs.sum().backward()
-    assert log_probs.shape == (0,)
-    assert not weight.grad.any()
-    assert not hidden.grad.any()
+    assert log_probs.shape == (0,) and not weight.grad.any() and not hidden.grad.any()
 
 
 def one_rank(actor, chunk_size, vocab):
     """This rank's log-probs, entropies and parts of the gradients, the vocabulary split in two."""
-    hidden, weight, targets, grads = inputs()
-    targets = targets % vocab
-    rank, half = dist.get_rank(), PADDED // 2
-    hidden.requires_grad_()
-    own = weight[rank * half : (rank + 1) * half].clone().requires_grad_()
+    half = PADDED // 2
+    own = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
     options = {"temperature": 0.6, "chunk_size": chunk_size, "entropy_grad": True, "group": dist.group.WORLD}
-    log_probs, entropy = chunked_log_probs(hidden, own, targets, vocab_size=vocab, **options)
-    ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
-    return [x.detach().numpy() for x in (log_probs, entropy, hidden.grad, own.grad)]
+    return [x.detach().numpy() for x in ours(vocab=vocab, own=own, **options)]
 
 
 @pytest.mark.parametrize(("chunk_size", "vocab"), [(1024, VOCAB), (7, VOCAB), (7, PADDED // 2 - 1)])
 def test_vocabulary_split_over_two_ranks(workers, hf, chunk_size, vocab):
     """With the smallest vocabulary the second rank has padding alone."""
-    from fusionrl.plan.layout import TrainerLayout
-    from tests.trainer.trainer_worker import config_of
-
     workers.start(config_of(hf("llama", True)[0]), TrainerLayout(2))
     (first, second) = ([torch.tensor(x) for x in rank] for rank in workers.run(one_rank, chunk_size, vocab))
     assert torch.equal(first[0], second[0])

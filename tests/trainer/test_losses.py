@@ -8,9 +8,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from fusionrl.plan.layout import TrainerLayout
-from tests.trainer.test_parallel import assert_same, history
+from tests.trainer.test_parallel import assert_as_on_one_rank, assert_same, history
 from tests.trainer.trainer_worker import Failed, Samples, config_of, weights
 
+NO_EXTRAS = {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
 SEQUENCE = {"loss_aggregation": "sequence_mean"}
 LOSSES = {
     "ppo": {"eps_clip_high": 0.28, "eps_clip_c": 3.0},
@@ -38,15 +39,11 @@ def pairs_of(samples: Samples) -> None:
     samples.rewards = np.array([1.0, -1.0] * (len(samples) // 2), np.float32)
 
 
-def gradients_of(actor, config, shard, thetas, olds):
+def gradients_of(actor, shard, config, thetas, olds):
     """Gradients of the first step's loss by each sample's log-probs, in float64, of this rank's tokens.
 
     thetas, olds  sample -> [response_length] float64 log-probs of the policy now, and of the one that acted
     """
-    import dataclasses
-
-    import torch
-
     from fusionrl.trainer.advantages import add_advantages
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
     from fusionrl.trainer.micro_batches import build_micro_batches
@@ -54,7 +51,6 @@ def gradients_of(actor, config, shard, thetas, olds):
     from fusionrl.trainer.selection import pair_advantages, select_tokens
 
     names = shard.fields["sample_index"].tolist()
-    shard = dataclasses.replace(shard, fields=dict(shard.fields))
     flat = [np.concatenate([np.zeros(0), *(table[i] for i in names)]) for table in (thetas, olds)]
     shard.fields["log_probs"], shard.fields["ref_log_probs"] = flat[1], flat[1] * 0.9
     options = LossOptions.from_config(config)
@@ -105,17 +101,13 @@ def gradients(workers, hf):
         for name, flags in LOSSES.items():
             samples, thetas, olds = inputs_of(name)
             config, shards = config_of(folder, **flags), samples.shards(layout.dp, 1, micro)
-            of_ranks = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
-            calls = [(gradients_of, config, shard, thetas, olds) for shard in of_ranks]
-            total = [np.zeros(n) for n in samples.response]
             try:
-                for rank in workers.run_each(calls):
-                    for i, part in rank.items():
-                        total[i] += part
+                ranks = workers.on_shards(gradients_of, shards, config, thetas, olds)
             except Failed as error:
                 found[name].append(error)
             else:
-                found[name].append(np.concatenate(total))
+                whole = [sum(rank.get(i, np.zeros(n)) for rank in ranks) for i, n in enumerate(samples.response)]
+                found[name].append(np.concatenate(whole))
     return found
 
 
@@ -126,13 +118,12 @@ def test_gradients_in_float64(gradients, name):
     whole, *others = gradients[name]
     assert np.linalg.norm(whole) > 1e-3 and np.isfinite(whole).all()
     if name == "dpo":
-        samples, thetas, olds = inputs_of(name)
-        assert np.abs(whole - dpo_by_autograd(thetas, olds, samples)).max() < 1e-8
+        assert np.abs(whole - dpo_by_autograd(*inputs_of(name))).max() < 1e-8
     for division, other in zip(DIVISIONS[1:], others, strict=True):
         assert np.linalg.norm(other - whole) <= 1e-9 * np.linalg.norm(whole), division
 
 
-def dpo_by_autograd(thetas, olds, samples):
+def dpo_by_autograd(samples, thetas, olds):
     """Gradient of the mean over pairs of -(1 - e) log sigmoid(0.3 h) - e log sigmoid(-0.3 h)."""
     leaves = [torch.tensor(theta, requires_grad=True) for theta in thetas]
     sums = [
@@ -148,15 +139,12 @@ def dpo_by_autograd(thetas, olds, samples):
 
 @pytest.mark.parametrize("name", ["clip_cov", "dpo"])
 def test_whole_steps_of_the_trainer(workers, hf, name):
-    folder, _ = hf("qwen3", False)
     samples = Samples(8, seed=62, share=2)
     if name == "dpo":
         pairs_of(samples)
         samples.mask = [np.ones_like(mask) for mask in samples.mask]
-    values = LOSSES[name] | {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
-    one = history(workers, folder, samples, TrainerLayout(1), micro=8, steps=2, **values)
-    two = history(workers, folder, samples, TrainerLayout(2, cp=2), micro=2, steps=2, **values)
-    assert_same(two, one, 1e-5)
+    folder, values = hf("qwen3", False)[0], LOSSES[name] | NO_EXTRAS | {"micro": 2, "steps": 2}
+    assert_as_on_one_rank(workers, folder, samples, TrainerLayout(2, cp=2), 1e-5, **values)
 
 
 def at_the_edge() -> Samples:
@@ -201,33 +189,24 @@ def test_samples_that_train_nothing_are_as_good_as_none(workers, hf, values):
 
 
 def pair_advantages_of(actor, shard, log_probs, reference):
-    """(advantages, metrics) of a shard's first step."""
+    """(shard with its advantages, metrics) of a shard's first step."""
     from fusionrl.trainer.selection import pair_advantages
 
-    shard.fields |= {"ref_log_probs": reference, "advantages": np.zeros_like(log_probs)}
-    return shard, pair_advantages(shard, shard.steps[0], log_probs, 0.3, 0.0)
+    own, others = (np.concatenate([x[i] for i in shard.fields["sample_index"]]) for x in (log_probs, reference))
+    shard.fields |= {"ref_log_probs": others, "advantages": np.zeros_like(own)}
+    return shard, pair_advantages(shard, shard.steps[0], own, 0.3, 0.0)
 
 
 def test_a_pair_without_a_log_prob_is_left_out_and_counted(workers, hf):
-    folder, _ = hf("llama", True)
     samples = Samples(6, seed=65, low=25, share=2)
     pairs_of(samples)
     samples.mask = [np.ones_like(mask) for mask in samples.mask]
     samples.mask[2][0] = 0.0
-    layout = TrainerLayout(2)
-    workers.start(config_of(folder, policy_loss="dpo"), layout)
-    calls = []
-    for shard in samples.shards(2):
-        names = shard.fields["sample_index"].tolist()
-        log_probs = np.concatenate([samples.log_probs[i] for i in names])
-        reference = [(0.8 * samples.log_probs[i]).copy() for i in names]
-        for i, part in zip(names, reference, strict=True):
-            if i == 2:
-                part[0] = -np.inf  # its token is not trained on
-            if i == 5:
-                part[-1] = np.nan
-        calls.append((pair_advantages_of, shard, log_probs, np.concatenate(reference)))
-    for shard, metrics in workers.run_each(calls):
+    reference = [0.8 * part for part in samples.log_probs]
+    reference[2][0] = -np.inf  # its token is not trained on
+    reference[5][-1] = np.nan
+    workers.start(config_of(hf("llama", True)[0], policy_loss="dpo"), TrainerLayout(2))
+    for shard, metrics in workers.on_shards(pair_advantages_of, samples.shards(2), samples.log_probs, reference):
         assert metrics["pairs_excluded"] == 1.0 and metrics["num_pairs"] == 2.0 and np.isfinite(metrics["dpo_loss"])
         for index, part in zip(shard.fields["sample_index"], shard.split("advantages"), strict=False):
             assert np.isfinite(part).all()
@@ -248,10 +227,7 @@ HOOKS = "tests/trainer/train_hooks.py"
 )
 def test_a_users_parts_of_the_loss(workers, hf, by_hook, built_in):
     folder, _ = hf("llama", True)
-    samples = Samples(7, seed=63)
-    common = {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
-    if "loss_length" in built_in:
-        common["calculate_per_token_loss"] = False
+    samples, common = Samples(7, seed=63), NO_EXTRAS | {"calculate_per_token_loss": "loss_length" not in built_in}
     one = history(workers, folder, samples, TrainerLayout(1), steps=2, **common, **built_in)
     paths = {name: f"{HOOKS}:{function}" for name, function in by_hook.items()}
     two = history(workers, folder, samples, TrainerLayout(2), micro=2, steps=2, **common, **paths)
@@ -266,19 +242,16 @@ def test_a_users_parts_of_the_loss(workers, hf, by_hook, built_in):
 
 def test_a_correction_of_whole_responses_under_context_parallelism(workers, hf):
     """Slime's helpers, the weights of responses and what is reported of them: as with one rank."""
-    folder, _ = hf("llama", True)
-    samples = Samples(8, seed=66)
-    values = {"custom_tis_function_path": f"{HOOKS}:sequence_weights", "calculate_per_token_loss": False}
-    one = history(workers, folder, samples, TrainerLayout(1), micro=4, steps=2, **values)
-    assert 0.1 < one[0][0]["train/kept"] < 0.9, "some responses are left out, some are not"
+    values = {"custom_tis_function_path": f"{HOOKS}:sequence_weights", "calculate_per_token_loss": False, "steps": 2}
+    folder, samples = hf("llama", True)[0], Samples(8, seed=66)
+    one = assert_as_on_one_rank(workers, folder, samples, TrainerLayout(2, cp=2), 1e-5, **values)
+    assert 0.1 < one[0][0]["train/kept"] < 0.9
     assert one[0][0]["train/weight"] != pytest.approx(1.0, abs=0.05)
-    assert_same(history(workers, folder, samples, TrainerLayout(2, cp=2), micro=3, steps=2, **values), one, 1e-5)
 
 
 def test_a_correction_of_log_probs_that_are_not_there(workers, hf):
-    folder, _ = hf("llama", True)
-    workers.start(config_of(folder, custom_tis_function_path=f"{HOOKS}:truncated"), TrainerLayout(1))
+    workers.start(config_of(hf("llama", True)[0], custom_tis_function_path=f"{HOOKS}:truncated"))
     (shard,) = Samples(3, seed=64).shards()
     del shard.fields["rollout_log_probs"]
     with pytest.raises(Failed, match="--custom-tis-function-path .*truncated: the rollout has no log-probs of the eng"):
-        workers.train([shard], TrainerLayout(1), 0)
+        workers.train([shard])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -35,15 +37,15 @@ def test_our_own_attention_is_for_short_sequences_on_a_cpu() -> None:
     from fusionrl.plan.memory.activations import LONGEST_ROW
     from fusionrl.trainer.packed_row import pack_row
 
-    def table(length: int, **values: object) -> object:
-        layout = pack_row([np.zeros(length + 1, np.int64), np.zeros(9, np.int64)], [1, 1], options(**values)).layout
-        return layout.table
-
-    assert table(LONGEST_ROW) is not None
-    assert table(LONGEST_ROW + 1) is None
-    assert table(9, device="meta") is None
-    assert table(LONGEST_ROW // 4 * 4 - 1, cp_size=2, cp_rank=0) is None
-    assert table(9, local_attention=False) is None
+    for length, values, is_ours in (
+        (LONGEST_ROW, {}, True),
+        (LONGEST_ROW + 1, {}, False),
+        (9, {"device": "meta"}, False),
+        (LONGEST_ROW // 4 * 4 - 1, {"cp_size": 2, "cp_rank": 0}, False),
+        (9, {"local_attention": False}, False),
+    ):
+        row = pack_row([np.zeros(length + 1, np.int64), np.zeros(9, np.int64)], [1, 1], options(**values))
+        assert (row.layout.table is not None) is is_ours, (length, values)
 
 
 def test_attention_is_the_same_whoever_computes_it(rank) -> None:
@@ -66,42 +68,39 @@ def check_both_attentions(actor, samples: Samples) -> None:
         calls.clear()
         return module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
 
-    def both() -> tuple[torch.Tensor, torch.Tensor, int]:
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
         module.zero_grad_buffer()
         output = forward()
         output.sum().backward()
-        gradients = torch.cat([buffer.grad_data.flatten() for buffer in module.buffers])
-        return output.detach(), gradients.clone(), len(calls)
+        return output.detach(), torch.cat([buffer.grad_data.flatten() for buffer in module.buffers]).clone()
 
     with pytest.MonkeyPatch.context() as patch:
         attend = row_attention.attend
         patch.setattr(row_attention, "attend", lambda *args: calls.append(1) or attend(*args))
-        *ours, num_ours = both()
-        for layer in layers:
-            patch.setattr(layer, "dropout", 0.1)
-        forward()
-        num_dropping = len(calls)
-        module.eval()
-        try:
-            forward()
-        finally:
-            module.train()
-        num_in_eval = len(calls)
-        for layer in layers:
-            patch.setattr(layer, "dropout", 0.0)
+        ours, num_ours = both(), [len(calls)]
+        with pytest.MonkeyPatch.context() as dropping:
+            for layer in layers:
+                dropping.setattr(layer, "dropout", 0.1)
+            for is_training in (True, False):
+                module.train(is_training)
+                forward()
+                num_ours.append(len(calls))
+        module.train()
         patch.setattr(kernels, "fit", lambda *tensors: False)
-        *theirs, num_theirs = both()
-    assert (num_ours, num_dropping, num_in_eval, num_theirs) == (len(layers), 0, len(layers), 0)
+        theirs = both()
+        num_ours.append(len(calls))
+    assert num_ours == [len(layers), 0, len(layers), 0]
     for own, other in zip(ours, theirs, strict=True):
         assert (own - other).abs().max() < 1e-5 * other.abs().max() and other.any()
 
 
 def test_a_micro_batch_of_samples_without_a_token(rank) -> None:
-    """Samples that failed before they had a token may be all that a rank gets."""
     rank(check_samples_without_tokens, Samples(3, seed=2))
 
 
 def check_samples_without_tokens(actor, samples: Samples) -> None:
+    """Samples that failed before they had a token may be all that a rank gets."""
+    from fusionrl.trainer.micro_batches import build_micro_batch
     from fusionrl.trainer.packed_row import pack_row
 
     nothing = [np.zeros(0, np.int64)] * 2
@@ -110,8 +109,6 @@ def check_samples_without_tokens(actor, samples: Samples) -> None:
         assert row.tokens.shape == (1, 1) and [len(places) for places in row.rows] == [0, 0]
     mixed = pack_row([*nothing, samples.tokens[0]], [0, 0, 1], options())
     assert np.array_equal(mixed.tokens[0].numpy(), samples.tokens[0][:-1])
-
-    from fusionrl.trainer.micro_batches import build_micro_batch
 
     for i in range(2):
         samples.tokens[i], samples.total[i], samples.response[i] = np.zeros(0, np.int32), 0, 0
@@ -188,7 +185,6 @@ def test_prompts_are_shared_where_it_saves_enough(prompt, response, gain, on_a_c
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant"])
 def test_the_weights_of_a_step_count_attempts(kind: str, dp: int) -> None:
-    """Whatever rank a sample of an attempt is on: sequence_mean gives every attempt the same sum of weights."""
     from fusionrl.plan.batch import BatchPlan
     from fusionrl.trainer.micro_batches import build_micro_batches
     from tests.data.test_attempts import BALANCE, fanned
@@ -196,16 +192,14 @@ def test_the_weights_of_a_step_count_attempts(kind: str, dp: int) -> None:
 
     samples = [*fanned([3, 1], [1, 0], 0, 4), *fanned([1, 2], [1, 0], 1, 3)]
     samples[1].loss_mask = [1, 0, 1, 0]
-    values = [0.0] * len(samples)
-    totals: dict[int, float] = {}
-    shares = 0.0
+    values, totals, shares = [0.0] * len(samples), Counter(), 0.0
     for shard in build_shards(samples, values, values, BatchPlan(4, 1, 1, 4, dp), BALANCE, rollout_id=0):
         (step,) = shard.steps
         assert step.num_samples == 4 and step.num_tokens == 23
         for batch in build_micro_batches(shard, step, options(aggregation=kind, constant=10.0)):
             for sequence, weight in zip(batch.sequences.tolist(), batch.weights.tolist(), strict=True):
                 index = int(shard.fields["sample_index"][batch.samples[sequence]])
-                totals[index] = totals.get(index, 0.0) + weight
+                totals[index] += weight
             shares += float(batch.sequence_shares.sum())
     assert shares == pytest.approx(4)
     tokens = {0: 10, 1: 4, 10: 3, 11: 6}

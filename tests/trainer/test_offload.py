@@ -13,6 +13,8 @@ import torch.distributed as dist
 from fusionrl.cli.device import detect_device
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.memory.pinned import BLOCK, pinned_bytes
+from fusionrl.trainer.pinned_memory import PinnedMemory
 from tests.trainer.trainer_worker import Samples, config_of
 
 BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
@@ -44,12 +46,10 @@ def away(actor, keep_weights: bool = False) -> tuple[int, int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
-    folder, _ = hf("qwen3", False, **BIG)
-    layout = TrainerLayout(2)
-    config = config_of(folder, precision=precision, offload_folder=str(tmp_path))
+    layout, shards = TrainerLayout(2), Samples(6, seed=2).shards(2)
+    config = config_of(hf("qwen3", False, **BIG)[0], precision=precision, offload_folder=str(tmp_path))
     workers.start(config, layout)
-    samples = Samples(6, seed=2)
-    workers.train(samples.shards(2), layout)
+    workers.train(shards)
     before = workers.call("state_hashes")
     given = workers.run(away)
     for copied, smaller in given:
@@ -68,10 +68,10 @@ def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
     assert all(0 < weights < others for weights, others in zip(rest, partly, strict=True))
     # Training takes everything back by itself, and goes on as if nothing had been.
     workers.call("offload")
-    after = workers.train(samples.shards(2), layout, 1)
+    after = workers.train(shards, layout, 1)
     workers.start(config, layout)
-    workers.train(samples.shards(2), layout)
-    assert workers.train(samples.shards(2), layout, 1) == after
+    workers.train(shards)
+    assert workers.train(shards, layout, 1) == after
 
 
 @pytest.mark.gpu
@@ -106,8 +106,6 @@ def test_with_experts_and_stages(workers, hf, tmp_path):
 
 def kept_of_freed(actor) -> tuple[float, float]:
     """The share of a dropped tensor's memory that the process has: before it offloads, and after."""
-    import torch
-
     before = resident(actor)
     size = torch.ones(2**24).nbytes  # dropped at once
     kept = resident(actor) - before
@@ -122,33 +120,30 @@ def test_what_a_step_frees_is_kept_until_the_memory_is_given_away(workers, hf):
     assert kept > 0.9 and after < 0.5
 
 
-class Nccl:
-    """NCCL's backend, which no CPU has: as torch's, it may be suspended once, and resumed only when it is suspended."""
-
-    is_suspended = False
-
-    def __init__(self, is_able: bool = True) -> None:
-        self.is_able = is_able
+class OldNccl:
+    """NCCL's backend of a torch before 2.13."""
 
     def name(self) -> str:
         return "nccl"
+
+
+class Nccl(OldNccl):
+    """One that may be suspended once, and resumed only when it is suspended, as torch's; it notes both in `calls`."""
+
+    def __init__(self, is_able: bool = True, calls: list[tuple[str, Nccl]] | None = None) -> None:
+        self.is_able, self.is_suspended, self.calls = is_able, False, [] if calls is None else calls
 
     def suspend(self) -> None:
         if not self.is_able:
             raise RuntimeError("NCCL 2.28 has no ncclCommSuspend")
         assert not self.is_suspended
         self.is_suspended = True
+        self.calls.append(("suspend", self))
 
     def resume(self) -> None:
         assert self.is_suspended
         self.is_suspended = False
-
-
-class OldNccl:
-    """That of a torch before 2.13."""
-
-    def name(self) -> str:
-        return "nccl"
+        self.calls.append(("resume", self))
 
 
 def test_groups_of_two_kinds(caplog):
@@ -175,17 +170,7 @@ def test_what_was_suspended_is_resumed_once_and_in_order(monkeypatch):
     from fusionrl.trainer import offload
 
     calls = []
-
-    class Recorded(Nccl):
-        def suspend(self):
-            super().suspend()
-            calls.append(("suspend", self))
-
-        def resume(self):
-            super().resume()
-            calls.append(("resume", self))
-
-    backends = [Recorded(), Recorded()]
+    backends = [Nccl(calls=calls), Nccl(calls=calls)]
     monkeypatch.setattr(offload, "backends_of_groups", lambda device: iter(backends))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     trained = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
@@ -196,14 +181,45 @@ def test_what_was_suspended_is_resumed_once_and_in_order(monkeypatch):
 
 
 def kinds(actor) -> list[str]:
-    """The backends that a rank's groups have for a GPU."""
+    """The backends that a rank's groups have for a GPU: on a CPU all of Megatron's are gloo's, which answers for it."""
     from fusionrl.trainer.offload import backends_of_groups
 
     return [backend.name() for backend in backends_of_groups(torch.device("cuda"))]
 
 
 def test_groups_of_a_rank(workers, hf):
-    """On a CPU all of Megatron's groups are gloo's, which answers for a GPU, too."""
     workers.start(config_of(hf("qwen3", False)[0]), TrainerLayout(2))
     for found in workers.run(kinds):
         assert set(found) == {"gloo"} and len(found) > 3
+
+
+# ------------------------------------------------------------------------------------------------ pinned memory
+@pytest.mark.parametrize("block", [16, 64, 4096])
+def test_every_byte_comes_back(block: int) -> None:
+    """Also of tensors that lie over several blocks, and of types of any width. The blocks here are not pinned."""
+    made: list[int] = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    torch.manual_seed(1)
+    tensors = [torch.randn(7, 5), torch.randn(3).bfloat16(), torch.arange(11), torch.zeros(0), torch.tensor(2.5)]
+    memory = PinnedMemory(allocate, block)
+    kept = [memory.keep(tensor) for tensor in tensors]
+    for tensor, copy in zip(tensors, kept, strict=True):
+        copy.read(found := torch.empty_like(tensor))
+        assert torch.equal(found, tensor)
+    whole = sum(tensor.nbytes for tensor in tensors)
+    assert made == [block] * -(-whole // block), "no block more than the bytes need"
+    for tensor, copy in zip(tensors, kept, strict=True):
+        copy.write(tensor + 1)
+    kept[0].read(found := torch.empty_like(tensors[0]))
+    assert torch.equal(found, tensors[0] + 1)
+
+
+def test_the_plan_counts_blocks() -> None:
+    """torch would take 16 GiB for 8 and a byte, and keep them."""
+    assert BLOCK.bit_count() == 1, "torch rounds up to a power of two"
+    assert [pinned_bytes(size) for size in (0, 1, BLOCK, BLOCK + 1)] == [0, BLOCK, BLOCK, 2 * BLOCK]
+    assert pinned_bytes(8 * 2**30 + 1) == 8 * 2**30 + BLOCK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -9,20 +11,21 @@ from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of
 
-COMMON = {
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.2,
-    "entropy_coef": 0.01,
-    "clip_grad": 1.0,
-    "weight_decay": 0.01,
-}
+COMMON = {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.01, "clip_grad": 1.0, "weight_decay": 0.01}
+_of_one_rank: dict[object, tuple[list, list]] = {}
 
 
 def history(workers, folder, samples, layout, micro=3, steps=1, **values):
-    """(metrics of two rollouts, weights after them) of one layout."""
+    """(metrics of two rollouts, weights after them) of one layout; tests share those of one rank."""
+    key = layout.world_size == 1 and (folder, pickle.dumps(vars(samples)), micro, steps, repr(values))
+    if key in _of_one_rank:
+        return _of_one_rank[key]
     workers.start(config_of(folder, **(COMMON | values)), layout)
     metrics = [workers.train(samples.shards(layout.dp, steps, micro), layout, i) for i in range(2)]
-    return metrics, workers.run(trainer_worker.weights)
+    result = metrics, workers.run(trainer_worker.weights)
+    if key:
+        _of_one_rank[key] = result
+    return result
 
 
 def assert_same(got, want, bound, family=""):
@@ -45,55 +48,43 @@ def assert_same(got, want, bound, family=""):
                 assert off.max() <= 40 * bound and (off > 10 * bound).mean() <= 1e-3, name
 
 
+def assert_as_on_one_rank(workers, folder, samples, layout, bound, micro=3, steps=1, family="", **values):
+    """The layout's history is that of one rank, which is returned."""
+    one = history(workers, folder, samples, TrainerLayout(1), steps=steps, **values)
+    assert_same(history(workers, folder, samples, layout, micro, steps, **values), one, bound, family)
+    return one
+
+
 @pytest.mark.parametrize("per_token", [True, False])
 def test_micro_batches_and_data_parallel_ranks_change_nothing(workers, hf, per_token):
-    folder, _ = hf("llama", True)
     samples = Samples(7, seed=11, share=2)  # seven samples: the two ranks' shards differ in size
-    values = {"calculate_per_token_loss": per_token}
-    one = history(workers, folder, samples, TrainerLayout(1), micro=7, **values)
-    assert one[0][0]["train/grad_norm"] > 0.1
-    assert_same(history(workers, folder, samples, TrainerLayout(1), micro=2, **values), one, 1e-6)
-    assert_same(history(workers, folder, samples, TrainerLayout(2), micro=2, **values), one, 1e-6)
+    for layout in (TrainerLayout(1), TrainerLayout(2)):
+        values = {"micro": 2, "calculate_per_token_loss": per_token}
+        one = assert_as_on_one_rank(workers, hf("llama", True)[0], samples, layout, 1e-6, **values)
+        assert one[0][0]["train/grad_norm"] > 0.1
 
 
 @pytest.mark.parametrize(
-    "passthrough",
+    ("kind", "fields"),
     [
-        {"ddp": {"overlap_grad_reduce": True}},
-        {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-        {
-            "transformer": {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
-        },
-        {
-            "transformer": {
-                "recompute_granularity": "selective",
-                "recompute_modules": ["core_attn", "layernorm"],
-            }
-        },
+        ("ddp", {"overlap_grad_reduce": True}),
+        ("ddp", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+        ("transformer", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ("transformer", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}),
     ],
     ids=["overlap-grads", "overlap-params", "recompute-full", "recompute-selective"],
 )
-def test_megatrons_options_change_nothing(workers, hf, passthrough):
+def test_megatrons_options_change_nothing(workers, hf, kind, fields):
     """With overlapped gathering, an export must not be a step old."""
-    folder, _ = hf("qwen3", False)
-    samples = Samples(7, seed=17, share=2)
+    folder, samples = hf("qwen3", False)[0], Samples(7, seed=17, share=2)
     one = history(workers, folder, samples, TrainerLayout(1), steps=2)
-    assert_same(
-        history(workers, folder, samples, TrainerLayout(2), micro=2, steps=2, passthrough=passthrough),
-        one,
-        3e-6,
-    )
+    passed = {kind: fields}
+    assert_same(history(workers, folder, samples, TrainerLayout(2), 2, steps=2, passthrough=passed), one, 3e-6)
 
 
 def test_a_rank_without_samples_takes_part(workers, hf):
-    folder, _ = hf("llama", True)
     samples = Samples(1, seed=12, low=20, high=21)
-    one = history(workers, folder, samples, TrainerLayout(1))
-    assert_same(history(workers, folder, samples, TrainerLayout(2)), one, 1e-6)
+    assert_as_on_one_rank(workers, hf("llama", True)[0], samples, TrainerLayout(2), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +103,10 @@ def test_a_rank_without_samples_takes_part(workers, hf):
     ids=str,
 )
 def test_model_parallel_layouts(workers, hf, sizes, family, tied):
-    """tools/parity.py has many more, and compares the gradient of every tensor."""
     # 121 tokens: tensor parallelism must pad the vocabulary.
     folder, _ = hf(family, tied, vocab_size=121)
     samples = Samples(6, seed=13, vocab=121, share=3)
-    one = history(workers, folder, samples, TrainerLayout(1), steps=2)
-    layout = TrainerLayout(2, **sizes)
-    assert_same(history(workers, folder, samples, layout, steps=2), one, 1e-5, family)
+    assert_as_on_one_rank(workers, folder, samples, TrainerLayout(2, **sizes), 1e-5, steps=2, family=family)
     first, second = workers.call("score", samples.shards()[0])
     assert [part.size for part in first] == samples.response.tolist()
     assert all(map(np.array_equal, first, second)), "each rank says the same"
@@ -140,53 +128,47 @@ def gradient_of_context_sum(actor):
 
 
 def test_an_expanded_gradient_is_summed_over_context_ranks(workers, hf):
-    folder, _ = hf("qwen3", True)
-    workers.start(config_of(folder), TrainerLayout(2, cp=2))
+    workers.start(config_of(hf("qwen3", True)[0]), TrainerLayout(2, cp=2))
     assert workers.run(gradient_of_context_sum) == [[3.0] * 3] * 2
 
 
 def test_scores_and_validation_loss_do_not_depend_on_the_layout(workers, hf):
     folder, _ = hf("qwen3", True)
-    samples = Samples(6, seed=14)
-    layouts = [TrainerLayout(1), TrainerLayout(2), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)]
-    losses, scores = [], []
-    for layout in layouts:
+    samples, found = Samples(6, seed=14), []
+    for layout in (TrainerLayout(1), TrainerLayout(2), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)):
         workers.start(config_of(folder, "sft"), layout)
-        shards = samples.shards(layout.dp)
-        per_rank = [(shards[layout.dp_rank(rank)],) for rank in range(layout.world_size)]
-        losses.append([answer["eval/loss"] for answer in workers.call_each("evaluate_loss", per_rank)])
-        scores.append(workers.call("score", samples.shards()[0])[0])
-    for other_losses, other_scores in zip(losses, scores, strict=True):
-        assert other_losses == pytest.approx([losses[0][0]] * len(other_losses), rel=1e-6)
-        for got, want in zip(other_scores, scores[0], strict=True):
-            assert np.abs(got - want).max() <= 1e-5
+        losses = [answer["eval/loss"] for answer in workers.on_shards("evaluate_loss", samples.shards(layout.dp))]
+        found.append((losses, np.concatenate(workers.call("score", samples.shards()[0])[0])))
+    for losses, scores in found:
+        assert losses == pytest.approx(found[0][0] * len(losses), rel=1e-6)
+        assert np.abs(scores - found[0][1]).max() <= 1e-5
 
 
 @pytest.mark.parametrize("fault", ["reward", "gradient"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(workers, hf, fault):
-    folder, _ = hf("llama", True)
-    layout = TrainerLayout(2)
-    workers.start(config_of(folder, lr=1e-2, max_skipped_steps=3), layout)
-    good = Samples(6, seed=15)
-    workers.train(good.shards(2), layout)
+    workers.start(config_of(hf("llama", True)[0], lr=1e-2, max_skipped_steps=3), TrainerLayout(2))
+    samples = Samples(6, seed=15)
+    good = samples.shards(2)
+    samples.rewards[0] = np.nan
+    bad = samples.shards(2)
+    workers.train(good)
     before = workers.call("state_hashes")
     if fault == "reward":
-        metrics = workers.train(Samples(6, seed=15, nan_reward=True).shards(2), layout)
+        metrics = workers.train(bad)
     else:
         workers.run(trainer_worker.poison_gradient)
-        metrics = workers.train(good.shards(2), layout)
+        metrics = workers.train(good)
         assert np.isfinite(metrics["train/loss"])
         assert not np.isfinite(metrics["train/grad_norm"])
     assert metrics["train/skipped"] == 1.0
     assert workers.call("state_hashes") == before
     if fault == "reward":
-        workers.train(Samples(6, seed=15, nan_reward=True).shards(2), layout)
+        workers.train(bad)
         with pytest.raises(trainer_worker.Failed, match=r"sample 0 is not finite; that makes 3 in a row") as failure:
-            workers.train(Samples(6, seed=15, nan_reward=True).shards(2), layout)
+            workers.train(bad)
         assert failure.value.kind == "FloatingPointError"
-    after = workers.train(good.shards(2), layout)
-    assert after["train/skipped"] == 0.0
-    assert np.isfinite(after["train/loss"])
+    after = workers.train(good)
+    assert after["train/skipped"] == 0.0 and np.isfinite(after["train/loss"])
     assert workers.call("state_hashes") != before
 
 

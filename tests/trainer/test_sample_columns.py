@@ -5,17 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.test_losses import at_the_edge
+from tests.trainer.test_parity import LAYOUTS
 from tests.trainer.trainer_worker import Samples, config_of
-
-LAYOUTS = {
-    "one": TrainerLayout(1),
-    "dp2": TrainerLayout(2),
-    "tp2": TrainerLayout(2, tp=2),
-    "cp2": TrainerLayout(2, cp=2),
-    "pp2": TrainerLayout(2, pp=2),
-}
 
 
 def columns_of_all(workers, rollout_id=0):
@@ -37,11 +29,11 @@ def test_values_of_samples_and_tokens_in_every_layout(workers, hf, steps):
     workers.start(config_of(folder))
     scores = workers.call("score", samples.shards()[0])[0]
     entropies = {}
-    for name, layout in LAYOUTS.items():
+    for layout in LAYOUTS:
         workers.start(config_of(folder, save_token_values=True), layout)
         metrics = workers.train(samples.shards(layout.dp, steps), layout)
         found = columns_of_all(workers)
-        assert sorted(found) == list(range(7)), name
+        assert sorted(found) == list(range(7)), layout
         sums = np.zeros(3)  # of entropies and mismatches of trained tokens, and their number
         for i, columns in found.items():
             mask = samples.mask[i] > 0
@@ -49,31 +41,29 @@ def test_values_of_samples_and_tokens_in_every_layout(workers, hf, steps):
             assert columns["trained_reward"] == pytest.approx(samples.rewards[i])
             for column in ("log_probs", "entropy", "advantages"):
                 assert columns[column].dtype == np.float32 and len(columns[column]) == len(mask)
-                np.testing.assert_array_equal(np.isfinite(columns[column]), mask, err_msg=f"{name} {i} {column}")
+                np.testing.assert_array_equal(np.isfinite(columns[column]), mask, err_msg=f"{layout} {i} {column}")
             if not mask.any():
                 assert not {"advantage", "mismatch"} & set(columns), "nothing is known of a masked sample"
                 continue
             assert columns["advantage"] == pytest.approx(samples.rewards[i], rel=1e-6)
             gaps = np.abs(scores[i].astype(np.float64) - samples.log_probs[i])[mask]
-            assert columns["mismatch"] == pytest.approx(gaps.mean(), rel=1e-4), (name, i)
+            assert columns["mismatch"] == pytest.approx(gaps.mean(), rel=1e-4), (layout, i)
             np.testing.assert_allclose(columns["log_probs"][mask], scores[i][mask], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(columns["advantages"][mask], samples.rewards[i], rtol=1e-6)
             entropy = columns["entropy"]
             sums += entropy[mask].sum(dtype=np.float64), columns["mismatch"] * mask.sum(), mask.sum()
-            np.testing.assert_allclose(entropy, entropies.setdefault(i, entropy), rtol=1e-3, atol=1e-4, err_msg=name)
-        assert metrics["train/entropy"] == pytest.approx(sums[0] / sums[2], rel=1e-5), name
+            np.testing.assert_allclose(entropy, entropies.setdefault(i, entropy), rtol=1e-3, atol=1e-4)
+        assert metrics["train/entropy"] == pytest.approx(sums[0] / sums[2], rel=1e-5), layout
         if steps == 1:
-            assert metrics["train/logprob_diff_mean"] == pytest.approx(sums[1] / sums[2], rel=1e-6), name
+            assert metrics["train/logprob_diff_mean"] == pytest.approx(sums[1] / sums[2], rel=1e-6), layout
 
 
 def test_a_custom_loss_has_the_token_values_that_the_shard_has(workers, hf):
-    """No built-in loss sees log-probs and entropies there."""
-    folder, _ = hf("qwen3", False)
     samples = Samples(4, seed=26)
     samples.mask[1][0] = 0.0
-    path = "tests/trainer/train_hooks.py:of_logits"
-    workers.start(config_of(folder, save_token_values=True, loss_type="custom_loss", custom_loss_function_path=path))
-    workers.train(samples.shards(1, 1))
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": "tests/trainer/train_hooks.py:of_logits"}
+    workers.start(config_of(hf("qwen3", False)[0], save_token_values=True, **custom))
+    workers.train(samples.shards())
     for i, columns in columns_of_all(workers).items():
         assert columns.keys() & {"advantages", "log_probs", "entropy"} == {"advantages", "log_probs"}
         np.testing.assert_array_equal(np.isfinite(columns["log_probs"]), samples.mask[i] > 0)
@@ -83,10 +73,8 @@ def test_a_custom_loss_has_the_token_values_that_the_shard_has(workers, hf):
 
 def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf):
     """After an optimizer step the weights are no longer those that the samples were made with."""
-    folder, _ = hf("qwen3", False)
-    samples = Samples(6, seed=22)
-    workers.start(config_of(folder, use_rollout_logprobs=True))
-    workers.train(samples.shards(1, 2))
+    workers.start(config_of(hf("qwen3", False)[0], use_rollout_logprobs=True))
+    workers.train(Samples(6, seed=22).shards(1, 2))
     found = columns_of_all(workers)
     assert [i for i in found if "mismatch" in found[i]] == [0, 1, 2]
     assert all("advantage" in columns for columns in found.values())
@@ -94,21 +82,18 @@ def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf
 
 def test_with_the_engines_log_probs_as_the_old_ones_the_first_step_counts(workers, hf):
     """With the trainers' own its ratios are 1, and say nothing of how far the steps went."""
-    folder, _ = hf("qwen3", False)
-    samples = Samples(6, seed=22)
-    found = []
+    samples, found, names = Samples(6, seed=22), [], ("train/ppo_kl", "train/clip_fraction")
     for steps in (1, 2):
-        workers.start(config_of(folder, use_rollout_logprobs=True, lr=0.0))
-        found.append(workers.train(samples.shards(1, steps)))
-    for name in ("train/ppo_kl", "train/clip_fraction"):
-        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5) and abs(found[0][name]) > 0.01
+        workers.start(config_of(hf("qwen3", False)[0], use_rollout_logprobs=True, lr=0.0))
+        metrics = workers.train(samples.shards(1, steps))
+        found.append([metrics[name] for name in names])
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and min(map(abs, found[0])) > 0.01
 
 
 def test_advantages_that_differ_from_token_to_token(workers, hf):
-    folder, _ = hf("qwen3", False)
     samples = Samples(6, seed=23)
-    workers.start(config_of(folder, advantage_estimator="reinforce_plus_plus", gamma=0.9))
-    workers.train(samples.shards(1, 1))
+    workers.start(config_of(hf("qwen3", False)[0], advantage_estimator="reinforce_plus_plus", gamma=0.9))
+    workers.train(samples.shards())
     found = columns_of_all(workers)
     returns = []
     for reward, mask in zip(samples.rewards, samples.mask, strict=True):
@@ -121,11 +106,9 @@ def test_advantages_that_differ_from_token_to_token(workers, hf):
 
 
 def test_log_probs_that_are_no_numbers_and_samples_without_tokens(workers, hf):
-    folder, _ = hf("llama", True)
-    samples = at_the_edge()
     for steps in (1, 2):
-        workers.start(config_of(folder))
-        workers.train(samples.shards(1, steps))
+        workers.start(config_of(hf("llama", True)[0]))
+        workers.train(at_the_edge().shards(1, steps))
         found = columns_of_all(workers)
         for i in (1, 2):
             assert set(found[i]) == {"num_trained", "trained_reward"} and found[i]["num_trained"] == 0
@@ -147,16 +130,14 @@ def test_only_the_last_rollout_that_was_trained_on(workers, hf):
 @pytest.mark.parametrize("steps", [1, 2], ids=["from-the-loss", "from-log-probs"])
 def test_tokens_of_older_weights_are_no_mismatch(workers, hf, steps):
     """They are trained on; how far they are off says how old they are, and not that engine and trainer disagree."""
-    folder, _ = hf("qwen3", False)
     samples = Samples(6, seed=25)
-    workers.start(config_of(folder))
+    workers.start(config_of(hf("qwen3", False)[0]))
     scores = workers.call("score", samples.shards()[0])[0]
-    shards = samples.shards(1, steps)
+    (shard,) = samples.shards(1, steps)
     current = [(np.arange(n) >= n // 2).astype(np.float32) for n in samples.response]
     current[2][:] = 0.0
-    shards[0].fields["current"] = np.concatenate(current)
-    workers.start(config_of(folder))
-    metrics = workers.train(shards, TrainerLayout(1))
+    shard.fields["current"] = np.concatenate(current)
+    metrics = workers.train([shard])
     gaps = [np.abs(a.astype(np.float64) - b) for a, b in zip(scores, samples.log_probs, strict=True)]
     used = [(m > 0) & (c > 0) for m, c in zip(samples.mask, current, strict=True)]
     wanted = np.concatenate([gap[own] for gap, own in zip(gaps, used, strict=True)])

@@ -1,4 +1,4 @@
-"""The stage score: which log-probs are needed, and that they are those of transformers."""
+"""The stages pull (a shard of its own, with other trainers' columns) and score (log-probs that are needed)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
-from tests.trainer.hf_models import response_log_probs
+from fusionrl.trainer.sample_columns import columns_of
+from fusionrl.trainer.shard_pull import pull
 from tests.trainer.trainer_worker import Samples, config_of
 
 
@@ -25,7 +26,6 @@ class Borders:
 def scored(actor, shard, own: bool):
     """(columns that the stage added, the prefixes that hooks were told) on one rank."""
     from fusionrl.trainer.score import score
-    from fusionrl.trainer.shard_pull import pull
 
     hooks = Borders()
     found = score(pull(shard), actor.scorer, hooks, policy=own, records=False)
@@ -35,22 +35,23 @@ def scored(actor, shard, own: bool):
 
 @pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)], ids=str)
 def test_log_probs_of_policy_and_reference(workers, hf, layout):
+    from tests.trainer.hf_models import response_log_probs  # not in the ranks
+
     folder, model = hf("qwen3", True)
     reference, reference_model = hf("qwen3", True, seed=3)
     samples = Samples(5, seed=31, share=2)
     workers.start(config_of(folder, ref_load=str(reference), use_kl_loss=True, kl_loss_coef=0.1), layout)
-    (shard,) = samples.shards(micro=2)
+    (shard,), mask, wanted = samples.shards(micro=2), np.concatenate(samples.mask), {}
+    with torch.no_grad():
+        for name, scorer in (("log_probs", model), ("ref_log_probs", reference_model)):
+            wanted[name] = mask * np.concatenate([response_log_probs(scorer, samples, i)[0].numpy() for i in range(5)])
     for own in (True, False):
         for columns, prefixes in workers.run(scored, shard, own):
             assert prefixes == (["ref_", ""] if own else ["ref_"])
             assert set(columns) == ({"ref_log_probs", "log_probs"} if own else {"ref_log_probs"})
-            models = {"log_probs": model, "ref_log_probs": reference_model}
             for name, column in columns.items():
-                with torch.no_grad():
-                    wanted = [response_log_probs(models[name], samples, i)[0].numpy() for i in range(5)]
-                wanted = np.concatenate(wanted) * np.concatenate(samples.mask)
-                assert np.abs(column - wanted).max() < 1e-4, name
-                assert (column[np.concatenate(samples.mask) == 0] == 0).all()
+                assert np.abs(column - wanted[name]).max() < 1e-4, name
+                assert (column[mask == 0] == 0).all()
 
 
 def of_planned(actor, shard):
@@ -60,10 +61,9 @@ def of_planned(actor, shard):
 
 
 def test_samples_of_no_step_are_left_out_where_only_planned_ones_count(workers, hf):
-    folder, _ = hf("llama", True)
     (shard,) = Samples(4, seed=32).shards(steps=2, micro=2)
     shard.steps = shard.steps[:1]
-    workers.start(config_of(folder))
+    workers.start(config_of(hf("llama", True)[0]))
     ((planned, every),) = workers.run(of_planned, shard)
     ends = np.cumsum(shard.response_lengths)
     assert np.allclose(planned[: ends[1]], every[: ends[1]], atol=1e-6) and planned[: ends[1]].any()
@@ -90,3 +90,35 @@ def test_the_policys_log_probs_are_scored_where_they_are_needed(values, num_step
 
     config = config_of("model", **values)
     assert needed_log_probs(config, LossOptions.from_config(config), num_steps) == wanted
+
+
+def test_what_is_added_stays_with_the_trainer() -> None:
+    (shard,) = Samples(4, seed=1).shards()
+    names = set(shard.fields)
+    pulled = pull(shard)
+    assert set(pulled.fields) == names and pulled.steps == shard.steps
+    pulled.fields["advantages"] = np.zeros(int(shard.response_lengths.sum()), np.float32)
+    assert set(shard.fields) == names
+
+
+def test_columns_of_shards_that_are_cut_otherwise() -> None:
+    samples = Samples(5, seed=2)
+    parts = samples.shards(2)
+    for shard in parts:
+        shard.fields["values"] = shard.fields["rollout_log_probs"] * 2
+        shard.fields["returns"] = shard.fields["loss_mask"] + 1
+    (whole,) = samples.shards()
+    pulled = pull(whole, [columns_of(shard, ("values", "returns")) for shard in parts])
+    assert np.array_equal(pulled.fields["values"], whole.fields["rollout_log_probs"] * 2)
+    assert np.array_equal(pulled.fields["returns"], whole.fields["loss_mask"] + 1)
+    assert "values" not in whole.fields
+    with pytest.raises(KeyError):  # of samples that nobody gave columns for
+        pull(whole, [columns_of(parts[0], ("values",))])
+
+
+def test_a_sample_without_a_prompt_is_named() -> None:
+    (shard,) = Samples(4, seed=4).shards()
+    shard.fields["sample_index"] = np.array([10, 11, 12, 13])
+    shard.response_lengths[2] = shard.total_lengths[2]
+    with pytest.raises(ValueError, match=r"sample 12 has \d+ tokens, all of them response"):
+        pull(shard)

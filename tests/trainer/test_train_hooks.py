@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
+from tests.trainer.forked_program import ForkedProgram
 from tests.trainer.test_parallel import assert_same, history
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
@@ -60,13 +57,11 @@ def test_sample_means_are_those_of_the_loss(workers, hf):
 
 
 def test_metadata_and_columns_reach_a_custom_loss(workers, hf):
-    folder, _ = hf("llama", True)
-    values = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:knows_its_data"}
-    workers.start(config_of(folder, **values), TrainerLayout(1))
+    workers.start(config_of(hf("llama", True)[0], **CUSTOM | {"custom_loss_function_path": f"{HOOKS}:knows_its_data"}))
     (shard,) = Samples(5, seed=43).shards()
     lengths = shard.response_lengths.tolist()
     shard.metadata, shard.extra = [{"note": {"length": n}} for n in lengths], {"weight_of_mine": lengths}
-    assert workers.train([shard], TrainerLayout(1), 0)["train/seen"] == 2.0  # micro-batches
+    assert workers.train([shard])["train/seen"] == 2.0  # micro-batches
 
 
 def test_advantages_and_masks_of_a_user(workers, hf):
@@ -84,12 +79,9 @@ def test_advantages_and_masks_of_a_user(workers, hf):
 
 
 def test_a_sample_that_a_users_function_masks_still_counts(workers, hf):
-    """With the mean over samples, the gradient of the others does not grow."""
     folder, _ = hf("llama", True)
-    samples, values = (
-        Samples(6, seed=45),
-        {"use_kl_loss": False, "entropy_coef": 0.0, "loss_aggregation": "sequence_mean"},
-    )
+    samples, values = Samples(6, seed=45), {"use_kl_loss": False, "entropy_coef": 0.0}
+    values |= {"loss_aggregation": "sequence_mean"}
     path = {"rollout_data_postprocess_path": f"{HOOKS}:masks_the_third"}
     by_hook = history(workers, folder, samples, TrainerLayout(2), **values, **path)
     samples.rewards[2] = 0.0  # its advantage, and so its part of the loss
@@ -98,126 +90,107 @@ def test_a_sample_that_a_users_function_masks_still_counts(workers, hf):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("flag", "function", "message"),
     [
-        ({"custom_advantage_function_path": "forgets"}, "forgets: it left no 'advantages'"),
-        ({"custom_advantage_function_path": "too_short"}, r"too_short: 'advantages' has \d+ values for \d+ response"),
-        ({"custom_advantage_function_path": "raises"}, "--custom-advantage-function-path .*raises: KeyError: 'mine'"),
-        ({"rollout_data_postprocess_path": "raises"}, "--rollout-data-postprocess-path .*raises: KeyError: 'mine'"),
-        ({"rollout_data_postprocess_path": "unmasks"}, "'loss_masks' has a token that was masked"),
-        ({"rollout_data_postprocess_path": "other_rewards"}, "'rewards' may not change here"),
-        ({"custom_loss_function_path": "raises"}, "--custom-loss-function-path .*raises: KeyError: 'mine'"),
-        (
-            {"custom_loss_function_path": "no_tuple"},
-            r"no_tuple: it returned Tensor; expected \(loss, dict of metrics\)",
-        ),
-        ({"custom_loss_function_path": "no_gradient"}, "its loss must be a tensor of one element with a gradient"),
-        ({"custom_loss_function_path": "ppo_of_some"}, r"do not fill the packed row of \d+; .* give starts="),
-        ({"custom_policy_loss_path": "a_mean"}, r"a_mean: its losses must be a tensor of the shape \(\d+,\)"),
-        ({"custom_policy_loss_path": "bare"}, r"bare: it returned Tensor; expected \(losses of tokens, dict of"),
-        ({"custom_tis_function_path": "wrong_shape"}, r"its pg_loss must be a tensor of the shape \(\d+,\)"),
-        ({"custom_pg_loss_reducer_function_path": "doubled_number"}, "it returned no function"),
-        ({"custom_megatron_before_log_prob_hook_path": "raises", "use_kl_loss": True}, "before-log-prob.*'mine'"),
-        ({"custom_megatron_before_train_step_hook_path": "raises"}, "before-train-step.*'mine'"),
-        ({"custom_policy_loss_path": "raises"}, "--custom-policy-loss-path .*raises: KeyError: 'mine'"),
-        ({"custom_tis_function_path": "raises_by_name"}, "--custom-tis-function-path .*: KeyError: 'mine'"),
-        ({"custom_pg_loss_reducer_function_path": "makes_what_raises"}, "--custom-pg-loss-reducer.*: KeyError: 'mine'"),
-        ({"custom_loss_function_path": "raises_in_backward"}, "a user's code in a trainer: KeyError: 'mine'"),
-        ({"custom_model_provider_path": "raises_in_forward"}, "a user's code in a trainer: KeyError: 'mine'"),
+        ("advantage_function", "forgets", "it left no 'advantages'"),
+        ("advantage_function", "too_short", r"'advantages' has \d+ values for \d+ response"),
+        ("advantage_function", "raises", "KeyError: 'mine'"),
+        ("data_postprocess", "raises", "KeyError: 'mine'"),
+        ("data_postprocess", "unmasks", "'loss_masks' has a token that was masked"),
+        ("data_postprocess", "other_rewards", "'rewards' may not change here"),
+        ("loss_function", "raises", "KeyError: 'mine'"),
+        ("loss_function", "no_tuple", r"it returned Tensor; expected \(loss, dict of metrics\)"),
+        ("loss_function", "no_gradient", "its loss must be a tensor of one element with a gradient"),
+        ("loss_function", "ppo_of_some", r"do not fill the packed row of \d+; .* give starts="),
+        ("loss_function", "raises_in_backward", "a user's code in a trainer: KeyError: 'mine'"),
+        ("policy_loss", "a_mean", r"its losses must be a tensor of the shape \(\d+,\)"),
+        ("policy_loss", "bare", r"it returned Tensor; expected \(losses of tokens, dict of"),
+        ("policy_loss", "raises", "KeyError: 'mine'"),
+        ("tis_function", "wrong_shape", r"its pg_loss must be a tensor of the shape \(\d+,\)"),
+        ("tis_function", "raises", "KeyError: 'mine'"),
+        ("pg_loss_reducer_function", "doubled_number", "it returned no function"),
+        ("pg_loss_reducer_function", "makes_what_raises", "KeyError: 'mine'"),
+        ("megatron_before_log_prob_hook", "raises", "'mine'"),
+        ("megatron_before_train_step_hook", "raises", "'mine'"),
+        ("model_provider", "raises_in_forward", "a user's code in a trainer: KeyError: 'mine'"),
     ],
-    ids=str,
 )
-def test_mistakes_name_flag_and_function(workers, hf, values, message):
+def test_mistakes_name_flag_and_function(workers, hf, flag, function, message):
     """A user's own error is shown with its line wherever the code runs: also in a function that a hook returned."""
-    folder, _ = hf("llama", True)
-    values = {name: f"{HOOKS}:{value}" if name.endswith("path") else value for name, value in values.items()}
-    if "custom_loss_function_path" in values:
+    name = f"{'rollout' if flag == 'data_postprocess' else 'custom'}_{flag}_path"
+    values = {name: f"{HOOKS}:{function}", "use_kl_loss": "log_prob" in flag}
+    if flag == "loss_function":
         values["loss_type"] = "custom_loss"
-    workers.start(config_of(folder, **values), TrainerLayout(1))
+    workers.start(config_of(hf("llama", True)[0], **values))
+    if not message.startswith("a user's"):
+        message = f"--{name.replace('_', '-')} .*{function}.*{message}"
     with pytest.raises(Failed, match=message) as caught:
-        workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 0)
+        workers.train(Samples(6, seed=45).shards())
     if "mine" in message:
-        first, where, code, *samples = caught.value.message.splitlines()
+        _, where, code, *samples = caught.value.message.splitlines()
         assert f'/{HOOKS}", line ' in where and code == '    raise KeyError("mine")'
-        if where.endswith(", in raises") and "reducer" not in first:
-            is_loss = any(name in first for name in ("--custom-loss", "--custom-policy-loss"))
-            at = "0, 1, 2" if is_loss else "0, 1, 2, 3, 4, 5"
-            assert samples == ([] if "megatron" in first else [f"the samples that it was at: {at}"])
+        if function == "raises" and "tis" not in flag:
+            at = "0, 1, 2" if "loss" in flag else "0, 1, 2, 3, 4, 5"
+            assert samples == ([] if "megatron" in flag else [f"the samples that it was at: {at}"])
 
 
 def test_the_file_of_the_rollout_is_named(workers, hf, tmp_path):
     """Its samples have prompt, answer and reward: a shard has tokens alone."""
-    folder, _ = hf("llama", True)
-    values = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:raises"}
-    workers.start(config_of(folder, **values), TrainerLayout(1))
+    workers.start(config_of(hf("llama", True)[0], **CUSTOM | {"custom_loss_function_path": f"{HOOKS}:raises"}))
     workers.run(trainer_worker.move_run, str(tmp_path))
     writer = RolloutWriter(tmp_path)
     paths = {(number, attempt): writer.write(number, attempt, []) for number, attempt in ((3, 1), (3, 2), (4, 1))}
     with pytest.raises(Failed) as caught:
-        workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 3)
+        workers.train(Samples(6, seed=45).shards(), rollout_id=3)
     assert caught.value.message.splitlines()[-1] == f"the samples that it was at: 0, 1, 2, in {paths[3, 2]}"
 
 
 def test_megatrons_objects_are_handed_out(workers, hf, tmp_path):
-    folder, _ = hf("llama", True)
     names = ("init_path", "before_log_prob_hook_path", "before_train_step_hook_path")
-    seen = tmp_path / "seen"
     values = {f"custom_megatron_{name}": f"{HOOKS}:say" for name in names}
-    passthrough = {"custom": {"seen": str(seen)}}
-    config = config_of(folder, use_kl_loss=True, kl_loss_coef=0.1, passthrough=passthrough, **values)
-    workers.start(config, TrainerLayout(1))
-    workers.train(Samples(4, seed=46).shards(steps=2), TrainerLayout(1), 7)
-    step = "ChainedOptimizer OptimizerParamScheduler"
-    assert seen.read_text().splitlines() == [
-        "HookArgs",
-        "HookArgs list 'ref_'",
-        "HookArgs list ''",
-        f"HookArgs 7 0 list {step}",
-        f"HookArgs 7 1 list {step}",
-    ]
+    passthrough = {"custom": {"seen": str(tmp_path / "seen")}}
+    workers.start(config_of(hf("llama", True)[0], use_kl_loss=True, passthrough=passthrough, **values))
+    workers.train(Samples(4, seed=46).shards(steps=2), rollout_id=7)
+    seen = ["", " list 'ref_'", " list ''"]
+    seen += [f" 7 {step} list ChainedOptimizer OptimizerParamScheduler" for step in (0, 1)]
+    assert (tmp_path / "seen").read_text().splitlines() == [f"HookArgs{words}" for words in seen]
 
 
-def test_a_model_of_a_users_own(workers, hf):
-    """Its log-probs are those of the usual model; what it does not train stays; it is pushed under the usual names."""
-    folder, _ = hf("llama", True)
-    samples, layout = Samples(4, seed=47), TrainerLayout(2, pp=2)
-    (shard,) = samples.shards()
-    workers.start(config_of(folder), layout)
-    usual = workers.call("score", shard)[0]
-    before = workers.run(trainer_worker.weights)[0]
-    workers.start(config_of(folder, custom_model_provider_path=f"{HOOKS}:plain_gpt"), layout)
-    found = workers.call("score", shard)[0]
-    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(found, usual, strict=True))
-    workers.train([shard], layout, 0)
-    after = workers.run(trainer_worker.weights)[0]
-    changed = {name for name, tensor in after.items() if not np.array_equal(tensor, before[name])}
-    kept = {f"model.layers.0.{name}.weight" for name in ("input_layernorm", "mlp.down_proj")}
-    assert set(before) - changed == kept, "gradients of such a model are seen by its hooks"
+@pytest.mark.parametrize(
+    "flag",
+    [{"custom_model_provider_path": f"{HOOKS}:plain_gpt"}]
+    + [{"custom_spec_path": f"{HOOKS}:{name}"} for name in ("layer_spec", "spec_provider")],
+    ids=str,
+)
+def test_a_model_of_a_users_own(workers, hf, flag):
+    """Its log-probs are those of the usual model; what it does not train stays; it is pushed under the usual names.
 
-
-@pytest.mark.parametrize("name", ["layer_spec", "spec_provider"])
-def test_a_spec_of_a_users_own(workers, hf, name):
-    """--custom-spec-path, slime's --spec: the layers' spec, or a function that builds a stage of the pipeline."""
+    --custom-spec-path is slime's --spec: the layers' spec, or a function that builds a stage of the pipeline.
+    """
     folder, _ = hf("llama", True)
     layout, (shard,) = TrainerLayout(2, pp=2), Samples(4, seed=47).shards()
     workers.start(config_of(folder), layout)
     usual = workers.call("score", shard)[0]
-    workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:{name}"), layout)
+    before = workers.run(trainer_worker.weights)[0]
+    workers.start(config_of(folder, **flag), layout)
     assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(workers.call("score", shard)[0], usual, strict=True))
-    workers.train([shard], layout, 0)
+    workers.train([shard])
+    after = workers.run(trainer_worker.weights)[0]
+    kept = {name for name, tensor in before.items() if np.array_equal(after[name], tensor)}
+    not_trained = {f"model.layers.0.{name}.weight" for name in ("input_layernorm", "mlp.down_proj")}
+    assert kept == (not_trained if "custom_model_provider_path" in flag else set()), "hooks of weights see gradients"
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         ({"custom_megatron_init_path": "raises"}, "raises: KeyError: 'mine'"),
-        ({"custom_model_provider_path": "raises_by_name"}, "raises_by_name: KeyError: 'mine'"),
+        ({"custom_model_provider_path": "raises"}, "raises: KeyError: 'mine'"),
         ({"custom_model_provider_path": "no_model"}, "no_model: it returned Linear; expected Megatron's GPTModel"),
-        ({"custom_spec_path": "no_spec"}, "no_spec: it returned int; expected Megatron's ModuleSpec"),
         ({"custom_spec_path": "returns_nothing"}, "returns_nothing: it returned NoneType; expected Megatron's"),
         ({"custom_spec_path": "builds_none"}, "builds_none: it returned int; expected Megatron's GPTModel"),
         # The spec function runs once a stage and before the provider, which may use what it has prepared.
-        ({"custom_spec_path": "no_spec", "custom_model_provider_path": "no_model"}, "no_spec: it returned int"),
+        ({"custom_spec_path": "no_spec", "custom_model_provider_path": "no_model"}, "no_spec: it returned int; exp"),
     ],
     ids=str,
 )
@@ -227,10 +200,11 @@ def test_mistakes_of_the_start_name_flag_and_function(workers, hf, names, messag
         workers.start(config_of(hf("llama", True)[0], **{field: f"{HOOKS}:{name}" for field, name in names.items()}))
 
 
-def test_the_hook_before_the_model_comes_before_its_imports() -> None:
+def test_the_hook_before_the_model_comes_before_its_imports(forkserver, tmp_path) -> None:
     """--custom-megatron-init-path may replace functions of Megatron; `trainer.model` binds them when it is imported."""
     code = (
-        "import sys; import fusionrl.trainer.train_hooks, fusionrl.trainer.model_rank;"
+        "import sys; [sys.modules.pop(name) for name in list(sys.modules) if name.startswith('fusionrl')];"
+        "import fusionrl.trainer.train_hooks, fusionrl.trainer.model_rank;"
         "sys.exit('fusionrl.trainer.model' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    assert ForkedProgram(["-c", code], tmp_path).wait(60).returncode == 0

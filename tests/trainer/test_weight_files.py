@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +42,31 @@ def drop(actor: Any, keep: int | None) -> None:
         actor.writer.drop(keep)
 
 
-@dataclass
 class Trained:
-    """A model of two ranks that can be trained, written and looked at. Engines' weights are bf16, trainers' fp32."""
+    """A model of two ranks: trained, written, and taken over by a host. Engines' weights are bf16, trainers' fp32."""
 
-    workers: LocalRanks
-    layout: TrainerLayout
-    folder: Path
-    options: DiskOptions
-    hf: Any
+    def __init__(
+        self, workers: LocalRanks, hf: Any, folder: Path, encoding: Any = "xor", family: str = "qwen3", **sizes: int
+    ) -> None:
+        self.workers, self.layout = workers, TrainerLayout(2, **sizes or {"tp": 2})
+        self.folder, self.local = folder / "versions", str(folder / "local")
+        source, self.hf = hf(family, True)
+        workers.start(config_of(source, lr=1e-6), self.layout)
+        workers.run(make_writer, DiskOptions(str(self.folder), str(source), True, encoding, "xxh3-128", 20_000))
 
     def train(self) -> None:
-        self.workers.train(Samples().shards(self.layout.dp), self.layout)
+        self.workers.train(Samples().shards(self.layout.dp))
 
     def write(self, version: int, is_full: bool = False) -> dict[str, Any]:
         first, second = self.workers.run(write, version, is_full)
         assert first == second
         return first
+
+    def pull(self, version: int, is_full: bool = False) -> dict[str, Any]:
+        """Write a version that the host takes over."""
+        written = self.write(version, is_full)
+        self.assert_holds(pull_version(written["folder"], self.local))
+        return written
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(x).bfloat16() for name, x in self.workers.run(weights)[0].items()}
@@ -75,72 +81,43 @@ class Trained:
             assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
+Make = Callable[..., Trained]
+
+
 @pytest.fixture
-def trained(workers: LocalRanks, hf: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Trained]]:
-    def make(
-        layout: TrainerLayout | None = None, encoding: Any = "xor", keeps_base: bool = True, family: str = "qwen3"
-    ) -> Trained:
-        layout = layout or TrainerLayout(2, tp=2)
-        source, model = hf(family, True)
-        options = DiskOptions(str(tmp_path / "versions"), str(source), keeps_base, encoding, "xxh3-128", 20_000)
-        workers.start(config_of(source, lr=1e-6), layout)
-        workers.run(make_writer, options)
-        return Trained(workers, layout, Path(options.folder), options, model)
-
-    yield make
-    workers.run(limit_files, 0, resource.RLIM_INFINITY)
-    workers.run(limit_files, 1, resource.RLIM_INFINITY)
-
-
-@contextmanager
-def small_files(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def trained(workers: LocalRanks, hf: Callable[..., Any], tmp_path: Path) -> Iterator[Make]:
+    yield partial(Trained, workers, hf, tmp_path)
+    for rank in (0, 1):
+        workers.run(limit_files, rank, resource.RLIM_INFINITY)
 
 
 @pytest.mark.parametrize(
-    ("layout", "encoding", "family"),
-    [
-        (TrainerLayout(2, pp=2), "overwrite", "qwen3"),
-        (TrainerLayout(2, tp=2), "xor", "qwen3"),
-        (TrainerLayout(2, ep=2), "xor", "qwen3_moe"),
-    ],
+    "options",
+    [{"pp": 2, "encoding": "overwrite"}, {"tp": 2}, {"ep": 2, "family": "qwen3_moe"}],
     ids=["pp2", "tp2", "ep2"],
 )
-def test_versions_follow_the_trainers(
-    trained: Callable[..., Trained], layout: TrainerLayout, encoding: str, family: str, tmp_path: Path
-) -> None:
-    """Bit by bit; with the share that changed as brute force counts it: a few per cent, at RL's learning rates."""
+def test_versions_follow_the_trainers(trained: Make, options: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
-    run, local = trained(layout, encoding, family=family), str(tmp_path / "local")
-    full = run.write(0)
+    run = trained(**options)
+    full = run.pull(0)
     assert full["density"] == 1.0
     assert len(list(Path(full["folder"]).glob("*.safetensors"))) > 2
-    copy = pull_version(full["folder"], local)
-    run.assert_holds(copy)
-    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(f"{run.local}/weights", dtype=torch.bfloat16)
     for name, parameter in run.hf.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter.bfloat16()), name
 
     for version in (1, 2):
         before = run.weights()
         run.train()
-        after, written = run.weights(), run.write(version)
+        after, written = run.weights(), run.pull(version)
         changed = sum(int((after[name] != before[name]).sum()) for name in after)
         assert written["density"] == changed / sum(tensor.numel() for tensor in after.values())
         assert 0 < written["density"] < 0.1
         assert 0 < written["bytes"] < full["bytes"] / 4
-        assert pull_version(written["folder"], local) == copy
-        assert pull_version(written["folder"], local) == copy  # as another engine of this host does
-        run.assert_holds(copy)
-    unchanged = run.write(2)  # the same weights again, for an engine that has started anew
+        run.assert_holds(pull_version(written["folder"], run.local))  # as another engine of this host does
+    unchanged = run.pull(2)  # the same weights again, for an engine that has started anew
     assert (unchanged["density"], unchanged["bytes"]) == (0.0, 0)
-    run.assert_holds(pull_version(unchanged["folder"], local))
 
     (run.folder / "weight_v000007").mkdir()  # of an attempt of the run that was killed
     run.workers.run(drop, 2)
@@ -149,63 +126,47 @@ def test_versions_follow_the_trainers(
     assert os.listdir(run.folder) == []
 
 
-def test_full_versions_keep_no_base(trained: Callable[..., Trained]) -> None:
-    run = trained(keeps_base=False)
-    for version in (0, 1):
-        written = run.write(version)
-        assert written["density"] == 1.0
-        assert pull_version(written["folder"], None) == written["folder"]
-        run.assert_holds(written["folder"])
-        run.train()
-
-
-def test_a_host_that_missed_a_version_takes_a_full_one(trained: Callable[..., Trained], tmp_path: Path) -> None:
-    run, (one, other) = trained(), (str(tmp_path / name) for name in ("one", "other"))
-    pull_version(run.write(0)["folder"], one)
+def test_a_host_that_missed_a_version_takes_a_full_one(trained: Make, tmp_path: Path) -> None:
+    run, other = trained(), str(tmp_path / "other")
+    run.pull(0)
     for version in (1, 2):
         run.train()
         delta = run.write(version)
-    assert pull_version(delta["folder"], one) is None
-    assert pull_version(delta["folder"], other) is None  # nothing there at all
-    full = run.write(2, is_full=True)
-    assert full["bytes"] > 4 * delta["bytes"]
-    run.assert_holds(pull_version(full["folder"], one))
+    for host in (run.local, other):  # which has nothing at all
+        assert pull_version(delta["folder"], host) is None
+    assert run.pull(2, is_full=True)["bytes"] > 4 * delta["bytes"]
     run.train()
-    delta = run.write(3)
-    run.assert_holds(pull_version(delta["folder"], one))
-    assert pull_version(delta["folder"], other) is None
+    assert pull_version(run.pull(3)["folder"], other) is None
 
 
-def test_versions_of_another_run_are_no_base(trained: Callable[..., Trained], tmp_path: Path) -> None:
+def test_versions_of_another_run_are_no_base(trained: Make) -> None:
     """Its numbers may be the same; a folder that was left behind is taken over."""
-    local = str(tmp_path / "local")
     for _ in range(2):
         run = trained()
         full = run.write(0)
         run.train()
-        delta = run.write(1)
-        assert pull_version(delta["folder"], local) is None
-        run.assert_holds(pull_version(run.write(1, is_full=True)["folder"], local))
+        assert pull_version(run.write(1)["folder"], run.local) is None
+        run.pull(1, is_full=True)
     assert Manifest.read(full["folder"]).version == 0
 
 
-def test_many_engines_of_a_host_change_its_copy_once(trained: Callable[..., Trained], tmp_path: Path) -> None:
+def test_many_engines_of_a_host_change_its_copy_once(trained: Make) -> None:
     """An xor that is applied twice would undo itself."""
-    run, local = trained(), str(tmp_path / "local")
-    pull_version(run.write(0)["folder"], local)
+    run = trained()
+    run.pull(0)
     run.train()
     folder = run.write(1)["folder"]
     with ThreadPoolExecutor(6) as pool:
-        copies = list(pool.map(lambda _: pull_version(folder, local), range(6)))
-    assert set(copies) == {f"{local}/weights"}
-    run.assert_holds(copies[0])
+        copies = set(pool.map(lambda _: pull_version(folder, run.local), range(6)))
+    assert copies == {f"{run.local}/weights"}
+    run.assert_holds(copies.pop())
 
 
 @pytest.mark.parametrize("is_delta", [False, True], ids=["full", "delta"])
-def test_a_full_disk_under_one_rank(trained: Callable[..., Trained], tmp_path: Path, is_delta: bool) -> None:
-    run, local = trained(), str(tmp_path / "local")
+def test_a_full_disk_under_one_rank(trained: Make, is_delta: bool) -> None:
+    run = trained()
     if is_delta:
-        pull_version(run.write(0)["folder"], local)
+        run.pull(0)
     there = sorted(os.listdir(run.folder)) if is_delta else []
     run.train()
     run.workers.run(limit_files, 1, 100)
@@ -214,12 +175,10 @@ def test_a_full_disk_under_one_rank(trained: Callable[..., Trained], tmp_path: P
     assert failure.value.kind == "OSError"
     assert sorted(os.listdir(run.folder)) == there
     run.workers.run(limit_files, 1, resource.RLIM_INFINITY)
-    written = run.write(1)
-    assert written["density"] == 1.0, "some tensors of the base are new and some old"
-    run.assert_holds(pull_version(written["folder"], local))
+    assert run.pull(1)["density"] == 1.0, "some tensors of the base are new and some old"
 
 
-def test_a_folder_that_cannot_be_made(trained: Callable[..., Trained]) -> None:
+def test_a_folder_that_cannot_be_made(trained: Make) -> None:
     run = trained()
     run.folder.write_text("a file")
     with pytest.raises(Failed, match=re.escape(f"trainer rank 0 could not write the weights into {run.folder}")):
@@ -243,53 +202,52 @@ def test_a_file_that_fails_while_it_is_read_is_damaged() -> None:
 
 
 @pytest.mark.parametrize("damage", [spoil, _cut, Path.unlink])
-def test_damage_on_the_way(trained: Callable[..., Trained], tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+def test_damage_on_the_way(trained: Make, damage: Callable[[Path], Any]) -> None:
     """A full version is refused by name, with or without a copy; in place of a delta a full version is asked for."""
-    run, local = trained(), str(tmp_path / "local")
+    run = trained()
     folder = Path(run.write(0)["folder"])
     victim = sorted(folder.glob("*.safetensors"))[1]
     whole = victim.read_bytes()
     damage(victim)
-    for place in (None, local):
+    for place in (None, run.local):
         with pytest.raises(RuntimeError, match=victim.name) as failure:
             pull_version(str(folder), place)
         assert isinstance(failure.value, DamagedVersion) or damage is Path.unlink
     victim.write_bytes(whole)
-    run.assert_holds(pull_version(str(folder), local))
+    run.assert_holds(pull_version(str(folder), run.local))
 
-    before = {path.name: path.read_bytes() for path in Path(local, "weights").iterdir()}
     run.train()
     folder = Path(run.write(1)["folder"])
     damage(sorted(folder.glob("*.safetensors"))[1])
-    assert pull_version(str(folder), local) is None
-    assert {path.name: path.read_bytes() for path in Path(local, "weights").iterdir()} == before
-    run.assert_holds(pull_version(run.write(1, is_full=True)["folder"], local))
+    copy = [(path, path.read_bytes()) for path in Path(run.local, "weights").iterdir()]
+    assert pull_version(str(folder), run.local) is None
+    assert [(path, path.read_bytes()) for path in Path(run.local, "weights").iterdir()] == copy
+    run.pull(1, is_full=True)
     (folder / "manifest.json").unlink()
     with pytest.raises(RuntimeError, match=r"is not a complete version.*--update-weight-disk-dir.*nodes.*see"):
-        pull_version(str(folder), local)
+        pull_version(str(folder), run.local)
 
 
-def test_a_copy_that_somebody_has_changed(trained: Callable[..., Trained], tmp_path: Path) -> None:
+def test_a_copy_that_somebody_has_changed(trained: Make) -> None:
     """The tensors' own checksums find it; that copy is no base for anything."""
-    run, local = trained(), str(tmp_path / "local")
-    copy = pull_version(run.write(0)["folder"], local)
-    assert copy is not None
-    for path in Path(copy).glob("*.safetensors"):
+    run = trained()
+    run.pull(0)
+    for path in Path(run.local, "weights").glob("*.safetensors"):
         spoil(path)
     for version in (1, 2):
         run.train()
-        assert pull_version(run.write(version)["folder"], local) is None
-    run.assert_holds(pull_version(run.write(2, is_full=True)["folder"], local))
+        assert pull_version(run.write(version)["folder"], run.local) is None
+    run.pull(2, is_full=True)
 
 
-def test_a_full_disk_of_a_host(trained: Callable[..., Trained], tmp_path: Path) -> None:
-    run, local = trained(), str(tmp_path / "local")
+def test_a_full_disk_of_a_host(trained: Make) -> None:
+    run = trained()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder = run.write(0)["folder"]
-    with (
-        small_files(1000),
-        pytest.raises(RuntimeError, match=r"local.*--update-weight-local-checkpoint-dir.*too large"),
-    ):
-        pull_version(folder, local)
-    run.assert_holds(pull_version(folder, local))
-    shutil.rmtree(local)
-    run.assert_holds(pull_version(folder, local))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"local.*--update-weight-local-checkpoint-dir.*too large"):
+            pull_version(folder, run.local)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.assert_holds(pull_version(folder, run.local))

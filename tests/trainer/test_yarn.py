@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from fusionrl.base import cpu_wing
 from fusionrl.cpu import megatron_patches
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.yarn import Yarn
@@ -29,13 +26,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _shape(scaling: dict[str, Any], **changes: Any) -> tuple[ModelShape, Qwen3Config]:
+def _config(scaling: dict[str, Any], **changes: Any) -> tuple[Qwen3Config, dict[str, Any]]:
+    """transformers' configuration, and what stands in its file."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64, "max_position_embeddings": 2048}
     rope = {"rope_type": "yarn", "rope_theta": 1e6, **scaling}
-    config = Qwen3Config(**sizes, rope_parameters=rope)
-    raw = config.to_dict() | {"rope_parameters": rope} | changes
-    return shape_from_hf_config(raw), config
+    config = Qwen3Config(**sizes, rope_parameters={**rope, "factor": 4.0} | scaling)
+    return config, config.to_dict() | {"rope_parameters": rope} | changes
+
+
+def _shape(name: str) -> ModelShape:
+    return shape_from_hf_config(_config(CASES[name])[1])
 
 
 def yarn_frequencies(shape: ModelShape, yarn: Yarn) -> torch.Tensor:
@@ -45,61 +46,33 @@ def yarn_frequencies(shape: ModelShape, yarn: Yarn) -> torch.Tensor:
     return layers.yarn_frequencies(yarn, shape.head_dim, shape.rope_theta)
 
 
+def _yarn(shape: ModelShape) -> Yarn:
+    assert shape.rope_scaling is not None
+    return Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_are_those_of_transformers(name: str) -> None:
-    shape, config = _shape(CASES[name])
-    assert shape.rope_scaling is not None
-    yarn = Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
-    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    found = yarn_frequencies(shape, yarn)
-    assert torch.allclose(found, expected, rtol=1e-6, atol=0)
+    shape, yarn = _shape(name), _yarn(_shape(name))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](_config(CASES[name])[0], torch.device("cpu"))
+    assert torch.allclose(yarn_frequencies(shape, yarn), expected, rtol=1e-6, atol=0)
     assert yarn.attention_factor == pytest.approx(factor, rel=1e-7)
 
 
-# SGLang's own table of cosines and sines, as an engine on a CPU builds it; it decides at its import that it is on one.
-_TABLES = """
-import json, sys
-from fusionrl.base import cpu_wing
-cpu_wing.install_stand_ins()
-import torch
-from sglang.srt.layers.rotary_embedding import get_rope
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
-size, max_position, base, count, cases = json.load(sys.stdin)
-tables = {
-    name: get_rope(
-        size, rotary_dim=size, max_position=max_position, base=base, rope_scaling=scaling, dtype=torch.float32
-    ).cos_sin_cache[:count]
-    for name, scaling in cases.items()
-}
-torch.save(tables, sys.argv[1])
-"""
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Name of a case → [POSITIONS, dimensions of a head]."""
-    pytest.importorskip("sglang")
-    shapes = {name: _shape(scaling)[0] for name, scaling in CASES.items()}
-    one = next(iter(shapes.values()))
-    cases = {name: shape.rope_scaling for name, shape in shapes.items()}
-    told = [one.head_dim, one.max_position_embeddings, one.rope_theta, POSITIONS, cases]
-    path = tmp_path_factory.mktemp("tables") / "tables.pt"
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
-    command = [sys.executable, "-c", _TABLES, str(path)]
-    subprocess.run(command, input=json.dumps(told), text=True, check=True, env=env, capture_output=True)
-    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
-    return found
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_engines_turn_positions_by_the_same_angles(name: str, tables: dict[str, torch.Tensor]) -> None:
-    shape, _ = _shape(CASES[name])
-    assert shape.rope_scaling is not None
-    yarn = Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
+def test_engines_turn_positions_by_the_same_angles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang's own table of cosines and sines has it."""
+    pytest.importorskip("sglang")
+    cpu_wing.install_stand_ins()
+    from sglang.srt.layers.rotary_embedding import base, get_rope
+
+    monkeypatch.setattr(base, "_is_cpu", True)  # as in an engine's process, which has a variable for it
+    shape, yarn = _shape(name), _yarn(_shape(name))
+    sizes = {"rotary_dim": shape.head_dim, "max_position": shape.max_position_embeddings, "base": shape.rope_theta}
+    rope = get_rope(shape.head_dim, **sizes, rope_scaling=shape.rope_scaling, dtype=torch.float32)
     angles = torch.arange(POSITIONS)[:, None] * yarn_frequencies(shape, yarn)
     expected = torch.cat((angles.cos(), angles.sin()), -1) * yarn.attention_factor
-    assert torch.allclose(tables[name], expected, atol=2e-5)
+    assert torch.allclose(rope.cos_sin_cache[:POSITIONS], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +87,5 @@ def test_engines_turn_positions_by_the_same_angles(name: str, tables: dict[str, 
 def test_what_the_two_would_compute_in_different_ways_is_refused(
     scaling: dict[str, Any], changes: dict[str, Any], told: str
 ) -> None:
-    raw = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    raw |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64}
-    raw |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "yarn"} | scaling}
-    raw["rope_parameters"] |= {"rope_theta": 1e6}
     with pytest.raises(ValueError, match=told):
-        shape_from_hf_config(raw | changes)
+        shape_from_hf_config(_config(scaling, **changes)[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,10 +66,8 @@ def no_gradient(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean:
 
 def doubled(args: Any, rollout_data: dict[str, Any]) -> None:
     """Advantages of twice the rewards."""
-    lengths = rollout_data["response_lengths"]
-    rewards = rollout_data["rewards"]
-    rollout_data["advantages"] = [torch.full((n,), 2 * r) for r, n in zip(rewards, lengths, strict=True)]
-    rollout_data["returns"] = rollout_data["advantages"]
+    pairs = zip(rollout_data["rewards"], rollout_data["response_lengths"], strict=True)
+    rollout_data["advantages"] = rollout_data["returns"] = [torch.full((n,), 2 * reward) for reward, n in pairs]
 
 
 def forgets(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -125,35 +124,28 @@ def sequence_weights(
     args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **lengths: list[int]
 ) -> Any:
     """A weight and a rejection of whole responses, in slime's style: gathered, decided, cut for this rank again."""
-    total_lengths, response_lengths = lengths["total_lengths"], lengths["response_lengths"]
-    from slime.backends.megatron_utils.cp_utils import (
-        all_gather_with_cp,
-        get_sum_of_sample_mean,
-        slice_log_prob_with_cp,
-    )
+    from slime.backends.megatron_utils import cp_utils
 
+    total_lengths, response_lengths = lengths["total_lengths"], lengths["response_lengths"]
+    gather, cut_for_rank = cp_utils.all_gather_with_cp, cp_utils.slice_log_prob_with_cp
     sizes = list(zip(total_lengths, response_lengths, strict=True))
     weights, masks, kept = [], [], []
     for own, engine, mask, size in zip(train_log_probs, rollout_log_probs, loss_masks, sizes, strict=True):
-        gap = all_gather_with_cp(own, *size) - all_gather_with_cp(engine, *size)
-        mean = (gap * mask).sum() / mask.sum().clamp(min=1)
-        mean = mean + 2.3  # the tests' engine finds their tokens likelier by about so many nats
+        gap = gather(own, *size) - gather(engine, *size)
+        # The tests' engine finds their tokens likelier by about so many nats.
+        mean = (gap * mask).sum() / mask.sum().clamp(min=1) + 2.3
         keep = (mean < 0.0).float()
         weights.append(mean.exp().clamp(max=3.0).expand(len(mask)))
         masks.append(mask * keep)
-        kept.append(slice_log_prob_with_cp(keep.expand(len(mask)).contiguous(), *size))
-    cut = torch.cat([slice_log_prob_with_cp(one, *size) for one, size in zip(weights, sizes, strict=True)])
+        kept.append(cut_for_rank(keep.expand(len(mask)).contiguous(), *size))
+    cut = torch.cat([cut_for_rank(one, *size) for one, size in zip(weights, sizes, strict=True)])
     # As in slime's own reducers: a sum over the samples, which nothing here uses but for its gradient of zero.
-    nothing = 0.0 * get_sum_of_sample_mean(total_lengths, response_lengths, masks)(pg_loss)
+    nothing = 0.0 * cp_utils.get_sum_of_sample_mean(total_lengths, response_lengths, masks)(pg_loss)
     return pg_loss * cut + nothing, masks, {"kept": torch.cat(kept), "weight": cut}
 
 
 def wrong_shape(*, pg_loss: torch.Tensor, loss_masks: Any, **kwargs: Any) -> Any:
     return pg_loss[:-1], loss_masks, {}
-
-
-def raises_by_name(**kwargs: Any) -> Any:
-    raise KeyError("mine")
 
 
 def by_constant(total_lengths: Any, response_lengths: Any, loss_masks: list[torch.Tensor], per_token: bool) -> Any:
@@ -168,25 +160,18 @@ def doubled_number(total_lengths: Any, response_lengths: Any, loss_masks: Any, p
     return 2.0
 
 
-def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, config: Any, usual: Any) -> Any:
-    """A GPTModel as Megatron's users build it. Its first norm is not trained; a hook keeps a matrix as it is."""
+def _gpt(config: Any, like: Any, **stage: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
 
-    from fusionrl.trainer.layers import local_block_spec
+    names = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights", "rotary_base")
+    sizes = {name: getattr(like, name) for name in names}
+    spec = layer_spec(None, config, stage["vp_stage"])
+    return GPTModel(config, spec, position_embedding_type="rope", **sizes, **stage)
 
-    like = usual()
-    model = GPTModel(
-        config,
-        local_block_spec(config, vp_stage),
-        vocab_size=like.vocab_size,
-        max_sequence_length=like.max_sequence_length,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=like.share_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=like.rotary_base,
-        vp_stage=vp_stage,
-    )
+
+def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, config: Any, usual: Any) -> Any:
+    """A GPTModel as Megatron's users build it. Its first norm is not trained; a hook keeps a matrix as it is."""
+    model = _gpt(config, usual(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if pre_process:
         model.decoder.layers[0].input_layernorm.requires_grad_(False)
         model.decoder.layers[0].mlp.linear_fc2.weight.register_hook(torch.zeros_like)
@@ -197,31 +182,24 @@ def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
     """Slime's --spec: the layers, from the flags and Megatron's configuration."""
     from fusionrl.trainer.layers import local_block_spec
 
-    assert args.lr >= 0 and config.num_layers > 0
+    assert (args is None or args.lr >= 0) and config.num_layers > 0
     return local_block_spec(config, vp_stage)
 
 
 def spec_provider(args: Any, config: Any, vp_stage: Any) -> Any:
     """The same with a function that builds the stage."""
-    from megatron.core.models.gpt import GPTModel
-
     from fusionrl.models.shape import read_model_shape
 
     shape = read_model_shape(args.hf_checkpoint)
+    like = SimpleNamespace(
+        vocab_size=shape.vocab_size + -shape.vocab_size % 8,
+        max_sequence_length=shape.max_position_embeddings,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        rotary_base=shape.rope_theta,
+    )
 
     def provider(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
-        return GPTModel(
-            config,
-            layer_spec(args, config, vp_stage),
-            vocab_size=shape.vocab_size + -shape.vocab_size % 8,
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
-            vp_stage=vp_stage,
-        )
+        return _gpt(config, like, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
 
     return provider
 
@@ -235,17 +213,14 @@ def returns_nothing(args: Any, config: Any, vp_stage: Any) -> None:
 
 
 def builds_none(args: Any, config: Any, vp_stage: Any) -> Any:
-    def provider(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
-        return 3
-
-    return provider
+    return lambda pre_process, post_process, vp_stage=None: 3
 
 
 def no_model(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
     return torch.nn.Linear(1, 1)
 
 
-def raises(*args: Any) -> None:
+def raises(*args: Any, **kwargs: Any) -> None:
     raise KeyError("mine")
 
 
@@ -276,9 +251,5 @@ def raises_in_backward(args: Any, batch: Any, logits: torch.Tensor, sum_of_sampl
 
 def raises_in_forward(pre_process: bool, post_process: bool, vp_stage: Any = None, *, usual: Any) -> Any:
     model = usual()
-
-    def fail(*args: Any) -> None:
-        raise KeyError("mine")
-
-    model.register_forward_pre_hook(fail)
+    model.register_forward_pre_hook(raises)
     return model

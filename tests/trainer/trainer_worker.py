@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,20 +17,63 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from tests.trainer.local_ranks import Failed, LocalRanks
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusionrl.models.quantization import BlockFp8
+    from fusionrl.trainer.model import Trained
+
 __all__ = ["Failed", "LocalRanks", "Samples", "config_of"]
 
 # --- functions that run in a worker ---
 
 
+@contextmanager
+def _summed(trained: Trained) -> Iterator[None]:
+    """Within it every rank's gradient buffers hold the sums over the data-parallel ranks, not its own shard of them."""
+    import torch.distributed as dist
+
+    saved: list[tuple[Tensor, Tensor]] = []
+    groups = [group for x in trained.chunks for group in (*x.bucket_groups, *x.expert_parallel_bucket_groups)]
+    for group in groups:
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            saved.append((bucket.grad_data, bucket.grad_data.clone()))
+            shard = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
+    try:
+        yield
+    finally:
+        for data, before in saved:
+            data.copy_(before)
+
+
 def gradients(actor: Any) -> dict[str, np.ndarray]:
-    """Gradients of the last step under Hugging Face names, whole, on every rank.
+    """Hugging Face name -> whole gradient of the last step, fp32; collective, the same on every rank.
 
-    They are read from the gradient buffers, where the optimizer finds them: summed over data- and context-parallel
-    ranks, each rank's shard of them; the shards are put together first.
+    Gradients are those that the optimizer saw: clipped where they were clipped. A tied embedding has the sum over
+    both of its uses.
     """
-    from tests.trainer.whole_gradients import whole_gradients
+    import torch
 
-    return {name: tensor.numpy().copy() for name, tensor in whole_gradients(actor.trained, actor.shape).items()}
+    from fusionrl.models import families
+    from fusionrl.models.hf_io import iter_hf_tensors
+
+    trained, shape = actor.trained, actor.shape
+    buffers = {hf for rule in families.model_rules(shape).values() if rule.buffer for hf in rule.hf}
+    with torch.no_grad(), _summed(trained):
+        tensors = iter_hf_tensors(trained.chunks, trained.transformer, shape, value_of=lambda param: param.main_grad)
+        return {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors if name not in buffers}
+
+
+def advantages(actor: Any, shard: TrainShard, columns: Sequence[Any] = ()) -> tuple[dict, np.ndarray, dict]:
+    """The shard's advantages as the trainer prepares them, by position and one after the other; and its metrics."""
+    from fusionrl.trainer.sample_columns import columns_of
+    from fusionrl.trainer.shard_pull import pull
+
+    prepared = actor._prepare(1, pull(shard, columns))
+    by_position = {i: found["advantages"] for i, found in columns_of(prepared.shard, ("advantages",)).items()}
+    return by_position, prepared.shard.fields["advantages"], prepared.metrics
 
 
 def weights(actor: Any) -> dict[str, np.ndarray]:
@@ -45,10 +91,9 @@ def logits(actor: Any, shard: TrainShard, samples: list[int]) -> np.ndarray:
     from fusionrl.trainer.micro_batches import build_micro_batch
 
     batch = build_micro_batch(shard, samples, None, actor.batch_options)
+    model = actor.trained.chunks[0]
     with torch.no_grad():
-        output = actor.trained.chunks[0](
-            batch.tokens, batch.position_ids, None, labels=None, packed_seq_params=batch.layout
-        )
+        output = model(batch.tokens, batch.position_ids, None, labels=None, packed_seq_params=batch.layout)
     return output[0].float().numpy()
 
 
@@ -56,8 +101,7 @@ def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
     """Tokens that the model runs over for each micro-batch of the first step."""
     from fusionrl.trainer.micro_batches import build_micro_batches
 
-    batches = build_micro_batches(shard, shard.steps[0], actor.batch_options)
-    return [batch.tokens.numel() for batch in batches]
+    return [batch.tokens.numel() for batch in build_micro_batches(shard, shard.steps[0], actor.batch_options)]
 
 
 def limit_files(actor: Any, rank: int, size: int, writer: bool = False) -> None:
@@ -78,6 +122,66 @@ def poison_gradient(actor: Any) -> None:
     handle = param.register_hook(lambda grad: (handle.remove(), grad * float("nan"))[1])
 
 
+def train_on_squares(actor: Any, shard: TrainShard) -> float:
+    """One backward pass of the sum of squared values; a stand-in for a critic's loss that needs nothing else."""
+    import torch
+
+    from fusionrl.trainer.forward import run_forward
+    from fusionrl.trainer.micro_batches import build_micro_batches
+
+    def squares(batch: Any, output: Any) -> Any:
+        loss = (output[0] ** 2).sum()
+        return loss, torch.zeros((), dtype=torch.int), loss.detach()
+
+    for chunk in actor.trained.chunks:
+        chunk.zero_grad_buffer()
+    options, (step,) = replace(actor.batch_options, all_responses=True), shard.steps
+    batches = build_micro_batches(shard, step, options, actor.layout)
+    return float(sum(run_forward(actor.trained, batches, squares, forward_only=False)))
+
+
+def set_head(actor: Any, value: float) -> None:
+    """Fill a critic's head with one value."""
+    for chunk in actor.trained.chunks:
+        for name, param in chunk.named_parameters():
+            if name.endswith("value_head.weight"):
+                param.data.fill_(value)
+    actor.trained.optimizer.reload_model_params()
+
+
+def gathered(
+    actor: Any, dtype: str, quantization: BlockFp8 | None = None
+) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
+    """A push's tensors that this rank is the source of; each tensor's name, stage and size; and the whole export."""
+    import torch
+    import torch.distributed as dist
+
+    from fusionrl.models.fp8 import quantized
+    from fusionrl.plan.push import plan_push
+    from fusionrl.weights.export import Exporter
+    from fusionrl.weights.gather import convert_in_place, views_of
+
+    trained = actor.trained
+    place = actor.shape, actor.layout, actor.rank, dtype, actor.device
+    exporter = Exporter(trained.chunks, trained.transformer, *place, quantization=quantization)
+    exporter.settle()
+    tensors = exporter.tensors(dist.group.WORLD)
+    experts = actor.shape.moe.num_experts if actor.shape.moe else 0
+    plan = plan_push(tensors, actor.layout, 1, 3_000, experts)
+    gatherer, found = exporter.gatherer(plan, {}), {}
+    flat = torch.full((plan.buffer_bytes(actor.rank)[0],), 255, dtype=torch.uint8)  # what is not written is a NaN
+    early, late = plan.gathers(actor.rank)
+    for bucket in early + late:
+        gatherer.gather(bucket, flat if bucket.source == actor.rank else None)
+        if bucket.source == actor.rank:
+            parts = views_of(bucket, flat)
+            if bucket.is_quantised:
+                parts = convert_in_place(parts, flat, partial(quantized, spec=quantization))
+            assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
+            found |= {name: view.clone() for _, name, view in parts}
+    return found, [f"{t.name} {t.stage} {t.nbytes}" for t in tensors], dict(exporter.whole())
+
+
 # --- what both tests and workers are given ---
 
 
@@ -85,13 +189,7 @@ def config_of(
     folder: str | Path, mode: str = "rl", passthrough: dict[str, dict] | None = None, **values: Any
 ) -> Config:
     """A trainer's configuration with one CPU thread a rank and no clipping."""
-    defaults = {
-        "mode": mode,
-        "hf_checkpoint": str(folder),
-        "train_num_threads": 1,
-        "lr": 1e-3,
-        "clip_grad": 0.0,
-    }
+    defaults = {"mode": mode, "hf_checkpoint": str(folder), "train_num_threads": 1, "lr": 1e-3, "clip_grad": 0.0}
     return Config.from_flat(defaults | values, PassThrough(**(passthrough or {})))
 
 
@@ -99,14 +197,7 @@ class Samples:
     """Random samples of a rollout, and their division into shards."""
 
     def __init__(
-        self,
-        count: int = 8,
-        seed: int = 0,
-        low: int = 4,
-        high: int = 40,
-        vocab: int = 120,
-        share: int = 1,
-        nan_reward: bool = False,
+        self, count: int = 8, seed: int = 0, low: int = 4, high: int = 40, vocab: int = 120, share: int = 1
     ) -> None:
         """`count` samples of `low` to `high` tokens; every `share` of them are a group of one prompt."""
         self.share, random = share, np.random.default_rng(seed)
@@ -123,8 +214,6 @@ class Samples:
         self.mask[0][:] = 1.0
         self.log_probs = [(-5.0 * random.random(n)).astype(np.float32) for n in self.response]
         self.rewards = random.normal(size=count).astype(np.float32)
-        if nan_reward:
-            self.rewards[0] = np.nan
 
     def __len__(self) -> int:
         return len(self.total)
