@@ -130,16 +130,9 @@ def warm_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedNur
 
 @pytest.fixture
 def warm(warm_nursery: SharedNursery) -> Iterator[None]:
-    """Runs that a test starts begin with forks of that nursery.
-
-    They have the environment that this process began with: libraries that it has imported have added to its own.
-    """
-    variables = warm_nursery.variables()
-    names = [name for name in os.environ if name not in _ENVIRONMENT and not name.startswith("PYTEST_")]
-    added = {name: os.environ.pop(name) for name in names}
-    with extended_environment(variables):
+    """Runs that a test starts begin with forks of that nursery."""
+    with warm_nursery.applied():
         yield
-    os.environ.update(added)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """A warm nursery (`tests/warm_start.py`) that all workers of a session of tests share.
 
 Whole runs begin with forks of it. Servers that a test starts by itself are forks as those of a run are. A start costs
-a second or two of a core and not ten. A process whose model has another architecture, or whose environment is another,
-is started in the usual way.
+a second or two of a core and not ten. A process whose environment is another is started in the usual way. By that
+of runs and of the nursery SGLang imports the models of all architectures of these tests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from fusionrl.base.environment import extended_environment
 from fusionrl.base.nursery import Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process_title import ROOM
@@ -28,16 +30,19 @@ from fusionrl.runtime.early_start import EARLY_LINE, start_nursery
 from fusionrl.runtime.nursery_order import engine_branch
 from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_order
 
-ARCHITECTURE = "Qwen3ForCausalLM"  # of `make_tiny_qwen3`
+# Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`.
+ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3ForSequenceClassification"]
+OTHER_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
 def model_in(home: Path) -> str:
     """Return a folder with the configuration of the tests' models; a nursery reads no more of them."""
-    (home / "config.json").write_text(json.dumps({"architectures": [ARCHITECTURE]}))
+    (home / "config.json").write_text(json.dumps({"architectures": ARCHITECTURES}))
     return str(home)
 
 
-_FREE = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+_OF_HOOKS = ("FUSIONRL_TEST_FILE", "FUSIONRL_TEST_SAMPLE", "FUSIONRL_TEST_FAILS_AT")  # tests/e2e/hooks.py reads them
+_FREE = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TERM", "NO_COLOR", *_OF_HOOKS)
 
 
 class SharedNursery:
@@ -60,6 +65,19 @@ class SharedNursery:
                 self._start()
             return json.loads(self._found.read_text())
 
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give this process the environment of runs that begin with forks of it.
+
+        That is the one that this process began with: libraries that it has imported have added to its own.
+        """
+        variables = self.variables()
+        names = [name for name in os.environ if name not in self.environment and not name.startswith("PYTEST_")]
+        added = {name: os.environ.pop(name) for name in names}
+        with extended_environment(variables):
+            yield
+        os.environ.update(added)
+
     def close(self) -> None:
         """End what this worker has started."""
         for nursery, home in self._own:
@@ -81,7 +99,10 @@ class SharedNursery:
         key = secrets.token_hex(32)
         (home / "key").write_text(key)
         config = Config.from_flat({"mode": "rl", "hf_checkpoint": model_in(home)})
-        environment = {**self.environment, ROOM_VARIABLE: " " * ROOM}  # branches get only what it lacks
+        with patch.dict(os.environ, self.environment, clear=True):
+            others = engine_branch(model_in(home), home).environment[OTHER_MODELS]
+        environment = {**self.environment, OTHER_MODELS: others}
+        environment |= {ROOM_VARIABLE: " " * ROOM}  # branches get only what it lacks
         with patch.dict(os.environ, environment, clear=True):
             order = warm_order(config, home, key, _FREE)
             nursery = start_nursery(home, EARLY_LINE + order.to_line())
@@ -89,7 +110,7 @@ class SharedNursery:
         while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:
             time.sleep(0.01)
         new = self._found.with_suffix(".new")
-        new.write_text(json.dumps({WARM_VARIABLE: str(home)}))
+        new.write_text(json.dumps({WARM_VARIABLE: str(home), OTHER_MODELS: others}))
         new.replace(self._found)
 
 
@@ -100,10 +121,12 @@ class EngineBranch:
         """`key`: of a Ray cluster whose actors start servers."""
         self._home = Path(tempfile.mkdtemp(prefix="engines-"))
         key = key or secrets.token_hex(32)
-        with patch.dict(os.environ, {**nursery.environment, **nursery.variables()}, clear=True):
+        variables = nursery.variables()
+        with patch.dict(os.environ, {**nursery.environment, **variables}, clear=True):
             order = Order(key, [engine_branch(model_in(self._home), self._home)])
             self._branches = WarmBranches(order, self._home / "nursery.log")
         self.variables = {FOLDER_VARIABLE: str(self._home), "RAY_AUTH_TOKEN": key}
+        self.variables[OTHER_MODELS] = variables[OTHER_MODELS]
 
     def close(self) -> None:
         """End it."""

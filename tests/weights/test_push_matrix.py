@@ -6,6 +6,7 @@ import importlib.util
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from fusionrl.engines.http import call
 from fusionrl.engines.weight_payload import by_value
 from fusionrl.weights.verify import WeightMismatch
+from tests.warm_nursery import SharedNursery
+from tests.warm_start import WarmStart
 from tools import push_matrix
 from tools.push_matrix import EXECUTORS, LAYOUTS, Bench, bench
 
@@ -27,14 +30,16 @@ pytestmark = [
 FIRST = "PP 2 · VPP 2"
 ENGINE = 2  # of two tensor-parallel ranks
 NUM_TENSORS = 2 * (3 + 4 * 9)  # on each rank embedding, norm and head, and nine of each layer
-NUM_TOKENS = 400  # a push and what is asked after it take a part of them
+NUM_TOKENS = 250  # a push and what is asked after it take a part of them
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def stack(warm_nursery: SharedNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A mixture of experts behind an engine of two ranks, without a prefix cache as `in_place` has it."""
     ray.shutdown()  # of the files of the group "ray"
     with (
+        warm_nursery.applied(),
+        patch.object(push_matrix, "EarlyStart", WarmStart),
         push_matrix.cluster("Qwen3MoeForCausalLM"),
         bench("qwen3_moe", tmp_path_factory.mktemp("push"), [ENGINE], {"disable_radix_cache": True}) as made,
     ):
