@@ -67,25 +67,27 @@ def test_every_branch() -> None:
                 if (refused := row[column]) is not None:
                     assert decide(program, refused, audit=audit) == REFUSE
             number = {name: row[column] for name, row in CONDITIONAL.items()}
-            assert decide(program, number["clone3"], audit=audit) == UNKNOWN
-            assert decide(program, number["clone"], 0x01200011, audit=audit) == ALLOW, "fork"
-            assert decide(program, number["clone"], 0x10000011, audit=audit) == REFUSE, "CLONE_NEWUSER"
-            assert decide(program, number["socketpair"], 1, 0x80801, audit=audit) == ALLOW, "a stream, with flags"
-            for kind in (2, 5):  # datagrams, packets
-                assert decide(program, number["socketpair"], 1, kind, audit=audit) == (ALLOW if unix else REFUSE)
+            for name, arguments, wanted in [
+                ("clone3", (), UNKNOWN),
+                ("clone", (0x01200011,), ALLOW),  # fork
+                ("clone", (0x10000011,), REFUSE),  # CLONE_NEWUSER
+                ("socketpair", (1, 0x80801), ALLOW),  # a stream, with flags
+                *(("socketpair", (1, kind), ALLOW if unix else REFUSE) for kind in (2, 5)),  # datagrams, packets
+                ("socketpair", (40,), REFUSE),
+                ("prctl", (15,), ALLOW),  # PR_SET_NAME
+                ("prctl", (4,), REFUSE),  # PR_SET_DUMPABLE
+                ("setpriority", (0, 0), ALLOW),  # nice
+                ("setpriority", (0, 7), REFUSE),
+                ("setpriority", (2, 0), REFUSE),  # all of the user
+                ("socket", (1,), ALLOW if unix else REFUSE),
+                ("socket", (40,), REFUSE),  # AF_VSOCK
+                ("ioctl", (0, 0x5413), ALLOW),
+                ("ioctl", (0, 0x5412), REFUSE),  # TIOCSTI
+            ]:
+                assert decide(program, number[name], *arguments, audit=audit) == wanted, (name, arguments)
             for name in OF_A_PROCESS:
                 assert decide(program, OF_A_PROCESS[name][column], 0, audit=audit) == ALLOW
                 assert decide(program, OF_A_PROCESS[name][column], 1, audit=audit) == REFUSE
-            assert decide(program, number["prctl"], 15, audit=audit) == ALLOW, "PR_SET_NAME"
-            assert decide(program, number["prctl"], 4, audit=audit) == REFUSE, "PR_SET_DUMPABLE"
-            assert decide(program, number["setpriority"], 0, 0, audit=audit) == ALLOW, "nice"
-            assert decide(program, number["setpriority"], 0, 7, audit=audit) == REFUSE
-            assert decide(program, number["setpriority"], 2, 0, audit=audit) == REFUSE, "all of the user"
-            assert decide(program, number["socketpair"], 40, audit=audit) == REFUSE
-            assert decide(program, number["socket"], 1, audit=audit) == (ALLOW if unix else REFUSE)
-            assert decide(program, number["socket"], 40, audit=audit) == REFUSE, "AF_VSOCK"
-            assert decide(program, number["ioctl"], 0, 0x5413, audit=audit) == ALLOW
-            assert decide(program, number["ioctl"], 0, 0x5412, audit=audit) == REFUSE, "TIOCSTI"
             assert decide(program, 64 if machine == "aarch64" else 1, audit=audit) == ALLOW, "write"
             assert decide(program, NEWEST, audit=audit) == UNKNOWN
             assert decide(program, 0x40000001, audit=audit) == KILL, "x32"

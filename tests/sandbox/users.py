@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fusionrl.sandbox import SandboxResult
@@ -40,6 +41,12 @@ def readable_python() -> str | None:
         except OSError:
             continue
     return None
+
+
+def alive(mark: str) -> list[int]:
+    """Processes on this machine whose command line has `mark`."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p.pid for p in processes if any(mark in part for part in p.info["cmdline"] or [])]
 
 
 class Sandbox:
