@@ -47,7 +47,7 @@ _ENGINE = """
 from fusionrl.engines import launch_server
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
 
-spec = EngineSpec(0, sys.argv[1], "cuda", "bfloat16", 1, (0,), "127.0.0.1", None, "", 0)
+spec = EngineSpec(0, sys.argv.pop(1), "cuda", "bfloat16", 1, (0,), "127.0.0.1", None, "", 0)
 assert server_environment(spec)["FUSIONRL_DEVICE"] == "cuda"
 assert "--device" in server_command(spec, 1, 2)
 with launch_server._light():
@@ -72,13 +72,10 @@ def test_a_trainer_rank() -> None:
     _run(_TRAINER)
 
 
-def test_an_engine(tiny_model: Path) -> None:
-    _run(_ENGINE, str(tiny_model))
-
-
-def test_a_plan_for_gpus(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_engine_and_a_plan_for_gpus(tiny_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 + 1", "label": "2"}\n' * 8)
     data = ["--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label", "--rm-type", "math"]
     sizes = ["--rollout-batch-size", "8", "--rollout-max-response-len", "8", "--num-rollout", "1", "--colocate"]
-    _run(_PLAN, "--mode", "rl", "--hf-checkpoint", str(tiny_model), "--apply-chat-template", *data, *sizes)
+    flags = ["--mode", "rl", "--hf-checkpoint", str(tiny_model), "--apply-chat-template", *data, *sizes]
+    _run(_ENGINE + _PLAN, str(tiny_model), *flags)

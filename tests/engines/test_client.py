@@ -53,21 +53,16 @@ def _answer(**meta: Any) -> dict[str, Any]:
 
 def test_arrays_and_versions() -> None:
     spans = [{"version": "4", "start": 0, "end": 1}, {"version": "warm", "start": 1, "end": 2}]
-    generation = parse_generation(_answer(weight_versions=spans))
-    assert generation.tokens.dtype == np.int32
-    assert generation.tokens.tolist() == [97, 98]
-    assert generation.log_probs.dtype == np.float32
-    assert generation.log_probs.tolist() == [-0.5, -1.25]
-    assert generation.weight_versions == [(4, 1), ("warm", 1)]
-    assert (generation.finish_reason, generation.prompt_tokens, generation.cached_tokens) == ("length", 3, 1)
-    assert "output_token_logprobs" not in generation.meta_info
-    # Without spans, and an aborted empty answer.
-    assert parse_generation(_answer()).weight_versions == [(4, 2)]
-    empty = {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}
-    generation = parse_generation(empty)
-    assert generation.finish_reason == "abort"
-    assert generation.tokens.shape == generation.log_probs.shape == (0,)
-    assert generation.weight_versions == []
+    made = parse_generation(_answer(weight_versions=spans))
+    assert (made.tokens.dtype, made.log_probs.dtype) == (np.int32, np.float32)
+    assert (made.tokens.tolist(), made.log_probs.tolist()) == ([97, 98], [-0.5, -1.25])
+    assert made.weight_versions == [(4, 1), ("warm", 1)]
+    assert (made.finish_reason, made.prompt_tokens, made.cached_tokens) == ("length", 3, 1)
+    assert "output_token_logprobs" not in made.meta_info
+    assert parse_generation(_answer()).weight_versions == [(4, 2)], "without spans"
+    made = parse_generation({"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}})
+    assert (made.finish_reason, made.weight_versions) == ("abort", [])
+    assert made.tokens.shape == made.log_probs.shape == (0,)
 
 
 def test_5xx_and_broken_connections_are_tried_again() -> None:
@@ -83,13 +78,12 @@ def test_5xx_and_broken_connections_are_tried_again() -> None:
         return web.json_response(ANSWER)
 
     (answer,) = _ask(handler, _request(1), api_key="key")
-    assert answer.tokens.tolist() == [97, 98]
-    assert len(seen) == 3
-    assert seen[0]["auth"] == "Bearer key"
-    assert seen[0]["return_logprob"] is True
+    assert answer.tokens.tolist() == [97, 98] and len(seen) == 3
+    assert (seen[0]["auth"], seen[0]["return_logprob"]) == ("Bearer key", True)
 
 
 def test_4xx_is_an_error_at_once_and_retries_are_bounded() -> None:
+    """Of each of the siblings that share a request."""
     counts = {"400": 0, "500": 0}
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -101,6 +95,8 @@ def test_4xx_is_an_error_at_once_and_retries_are_bounded() -> None:
     for status, error in zip(counts, errors, strict=True):
         assert isinstance(error, RuntimeError) and f"/generate answered {status}: the server's words" in str(error)
     assert counts == {"400": 1, "500": 3}
+    siblings = _ask(handler, *[_request(1) | {"status": 400}] * 3)
+    assert all(isinstance(error, RuntimeError) and "the server's words" in str(error) for error in siblings)
 
 
 def test_timeout_bounds_the_whole_request() -> None:
@@ -164,14 +160,6 @@ def _answer_of(count: int) -> dict[str, Any]:
     logprobs = [[-0.5, 7, None]] * count
     meta = {"id": "x", "finish_reason": {"type": "length"}, "output_token_logprobs": logprobs, "weight_version": "3"}
     return {"text": "", "output_ids": [7] * count, "meta_info": {**meta, "prompt_tokens": 2, "cached_tokens": 0}}
-
-
-def test_a_failed_shared_request_fails_every_sibling() -> None:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=400, text="no such thing")
-
-    results = _ask(handler, *[_request(1)] * 3)
-    assert all(isinstance(r, RuntimeError) and "no such thing" in str(r) for r in results)
 
 
 def test_a_cancelled_sibling_leaves_the_others_their_answers() -> None:

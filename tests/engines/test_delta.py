@@ -13,7 +13,7 @@ from fusionrl.engines.delta import DamagedDelta, Encoding, apply, checksum_of, e
 ENCODINGS: list[Encoding] = ["xor", "overwrite"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(ENCODINGS),
     st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),

@@ -149,20 +149,17 @@ def test_each_request_goes_to_a_pair_that_meets_at_the_prefiller_s_port(router: 
     """Engines come and go as in a run: the router starts without any."""
     prefill, decode = Half("prefill", 4321), Half("decode")
 
-    async def run() -> Any:
-        runners = [await half.start() for half in (prefill, decode)]
-        try:
-            for half in (prefill, decode):
-                await asyncio.to_thread(router.add_worker, half.url)
-            async with GenerateClient(router.url, None, 60.0, 4) as client:
-                payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 12}, "return_logprob": True}
-                return await client.generate(payload)
-        finally:
-            for half, runner in zip((prefill, decode), runners, strict=True):
-                await asyncio.to_thread(router.remove_worker, half.url)
-                await runner.cleanup()
+    async def use(*urls: str) -> Any:
+        for url in urls:
+            await asyncio.to_thread(router.add_worker, url)
+        async with GenerateClient(router.url, None, 60.0, 4) as client:
+            payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 12}, "return_logprob": True}
+            answer = await client.generate(payload)
+        for url in urls:
+            await asyncio.to_thread(router.remove_worker, url)
+        return answer
 
-    answer = asyncio.run(run())
+    answer = serve(prefill, use, decode)
     assert answer.tokens.tolist() == TOKENS and answer.weight_versions == [(7, 12)]
     (first,), (second,) = prefill.asked, decode.asked
     assert first["bootstrap_port"] == second["bootstrap_port"] == 4321
@@ -174,14 +171,8 @@ def test_each_request_goes_to_a_pair_that_meets_at_the_prefiller_s_port(router: 
 
 @pytest.mark.parametrize("router", [PAIRS], indirect=True)
 def test_an_engine_that_does_neither_is_refused(router: Router) -> None:
-    whole = Half("null")
+    async def use(url: str) -> None:
+        with pytest.raises(RuntimeError, match="disaggregation_mode is 'null'; the router pairs"):
+            await asyncio.to_thread(router.add_worker, url)
 
-    async def run() -> None:
-        runner = await whole.start()
-        try:
-            with pytest.raises(RuntimeError, match="disaggregation_mode is 'null'; the router pairs"):
-                await asyncio.to_thread(router.add_worker, whole.url)
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(run())
+    serve(Half("null"), use)

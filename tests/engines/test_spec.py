@@ -16,18 +16,8 @@ from fusionrl.plan.device_checks import FP32_ATTENTION
 
 
 def make_spec(**changes: Any) -> EngineSpec:
-    values: dict[str, Any] = {
-        "index": 0,
-        "model_path": "org/model",
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "tp_size": 2,
-        "gpu_ids": (4, 6),
-        "host": "127.0.0.1",
-        "api_key": "secret",
-        "log_dir": "logs",
-        "seed": 3,
-    }
+    values: dict[str, Any] = {"index": 0, "model_path": "org/model", "device": "cuda", "dtype": "bfloat16"}
+    values |= {"tp_size": 2, "gpu_ids": (4, 6), "host": "127.0.0.1", "api_key": "secret", "log_dir": "logs", "seed": 3}
     return EngineSpec(**{**values, **changes})
 
 
@@ -63,11 +53,8 @@ def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g")
     command = server_command(make_spec(), 1234, 1235)
     options = _options(command)
-    assert options["--base-gpu-id"] == "4"
-    assert options["--gpu-id-step"] == "2"
-    assert "--attention-backend" not in options
-    assert "--max-total-tokens" not in options
-    assert "--custom-weight-loader" not in options
+    assert (options["--base-gpu-id"], options["--gpu-id-step"]) == ("4", "2")
+    assert not {"--attention-backend", "--max-total-tokens", "--custom-weight-loader"} & set(options)
     assert "secret" not in " ".join(command)  # `ps` shows command lines to everybody
     env = server_environment(make_spec())
     assert env["CUDA_VISIBLE_DEVICES"].startswith("GPU-a,")  # the list by which its actor counts, and the trainers
@@ -107,8 +94,7 @@ def test_user_arguments_win_over_defaults() -> None:
     own = {"sleep_on_idle": False, "max_total_tokens": 99, "attention_backend": "x", "custom_weight_loader": ["a.b"]}
     command = server_command(make_spec(device="cpu", server_args=own), 1, 2)
     options = _options(command)
-    assert options["--max-total-tokens"] == "99"
-    assert options["--attention-backend"] == "x"
+    assert (options["--max-total-tokens"], options["--attention-backend"]) == ("99", "x")
     assert "--sleep-on-idle" not in options
     place = command.index("--custom-weight-loader")
     assert command[place + 1 : place + 3] == ["a.b", LOADER]

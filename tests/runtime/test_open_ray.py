@@ -69,6 +69,8 @@ def test_by_host_and_port_and_by_auto(gcs: Callable[[str], str], joined: list[st
     with pytest.raises(ValueError, match="--ray-address auto: .*--allow-open-ray"):
         join("auto")
     assert joined == [closed]
+    start_ray("cpu", 1, address="auto", dashboard=False, allow_open=True)
+    assert len(joined) == 2
 
 
 @pytest.mark.parametrize("address", ["localhost", "ray://127.0.0.1:10001", "local"])

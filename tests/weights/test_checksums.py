@@ -83,7 +83,7 @@ def by_hand(t: dict[str, torch.Tensor], rank: int, tp: int, groups: int = GROUPS
     }
 
 
-@pytest.mark.parametrize(("tp", "groups"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])
+@pytest.mark.parametrize(("tp", "groups"), [(1, 2), (4, 2), (2, 4)])
 def test_against_tensors_cut_by_hand(tp: int, groups: int) -> None:
     """Also with fewer key and value heads than ranks: then each rank has a copy of its group's."""
     tensors = hf_tensors(groups)
@@ -104,9 +104,8 @@ def test_a_bias_that_is_added_after_the_columns_is_whole_on_every_rank() -> None
 def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
     """The down projections stand whole, and as one, on every rank; what is made of the latent is split by heads."""
     nope, rope, value, latent = 3, 2, 5, 7
-    mla = MLAShape(
-        q_lora_rank=q_lora_rank, kv_lora_rank=latent, qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=value
-    )
+    sizes = {"kv_lora_rank": latent, "qk_head_dim": nope, "qk_pos_emb_head_dim": rope, "v_head_dim": value}
+    mla = MLAShape(q_lora_rank=q_lora_rank, **sizes)
     of = "model.layers.0.self_attn."
     tensors = {
         of + "kv_a_proj_with_mqa.weight": random(latent + rope, HIDDEN),
@@ -192,23 +191,16 @@ def test_parts_in_another_order_and_one_that_never_comes() -> None:
         engine_checksums(tensors.items(), shape(), 1)
 
 
-def test_one_bit_shows() -> None:
+def test_one_bit_shows_and_the_place_in_memory_does_not() -> None:
+    tensor = random(6, 4)
+    assert hash_tensor(tensor.T.contiguous().T) == hash_tensor(tensor) == sha(tensor)
     tensors = hf_tensors()
     before = engine_checksums(tensors.items(), shape(), 2)
     tensors["model.layers.0.mlp.up_proj.weight"].view(torch.int16)[FFN - 1, 0] ^= 1
     after = engine_checksums(tensors.items(), shape(), 2)
     assert compare_checksums(before[0], after[0]) == []
     assert compare_checksums(before[1], after[1]) == ["model.layers.0.mlp.gate_up_proj.weight"]
-
-
-def test_missing_and_foreign_tensors_are_differences() -> None:
-    found = compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "4", "d": "5"})
-    assert found == ["b", "c", "d"]
-
-
-def test_the_hash_is_that_of_the_values_not_of_the_memory() -> None:
-    tensor = random(6, 4)
-    assert hash_tensor(tensor.T.contiguous().T) == hash_tensor(tensor) == sha(tensor)
+    assert compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "4", "d": "5"}) == ["b", "c", "d"]
 
 
 # By SGLang 0.5.23's own kernel for GPUs, run in Triton's interpreter (TRITON_INTERPRET=1) on the tensors of `counted`.
