@@ -1,4 +1,4 @@
-"""Engines that only evaluate (--eval-num-gpus), and engines that others have started."""
+"""Engines that only evaluate (--eval-num-gpus) or that others have started; what --in-process refuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.checks.effects import effect_errors
-from fusionrl.checks.modes import eval_engine_errors, guest_errors
+from fusionrl.checks.modes import eval_engine_errors, guest_errors, in_process_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.pipeline.knobs import PIPELINES
@@ -60,3 +60,27 @@ def test_a_run_has_an_engine_of_its_own() -> None:
     assert "give 1 or more" in error and "--mode sft" in error
     assert config.cluster.rollout_num_gpus is None
     assert read_args(["--rollout-num-gpus", "2"])[0].cluster.rollout_num_gpus == 2
+
+
+def test_one_rank_without_ray_is_fine() -> None:
+    for values in ({"in_process": True, "pdb": True}, {"actor_num_gpus_per_node": 8}):
+        assert in_process_errors(Config.from_flat(values)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"actor_num_gpus_per_node": 2}, "one trainer rank, not 2; give --actor-num-nodes 1"),
+        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo trains a critic"),
+        ({"pipeline": "async"}, "--pipeline async generates while it trains"),
+        ({"ray_address": "10.0.0.1:6379"}, "--ray-address needs other processes"),
+        *(({flag: True}, " needs other processes") for flag in ("async_save", "use_fault_tolerance", "dashboard")),
+        ({"eval_num_gpus": 1}, "--eval-num-gpus needs other processes"),
+    ],
+)
+def test_what_one_process_cannot_do(values: dict[str, Any], part: str) -> None:
+    (error,) = in_process_errors(Config.from_flat({"in_process": True} | values))
+    assert part in error
+    is_alone = "actor_num_gpus_per_node" in values or "pipeline" in values
+    assert is_alone == ("--save-debug-rollout-data" in error), "its rollouts may be replayed in one process"
+    assert in_process_errors(Config.from_flat(values)) == []

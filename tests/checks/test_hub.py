@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -116,19 +114,16 @@ def test_a_cache_with_a_part_of_a_model(
     put_in_cache(home, "model", "a/b", files)
     config = Config.from_flat({"hf_checkpoint": "a/b"})
     _, errors = resolve_names(config, with_weights=with_weights)
-    assert len(errors) == (missing is not None)
-    if missing is not None:
-        assert f"--hf-checkpoint a/b: there is no such folder here, the local cache has {missing}, and" in errors[0]
+    told = f"--hf-checkpoint a/b: there is no such folder here, the local cache has {missing}, and"
+    assert [told in error for error in errors] == [True] * (missing is not None)
 
 
 def test_a_plan_for_a_cluster_needs_the_config_alone(
     home: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_in_cache(home, "model", "a/b", {"config.json": (tiny_model / "config.json").read_bytes()})
-    flags = [
-        *("--hf-checkpoint", "a/b", "--prompt-data", "train.jsonl", "--rm-type", "exact", "--rollout-batch-size", "8"),
-        *("--num-rollout", "2", "--rollout-max-response-len", "9", "--colocate"),
-    ]
+    flags = ["--hf-checkpoint", "a/b", "--prompt-data", "a.jsonl", "--rm-type", "exact", "--rollout-batch-size", "8"]
+    flags += ["--num-rollout", "2", "--rollout-max-response-len", "9", "--colocate"]
     assert cli.main(["plan", "--cluster", "1x8xh200", *flags]) == 0
     assert "2 rollout steps" in capsys.readouterr().out
     assert cli.main(["plan", "--cluster", "1x8xh200", *flags, "--hf-checkpoint", "a/none"]) == 2
@@ -236,12 +231,8 @@ def a_hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
             etag = f'"{hashlib.sha1(body).hexdigest()}"'
             self.send_response(code)
-            for name, value in {
-                "Content-Length": str(len(body)),
-                "X-Repo-Commit": COMMIT,
-                "ETag": etag,
-                **headers,
-            }.items():
+            headers |= {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, "ETag": etag}
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
@@ -256,31 +247,21 @@ def a_hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-RESOLVE = """
-import json, sys
-from fusionrl.checks.hub import resolve_names
-from fusionrl.config.config import Config
-config, errors = resolve_names(Config.from_flat(json.loads(sys.argv[1])))
-print(json.dumps([config.model_dump(mode="json"), errors]))
-"""
-
-
-def test_a_run_by_names(a_hub: tuple[str, list[str]], tmp_path: Path) -> None:
+def test_a_run_by_names(
+    home: Path, a_hub: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From a Hub, then from its cache without one; a name that the Hub does not have is said so."""
     url, asked = a_hub
     values = {"hf_checkpoint": "o/tiny", "prompt_data": "o/sums:train@[:4]", "eval_prompt_data": ["a", "o/sums:train"]}
-
-    def resolve(env: dict[str, str], **more: str) -> tuple[dict[str, Any], list[str], str]:
-        env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"} | env
-        command = [sys.executable, "-c", RESOLVE, json.dumps(values | more)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
-        return *json.loads(done.stdout), done.stderr
-
-    fresh, (error,), printed = resolve({"HF_ENDPOINT": url}, ref_load="o/none")
-    assert "downloading o/tiny from the Hugging Face Hub" in printed
+    with monkeypatch.context() as online:
+        online.setattr(constants, "ENDPOINT", url)
+        online.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        fresh, (error,) = resolve_names(Config.from_flat(values | {"ref_load": "o/none"}))
+    assert "downloading o/tiny from the Hugging Face Hub" in capsys.readouterr().err
     assert error.startswith("--ref-load o/none: ") and "the Hub has no such model" in error
     assert not any("onnx" in line or ".bin" in line for line in asked if "resolve" in line)
-    assert [row for _, row in read_rows(fresh["data"]["prompt_data"])] == ROWS[:4]
+    assert [row for _, row in read_rows(fresh.data.prompt_data[0])] == ROWS[:4]
     asked.clear()
-    fresh["model"]["ref_load"] = None
-    assert resolve({"HF_HUB_OFFLINE": "1"}) == (fresh, [], "") and asked == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolved(**values) == fresh.model_copy(update={"model": fresh.model.model_copy(update={"ref_load": None})})
+    assert asked == [] and capsys.readouterr().err == ""

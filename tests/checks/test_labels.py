@@ -43,10 +43,8 @@ def row(label: Any, **more: Any) -> dict[str, Any]:
 
 def test_a_forgotten_label_key_is_an_error_that_names_the_columns(found: Found) -> None:
     (error,), _ = found([row("2"), row("3")])
-    assert error.endswith(
-        "data.jsonl: no label for --rm-type last_number in 2 of 2 rows (lines 1, 2); the columns are prompt, label:"
-        " --label-key label?"
-    )
+    assert "no label for --rm-type last_number in 2 of 2 rows (lines 1, 2); the columns are prompt, label" in error
+    assert error.endswith(": --label-key label?")
     assert found([row("2")], rm_type="random")[0] == []
     assert found([row("2")], rm_type="format")[0] == []
     (error,), _ = found([row("2")], rm_type="format:0.2+exact")
@@ -55,9 +53,7 @@ def test_a_forgotten_label_key_is_an_error_that_names_the_columns(found: Found) 
 
 def test_a_users_own_function_may_need_no_label(found: Found, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "def reward(args, sample, **kw): return 1.0\nasync def generate(args, sample, params): return sample\n"
-    )
+    file.write_text("def reward(args, sample, **kw): ...\nasync def generate(args, sample, params): ...\n")
     for row_label, changes in (("2", {}), ("", {"label_key": "label"})):
         assert found([row(row_label)], rm_type=None, custom_rm_path=f"{file}:reward", **changes)[0] == []
     errors, warnings = found([row("2")], custom_generate_function_path=f"{file}:generate")
@@ -86,16 +82,9 @@ def test_one_bad_label_is_found_with_its_row(found: Found) -> None:
         ("boxed_exact", ["7"], ["", None]),
         ("dapo", ["34", 34], ["", None]),
         ("gpqa", ["B", 2], ["", "none of them", None]),
-        (
-            "code",
-            ['{"inputs": ["1"], "outputs": ["2"]}', ["assert f(1) == 2"]],
-            ["", [], {}, "x", {"inputs": []}, None],
-        ),
+        ("code", ['{"inputs": ["1"], "outputs": ["2"]}', ["assert f(1) == 2"]], ["", [], {}, "x", {"inputs": []}]),
         ("code_all", ['["assert f(1) == 2"]'], [[], None]),
-        ("random", ["", None], []),
-        ("format", ["", None], []),
-        ("reward_model", ["", None], []),
-        ("remote_rm", ["", None], []),
+        *((needs_none, ["", None], []) for needs_none in ("random", "format", "reward_model", "remote_rm")),
     ],
 )
 def test_labels_of_each_reward(rm_type: str, good: list[Any], bad: list[Any]) -> None:
@@ -132,7 +121,6 @@ def test_the_metadata_of_a_row_counts() -> None:
         ("gpqa", {"choices": ["x", "b"], "valid_letters": ["P"]}, "name none of the letters P"),
         ("ifeval", {"instruction_id_list": [["a"]]}, "instruction_id_list [['a']] is not a list of names"),
         ("ifeval", {"instruction_id_list": ["a"], "kwargs": ["x"]}, "kwargs ['x'] is not a list of dicts"),
-        ("ifeval", {"instruction_id_list": ["a"], "kwargs": 5}, "kwargs 5 is not a list of dicts"),
     ],
 )
 def test_metadata_of_another_kind_is_told_in_a_line(rm_type: str, metadata: dict[str, Any], said: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,24 +20,16 @@ def _config(*flags: str) -> Config:
     return config
 
 
-def test_nothing_is_profiled_without_steps() -> None:
-    assert ProfileOrder.of(_config("--profile-ranks", "1")) is None
-    assert profile_errors(_config(), "cpu") == []
-
-
 def test_steps_and_processes_are_read() -> None:
+    assert ProfileOrder.of(_config("--profile-ranks", "1")) is None and profile_errors(_config(), "cpu") == []
     order = ProfileOrder.of(_config("--profile-steps", "3", "5-7", "--profile-ranks", "1", "engine-0", "engine-2"))
     assert [step for step in range(1, 10) if order.has(step)] == [3, 5, 6, 7]
     assert [rank for rank in range(3) if order.wants_trainer(rank)] == [1]
     assert [index for index in range(4) if order.wants_engine(index)] == [0, 2]
-
-
-def test_by_default_the_first_of_each_and_with_all_every_one() -> None:
-    order, whole = (
-        ProfileOrder.of(_config("--profile-steps", "1", *more)) for more in ((), ("--profile-ranks", "all"))
-    )
-    assert order is not None and (order.trainers, order.engines) == ({0}, {0})
-    assert whole is not None and whole.wants_trainer(999) and whole.wants_engine(999)
+    first = ProfileOrder.of(_config("--profile-steps", "1"))
+    assert (first.trainers, first.engines) == ({0}, {0})
+    whole = ProfileOrder.of(_config("--profile-steps", "1", "--profile-ranks", "all"))
+    assert whole.wants_trainer(999) and whole.wants_engine(999)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +52,12 @@ def test_what_cannot_be_is_refused_with_its_cure(
 
 
 def test_nsys_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nsys").write_text("#!/bin/sh\n")
-    os.chmod(tmp_path / "nsys", 0o755)
+    (tmp_path / "nsys").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert profile_errors(_config("--profile-steps", "3", "--profile-tool", "nsys"), "cuda") == []
-
-
-def test_nsys_records_between_start_and_stop_alone() -> None:
     command = nsys_command("/runs/a/profiles/engine-0.%n")
-    assert command[:2] == ["nsys", "profile"]
+    assert command[:2] == ["nsys", "profile"] and "-o/runs/a/profiles/engine-0.%n" in command
     assert {"--capture-range=cudaProfilerApi", "--capture-range-end=repeat"} <= set(command)
-    assert "-o/runs/a/profiles/engine-0.%n" in command
 
 
 @pytest.mark.parametrize(

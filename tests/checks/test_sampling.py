@@ -23,30 +23,17 @@ NUMBERS = [-1.0, 0.0, 1e-9, 1e-6, 0.5, 1.0, 2.0, 1e9, math.inf, math.nan]
 WHOLE = [-2, -1, 0, 1, 3, 5, VOCAB, 1 << 40]
 STOPS: list[list[str]] = [[], ["x"], [""], ["x", ""], ["s"] * 32, ["s"] * 33]
 IDS = [[], [0], [VOCAB - 1], [VOCAB], [-1], [3, 1 << 40]]
+SWITCH = [True, False]
 VALUES: dict[str, list[Any]] = {
-    "rollout_temperature": NUMBERS,
-    "rollout_top_p": NUMBERS,
-    "rollout_top_k": WHOLE,
-    "rollout_max_response_len": WHOLE,
-    "rollout_min_response_len": WHOLE,
-    "rollout_stop": STOPS,
-    "rollout_stop_token_ids": IDS,
-    "rollout_ignore_eos": [True, False],
-    "rollout_skip_special_tokens": [True, False],
-    "eval_temperature": NUMBERS,
-    "eval_top_p": NUMBERS,
-    "eval_top_k": WHOLE,
-    "eval_max_response_len": WHOLE,
+    **{f"{run}_{name}": NUMBERS for run in ("rollout", "eval") for name in ("temperature", "top_p")},
+    **{f"{run}_{name}": WHOLE for run in ("rollout", "eval") for name in ("top_k", "max_response_len")},
+    **{"rollout_min_response_len": WHOLE, "rollout_stop": STOPS, "rollout_stop_token_ids": IDS},
+    **{"rollout_ignore_eos": SWITCH, "rollout_skip_special_tokens": SWITCH},
 }
 OF_A_SET = {
-    "temperature": NUMBERS,
-    "top_p": NUMBERS,
-    "top_k": WHOLE,
-    "min_new_tokens": WHOLE,
-    "max_response_len": WHOLE,
-    "repetition_penalty": NUMBERS,
-    "stop": STOPS,
-    "stop_token_ids": IDS,
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), NUMBERS),
+    **dict.fromkeys(("top_k", "min_new_tokens", "max_response_len"), WHOLE),
+    **{"stop": STOPS, "stop_token_ids": IDS},
 }
 
 
@@ -61,10 +48,8 @@ def base(tiny_model: Path, write_rows: Callable[..., Path]) -> dict[str, Any]:
 
 @pytest.fixture
 def of_eval(base: dict[str, Any]) -> dict[str, Any]:
-    kept = {
-        name: base[name] for name in ("hf_checkpoint", "label_key", "rm_type", "device", "rollout_max_response_len")
-    }
-    return kept | {"mode": "eval", "eval_prompt_data": ["own", base["prompt_data"]]}
+    names = ("hf_checkpoint", "label_key", "rm_type", "device", "rollout_max_response_len")
+    return {name: base[name] for name in names} | {"mode": "eval", "eval_prompt_data": ["own", base["prompt_data"]]}
 
 
 def sglang_refuses(params: dict[str, Any]) -> bool:

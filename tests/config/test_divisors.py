@@ -11,19 +11,11 @@ from fusionrl.config.config import Config
 from fusionrl.config.divisors import SHOWN, dividing, divisors
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.plan import plan_errors
+from tests.plan.shapes import SMALL
 
-MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 12,
-    "hidden_size": 32,
-    "intermediate_size": 96,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 12,
-    "vocab_size": 101,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 10,
-}
+MODEL: dict[str, Any] = SMALL | {"model_type": "qwen3_moe", "num_hidden_layers": 12, "intermediate_size": 96}
+MODEL |= {"num_attention_heads": 24, "num_key_value_heads": 12, "vocab_size": 101}
+MODEL |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 SIZES = (
     *("tensor_model_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"),
     *("rollout_num_gpus_per_engine", "global_batch_size", "num_steps_per_rollout"),

@@ -10,30 +10,18 @@ from fusionrl.config.parser import CommandLineError, parse_args
 
 def test_names_sizes_roles_and_flags_of_sglang_s_own_types() -> None:
     """A flag is spelt as SGLang has it, or as --sglang-… here; lists are JSON; a switch is true or false."""
-    found = read_groups(
-        (
-            "wide:num_gpus=4,per_engine=2,mem-fraction-static=0.8,--sglang-disable-cuda-graph=true",
-            'small:num_gpus=1,max_running_requests=8,custom-weight-loader=["a.b","c.d"],sleep-on-idle=false',
-            "tests:num_gpus=2,role=eval",
+    texts = {
+        "wide:num_gpus=4,per_engine=2,mem-fraction-static=0.8,--sglang-disable-cuda-graph=true": EngineGroup(
+            "wide", "generate", 4, 2, {"mem_fraction_static": 0.8, "disable_cuda_graph": True}
         ),
-        1,
-    )
-    assert found == (
-        EngineGroup("wide", "generate", 4, 2, {"mem_fraction_static": 0.8, "disable_cuda_graph": True}),
-        EngineGroup(
-            "small",
-            "generate",
-            1,
-            1,
-            {"max_running_requests": 8, "custom_weight_loader": ["a.b", "c.d"], "sleep_on_idle": False},
+        'small:num_gpus=1,custom-weight-loader=["a.b","c.d"],sleep-on-idle=false': EngineGroup(
+            "small", "generate", 1, 1, {"custom_weight_loader": ["a.b", "c.d"], "sleep_on_idle": False}
         ),
-        EngineGroup("tests", "eval", 2, 1),
-    )
-    assert [group.num_engines for group in found] == [2, 1, 2]
-
-
-def test_an_engine_has_the_run_s_size_unless_the_group_says() -> None:
-    assert read_groups(("a:num_gpus=4",), 2)[0].per_engine == 2
+        "tests:num_gpus=2,role=eval": EngineGroup("tests", "eval", 2, 1),
+    }
+    found = read_groups(tuple(texts), 1)
+    assert found == tuple(texts.values()) and [group.num_engines for group in found] == [2, 1, 2]
+    assert read_groups(("a:num_gpus=4",), 2)[0].per_engine == 2, "the run's size unless the group says"
 
 
 @pytest.mark.parametrize(

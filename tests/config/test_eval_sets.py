@@ -12,10 +12,7 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 
 FILE = """
 eval:
-  defaults:
-    n_samples_per_eval_prompt: 4
-    temperature: 0.6
-    rm_type: f1
+  defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6, rm_type: f1}
   datasets:
     - name: a
       path: a.jsonl
@@ -58,11 +55,6 @@ def test_a_set_goes_before_the_defaults_and_these_before_the_flags(tmp_path: Pat
     assert b.metadata_overrides == {"level": 3}
 
 
-def test_a_mapping_of_names(tmp_path: Path) -> None:
-    found = sets(tmp_path, "datasets: {a: {path: a.jsonl, top_p: 0.5}, b: {path: b.jsonl}}")
-    assert [(one.name, one.path, one.top_p) for one in found] == [("a", "a.jsonl", 0.5), ("b", "b.jsonl", 1.0)]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -88,10 +80,12 @@ def test_mistakes_in_the_file(tmp_path: Path, text: str | None, message: str) ->
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
-    text = FILE.replace("temperature: 0.6", "temperature: -1").replace("path: b.jsonl", "top_p: 2")
+    text = "{defaults: {temperature: -1}, datasets: {a: {path: a.jsonl, top_p: 2}, b: {}}}"
     with pytest.raises(ValueError, match="--eval-config") as error:
         sets(tmp_path, text)
-    assert len(str(error.value).splitlines()) == 3  # the default's, the path and top_p of the second set
+    assert len(str(error.value).splitlines()) == 3
+    found = sets(tmp_path, text.replace("-1", "1").replace("2", "0.5").replace("b: {}", "b: {path: b.jsonl}"))
+    assert [(one.name, one.path, one.top_p) for one in found] == [("a", "a.jsonl", 0.5), ("b", "b.jsonl", 1.0)]
 
 
 def test_a_function_that_evaluates_may_have_keys_of_its_own(tmp_path: Path) -> None:

@@ -81,11 +81,8 @@ def test_flags_with_values(tmp_path: Path) -> None:
 
 
 def _words(value: Any) -> list[str]:
-    return (
-        [str(item) for item in value]
-        if isinstance(value, list)
-        else [json.dumps(value) if isinstance(value, dict) else str(value)]
-    )
+    values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [str(item) for item in values]
 
 
 def test_a_flag_changes_no_other_field(tmp_path: Path) -> None:
@@ -96,9 +93,8 @@ def test_a_flag_changes_no_other_field(tmp_path: Path) -> None:
 
 def test_a_flag_without_its_value() -> None:
     fields = [field for field in OTHERS if field != "offload_train"]  # slime's launch scripts have it without a value
-    assert read_args([flag_of(field) for field in fields])[1] == [
-        f"{flag_of(field)}: it needs a value" for field in fields
-    ]
+    flags = [flag_of(field) for field in fields]
+    assert read_args(flags)[1] == [f"{flag}: it needs a value" for flag in flags]
 
 
 def test_help_shows_every_flag_as_it_is_taken() -> None:

@@ -28,7 +28,6 @@ def test_it_is_on_where_older_tokens_are_trained(pipeline: str) -> None:
 
 
 def test_every_estimator_has_it() -> None:
-    """An estimator makes advantages; which weights sampled a token concerns the policy loss alone."""
     for estimator in ESTIMATORS:
         assert Config.from_flat({"pipeline": "async", "advantage_estimator": estimator}).algorithm.use_tis, estimator
 
@@ -38,20 +37,14 @@ def test_every_estimator_has_it() -> None:
     [
         {"pipeline": "on-policy"},
         {"pipeline": "stream", "update_weights_interval": 1},
-        {"pipeline": "async", "mode": "sft"},
-        {"pipeline": "async", "debug_train_only": True},
-        {"pipeline": "async", "use_rollout_logprobs": True},
-        {"pipeline": "async", "custom_tis_function_path": "mine.py:weigh"},
-        {"pipeline": "async", "custom_policy_loss_path": "mine.py:loss"},
-        {"pipeline": "async", "loss_type": "custom_loss"},
-        {"pipeline": "async", "loss_type": "sft_loss"},
-        {"pipeline": "async", "policy_loss": "dpo"},
-        {"pipeline": "async", "rejection_level": "sequence"},
-        {"pipeline": "async", "tis_veto": 1e-4},
+        *({"mode": "sft"}, {"debug_train_only": True}, {"use_rollout_logprobs": True}, {"policy_loss": "dpo"}),
+        *({name: "mine.py:f"} for name in ("custom_tis_function_path", "custom_policy_loss_path")),
+        *({"loss_type": kind} for kind in ("custom_loss", "sft_loss")),
+        *({"rejection_level": "sequence"}, {"tis_veto": 1e-4}),
     ],
 )
 def test_it_is_off_on_policy_and_beside_another_choice(values: dict[str, Any]) -> None:
-    assert not Config.from_flat(values).algorithm.use_tis
+    assert not Config.from_flat({"pipeline": "async"} | values).algorithm.use_tis
 
 
 def test_a_flag_of_the_users_goes_before_it() -> None:

@@ -8,7 +8,6 @@ import pydantic
 import pytest
 
 from fusionrl.config.config import GROUPS, Config
-from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, parse_args, read_args
 
 
@@ -19,23 +18,14 @@ def errors_of(*argv: str) -> list[str]:
 
 
 def test_values_take_the_types_of_their_fields() -> None:
-    line = (
-        "--mode sft --lr=2e-5 --colocate --no-calculate-per-token-loss --rollout-stop-token-ids 1 2 --rollout-top-k -1"
-    )
+    line = "--mode sft --lr=2e-5 --no-calculate-per-token-loss --rollout-top-k -1"
     config = parse_args([*line.split(), "--rollout-stop", "a", "b c", "--resume=false", "--dry-run=True"])
     assert (config.run.mode, config.run.dry_run, config.run.resume) == ("sft", True, False)
-    assert (config.train.lr, config.cluster.colocate, config.algorithm.calculate_per_token_loss) == (2e-5, True, False)
-    assert (config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids) == (["a", "b c"], [1, 2])
-    assert config.rollout.rollout_top_k == -1
+    assert (config.train.lr, config.algorithm.calculate_per_token_loss) == (2e-5, False)
+    assert (config.rollout.rollout_stop, config.rollout.rollout_top_k) == (["a", "b c"], -1)
 
 
 def test_every_mistake_is_listed_at_once() -> None:
-    line = (
-        "--mode grpo --rollout-batch-size 0 --lr -1e-3 --num-epoch --colocate=3 --rollout-temperature nan"
-        " --apply-chat-template-kwargs {x --n-samples-per-prompt 2.5 --sglang-config x.yaml --multimodal-keys x"
-        " --rollout-stop-token-ids 1 two --name a/b"
-    )
-    found = errors_of(*line.split())
     wanted = {
         "--mode grpo": "'rl', 'sft', 'reject-sampling' or 'eval'",
         "--rollout-batch-size 0": "greater than or equal to 1",
@@ -46,10 +36,9 @@ def test_every_mistake_is_listed_at_once() -> None:
         "--apply-chat-template-kwargs {x": "not valid JSON",
         "--n-samples-per-prompt 2.5": "integer",
         "--sglang-config x.yaml": "its groups are texts here: --engine-group",
-        "--multimodal-keys x": "not available yet",
-        "--rollout-stop-token-ids two": "integer",
         "--name a/b": "pattern",
     }
+    found = errors_of(*" ".join(wanted).split())
     for start, text in wanted.items():
         assert any(e.startswith(start) and text in e for e in found), (start, found)
     assert len(found) == len(wanted), found
@@ -59,9 +48,6 @@ def test_what_fits_is_kept_beside_what_does_not() -> None:
     config, errors = read_args(["--lr", "x", "--num-rollout", "3", "--rollout-stop-token-ids", "1", "b"])
     assert (len(errors), config.run.num_rollout, config.rollout.rollout_stop_token_ids) == (2, 3, [])
     assert config.train.lr == Config().train.lr
-
-
-def test_stray_values_and_single_dashes() -> None:
     found = errors_of("--num-rollout", "3", "4", "-lr", "1")
     assert any("4" in e and "unexpected argument" in e for e in found)
 
@@ -73,13 +59,8 @@ def test_config_is_frozen_and_hooks_get_a_copy() -> None:
     args = config.to_args(extra=1)
     args.rollout_stop.append("y")
     args.apply_chat_template_kwargs["a"].append(2)
-    assert args.extra == 1
     again = config.to_args()
-    assert again.rollout_stop == ["x"]
-    assert again.apply_chat_template_kwargs == {"a": [1]}
-
-
-def test_from_flat_refuses_unknown_names() -> None:
+    assert (args.extra, again.rollout_stop, again.apply_chat_template_kwargs) == (1, ["x"], {"a": [1]})
     with pytest.raises(ValueError, match="unknown configuration fields: batchsize"):
         Config.from_flat({"batchsize": 3})
 
@@ -88,14 +69,12 @@ def test_field_names_are_unique_over_all_groups() -> None:
     """Hooks get one flat namespace: a second field of one name would hide the first."""
     names = [field for model in GROUPS.values() for field in model.model_fields]
     assert len(names) == len(set(names))
-    assert flag_of("a_b") == "--a-b"
 
 
 def test_values_of_ones_own_reach_the_args_of_hooks(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("judge_url: http://judge\nweights: {a: 1.5, b: [1, 2]}\n")
-    config, errors = read_args(["--custom-config-path", str(file)])
-    assert errors == []
+    config = parse_args(["--custom-config-path", str(file)])
     args = config.to_args()
     assert args.judge_url == "http://judge" and args.weights == {"a": 1.5, "b": [1, 2]}
     args.weights["a"] = 0

@@ -27,13 +27,7 @@ def test_what_is_given_counts() -> None:
     shown = described(vars(config.to_args()))
     assert "--eps-clip-high 0.5 (given; the preset has 0.28)" in shown and "--eps-clip 0.2" in shown
     assert "--no-calculate-per-token-loss (given; the preset has True)" in shown
-
-
-def test_the_kl_term_of_a_preset_can_be_switched_off() -> None:
     config = parse_args(["--algorithm", "grpo", "--no-use-kl-loss", *COMMON])
     assert algorithm_errors(config) == [] and not config.algorithm.use_kl_loss
-
-
-def test_an_unknown_one_is_named() -> None:
     with pytest.raises(ValueError, match="--algorithm grpoo: input should be 'grpo', 'dr_grpo'"):
         parse_args(["--algorithm", "grpoo"])

@@ -16,20 +16,9 @@ from fusionrl.config import upstream_flags
 from fusionrl.config.upstream_flags import KeptParser, describe, kept_parser
 
 NEEDS_SGLANG = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
-GIVEN = [
-    ("--max-running-requests", ["256"]),
-    ("--mem-fraction-static", ["0.3"]),
-    ("--attention-backend", ["torch_native"]),
-    ("--enable-metrics", []),
-    ("--served-model-name", ["-a"]),
-    ("--cuda-graph-bs-decode", ["1", "2"]),
-    ("--json-model-override-args", ['{"a": 1}']),
-    ("--max-running-requests", ["many"]),
-    ("--attention-backend", ["none of them"]),
-    ("--enable-metrics", ["yes"]),
-    ("--no-such-flag", ["1"]),
-    ("--port", ["1"]),
-]
+PLAIN = ["--max-running-requests 256", "--mem-fraction-static 0.3", "--enable-metrics"]
+OTHERS = ["--served-model-name -a", "--cuda-graph-bs-decode 1 2", "--max-running-requests many", "--enable-metrics yes"]
+OTHERS += ['--json-model-override-args {"a":1}', "--attention-backend none", "--no-such-flag 1", "--port 1"]
 
 
 def _outcome(parser: argparse.ArgumentParser, option: str, values: list[str]) -> object:
@@ -45,9 +34,10 @@ def test_the_file_says_what_sglang_says() -> None:
     options = json.loads(json.dumps(describe(real)))
     imports: list[int] = []
     kept = KeptParser(options, lambda: imports.append(1) or real)
-    for number, (option, values) in enumerate(GIVEN):
+    for text in (*PLAIN, *OTHERS):
+        option, *values = text.split()
         assert _outcome(kept, option, values) == _outcome(real, option, values), option
-        assert number > 3 or not imports, "plain options need no SGLang"
+        assert text in OTHERS or not imports, "plain options need no SGLang"
     assert upstream_flags.option_names(kept, "sglang") == upstream_flags.option_names(real, "sglang")
     for name in real._option_string_actions:
         assert upstream_flags.is_switch(kept, name) == upstream_flags.is_switch(real, name)
@@ -63,14 +53,10 @@ def test_a_file_is_written_once_and_read_by_its_owner_alone(tmp_path: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "source.py"
     source.write_text("1")
-    made = []
-
-    def real() -> argparse.ArgumentParser:
-        made.append(1)
-        return _parser()
+    made: list[int] = []
 
     def get() -> argparse.ArgumentParser:
-        return kept_parser("package", "1.0", [source], real)
+        return kept_parser("package", "1.0", [source], lambda: made.append(1) or _parser())
 
     assert not isinstance(get(), KeptParser) and len(made) == 1
     (file,) = (tmp_path / "fusionrl").iterdir()
@@ -133,17 +119,14 @@ def test_the_key_knows_the_files_that_declare_options(monkeypatch: pytest.Monkey
 def test_without_a_file_the_package_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache's folder cannot be made, the user has no home, or the package is a checkout on PYTHONPATH."""
 
-    def fail(*_: object) -> None:
-        raise importlib.metadata.PackageNotFoundError
-
-    def homeless() -> Path:
-        raise RuntimeError("could not determine home directory")
+    def fail(*_: object) -> Path:
+        raise importlib.metadata.PackageNotFoundError if _ else RuntimeError("could not determine home directory")
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", fail)
     assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
     monkeypatch.setattr(importlib.metadata, "version", fail)
     monkeypatch.setattr(upstream_flags, "_import_sglang_parser", _parser)

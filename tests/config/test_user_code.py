@@ -80,14 +80,11 @@ def test_the_users_lines_are_shown_and_no_others(hooks: Path) -> None:
     assert [sample.index for sample in error.samples] == [2], "the sample of the innermost line"
 
 
-def test_lines_of_libraries_are_left_out(hooks: Path) -> None:
+def test_lines_of_libraries_are_left_out_and_causes_and_groups_are_shown(hooks: Path) -> None:
     error = raised(hooks, "in_a_library")
     assert "JSONDecodeError" in str(error) and "in in_a_library" in str(error)
     assert str(error).count("File ") == 1
     assert [sample.index for sample in error.samples] == [0, 1, 2], "which one is not known: all that it was given"
-
-
-def test_causes_and_groups_are_shown(hooks: Path) -> None:
     text = str(raised(hooks, "from_another"))
     assert "no ratio" in text.splitlines()[0] and "direct cause" in text and "in divide" in text
     error = raised(hooks, "in_a_group")

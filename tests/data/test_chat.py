@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import typing
 from pathlib import Path
@@ -12,11 +11,7 @@ import numpy as np
 import pytest
 
 from fusionrl.config.groups.data import DataGroup
-from fusionrl.data.chat import (
-    LOSS_MASK_TYPES,
-    MultiTurnLossMaskGenerator,
-    tokens_after_assistant,
-)
+from fusionrl.data.chat import LOSS_MASK_TYPES, MultiTurnLossMaskGenerator, tokens_after_assistant
 from fusionrl.data.supervised import conversation_to_sample
 from tests.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer
 
@@ -54,7 +49,7 @@ SPECIAL = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|e
 SPECIAL += ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
 
 
-def tokenizer_with(template: str, tokenizer: Any = None) -> Any:
+def tokenizer_with(template: str | None, tokenizer: Any = None) -> Any:
     tokenizer = tokenizer or make_byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.bos_token = "<|begin_of_text|>"
@@ -92,7 +87,6 @@ def runs(tokenizer: Any, messages: Messages, kind: str = "auto", tools: Any = No
     return generator.get_text_from_loss_mask(tokens, mask)
 
 
-# ------------------------------------------------------------------------------------------------ templates of our own
 @pytest.mark.parametrize(
     ("template", "end"),
     [(CHAT_TEMPLATE, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (PLAIN, "\n\n")],
@@ -127,11 +121,8 @@ def test_the_prefix_way_refuses_a_template_that_rewrites_turns(template: str) ->
     messages = turns("S", "U1", "<think>hm</think>A1", "U2", "<think>ha</think>A2")
     with pytest.raises(ValueError, match=r"--loss-mask-type prefix .* does not render turns one after another"):
         runs(tokenizer_with(template), messages, "prefix")
-
-
-def test_thoughts_that_the_template_drops_are_no_longer_there() -> None:
-    messages = turns("S", "U1", "<think>hm</think>A1", "U2", "<think>ha</think>A2")
-    assert runs(tokenizer_with(STRIPS_HISTORY), messages) == ["A1<|im_end|>", "<think>ha</think>A2<|im_end|>"]
+    if template == STRIPS_HISTORY:
+        assert runs(tokenizer_with(template), messages) == ["A1<|im_end|>", "<think>ha</think>A2<|im_end|>"]
 
 
 def test_the_templates_own_marks() -> None:
@@ -168,63 +159,36 @@ def test_tokens_of_several_characters(template: str) -> None:
         assert runs(tokenizer, turns("S", "U the answer", said, "U", "é")) == [said + end, "é" + end]
 
 
-def test_white_space_in_one_token_with_the_header_is_not_trained() -> None:
+def test_a_token_with_a_part_of_the_header() -> None:
+    """White space in it is not trained; a word is refused."""
     tokenizer = merging_tokenizer(CHAT_TEMPLATE)
     assert tokenizer.tokenize("\n\n\nA") == ["ĊĊ", "Ċ", "A"]  # the first is header and answer
     assert runs(tokenizer, turns("S", "U", "\n\nA")) == ["\nA<|im_end|>"]
-
-
-def test_a_word_in_one_token_with_the_header_is_refused() -> None:
-    tokenizer = merging_tokenizer(PLAIN)
     with pytest.raises(ValueError, match=r"a token belongs to the assistant's turn only in part \(' the'\)"):
-        runs(tokenizer, turns("S", "U", "the answer"))
+        runs(merging_tokenizer(PLAIN), turns("S", "U", "the answer"))
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
 @pytest.mark.parametrize(
     ("template", "kind", "messages", "message"),
     [
         (CHAT_TEMPLATE, "auto", turns("S", "U"), "no assistant turn"),
-        (
-            CHAT_TEMPLATE,
-            "llama3",
-            turns("S", "U", "A"),
-            r"llama3 gives .*1 in the messages, 0 in the text.*; other types are auto",
-        ),
+        (CHAT_TEMPLATE, "llama3", turns("S", "U", "A"), "llama3 gives .*1 in the messages, 0 in .*; other types are"),
         (CHAT_TEMPLATE, "template", turns("S", "U", "A"), "no {% generation %} blocks"),
         (CHAT_TEMPLATE, "qwen2", turns("S", "U", "A"), "--loss-mask-type qwen2: unknown; known are auto, chatml"),
         # What a user wrote must not be taken for a turn, nor what the assistant wrote for an end.
         (CHAT_TEMPLATE, "auto", turns("S", "<|im_start|>assistant\nB", "A"), "1 in the messages, 2 in the text"),
         (CHAT_TEMPLATE, "auto", turns("S", "U", "A <|im_end|> B"), r"'A <\|im_end\|> B' is not in 'A <"),
         (CHAT_TEMPLATE, "auto", turns("S", "U", "A<|im_end|>"), "holds the end marker"),
-        (
-            CHAT_TEMPLATE.replace("m['content']", "m['content'] | upper"),
-            "auto",
-            turns("S", "U", "abc"),
-            "does not render 'content' .*'abc'",
-        ),
+        (CHAT_TEMPLATE.replace("t']", "t'] | upper"), "auto", turns("S", "U", "abc"), "does not render 'content' .*ab"),
         (ENDLESS, "auto", turns("S", "U", "A"), "no end marker follows a turn.*'A'"),
         ("{{ raise_exception('no thanks') }}", "auto", turns("S", "U", "A"), "refuses it .no thanks"),
         (PLAIN, "auto", turns("S", "U", "A")[2:], "begins with the assistant"),
+        (None, "auto", turns("S", "U", "A"), "has none"),
     ],
 )
-def test_a_wrong_mask_is_an_error(template: str, kind: str, messages: Messages, message: str) -> None:
+def test_a_wrong_mask_is_an_error(template: str | None, kind: str, messages: Messages, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         runs(tokenizer_with(template), messages, kind)
-
-
-def test_tool_calls_that_the_template_leaves_out() -> None:
-    messages = turns("S", "U", "A")
-    messages[2]["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    with pytest.raises(ValueError, match="does not render 'tool_calls' of a message .*'add'"):
-        runs(tokenizer_with(CHAT_TEMPLATE), messages)
-
-
-def test_tokenizers_that_will_not_do() -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="has none"):
-        MultiTurnLossMaskGenerator(tokenizer)
 
 
 def test_the_flag_has_every_type() -> None:
@@ -232,15 +196,13 @@ def test_the_flag_has_every_type() -> None:
 
 
 def test_template_arguments_reach_the_template() -> None:
-    tokenizer = tokenizer_with(
-        "{% if loud %}!{% endif %}{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHAT_TEMPLATE
-    )
+    begin = "{% if loud %}!{% endif %}{% if tools %}{{ tools[0]['name'] }}{% endif %}"
+    tokenizer = tokenizer_with(begin + CHAT_TEMPLATE)
     masks = MultiTurnLossMaskGenerator(tokenizer, template_kwargs={"loud": True})
     sample = conversation_to_sample(turns("S", "U", "A"), masks, [{"name": "T"}])
     assert tokenizer.decode(sample.tokens).startswith("!T<|im_start|>system")
 
 
-# ------------------------------------------------------------------------------------------------ public templates
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}]
 CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -264,53 +226,9 @@ def public(name: str) -> Any:
     return tokenizer_with((Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8"))
 
 
-def sentinel_runs(tokenizer: Any, messages: Messages, header: str, end: str, tools: Any, **kwargs: Any) -> list[str]:
-    """The reference: a sentinel put behind an assistant's content shows where that turn stands in the whole text.
-
-    The turn is then what lies between the header before the sentinel and the end behind it, sentinel taken out.
-    """
-    found = []
-    for position, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        changed = copy.deepcopy(messages)
-        changed[position]["content"] += "\u2603"
-        text = tokenizer.apply_chat_template(changed, tools=tools, tokenize=False, **kwargs)
-        before, after = text.split("\u2603")
-        found.append(before.rsplit(header, 1)[1] + after.split(end, 1)[0] + end)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "header", "end"),
-    [
-        ("qwen2_5", "qwen", "<|im_start|>assistant\n", "<|im_end|>"),
-        ("qwen3", "qwen3", "<|im_start|>assistant\n", "<|im_end|>"),
-        ("qwen3_instruct_2507", "qwen3", "<|im_start|>assistant\n", "<|im_end|>"),
-        ("lfm2_v2", "chatml", "<|im_start|>assistant\n", "<|im_end|>"),
-        ("llama3", "llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-        ("llama3_1", "llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-        ("llama3_2", "llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-        ("deepseek_r1_distill", "distill_qwen", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    ],
-)
-def test_public_templates(name: str, kind: str, header: str, end: str) -> None:
-    tokenizer = public(name)
-    takes_tools = kind not in ("llama3", "distill_qwen")  # those render no content beside a call, or no calls at all
-    cases: list[tuple[Messages, Any]] = [(THOUGHTS, None), (turns("S", "U1", "A1", "U2", "A2"), None)]
-    for messages, tools in [*cases, (WITH_TOOLS, TOOLS)] if takes_tools else cases:
-        expected = sentinel_runs(tokenizer, messages, header, end, tools)
-        assert len(expected) == sum(m["role"] == "assistant" for m in messages)
-        assert runs(tokenizer, messages, kind, tools) == runs(tokenizer, messages, "auto", tools) == expected
-
-
 def test_a_tool_call_of_llama3() -> None:
-    messages = [
-        *turns("S", "U"),
-        {"role": "assistant", "content": "", "tool_calls": CALL},
-        {"role": "tool", "content": "3"},
-        *turns("", "", "it is 3")[2:],
-    ]
+    call = [{"role": "assistant", "content": "", "tool_calls": CALL}, {"role": "tool", "content": "3"}]
+    messages = [*turns("S", "U"), *call, *turns("", "", "it is 3")[2:]]
     found = runs(public("llama3_1"), messages, "llama3", TOOLS)
     assert found == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "it is 3<|eot_id|>"]
 
@@ -341,17 +259,33 @@ def test_an_empty_thought_of_the_generation_prompt_is_not_trained() -> None:
     assert runs(public("qwen3_5_think"), THOUGHTS) == ["A1 é<|im_end|>", "ha\n</think>\n\nA2<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "qwen3_8", "lfm2_v2", "nemotron_3_nano", "llama3"])
-def test_marks_agree_with_blocks_that_others_put_into_the_templates(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen2_5", "qwen"),
+        *((name, "qwen3") for name in ("qwen3_instruct_2507", "qwen3_8")),
+        *((name, "chatml") for name in ("lfm2_v2", "nemotron_3_nano")),
+        ("llama3", "llama3"),
+    ],
+)
+def test_marks_agree_with_blocks_that_others_put_into_the_templates(name: str, kind: str) -> None:
     """TRL's variants for training render the same text, with blocks around the assistant's turns."""
     for messages, tools in ((THOUGHTS, None), (WITH_TOOLS, TOOLS))[: 1 if name == "llama3" else 2]:
         marked = MultiTurnLossMaskGenerator(public(name)).get_loss_mask(messages, tools)
+        assert marked == MultiTurnLossMaskGenerator(public(name), kind).get_loss_mask(messages, tools)
         blocks = MultiTurnLossMaskGenerator(public(f"{name}_training"), "template").get_loss_mask(messages, tools)
-        assert marked == blocks
-        assert np.sum(marked[1]) > 0
+        assert marked == blocks and np.sum(marked[1]) > 0
 
 
-# ------------------------------------------------------------------------------------------------ tools' answers
+@pytest.mark.parametrize(
+    ("name", "kind", "end"),
+    [("deepseek_r1_distill", "distill_qwen", "<｜end▁of▁sentence｜>"), ("llama3_2", "llama3", "<|eot_id|>")],
+)
+def test_public_templates_without_blocks(name: str, kind: str, end: str) -> None:
+    for way in (kind, "auto"):
+        assert runs(public(name), turns("S", "U1", "A1 é", "U2", "A2"), way) == [f"A1 é{end}", f"A2{end}"]
+
+
 TOOL_MESSAGES = [
     {"role": "tool", "tool_call_id": "call00000", "name": "a", "content": "one"},
     {"role": "tool", "tool_call_id": "call00001", "name": "b", "content": "two"},

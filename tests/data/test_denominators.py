@@ -24,17 +24,11 @@ def rollout(removed: set[int] = REMOVED, masked: set[int] = MASKED, failed: set[
     for index in range(GROUPS * SIZE):
         length = int(random.integers(1, LONGEST + 1))
         mask = [1] + random.integers(0, 2, length - 1).tolist()
-        samples.append(
-            Sample(
-                index=index,
-                group_index=index // SIZE,
-                tokens=[1] * (3 + length),
-                response_length=length,
-                loss_mask=[0] * length if index in masked else mask,
-                remove_sample=index in removed,
-                status=Sample.Status.FAILED if index in failed else Sample.Status.COMPLETED,
-            )
-        )
+        sample = Sample(index=index, group_index=index // SIZE, tokens=[1] * (3 + length), response_length=length)
+        sample.loss_mask = [0] * length if index in masked else mask
+        sample.remove_sample = index in removed
+        sample.status = Sample.Status.FAILED if index in failed else Sample.Status.COMPLETED
+        samples.append(sample)
     return samples
 
 
@@ -72,11 +66,9 @@ def grpo(samples: Sequence[Sample], losses: Sequence[np.ndarray]) -> float:
     """2402.03300, equation 3: the mean over prompts of 1/G sum_i 1/|o_i| sum_t."""
     total = 0.0
     for group in range(GROUPS):
-        of_group = 0.0
         for i in range(group * SIZE, (group + 1) * SIZE):
             tokens = trained_tokens(samples[i])
-            of_group += sum(losses[i][t] for t in tokens) / len(tokens) if tokens else 0.0
-        total += of_group / SIZE
+            total += sum(losses[i][t] for t in tokens) / len(tokens) / SIZE if tokens else 0.0
     return total / GROUPS
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionrl.data.mixture import Mixture, PromptSequence
@@ -29,6 +29,7 @@ def take(mixed: Mixture | PromptSequence, count: int) -> list[str]:
 weight_lists = st.lists(st.integers(1, 40).map(lambda n: n / 10), min_size=1, max_size=6)
 
 
+@settings(max_examples=30)
 @given(weight_lists, st.integers(1, 200))
 def test_no_set_runs_ahead_of_its_share(weights: list[float], num_draws: int) -> None:
     mixed = mixture([3] * len(weights), weights)
@@ -76,6 +77,7 @@ def test_the_first_sets_order_is_that_of_seed_and_epoch_alone() -> None:
     assert take(sequence("a", 9, (42, 0)), 18) == wanted
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 60))
 def test_the_counts_restore_everything(num_before: int) -> None:
     first = mixture([4, 7], [0.31, 0.69], seed=3)

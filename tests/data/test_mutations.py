@@ -1,6 +1,6 @@
 """Spoil good prompt data in hundreds of ways, and see what the plan, `fusionrl data check` and a run say to each.
 
-Each mutation is a file (or a folder) of a few rows of which something was changed, and says what must become of it:
+Each mutation is a file or a folder of a few rows, and says what must become of it:
 
     refused  not one row is trained on; the message names the place and the cause
     warned   it can be trained on, and is often a mistake: a message says so
@@ -86,7 +86,6 @@ def files(contents: dict[str, bytes | str], suffix: str = "") -> Write:
     return write
 
 
-# ------------------------------------------------------------------------------------------------ values of one row
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_BY_100 = "[" * 100 + "]" * 100
 KIND = "neither text nor a list of messages"
@@ -167,7 +166,7 @@ CHATS: list[Case] = [
     (answered("3"), "warned", "ends with the assistant's turn"),
 ]
 STRICT: list[Case] = [
-    *((json.dumps(roles), "refused", "roles must alternate") for roles in ([USER, USER], [{**USER, "role": "system"}])),
+    *((json.dumps(roles), "refused", "roles must alternate") for roles in ([USER, USER], [{**USER, "role": "system"}]))
 ]
 SFT: list[Case] = [
     (json.dumps([USER]), "refused", "without an assistant turn"),
@@ -209,7 +208,6 @@ def row_mutations() -> Iterator[Mutation]:
         yield Mutation(f"columns {line} in all rows", files({"data.jsonl": jsonl([line] * 500)}), expect, says)
 
 
-# ------------------------------------------------------------------------------------------------ files of text
 def text_mutations() -> Iterator[Mutation]:
     """Encodings, line ends, and what is not JSON."""
     text = jsonl(good_rows("text"))
@@ -284,7 +282,6 @@ def array_mutations() -> Iterator[Mutation]:
         yield Mutation(f"json, refused {number}", files({"data.json": content}), "refused", says)
 
 
-# ------------------------------------------------------------------------------------------------ paths
 def path_mutations() -> Iterator[Mutation]:
     """Paths that do not name a regular file."""
     text = jsonl(good_rows("text"))
@@ -304,15 +301,12 @@ def path_mutations() -> Iterator[Mutation]:
     for name in ("data.csv", "data", "data.jsonl.gz", "data.JSONL"):
         yield Mutation(f"the name {name}", files({name: text}), "refused", "unknown suffix")
     yield Mutation("all rows by a slice", files({"data.jsonl": text}, "@[0:4]"), "same")
-    for suffix in ("@[10:]", "@[2:2]"):
-        yield Mutation(f"slice {suffix}", files({"data.jsonl": text}, suffix), "refused", "no rows")
-    for suffix in ("@[1]", "@[1:2:3]", "@[a:b]", "@[1:"):
-        says = "a slice of the rows is written PATH@[START:STOP]"
-        yield Mutation(f"slice {suffix}", files({"data.jsonl": text}, suffix), "refused", says)
-    yield Mutation("a split of a file", files({"data.jsonl": text}, ":train"), "refused", "no such file")
+    written = "a slice of the rows is written PATH@[START:STOP]"
+    cures = dict.fromkeys(("@[1]", "@[a:b]", "@[1:"), written) | {"@[10:]": "no rows", ":train": "no such file"}
+    for suffix, says in cures.items():
+        yield Mutation(f"suffix {suffix}", files({"data.jsonl": text}, suffix), "refused", says)
 
 
-# ------------------------------------------------------------------------------------------------ tables
 def table(**changes: Any) -> Any:
     rows = good_rows("text")
     values = {"prompt": [row["prompt"] for row in rows], "label": [row["label"] for row in rows]} | changes
@@ -380,9 +374,8 @@ def folder_mutations() -> Iterator[Mutation]:
     yield Mutation("folder: a split of a folder without", files(good, ":train"), "refused", "it has no splits")
     yield Mutation("folder: a split without its folder", files(listed, ":train"), "refused", "no state.json")
     for text in ("{", "", "[]", DEEP, "{}", '{"splits": 3}'):
-        yield Mutation(
-            f"dataset_dict.json {text:.9}", files(splits | {"set/dataset_dict.json": text}, ":train"), "refused"
-        )
+        spoilt = files(splits | {"set/dataset_dict.json": text}, ":train")
+        yield Mutation(f"dataset_dict.json {text:.9}", spoilt, "refused")
     named = ("../set/data.arrow", "/dev/zero", "other.arrow")
     states = (json.dumps({"_data_files": [{"filename": name}]}) for name in named)
     for text in ("{", "[]", DEEP, "{}", '{"_data_files": "data.arrow"}', '{"_data_files": [{}]}', *states):
@@ -391,7 +384,6 @@ def folder_mutations() -> Iterator[Mutation]:
         yield Mutation(f"Arrow file of {len(content)} bytes", files(good | {"set/data.arrow": content}), "refused")
 
 
-# ------------------------------------------------------------------------------------------------ random changes
 def random_mutations() -> Iterator[Mutation]:
     """Bytes that were changed, cut out or doubled at random places."""
     rows = good_rows("text")
@@ -407,7 +399,6 @@ def random_mutations() -> Iterator[Mutation]:
             yield Mutation(f"random bytes {number} of {file}", files(content), "valid")
 
 
-# ------------------------------------------------------------------------------------------------ judging
 class Judge:
     """Reads what mutations wrote in the three ways that data is read. `folder` gets the models' tokenizers."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import copy
 import sys
 import types
 from collections.abc import Callable
@@ -14,22 +14,22 @@ import pytest
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import read_rows
 
+Rows = Callable[..., Path]
 
-def test_texts_messages_labels_and_metadata(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
+
+def test_texts_messages_labels_and_metadata(tokenizer: Any, write_rows: Rows) -> None:
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     rows = [
         {"q": "1+1=", "a": "2", "metadata": {"level": 1}},
-        {
-            "q": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}],
-            "a": 4,
-            "tools": [{"name": "calc"}],
-        },
+        {"q": chat, "a": 4, "tools": [{"name": "calc"}]},
         {"q": "1+2=", "a": "3", "tools": []},
     ]
-    with pytest.raises(ValueError, match=r"line 2: the chat template .* does not render tools \('calc'\)"):
-        load_prompts(write_rows(rows), tokenizer, PromptColumns("q", "a", tool_key="tools", apply_chat_template=True))
-    tools = "{% if tools is not none and tools is defined %}{{ tools | map(attribute='name') | join }}\n{% endif %}"
-    tokenizer.chat_template = tools + tokenizer.chat_template
     columns = PromptColumns("q", "a", tool_key="tools", apply_chat_template=True)
+    with pytest.raises(ValueError, match=r"line 2: the chat template .* does not render tools \('calc'\)"):
+        load_prompts(write_rows(rows), tokenizer, columns)
+    tools = "{% if tools is not none and tools is defined %}{{ tools | map(attribute='name') | join }}\n{% endif %}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tools + tokenizer.chat_template
     loaded = load_prompts(write_rows(rows), tokenizer, columns)
     first, second, third = loaded.samples
     assert first.prompt == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
@@ -38,14 +38,13 @@ def test_texts_messages_labels_and_metadata(tokenizer: Any, write_rows: Callable
     assert first.prompt_tokens is not None
     assert tokenizer.decode(first.prompt_tokens) == first.prompt
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") == first.prompt_tokens[0]
-    assert third.prompt == first.prompt.replace("1+1", "1+2") and third.metadata == {}
-    assert first.metadata == {"level": 1}
-    assert second.metadata == {"tools": [{"name": "calc"}]}
+    assert third.prompt == first.prompt.replace("1+1", "1+2")
+    assert [sample.metadata for sample in loaded.samples] == [{"level": 1}, {"tools": [{"name": "calc"}]}, {}]
     assert (first.label, second.label) == ("2", 4)
     assert first.messages == [{"role": "user", "content": "1+1="}]
 
 
-def test_without_a_template_the_text_stands_as_it_is(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
+def test_without_a_template_the_text_stands_as_it_is(tokenizer: Any, write_rows: Rows) -> None:
     loaded = load_prompts(write_rows([{"q": " 1+1="}]), tokenizer, PromptColumns("q"))
     assert loaded.samples[0].prompt == " 1+1="
     assert loaded.samples[0].messages is None
@@ -55,7 +54,7 @@ def test_without_a_template_the_text_stands_as_it_is(tokenizer: Any, write_rows:
         load_prompts(write_rows([{"q": "x"}]), types.SimpleNamespace(), PromptColumns("q", apply_chat_template=True))
 
 
-def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
+def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Rows) -> None:
     data = write_rows([{"q": "x" * n} for n in (3, 4, 5, 6)])
     loaded = load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=4))
     assert [s.prompt for s in loaded.samples] == ["xxx", "xxxx"]
@@ -64,7 +63,7 @@ def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Calla
         load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=2))
 
 
-def test_a_bad_row_stops_the_reading_with_its_set_and_line(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
+def test_a_bad_row_stops_the_reading_with_its_set_and_line(tokenizer: Any, write_rows: Rows) -> None:
     data = write_rows([{"q": "x"}, "", {"p": "y"}])
     with pytest.raises(ValueError, match=f"--prompt-data {data}: line 3: column 'q' is missing"):
         load_prompts(data, tokenizer, PromptColumns("q"))
@@ -75,36 +74,21 @@ def test_a_bad_row_stops_the_reading_with_its_set_and_line(tokenizer: Any, write
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    for name in [name for name in sys.modules if name.startswith("pyarrow")]:
-        monkeypatch.delitem(sys.modules, name)
-    real = builtins.__import__
-
-    def fail(name: str, *rest: Any, **kwargs: Any) -> Any:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *rest, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"x\.parquet: reading it needs the package pyarrow"):
         list(read_rows(tmp_path / "x.parquet"))
 
 
-def test_a_prompt_of_megabytes_is_too_long_without_counting_its_tokens(
-    tokenizer: Any, write_rows: Callable[..., Path]
-) -> None:
-    class Counting:
-        chat_template = None
-        num_characters = 0
-
-        def encode(self, text: str, **kwargs: Any) -> list[int]:
-            self.num_characters += len(text)
-            return tokenizer.encode(text, **kwargs)
-
+def test_a_prompt_of_megabytes_is_too_long_without_counting_its_tokens(tokenizer: Any, write_rows: Rows) -> None:
+    encoded: list[str] = []
+    counting = types.SimpleNamespace(
+        chat_template=None, encode=lambda text, **kwargs: encoded.append(text) or tokenizer.encode(text, **kwargs)
+    )
     data = write_rows([{"q": "x"}, {"q": "1+" * 5_000_000}, {"q": "y"}])
-    counting = Counting()
     loaded = load_prompts(data, counting, PromptColumns("q", max_prompt_len=512))
     assert ([sample.prompt for sample in loaded.samples], loaded.num_too_long) == (["x", "y"], 1)
-    assert counting.num_characters == 2
+    assert encoded == ["x", "y"]
     with pytest.raises(ValueError, match=r"line 2: column 'q' has more than 1,000,000 characters \(10,000,000\)"):
         load_prompts(data, counting, PromptColumns("q"))
     # A long prompt that may be short in tokens is counted.

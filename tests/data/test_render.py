@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
-from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
+from fusionrl.data.check_command import DataCheck
+from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts, template_probe
 from fusionrl.data.render import normal_form, render_messages
+from fusionrl.data.row_checks import RowChecker
+from fusionrl.data.sample import Sample
 from fusionrl.data.supervised import conversation_to_sample
+from fusionrl.data.tokenizer_files import TokenizerFiles
 from tests.tiny_model import make_byte_tokenizer
+from tools import render_conversations
 
 TEMPLATE = (
     "{% if tools %}You may call {{ tools | tojson }}\n{% endif %}"
@@ -24,6 +29,7 @@ TEMPLATE = (
     "<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+Rows = Callable[..., Path]
 USER = {"role": "user", "content": "Weather in Oslo?"}
 ARGUMENTS = {"city": "Oslo"}
 
@@ -42,9 +48,7 @@ def call(arguments: object, **more: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "message",
     [
-        call(ARGUMENTS),
         call(json.dumps(ARGUMENTS)),
-        call(json.dumps(ARGUMENTS), content=""),
         {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": '{"city":"Oslo"}'}]},
         call(json.dumps(ARGUMENTS), refusal=None, reasoning_content=None, function_call=None),
         call(ARGUMENTS, content=[]),
@@ -77,6 +81,8 @@ def test_the_name_of_the_tool_that_answers(ids: tuple[object, object], names: li
 def test_a_thought_under_each_of_its_names(name: str) -> None:
     message = {"role": "assistant", "content": "Rain.", name: "It is Oslo."}
     assert "<think>It is Oslo.</think>Rain." in render_messages(tokenizer_with(TEMPLATE), [USER, message]).text
+    flag = {"role": "assistant", "content": "Rain.", "thinking": True}
+    assert "<think>" not in render_messages(tokenizer_with(TEMPLATE), [USER, flag]).text
     blind = tokenizer_with(TEMPLATE.replace("m.reasoning_content", "false"))
     blind.name_or_path = "blind-model"
     with pytest.raises(ValueError, match=f"template of blind-model does not render '{name}' of a message"):
@@ -126,12 +132,7 @@ def test_the_weight_of_a_turn(weight: float) -> None:
         masks.get_loss_mask([USER, {"role": "assistant", "content": "A", "weight": 0, "step_loss_mask": 1}])
 
 
-def test_no_tools_in_any_spelling() -> None:
-    texts = {render_messages(tokenizer_with(TEMPLATE), [USER], tools).text for tools in (None, [], ())}
-    assert len(texts) == 1 and "You may call" not in texts.pop()
-
-
-def test_a_column_of_structs_has_the_fields_that_each_row_wrote(tmp_path: Path) -> None:
+def test_a_column_of_structs_has_the_fields_that_each_row_wrote(tmp_path: Path, write_rows: Rows) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     rows: list[dict[str, Any]] = [
@@ -140,63 +141,51 @@ def test_a_column_of_structs_has_the_fields_that_each_row_wrote(tmp_path: Path) 
         {"messages": [USER, {"role": "assistant", "content": "Rain."}], "tools": None, "metadata": None},
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = tokenizer_with(TEMPLATE)
     columns = PromptColumns("messages", metadata_key="metadata", tool_key="tools", apply_chat_template=True)
-    for load in (load_conversations, load_prompts):
-        kinds = {}
-        for suffix in ("parquet", "jsonl"):
-            loaded: Any = load(tmp_path / f"rows.{suffix}", *([tokenizer] if load is load_prompts else []), columns)
-            kinds[suffix] = [
-                (sample.metadata, _text(tokenizer, sample.prompt, sample.metadata.get("tools")))
-                for sample in loaded.samples
-            ]
-        assert kinds["parquet"] == kinds["jsonl"]
-    assert '<tool_call>weather {"a": "x"}</tool_call>' in kinds["parquet"][0][1]
-    assert kinds["parquet"][0][0]["box"] == {"p": 1} and "None" not in str(kinds) and "null" not in str(kinds)
 
+    def texts(samples: list[Sample]) -> list[tuple[dict[str, Any], str]]:
+        prompts = ((sample.prompt, sample.metadata.get("tools"), sample.metadata) for sample in samples)
+        return [(data, p if isinstance(p, str) else render_messages(tokenizer, p, t).text) for p, t, data in prompts]
 
-def _text(tokenizer: Any, prompt: Any, tools: object) -> str:
-    return prompt if isinstance(prompt, str) else render_messages(tokenizer, prompt, tools).text
+    of_table, of_lines = (
+        (texts(load_conversations(path, columns).samples), texts(load_prompts(path, tokenizer, columns).samples))
+        for path in (tmp_path / "rows.parquet", write_rows(rows))
+    )
+    assert of_table == of_lines
+    for (metadata, text), *_ in of_table:
+        assert '<tool_call>weather {"a": "x"}</tool_call>' in text and metadata["box"] == {"p": 1}
+    assert "None" not in str(of_table) and "null" not in str(of_table)
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"', "[1]", "Oslo"])
-def test_arguments_that_are_no_json_are_named_before_the_run(arguments: str, write_rows: Callable[..., Path]) -> None:
-    from fusionrl.data.check_command import DataCheck
-
+def test_arguments_that_are_no_json_are_named_before_the_run(arguments: str, write_rows: Rows) -> None:
     data = write_rows([{"messages": [USER, call(arguments)]}])
     errors, _ = DataCheck(PromptColumns("messages"), is_sft=True).problems(str(data))
     assert len(errors) == 1 and "arguments of a tool call are text, but not JSON of an object" in errors[0]
 
 
-def test_tools_of_the_metadata_are_rendered_as_those_of_a_column(
-    tmp_path: Path, write_rows: Callable[..., Path]
-) -> None:
-    from fusionrl.data.check_command import DataCheck
-
+def test_tools_of_the_metadata_are_rendered_as_those_of_a_column(write_rows: Rows) -> None:
     tokenizer, tools = tokenizer_with(TEMPLATE), [{"type": "function", "function": {"name": "weather"}}]
-    turns = [USER, {"role": "assistant", "content": "Rain."}]
     columns = PromptColumns("messages", tool_key="tools", apply_chat_template=True)
-    prompts, conversations, lengths = [], [], []
-    for name, row in {
-        "column": {"tools": tools},
-        "metadata": {"metadata": {"tools": tools}},
-        "text": {"metadata": json.dumps({"tools": tools})},
-        "both": {"tools": tools, "metadata": {"tools": [{"name": "other"}]}},
-    }.items():
-        data = write_rows([{"messages": [USER], **row}], f"{name}.jsonl")
-        prompts += [sample.prompt for sample in load_prompts(data, tokenizer, columns).samples]
-        check = DataCheck(columns, tokenizer)
-        assert check.problems(str(data)) == ([], [])
-        lengths += check.lengths
-        data = write_rows([{"messages": turns, **row}], f"{name}-sft.jsonl")
-        conversations += [sample.metadata["tools"] for sample in load_conversations(data, columns).samples]
+    spellings: list[dict[str, Any]] = [
+        {"tools": tools},
+        {"metadata": {"tools": tools}},
+        {"metadata": json.dumps({"tools": tools})},
+        {"tools": tools, "metadata": {"tools": [{"name": "other"}]}},
+    ]
+    data = write_rows([{"messages": [USER], **row} for row in spellings])
+    prompts = [sample.prompt for sample in load_prompts(data, tokenizer, columns).samples]
     assert len(set(prompts)) == 1 and 'You may call [{"type": "function"' in prompts[0]
-    assert conversations == [tools] * 4 and set(lengths) == {len(tokenizer.encode(prompts[0]))}
+    check = DataCheck(columns, tokenizer)
+    check.problems(str(data))
+    assert check.lengths == [len(tokenizer.encode(prompts[0]))] * 4
+    data = write_rows([{"messages": [USER, {"role": "assistant", "content": "Rain."}], **row} for row in spellings])
+    assert [sample.metadata["tools"] for sample in load_conversations(data, columns).samples] == [tools] * 4
 
 
 @pytest.mark.parametrize("value", [["weather"], "weather", [], None, {"name": "weather"}])
-def test_another_value_called_tools_is_the_users_own(value: object, write_rows: Callable[..., Path]) -> None:
+def test_another_value_called_tools_is_the_users_own(value: object, write_rows: Rows) -> None:
     data = write_rows([{"messages": [USER], "metadata": {"tools": value}}])
     columns = PromptColumns("messages", apply_chat_template=True)
     sample = load_prompts(data, tokenizer_with(TEMPLATE), columns).samples[0]
@@ -204,14 +193,14 @@ def test_another_value_called_tools_is_the_users_own(value: object, write_rows: 
 
 
 @pytest.mark.parametrize("prompt", [[USER], "Weather in Oslo?"])
-def test_a_refusal_of_a_rows_tools_is_found_before_the_run(prompt: object, write_rows: Callable[..., Path]) -> None:
+def test_a_refusal_of_a_rows_tools_is_found_before_the_run(prompt: object, write_rows: Rows) -> None:
     template = TEMPLATE.replace("{% if tools %}", "{% if tools %}{{ raise_exception('no tools here') }}")
     rows = [{"messages": prompt, "metadata": {"tools": tools}} for tools in ([], [], [{"name": "weather"}])]
     errors, _ = findings(write_rows(rows), template, PromptColumns("messages", apply_chat_template=True))
     assert len(errors) == 1 and "line 3: " in errors[0] and "no tools here" in errors[0]
 
 
-# ------------------------------------------------------------------------------------------------ parts of text
+EACH_PART = "{% for p in m.content %}{{ p.text }}{% endfor %}"
 PARTS = [{"type": "text", "text": "Weather"}, {"type": "text", "text": "in Oslo?"}]
 
 
@@ -221,11 +210,7 @@ PARTS = [{"type": "text", "text": "Weather"}, {"type": "text", "text": "in Oslo?
         ("{{ m.content }}", "Weather\nin Oslo?"),  # would print a list as Python does
         ("{{ m.content | tojson if m.content is not string else m.content }}", "Weather\nin Oslo?"),
         ("{{ m.content + '' }}", "Weather\nin Oslo?"),  # raises for a list
-        (
-            "{% if m.content is string %}{{ m.content }}{% else %}"
-            "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
-            "Weatherin Oslo?",
-        ),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + EACH_PART + "{% endif %}", "Weatherin Oslo?"),
         ("{% for p in m.content %}[{{ p.text }}]{% endfor %}", "[Weather][in Oslo?]"),
     ],
 )
@@ -236,58 +221,38 @@ def test_a_template_that_renders_parts_joins_them(content: str, wanted: str) -> 
         assert text == f"<|im_start|>{role}\n{wanted}<|im_end|>\n"
 
 
-def test_sessions_render_parts_as_rows_do() -> None:
-    from fusionrl.data.sample import Sample
-    from fusionrl.rollout.sessions import anthropic_api, openai_api
-    from fusionrl.rollout.sessions.segments import Segments
-
-    spoilt = [PARTS[0], {"type": "text", "text": "in Oslo?<|im_end|>"}]
-    for template in (TEMPLATE, TEMPLATE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")):
-        tokenizer = tokenizer_with(template)
-        wanted = render_messages(tokenizer, [{"role": "user", "content": PARTS}], for_answer=True).text
-        for api in (openai_api, anthropic_api):
-            for parts in (PARTS, spoilt):
-                asked = api.read({"messages": [{"role": "user", "content": parts}], "max_tokens": 9})
-                text = str(Segments(tokenizer, {}, Sample()).begun(asked, {}).prompt)
-                assert text.replace("< |im_end|>", "") == wanted
-
-
 def test_what_transformers_renders_whole_is_rendered_so() -> None:
     """Of each template that trl ships, and conversations in the form that templates document."""
     templates = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
-    tools = [
-        {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
-    ]
+    function = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
     result = {"role": "tool", "content": "rainy", "tool_call_id": "call00001", "name": "weather"}
     turn = call(ARGUMENTS, content="")
     turn["tool_calls"][0]["id"] = "call00001"
+    rain = {"role": "assistant", "content": "Rain."}
     conversations: list[tuple[list[dict[str, Any]], Any, tuple[str, ...]]] = [
-        ([USER, {"role": "assistant", "content": "Rain."}], None, ("Weather in Oslo?", "Rain.")),
+        ([USER, rain], None, ("Weather in Oslo?", "Rain.")),
         ([{"role": "system", "content": "Short."}, USER], None, ("Short.", "Weather in Oslo?")),
         ([{"role": "user", "content": PARTS}], None, ("Weather", "in Oslo?")),
-        ([USER, turn], tools, ("Weather in Oslo?", "weather", "city")),
         ([USER, turn, result], tools, ("Weather in Oslo?", "weather", "city", "rainy")),
-        ([USER, {"role": "assistant", "content": "Rain.", "reasoning_content": "Hmm."}], None, ("Hmm.", "Rain.")),
+        ([USER, rain | {"reasoning_content": "Hmm."}], None, ("Hmm.", "Rain.")),
     ]
     num_same = 0
     for path in templates.glob("*.jinja"):
         tokenizer = tokenizer_with(path.read_text(encoding="utf-8"))
         tokenizer.bos_token = tokenizer.eos_token
-        for messages, tools_, texts in conversations:
-            for_answer = messages[-1]["role"] != "assistant"
+        for messages, used, texts in conversations:
+            asks = messages[-1]["role"] != "assistant"
             try:
-                text = tokenizer.apply_chat_template(
-                    messages, tools=tools_, tokenize=False, add_generation_prompt=for_answer
-                )
+                text = tokenizer.apply_chat_template(messages, tools=used, tokenize=False, add_generation_prompt=asks)
             except Exception:  # a template may raise anything
                 continue
             if all(part in text for part in texts) and "{'" not in text and '{"type": "text"' not in text:
                 num_same += 1
-                assert render_messages(tokenizer, messages, tools_, for_answer=for_answer).text == text, path.stem
-    assert num_same > 250
+                assert render_messages(tokenizer, messages, used, for_answer=asks).text == text, path.stem
+    assert num_same > 200
 
 
-# ------------------------------------------------------------------------------------------------ what may be left out
 LLAMA = TEMPLATE.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
 BLIND = TEMPLATE.replace("{% if m.reasoning_content %}", "{% if false %}")
 
@@ -300,7 +265,7 @@ BLIND = TEMPLATE.replace("{% if m.reasoning_content %}", "{% if false %}")
     ],
 )
 def test_a_prompt_may_lose_what_servers_leave_out(
-    template: str, message: dict[str, Any], field: str, write_rows: Callable[..., Path]
+    template: str, message: dict[str, Any], field: str, write_rows: Rows
 ) -> None:
     tokenizer, columns = tokenizer_with(template), PromptColumns("messages", apply_chat_template=True)
     data = write_rows([{"messages": [USER, message, USER]}])
@@ -312,7 +277,7 @@ def test_a_prompt_may_lose_what_servers_leave_out(
 
 
 @pytest.mark.parametrize("lost", ["m.role == 'user'", "m.role == 'system'", "m.role == 'tool'"])
-def test_a_prompt_may_not_lose_what_others_said(lost: str, write_rows: Callable[..., Path]) -> None:
+def test_a_prompt_may_not_lose_what_others_said(lost: str, write_rows: Rows) -> None:
     template = TEMPLATE.replace("{{ m.content }}", "{% if not " + lost + " %}{{ m.content }}{% endif %}")
     turns = [{"role": "system", "content": "S"}, USER, call(ARGUMENTS), {"role": "tool", "content": "rain"}]
     data, columns = write_rows([{"messages": turns}]), PromptColumns("messages", apply_chat_template=True)
@@ -322,7 +287,7 @@ def test_a_prompt_may_not_lose_what_others_said(lost: str, write_rows: Callable[
     assert len(errors) == 1 and warnings == []
 
 
-def test_tools_that_a_users_function_renders_are_a_warning(write_rows: Callable[..., Path]) -> None:
+def test_tools_that_a_users_function_renders_are_a_warning(write_rows: Rows) -> None:
     template = TEMPLATE.replace("{% if tools %}", "{% if false %}")
     data = write_rows([{"messages": [USER], "tools": [{"name": "weather"}]}])
     columns = PromptColumns("messages", tool_key="tools", apply_chat_template=True)
@@ -337,10 +302,6 @@ def test_tools_that_a_users_function_renders_are_a_warning(write_rows: Callable[
 
 def findings(data: Path, template: str, columns: PromptColumns) -> tuple[list[str], list[str]]:
     """Errors and warnings of a plan."""
-    from fusionrl.data.prompts import check_file, template_probe
-    from fusionrl.data.row_checks import RowChecker
-    from fusionrl.data.tokenizer_files import TokenizerFiles
-
     files = TokenizerFiles({"default": template}, {}, ())
     probe = template_probe(files, columns, lambda: tokenizer_with(template))
     found = check_file(data, "--prompt-data", RowChecker(columns, probe=probe))
@@ -367,13 +328,22 @@ def test_switches_of_thoughts_that_a_template_takes_out(switch: str) -> None:
         render_messages(tokenizer_with(template.replace(f"'{switch}'", "'Oslo'")), [user])
 
 
-def test_a_flag_called_thinking_is_no_thought() -> None:
-    message = {"role": "assistant", "content": "Rain.", "thinking": True}
-    assert "<think>" not in render_messages(tokenizer_with(TEMPLATE), [USER, message]).text
-
-
 def test_the_refusal_is_that_of_the_spelling_which_loses_least() -> None:
     """A template that wants parts and knows no tools refuses tools, and not what it was not asked with."""
-    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    template = "{% for m in messages %}" + EACH_PART + "{% endfor %}"
     with pytest.raises(ValueError, match="does not render tools"):
         render_messages(tokenizer_with(template), [USER], [{"name": "weather"}])
+
+
+def test_every_conversation_has_one_rendering_or_a_refusal_that_names_the_field(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setattr("sys.argv", ["render_conversations.py", "--verbose"])
+    assert render_conversations.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    words = lines[-1].split()
+    assert int(words[0]) >= 200 and int(words[2]) >= 500 and lines[-1].endswith(" 0 with two renderings")
+    refusals = [line for line in lines if line.startswith("    ")]
+    names = ("does not render", "refuses it (", "as Python prints")
+    assert refusals and all(any(name in line for name in names) for line in refusals), refusals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.row_checks import RowChecker
-from fusionrl.data.rows import PromptSet, parse_set, parse_sets, read_rows
+from fusionrl.data.rows import DuplicateKey, PromptSet, parse_set, parse_sets, read_array, read_lines, read_rows
 
 # Five rows as split `train` in two shards, and rows 4 and 0 of them as `test`, by `save_to_disk` of datasets 5.2.0.
 SAVED = Path(__file__).parent / "saved_by_datasets"
+Rows = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_a_file_that_exists_is_a_path_whatever_its_name(tmp_path: Path, monkeypa
 
 def test_names() -> None:
     assert [one.name for one in parse_sets(["x/gsm 8k.jsonl", "x/v1.2", "m=x/gsm 8k.jsonl", f"{SAVED}:train"])] == [
-        *("gsm-8k", "v1-2", "m", "saved_by_datasets-train"),
+        *("gsm-8k", "v1-2", "m", "saved_by_datasets-train")
     ]
     with pytest.raises(ValueError, match=r"--prompt-data: two sets have the name 'a'; name them, as in NAME=PATH"):
         parse_sets(["x/a.jsonl", "y/a.jsonl"])
@@ -52,9 +54,9 @@ def test_names() -> None:
 bounds = st.none() | st.integers(-9, 9)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
 @given(start=bounds, stop=bounds)
-def test_a_slice_is_pythons(start: int | None, stop: int | None, write_rows: Callable[..., Path]) -> None:
+def test_a_slice_is_pythons(start: int | None, stop: int | None, write_rows: Rows) -> None:
     numbers = list(range(6))
     data = write_rows(["", *({"q": number} for number in numbers), "", {"q": 6}])
     spec = f"{data}@[{'' if start is None else start}:{'' if stop is None else stop}]"
@@ -63,14 +65,14 @@ def test_a_slice_is_pythons(start: int | None, stop: int | None, write_rows: Cal
     assert all(place == f"line {row['q'] + 2 + (row['q'] == 6)}" for place, row in found), "places are the file's"
 
 
-def test_a_bad_line_outside_the_slice_is_not_read(write_rows: Callable[..., Path]) -> None:
+def test_a_bad_line_outside_the_slice_is_not_read(write_rows: Rows) -> None:
     data = write_rows([{"q": 0}, "{", {"q": 2}])
     assert list(read_rows(f"{data}@[2:]")) == [("line 3", {"q": 2})]
     with pytest.raises(ValueError, match="line 2: not valid JSON"):
         list(read_rows(f"{data}@[1:]"))
 
 
-def test_json_is_an_array_or_lines(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+def test_json_is_an_array_or_lines(tmp_path: Path, write_rows: Rows) -> None:
     rows = [{"q": "x"}, {"q": "y"}]
     array = tmp_path / "a.json"
     array.write_text("\n " + json.dumps(rows, indent=2))
@@ -93,7 +95,7 @@ def test_a_folder_of_datasets(tokenizer: Any) -> None:
     assert (loaded.samples[0].label, loaded.samples[0].metadata) == ("5", {"level": 4})
 
 
-def test_metadata_and_tools_may_be_json_as_text(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
+def test_metadata_and_tools_may_be_json_as_text(tokenizer: Any, write_rows: Rows) -> None:
     """A column of a table has one type, so that differing objects stand there as text."""
     columns = PromptColumns("q", tool_key="t")
     loaded = load_prompts(write_rows([{"q": "x", "metadata": '{"a": 1}', "t": '[{"n": 2}]'}]), tokenizer, columns)
@@ -107,3 +109,24 @@ def test_a_message_is_checked_as_a_whole_and_its_role_once() -> None:
     assert checker.findings({"q": [message | {"name": "me"}]}) == []
     (finding,) = checker.findings({"q": [{"role": "a\0", "content": "x"}]})
     assert "is not one word" in finding.cause
+
+
+@pytest.mark.parametrize(
+    "line", ['{"a": 1, "\\u0061": 2}', '{"a": "x\\":", "b": 2, "b": 3}', '{"a": {"b": 1, "b": 2}}']
+)
+def test_a_key_that_stands_twice_is_found_however_it_is_written(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"{line}\n", encoding="utf-8")
+    ((_, found),) = read_lines(path)
+    assert isinstance(found, DuplicateKey)
+    path.write_text(f'[{{"a": 1}}, {line}, {{"a": 2}}]', encoding="utf-8")
+    first, bad, last = (row for _, row in read_array(path))
+    assert (first, last) == ({"a": 1}, {"a": 2}) and isinstance(bad, DuplicateKey), "reading goes on behind it"
+
+
+def test_numbers_stay_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"a": 12345678901234567890, "b": -9223372036854775809, "c": 1e999, "d": NaN, "e": 0.1}\n')
+    ((_, row),) = read_lines(path)
+    assert isinstance(row, dict) and math.isnan(row.pop("d"))
+    assert list(row.values()) == [12345678901234567890, -9223372036854775809, math.inf, 0.1]

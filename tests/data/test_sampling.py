@@ -29,19 +29,17 @@ def test_turns_at_several_temperatures_and_tools_between_them() -> None:
     sample = sample_of(3)
     note_temperature(sample, 0, 0.5)
     assert sample.temperature == 0.5 and temperatures_of(sample, 0.5) is None
-    sample.tokens, sample.response_length = list(range(11)), 9  # a tool's two tokens, and a turn of four
-    note_temperature(sample, 5, 1.25)
-    assert np.allclose(temperatures_of(sample, 1.0), [0.5] * 5 + [1.25] * 4)
-    again = Sample.from_dict(sample.to_dict())
-    assert np.allclose(temperatures_of(again, 1.0), [0.5] * 5 + [1.25] * 4)
-    again.response_length = 10
-    again.tokens = list(range(12))
-    note_temperature(again, 9, 2)
-    assert np.allclose(temperatures_of(again, 1.0), [0.5] * 5 + [1.25] * 4 + [2.0])
-    again.response_length, again.tokens = 12, list(range(14))  # a tool's tokens behind the last turn
-    assert np.allclose(temperatures_of(again, 1.0), [0.5] * 5 + [1.25] * 4 + [2.0] * 3)
-    again.response_length, again.tokens = 4, list(range(6))  # a hook cuts the response
-    assert np.allclose(temperatures_of(again, 1.0), [0.5] * 4)
+    for length, start, temperature, wanted in (
+        (9, 5, 1.25, [0.5] * 5 + [1.25] * 4),  # a tool's two tokens, and a turn of four
+        (10, 9, 2, [0.5] * 5 + [1.25] * 4 + [2.0]),
+        (12, None, None, [0.5] * 5 + [1.25] * 4 + [2.0] * 3),  # a tool's tokens behind the last turn
+        (4, None, None, [0.5] * 4),  # a hook cuts the response
+    ):
+        sample = Sample.from_dict(sample.to_dict())
+        sample.tokens, sample.response_length = list(range(2 + length)), length
+        if start is not None:
+            note_temperature(sample, start, temperature)
+        assert np.allclose(temperatures_of(sample, 1.0), wanted)
 
 
 def test_tokens_of_an_unknown_temperature_have_the_flag_s() -> None:

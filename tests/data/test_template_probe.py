@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,6 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-def public_templates() -> list[Path]:
-    """Templates of public models, as TRL's package carries them."""
-    spec = importlib.util.find_spec("trl")
-    return sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja")) if spec and spec.origin else []
-
-
 def text_or_error(render: Any, messages: Any, tools: Any) -> Any:
     """What it renders, or the kind of what it raises."""
     try:
@@ -46,17 +40,17 @@ def never(messages: Any, tools: Any) -> str | None:
     raise AssertionError("the tokenizer is not needed")
 
 
-@pytest.mark.parametrize("template", public_templates(), ids=lambda path: path.stem)
-def test_it_renders_as_the_tokenizer_does(template: Path, tmp_path: Path) -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = template.read_text(encoding="utf-8")
-    tokenizer.save_pretrained(tmp_path)
-    probe = TemplateProbe(read_tokenizer_files(tmp_path), {"enable_thinking": False}, never)
+def test_it_renders_as_the_tokenizer_does(tmp_path: Path) -> None:
+    """Templates of public models, as TRL's package carries them."""
+    folder, tokenizer = Path(pytest.importorskip("trl").__file__).parent / "chat_templates", make_byte_tokenizer()
     flags = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-    for messages in CONVERSATIONS:
-        for tools in (None, TOOLS):
+    for template in folder.glob("*.jinja"):
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.save_pretrained(tmp_path)
+        probe = TemplateProbe(read_tokenizer_files(tmp_path), {"enable_thinking": False}, never)
+        for messages, tools in itertools.product(CONVERSATIONS, (None, TOOLS)):
             wanted = text_or_error(lambda m, t: tokenizer.apply_chat_template(m, tools=t, **flags), messages, tools)
-            assert text_or_error(probe.render, messages, tools) == wanted
+            assert text_or_error(probe.render, messages, tools) == wanted, template
 
 
 @pytest.mark.parametrize("make", [build_tokenizer, make_byte_tokenizer])
@@ -92,9 +86,7 @@ def test_one_row_of_each_shape_is_rendered() -> None:
         refused.append(messages)
         return ValueError("the roles do not fit")
 
-    template = (
-        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages[0]['content'] }}"
-    )
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     probe = TemplateProbe(TokenizerFiles({"default": template}, {}, ()), {}, confirm)
     for number in range(5):
         assert probe.refusal(("user",), [{"role": "user", "content": str(number)}], None) is None

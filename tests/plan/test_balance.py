@@ -50,13 +50,6 @@ def test_near_the_best_division_there_is(seed):
     assert max(costs[part].sum() for part in split_by_cost(costs, 3)) <= 1.06 * best
 
 
-def test_one_long_sample_rules():
-    costs = COST(np.array([8000] + [10] * 30))
-    parts = split_by_cost(costs, 4)
-    assert [0] in parts
-    assert max(costs[part].sum() for part in parts) == lower_bound(costs, 4)
-
-
 @pytest.mark.parametrize("cap", [8192, 33000])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_bin_is_over_the_cap(seed, cap):
@@ -88,6 +81,7 @@ def test_too_few_bins_hold_nothing():
     assert pack(tokens[:, None], COST(tokens), (9,), 2) is None
     assert len(pack(tokens[:, None], COST(tokens), (9,))) == 3
     assert pack(tokens[:, None], COST(tokens), (15,)) == [[0, 1, 2]]
+    assert pack_ranks([[], []], np.zeros((0, 1), int), np.zeros(0), (10,)) == [[[]], [[]]], "nothing to train"
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -113,37 +107,21 @@ def test_more_micro_batches_for_a_pipeline():
         assert {len(bins) for bins in micro} == {count}
 
 
-def test_nothing_to_train():
-    assert pack_ranks([[], []], np.zeros((0, 1), int), np.zeros(0), (10,)) == [[[]], [[]]]
-
-
-def test_two_limits():
-    tokens = np.array([9, 1, 1, 1, 1, 1])
-    needs = np.stack([tokens, np.ones_like(tokens)], axis=1)
-    bins = pack(needs, COST(tokens), (10, 2))
-    assert len(bins) == 3
-    assert max(map(len, bins)) <= 2
-    assert max(int(tokens[members].sum()) for members in bins) <= 10
-
-
 def test_siblings_stay_together_where_that_costs_no_rank_more():
     balance = Balance(SequenceCost(1.0, 0.0), max_tokens=1000, share_prompts=True)
-    lengths, prompts = np.full(16, 60), np.full(16, 50)
-    groups = [list(range(i, i + 4)) for i in range(0, 16, 4)]
-    micro = divide(lengths, prompts, groups, 2, balance)
-    assert [len(bins[0]) for bins in micro] == [8, 8]
-    for bins in micro:
-        assert {i // 4 for i in bins[0]} == {bins[0][0] // 4, bins[0][-1] // 4}
+
+    def divided(num_groups: int, prompt: int = 50, balance: Balance = balance) -> list[list[int]]:
+        groups = [list(range(i, i + 4)) for i in range(0, 4 * num_groups, 4)]
+        count = 4 * num_groups
+        return [bins[0] for bins in divide(np.full(count, 60), np.full(count, prompt), groups, 2, balance)]
+
+    for members in divided(4):
+        assert len(members) == 8 and {i // 4 for i in members} == {members[0] // 4, members[-1] // 4}
     # Three groups over two ranks: whole ones leave one rank with twice the other's, 2 * (60 + 3 * 10) = 180 tokens,
-    # apart each has 6 * 60 = 360.
-    micro = divide(lengths[:12], prompts[:12], groups[:3], 2, balance)
-    assert [len(bins[0]) for bins in micro] == [8, 4]
-    # Without shared prompts whole groups are worth nothing.
-    micro = divide(lengths[:12], prompts[:12], groups[:3], 2, replace(balance, share_prompts=False))
-    assert [len(bins[0]) for bins in micro] == [6, 6]
-    # With prompts of one token neither.
-    micro = divide(lengths[:12], np.ones(12, int), groups[:3], 2, balance)
-    assert [len(bins[0]) for bins in micro] == [6, 6]
+    # apart each has 6 * 60 = 360. Without shared prompts, or with prompts of one token, whole groups are worth nothing.
+    assert [len(members) for members in divided(3)] == [8, 4]
+    for apart in (divided(3, balance=replace(balance, share_prompts=False)), divided(3, prompt=1)):
+        assert [len(members) for members in apart] == [6, 6]
 
 
 def test_a_group_that_does_not_fit_is_taken_apart():

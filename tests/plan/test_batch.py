@@ -45,19 +45,13 @@ def rollouts(draw: st.DrawFn) -> tuple[BatchPlan, list[Sample], int, int | None]
     return plan, samples, draw(st.integers(40, 90)), draw(st.one_of(st.none(), st.integers(1, 3)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rollouts())
 def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int, int | None]) -> None:
     plan, samples, max_tokens, micro_batch_size = case
     values = [float(s.index or 0) for s in samples]
-    shards = build_shards(
-        samples,
-        values,
-        [-v for v in values],
-        plan,
-        Balance(COST, max_tokens, micro_batch_size, share_prompts=max_tokens % 2 == 0),
-        rollout_id=3,
-    )
+    balance = Balance(COST, max_tokens, micro_batch_size, share_prompts=max_tokens % 2 == 0)
+    shards = build_shards(samples, values, [-v for v in values], plan, balance, rollout_id=3)
     assert len(shards) == plan.dp_size
     trained = [np.asarray(s.loss_mask) * (s.status != Sample.Status.FAILED and not s.remove_sample) for s in samples]
     for step in range(plan.num_steps):
@@ -96,9 +90,8 @@ def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
     """Ranks that disagreed about the old policy's log-probs would compute different losses."""
 
     def build(**lacking: object) -> list[set[str]]:
-        samples = [
-            Sample(index=i, tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0]) for i in range(4)
-        ]
+        fields = {"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
+        samples = [Sample(index=i, **fields) for i in range(4)]
         samples[0].rollout_log_probs = None
         vars(samples[0]).update(lacking)
         return [set(shard.fields) for shard in shards_of(samples, BatchPlan(4, 1, 1, 4, 2), Balance(COST, 99))]
@@ -108,7 +101,7 @@ def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
     assert all("rollout_log_probs" in fields for fields in build(status=Sample.Status.FAILED))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=3, max_size=9), st.integers(1, 3), st.integers(1, 2))
 def test_groups_of_any_size_stay_whole(sizes: list[int], num_steps: int, dp_size: int) -> None:
     """Functions of users may make several samples for one prompt; all are trained on, siblings in one step."""

@@ -68,8 +68,7 @@ def test_errors_of_layout_and_flags_are_still_found(planned: Planned) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("8x8", "give NODESxGPUSxKIND"),
-        ("0x8xh100", "give NODESxGPUSxKIND"),
+        *((text, "give NODESxGPUSxKIND") for text in ("8x8", "0x8xh100")),
         ("8x8xh2000", "did you mean h200?"),
         ("8x8xtpu", "known are a100-40g"),
     ],
@@ -107,13 +106,12 @@ def placed(text: str, **values: Any) -> tuple[int, int, int | None]:
 
 
 def test_sizes_follow_from_the_cluster() -> None:
-    assert placed("8x8xh200", colocate=True) == (8, 8, None)
-    assert placed("8x8xh200", mode="sft") == (8, 8, None)
+    critic = {"advantage_estimator": "ppo", "critic_num_gpus": 8}
+    assert placed("8x8xh200", colocate=True) == placed("8x8xh200", mode="sft") == (8, 8, None)
     assert placed("8x8xh200", rollout_num_gpus=32) == (4, 8, 32)
     assert placed("1x8xh200", rollout_num_gpus=3) == (1, 5, 3)
     assert placed("8x8xh200", actor_num_nodes=2) == (2, 8, 48)
     assert placed("2x4xa10", mode="eval") == (1, 1, 8)
-    critic = {"advantage_estimator": "ppo", "critic_num_gpus": 8}
     assert placed("8x8xh200", rollout_num_gpus=32, **critic) == (3, 8, 32)
     for values, message in (
         ({}, "say how its 64 GPUs are divided"),
@@ -125,11 +123,9 @@ def test_sizes_follow_from_the_cluster() -> None:
 
 
 def test_plan_flags_are_taken_out_of_a_command_line() -> None:
-    values, rest, errors = take_plan_flags(
-        ["--lr", "1", "--cluster=2x2xl4", "--seed", "3", "--router-imbalance", "1.5"]
-    )
-    assert values == {"--cluster": "2x2xl4", "--router-imbalance": "1.5"}
-    assert (rest, errors) == (["--lr", "1", "--seed", "3"], [])
+    argv = ["--lr", "1", "--cluster=2x2xl4", "--seed", "3", "--router-imbalance", "1.5"]
+    values = {"--cluster": "2x2xl4", "--router-imbalance": "1.5"}
+    assert take_plan_flags(argv) == (values, ["--lr", "1", "--seed", "3"], [])
     assert take_plan_flags(["--cluster", "--lr"])[2] == ["--cluster: it needs a value, NODESxGPUSxKIND"]
     assert imbalance_of(values) == 1.5
     for text in ("0.5", "much", "inf"):
@@ -156,6 +152,8 @@ def test_what_stands_on_the_clusters_disks_is_listed(planned: Planned) -> None:
     text = planned(*EXAMPLE, *flags, "--actor-num-nodes", "7")
     assert "--critic-load (taken for a model of --hf-checkpoint's shape)" in text
     assert "critic, stage 0, backward" in text
+    epochs = ("--mode", "sft", "--rollout-batch-size", "64", "--num-epoch", "2")
+    assert "number of rollout steps not given" in planned(*epochs)
 
 
 def test_an_fp8_checkpoint_counts_as_fp8_in_the_engines(planned: Planned) -> None:
@@ -175,8 +173,3 @@ def test_an_fp8_checkpoint_counts_as_fp8_in_the_engines(planned: Planned) -> Non
     assert kept - pushed(**fp8) == pytest.approx(attention * (1 - 4 / 128**2) / 1e6, rel=1e-3)
     awq = FEW_LAYERS | {"quantization_config": {"quant_method": "awq"}}
     assert "quant_method 'awq'" in planned(*EXAMPLE, raw=awq, code=2)
-
-
-def test_epochs_of_data_that_is_elsewhere(planned: Planned) -> None:
-    flags = ("--mode", "sft", "--rollout-batch-size", "64", "--num-epoch", "2")
-    assert "number of rollout steps not given" in planned(*flags)

@@ -34,18 +34,10 @@ def server_settings(server_args: dict[str, bool], environ: dict[str, str]) -> di
     last = max(number for number, node in enumerate(body) if "NCCL_" in ast.unparse(node))
     on = {"nnodes": 1, "enable_memory_saver": False, "dcp_size": 1, "enable_kv_cache_sharding": False}
     config = SimpleNamespace(**on | {"enable_symm_mem": False, "enable_nccl_nvls": False} | server_args)
-    unset = SimpleNamespace(get=lambda: None)
-    names = {
-        "server_args": config,
-        "resolving_view": lambda args: args,
-        "is_mnnvl_fabric_device": lambda: True,
-        "envs": SimpleNamespace(
-            SGLANG_ENABLE_KV_SHARD_ZERO_SM_GATHER=SimpleNamespace(get=lambda: True),
-            SGLANG_MOONCAKE_CUSTOM_MEM_POOL=unset,
-        ),
-        "logger": logging.getLogger(__name__),
-        "os": SimpleNamespace(environ=environ),
-    }
+    envs = {"SGLANG_ENABLE_KV_SHARD_ZERO_SM_GATHER": True, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": None}
+    envs = {name: SimpleNamespace(get=lambda value=value: value) for name, value in envs.items()}
+    names = {"resolving_view": lambda args: args, "is_mnnvl_fabric_device": lambda: True, "server_args": config}
+    names |= {"envs": SimpleNamespace(**envs), "os": SimpleNamespace(environ=environ), "logger": logging.getLogger()}
     exec(compile(ast.Module(body[: last + 1], []), "engine.py", "exec"), names)
     return environ
 

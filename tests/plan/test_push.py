@@ -40,32 +40,23 @@ def target(index: int, bundles: tuple[int, ...]) -> EngineTarget:
 
 
 def test_on_gpus_an_engine_rank_reads_from_its_own_device() -> None:
-    targets = [target(0, (0, 1)), target(1, (2, 3))]
-    feeds = plan_feeds(targets, trainer_bundles=[3, 2, 1, 0])
-    assert [feed.senders for feed in feeds] == [(3, 2), (1, 0)]
-    assert [feed.leader for feed in feeds] == [3, 1]
-
-
-def test_an_engine_on_a_device_without_a_trainer_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"--update-weight-transport ipc: engine 1 has devices \[2\] without a trainer"
-    ):
+    feeds = plan_feeds([target(0, (0, 1)), target(1, (2, 3))], trainer_bundles=[3, 2, 1, 0])
+    assert [(feed.leader, feed.senders) for feed in feeds] == [(3, (3, 2)), (1, (1, 0))]
+    with pytest.raises(ValueError, match=r"-weight-transport ipc: engine 1 has devices \[2\] without a trainer"):
         plan_feeds([target(0, (0,)), target(1, (1, 2))], [0, 1])
 
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 50), st.sampled_from(DTYPES)), max_size=25), st.integers(1, 400))
 def test_buckets(sizes: list[tuple[int, torch.dtype]], max_bytes: int) -> None:
     tensors = [(str(i), torch.zeros(n, dtype=dtype)) for i, (n, dtype) in enumerate(sizes)]
     made = list(buckets(iter(tensors), max_bytes))
     assert [name for bucket in made for name, _ in bucket] == [name for name, _ in tensors]
     for bucket in made:
-        total = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-        assert bucket
-        assert len(bucket) == 1 or total <= max_bytes
+        assert bucket and (len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= max_bytes)
         for i, (_, tensor) in enumerate(bucket):  # it begins where its values may
             assert sum(before.nbytes for _, before in bucket[:i]) % tensor.element_size() == 0
     # No two neighbours could have been one.
@@ -88,7 +79,7 @@ def test_one_bucket_of_tensors_is_alive_at_a_time() -> None:
     assert gathered == [0, 1, 2]
 
 
-@pytest.mark.parametrize("limit", [1, 8, 15, 22, 50, 99, 200, 399])
+@pytest.mark.parametrize("limit", [1, 15, 50, 200])
 def test_what_an_engine_joins_comes_in_one_bucket(limit: int) -> None:
     """SGLang drops a q_a_proj whose kv_a_proj_with_mqa comes with another request."""
     shape = SHAPES["deepseek_v3"]
@@ -101,7 +92,6 @@ def test_what_an_engine_joins_comes_in_one_bucket(limit: int) -> None:
         assert sum(bool(pair & {name for name, _ in bucket}) for bucket in made) == 1
 
 
-# ------------------------------------------------------------------------------------ plans of random layouts
 SHAPES = {
     family: shape_from_hf_config(
         json.loads(hf_models.config_of(family, False, num_hidden_layers=4).to_json_string(use_diff=False))
@@ -141,7 +131,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(SHAPES[family], layout, draw(st.integers(500, 40_000)), quantization)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_every_tensor_is_sent_once_and_comes_from_ranks_that_hold_it(case: Case) -> None:
     plan = case.plan()
@@ -184,7 +174,7 @@ def holdings(case: Case) -> list[dict[str, int]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> None:
     plan = case.plan()
@@ -205,7 +195,7 @@ def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> Non
         assert len(together) % 2 == 0 or case.shape.mla is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(cases(), st.booleans(), st.randoms(use_true_random=False))
 def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_ordered: bool, random: Any) -> None:
     """Every rank's two threads as they run in `send`, in random interleavings, against the bound of `peak_bytes`."""

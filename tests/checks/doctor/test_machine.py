@@ -59,15 +59,12 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_wrong_version_of_a_package(on_path: Path) -> None:
+def test_packages_of_a_wrong_version_and_missing_ones(on_path: Path) -> None:
     info = on_path / "numpy-1.26.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.26.0\n")
     found = one(package_findings(requirements=["numpy>=2.0", "psutil>=5.9"]))
     assert found.fact == "numpy is 1.26.0, outside of >=2.0" and "pip install 'numpy>=2.0'" in found.cure
-
-
-def test_a_missing_package() -> None:
     assert "no-such-thing is not installed" in one(package_findings(requirements=["no-such-thing>=1"])).fact
     engines = ["sglang>=99; extra == 'gpu'"]
     assert "sglang is" in one(package_findings(requirements=engines)).fact
@@ -99,15 +96,12 @@ def test_shared_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert one(shared_memory_findings(), "warning")
 
 
-def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "most_open_files", lambda: 256)
-    assert "a process may open 256 files" in one(limit_findings()).fact
-
-
-def test_too_few_processes(tree: Tree) -> None:
+def test_too_few_open_files_and_processes(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     found = one(limit_findings(tree({"sys/fs/cgroup/pids.max": 100})))
     assert "100 processes" in found.fact and "--pids-limit" in found.cure
     assert not has_fault(limit_findings(tree({"sys/fs/cgroup/pids.max": "max"})))
+    monkeypatch.setattr(host, "most_open_files", lambda: 256)
+    assert "a process may open 256 files" in one(limit_findings()).fact
 
 
 def _plan(gigabytes: float) -> SimpleNamespace:
@@ -147,7 +141,7 @@ def test_fewer_cores_than_programs_see(tree: Tree) -> None:
     assert core_findings(2, tree({"sys/fs/cgroup/cpu.max": "max 100000"}))[0].status == "fact"
 
 
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_or_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(free=10 * GIB)
     monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
     folders = {"--run-dir": tmp_path / "runs" / "new", "TMPDIR": tmp_path}
@@ -158,20 +152,14 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "10.0 GiB free, and weights take 16.0" in found.fact and "checkpoints" not in found.cure
     usage.free = 0
     assert [f.fact.split(" ")[0] for f in disk_findings(folders, {}) if f.status == "fault"] == [*folders]
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.os, "access", lambda path, mode: False)  # root may write everywhere
     assert "may not write" in one(disk_findings({"--run-dir": tmp_path / "run"}, {})).fact
 
 
-def test_a_host_name_that_does_not_resolve() -> None:
+def test_a_host_name_that_does_not_resolve_and_an_interface_that_is_not_there() -> None:
     found = one(network_findings({}, host="no-such-host.invalid"))
     assert "no-such-host.invalid" in found.fact and "/etc/hosts" in found.cure
     assert not has_fault(network_findings({}, host="localhost"))
-
-
-def test_an_interface_that_is_not_there() -> None:
     names = {"GLOO_SOCKET_IFNAME": "eth77", "NCCL_SOCKET_IFNAME": "=lo"}
     assert "no interface eth77" in one(network_findings(names, host="localhost")).fact
     assert not has_fault(network_findings({"NCCL_SOCKET_IFNAME": "^docker"}, host="localhost"))
@@ -203,18 +191,10 @@ def _unknown(*_: object) -> None:
 
 def _nvml(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
     """Stand in for NVIDIA's library, which no CPU machine has."""
-    values: dict[str, object] = {
-        "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": object(),
-        "nvmlDeviceGetName": "NVIDIA H100",
-        "nvmlSystemGetDriverVersion": "580.10",
-        "nvmlSystemGetCudaDriverVersion": 13000,
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=0, total=80 * GIB),
-        "nvmlDeviceGetComputeRunningProcesses": [],
-        "nvmlDeviceGetTotalEccErrors": 0,
-        "nvmlInit": None,
-        "nvmlShutdown": None,
-    }
+    values: dict[str, object] = {"Count": 1, "HandleByIndex": object(), "Name": "NVIDIA H100", "TotalEccErrors": 0}
+    values |= {"ComputeRunningProcesses": [], "MemoryInfo": SimpleNamespace(used=0, total=80 * GIB)}
+    values = {f"nvmlDeviceGet{name}": value for name, value in values.items()} | {"nvmlInit": None}
+    values |= {"nvmlShutdown": None, "nvmlSystemGetDriverVersion": "580.10", "nvmlSystemGetCudaDriverVersion": 13000}
     module = ModuleType("pynvml")
     for name, value in (values | answers).items():
         setattr(module, name, value if callable(value) else lambda *_, value=value: value)
@@ -249,21 +229,17 @@ def test_a_question_that_a_card_does_not_know_is_no_fault(monkeypatch: pytest.Mo
 
 def test_nvml_is_shut_down_as_often_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for answers in ({}, {"nvmlDeviceGetCount": _unknown}):
-        opened = {name: partial(calls.append, name) for name in ("nvmlInit", "nvmlShutdown")}
-        _nvml(monkeypatch, **opened, **answers)
+    opened = {name: partial(calls.append, name) for name in ("nvmlInit", "nvmlShutdown")}
+    for count in (1, _unknown):
+        _nvml(monkeypatch, **opened, nvmlDeviceGetCount=count)
         gpu_findings()
     assert calls == ["nvmlInit", "nvmlShutdown"] * 2
 
 
 def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    _nvml(
-        monkeypatch,
-        nvmlDeviceGetCount=4,
-        nvmlDeviceGetHandleByIndex=lambda number: number,
-        nvmlDeviceGetHandleByUUID="by name",
-        nvmlDeviceGetTotalEccErrors=lambda handle, *_: 3 * (handle == 0),
-    )
+    handles = {"nvmlDeviceGetHandleByIndex": lambda number: number, "nvmlDeviceGetHandleByUUID": "by name"}
+    errors = {"nvmlDeviceGetTotalEccErrors": lambda handle, *_: 3 * (handle == 0)}
+    _nvml(monkeypatch, nvmlDeviceGetCount=4, **handles, **errors)
     assert "GPU 0 (NVIDIA H100): 3 uncorrected" in one(gpu_findings()).fact
     for hidden, kinds in (("2,1", "2 x"), ("GPU-4711", "1 x")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
