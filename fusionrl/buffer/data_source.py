@@ -69,16 +69,8 @@ class RolloutDataSourceWithBuffer:
 
     def _load(self, spec: str) -> list[Sample]:
         args = self.args
-        columns = PromptColumns(
-            args.input_key,
-            args.label_key,
-            args.metadata_key,
-            args.tool_key,
-            args.apply_chat_template,
-            args.apply_chat_template_kwargs,
-            args.rollout_max_prompt_len,
-            reads_prompts(args.rollout_function_path, args.custom_generate_function_path),
-        )
+        keeps_messages = reads_prompts(args.rollout_function_path, args.custom_generate_function_path)
+        columns = PromptColumns.of(args, keeps_messages)
         if args.mode == "sft":
             return load_conversations(spec, columns).samples
         loaded = load_prompts(spec, load_tokenizer(args.hf_checkpoint), columns)

@@ -39,17 +39,8 @@ def check_prompts(config: Config, errors: list[str], warnings: list[str], vocab_
 
 def prompt_columns(config: Config) -> PromptColumns:
     """Return what the flags say about the columns of the prompt data."""
-    data = config.data
-    return PromptColumns(
-        data.input_key,
-        data.label_key,
-        data.metadata_key,
-        data.tool_key,
-        data.apply_chat_template,
-        data.apply_chat_template_kwargs,
-        data.rollout_max_prompt_len,
-        reads_prompts(config.rollout.rollout_function_path, config.rollout.custom_generate_function_path),
-    )
+    args = config.to_args()
+    return PromptColumns.of(args, reads_prompts(args.rollout_function_path, args.custom_generate_function_path))
 
 
 def tokenizer_files(config: Config) -> TokenizerFiles | None:

@@ -8,6 +8,7 @@ tokenizer inside a message (some data sets quote them on purpose), a role that m
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +51,13 @@ class PromptColumns:
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_len: int | None = None
     keeps_messages: bool = False
+
+    @classmethod
+    def of(cls, args: Namespace, keeps_messages: bool) -> PromptColumns:
+        """Return what the flags `args` say."""
+        keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key)
+        template = (args.apply_chat_template, args.apply_chat_template_kwargs)
+        return cls(*keys, *template, args.rollout_max_prompt_len, keeps_messages)
 
 
 @dataclass
