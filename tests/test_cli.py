@@ -17,6 +17,7 @@ from fusionrl.cli.device import detect_device
 from tests.observe.view_runs import sample, write_run
 from tests.own_process import run_code
 
+Capsys = pytest.CaptureFixture[str]
 HEAVY = ("ray", "torch", "transformers", "megatron", "sglang", "sglang_router", "pydantic_settings")
 
 
@@ -30,7 +31,7 @@ def good(tiny_model: Path, write_rows: Callable[..., Path]) -> list[str]:
     ).split()
 
 
-def messages(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+def messages(capsys: Capsys, *argv: str) -> list[str]:
     """What a command says that is refused."""
     assert cli.main(argv) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -38,7 +39,7 @@ def messages(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     return [line.removeprefix("error: ") for line in lines]
 
 
-def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsys: Capsys) -> None:
     """Values, combinations, files, hooks and arithmetic are told together, not one a try."""
     flags = (
         f"--lr fast --hf-checkpoint {tmp_path}/none --pipeline async --colocate --fp16 --tensor-model-parallel-size 3"
@@ -53,7 +54,7 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
         assert sum(part in error for error in found) == 1, (part, found)
 
 
-def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_told_once_is_not_told_again(good: list[str], capsys: Capsys) -> None:
     found = messages(capsys, "plan", *good, "--rollout-batch-size", "eight", "--rm-type")
     assert [error.split(" ")[0].rstrip(":") for error in found] == ["--rm-type", "--rollout-batch-size"]
 
@@ -68,14 +69,12 @@ def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.Cap
         ("--num-epoch 1 --rollout-batch-size 16", ["--num-epoch 1 x 10 prompts", "--rollout-batch-size 16"]),
     ],
 )
-def test_sizes_come_with_their_arithmetic(
-    good: list[str], flags: str, parts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_come_with_their_arithmetic(good: list[str], flags: str, parts: list[str], capsys: Capsys) -> None:
     (found,) = messages(capsys, "plan", *good, *flags.split())
     assert all(part in found for part in parts), found
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def printed(capsys: Capsys, *argv: str) -> str:
     """What a command prints that finds nothing to warn of."""
     assert cli.main(argv) == 0
     captured = capsys.readouterr()
@@ -83,7 +82,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.out
 
 
-def test_a_plan_writes_nothing(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_writes_nothing(good: list[str], tmp_path: Path, capsys: Capsys) -> None:
     plan = printed(capsys, "plan", *good)
     assert "5 rollout steps" in plan and "4 prompts x 2 samples = 8 samples" in plan
     assert printed(capsys, "train", *good, "--dry-run") == plan
@@ -91,7 +90,7 @@ def test_a_plan_writes_nothing(good: list[str], tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "toml", "json"])
-def test_a_plan_from_a_file(good: list[str], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_from_a_file(good: list[str], suffix: str, tmp_path: Path, capsys: Capsys) -> None:
     """The same plan as from the command line; a flag there goes before the file."""
     pairs = dict(zip(good[::2], good[1::2], strict=True))
     separator = " = " if suffix == "toml" else ": "
@@ -102,9 +101,7 @@ def test_a_plan_from_a_file(good: list[str], suffix: str, tmp_path: Path, capsys
     assert "10 rollout steps" in printed(capsys, "plan", "--num-epoch", "4", "--config", str(file))
 
 
-def test_mistakes_in_a_file_are_told_with_the_others(
-    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_in_a_file_are_told_with_the_others(good: list[str], tmp_path: Path, capsys: Capsys) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("lr: fast\nnum_epoc: 3\nglobal-batch-size: 3\n")
     found = messages(capsys, "train", *good, "--config", str(file), "--seed", "x")
@@ -115,7 +112,7 @@ def test_mistakes_in_a_file_are_told_with_the_others(
         assert len(messages(capsys, *words, "--config", "/no/run.yaml")) == 1
 
 
-def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: Capsys) -> None:
     plan = printed(capsys, "plan", *good, "--n-samples-per-prompt", "1")
     assert "\nwarning    --n-samples-per-prompt 1 with --advantage-estimator grpo: " in plan
 
@@ -151,7 +148,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
     assert run_code(program).splitlines()[-1] == "[]"
 
 
-def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_and_unknown_commands(capsys: Capsys) -> None:
     assert "fusionrl train" in printed(capsys)
     assert cli.main(["trian"]) == 2
     assert "unknown command 'trian'; did you mean `fusionrl train`?" in capsys.readouterr().err
@@ -179,7 +176,7 @@ def test_the_broken_pipe_of_another_process_is_an_error(monkeypatch: pytest.Monk
         cli.main(["track"])
 
 
-def test_a_gpu_that_is_not_there(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there(good: list[str], capsys: Capsys) -> None:
     if detect_device("auto") == "cuda":
         pytest.skip("this machine has a GPU")
     assert "--device cuda: this machine has no NVIDIA GPU" in messages(capsys, "plan", *good, "--device", "cuda")[0]

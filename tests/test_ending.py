@@ -18,6 +18,8 @@ from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.run_dir import RunDir
 from fusionrl.runtime.checkpoints import Checkpoints
 
+Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 
 def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values: object) -> str:
     """The message of a run with a checkpoint of its first `saved` steps that has recorded `steps`."""
@@ -70,9 +72,7 @@ def test_a_damaged_folder_hides_no_error(tmp_path: Path) -> None:
     assert "nothing is trained yet" in end_message(Config(), tmp_path, 1)
 
 
-def test_pdb_opens_where_the_first_error_was_raised(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pdb_opens_where_the_first_error_was_raised(monkeypatch: Patch, capsys: Capsys) -> None:
     """Not where it was wrapped: the user's own line."""
 
     def of_the_user(level: int) -> float:
@@ -102,8 +102,8 @@ def test_a_full_disk_is_told_with_its_cure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [(RunDir, "write_config"), (fusionrl.runtime.run, "run_training")])
-def test_a_full_disk_is_named_also_where_it_refuses_the_log(
-    where: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_is_named_where_it_refuses_the_log(
+    where: Any, tiny_model: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """The run's first files, or its samples, fill the disk: no file takes the traceback, and the cure is printed."""
 

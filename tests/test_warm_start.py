@@ -120,17 +120,13 @@ def test_it_ends_with_its_run(shared: dict[str, str], folder: Path) -> None:
         assert not carriers("c" * 32)  # without `kill`
 
 
-def test_another_environment_gets_none(shared: dict[str, str], folder: Path) -> None:
+def test_another_environment_gets_none(shared: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one who comes after a change of the code."""
     refused = pytest.raises(ConnectionRefusedError, match="another value of ANOTHER")
     with refused, _branches(shared, folder, ANOTHER="1"):
         pass
     assert not (folder / "kind").exists()
-
-
-def test_a_change_of_the_code_ends_its_use(
-    shared: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(warm_start, "SOURCES", folder)
-    (folder / "changed.py").write_text("")
+    (folder / "changed.py").touch()
     with pytest.raises(OSError, match="changed.py is younger"), _branches(shared, folder):
         pass

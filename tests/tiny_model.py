@@ -28,12 +28,8 @@ def make_byte_tokenizer(max_length: int = 2048) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=max_length,
-    )
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **tokens)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -45,20 +41,10 @@ def make_tiny_qwen3(path: str | Path, seed: int = 0, *, num_layers: int = 2, voc
 
     tokenizer = make_byte_tokenizer()
     tokenizer.save_pretrained(path)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "vocab_size": vocab_size}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048}
+    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(**sizes, **tokens, tie_word_embeddings=False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -108,11 +94,7 @@ def make_fp8(
             whole[name] = dequantize(stored[name], stored[name + SCALE], block)
     save_file(stored, Path(path) / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((Path(path) / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-        "modules_to_not_convert": ["lm_head", *left_out],
-    } | quantization
+    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    config["quantization_config"] = fields | {"modules_to_not_convert": ["lm_head", *left_out]} | quantization
     (Path(path) / "config.json").write_text(json.dumps(config))
     return whole

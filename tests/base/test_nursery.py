@@ -66,17 +66,15 @@ class Nursery:
     folder: Path
     environment: dict[str, str]
 
-    def ask(
-        self, *arguments: str, branch: str = "plain", key: str = KEY, program: str = sys.executable, **more: str
-    ) -> tuple[int, Path]:
+    def ask(self, name: str, *, branch: str = "plain", key: str = KEY, **more: str) -> tuple[int, Path]:
         """The pid of a fork, and the file that it writes to."""
-        out = self.folder / f"out-{len(list(self.folder.iterdir()))}"
-        given = self.folder / "given"
+        out, given = self.folder / f"out-{len(list(self.folder.iterdir()))}", self.folder / "given"
         given.write_text("its input")
+        program = more.pop("program", sys.executable)
         with given.open("rb") as source, out.open("wb") as target:
             files = [source.fileno(), target.fileno(), target.fileno()]
             environment = {**self.environment, "LATE_NUMBER": "7", **more}
-            return ask(str(self.folder / branch), key, arguments, environment, files, program), out
+            return ask(str(self.folder / branch), key, [name], environment, files, program), out
 
 
 def _start(folder: Path, line: bytes, **more: str) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
@@ -257,10 +255,8 @@ def test_who_asks_waits_between_a_path_and_its_listening(tmp_path: Path) -> None
     (tmp_path / PID_FILE).write_text(str(os.getpid()))
     with socket.socket(socket.AF_UNIX) as server, Asking(socket.AF_UNIX) as connection:
         server.bind(str(tmp_path / "one"))
-        listener = threading.Thread(target=lambda: was_refused.wait(20.0) and server.listen())
-        listener.start()
+        threading.Thread(target=lambda: was_refused.wait(20.0) and server.listen()).start()
         _connect(connection, str(tmp_path / "one"))
-        listener.join()
         assert was_refused.is_set() and connection.getpeername() == str(tmp_path / "one")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
-from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,23 +75,21 @@ def _scan(source: Path, found_out: list[str]) -> Structure:
     return _Scan(usual, source)(source.parents[1] / "models", prefix="models")
 
 
-def _change(path: Path) -> None:
-    path.write_text("another")
+CHANGES: list[Any] = [
+    lambda source, model: source.write_text("another"),
+    lambda source, model: model.write_text("another"),
+    lambda source, model: model.with_name("configuration_one.py").touch(),
+    lambda source, model: model.unlink(),
+]
 
 
-def _add(path: Path) -> None:
-    path.with_name("configuration_one.py").write_text("")
-
-
-@pytest.mark.parametrize(("change", "index"), [(_change, 0), (_change, 1), (_add, 1), (Path.unlink, 1)])
-def test_a_file_that_changes_is_read_again(
-    tmp_path: Path, found_out: list[str], change: Callable[[Path], object], index: int
-) -> None:
-    files = _models(tmp_path)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_is_read_again(tmp_path: Path, found_out: list[str], change: Any) -> None:
+    source, model = _models(tmp_path)
     expected = {frozenset({"torch"}): {"models.one": {"One", "OneConfig"}}, frozenset(): {}}
-    assert [_scan(files[0], found_out) for _ in range(2)] == [expected, expected] and len(found_out) == 1
-    change(files[index])
-    assert _scan(files[0], found_out) == expected and len(found_out) == 2
+    assert [_scan(source, found_out) for _ in range(2)] == [expected, expected] and len(found_out) == 1
+    change(source, model)
+    assert _scan(source, found_out) == expected and len(found_out) == 2
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '[["torch"]]', '[["torch", {"one": 3}]]'])

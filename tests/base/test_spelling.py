@@ -11,24 +11,16 @@ from fusionrl.data.rows import read_rows
 from fusionrl.models.shape import read_model_shape
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
-    (tmp_path / "model-small").mkdir()
-    return tmp_path
-
-
-def test_the_first_wrong_part_is_set_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_wrong_part_is_set_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path
+    for name in ("data", "model-small"):
+        (folder / name).mkdir()
+    (folder / "data" / "train.jsonl").touch()
     assert nearest(folder / "data" / "trian.jsonl") == str(folder / "data" / "train.jsonl")
     assert nearest(folder / "dta" / "train.jsonl") == str(folder / "data")
-    assert nearest(folder / "data" / "zzz") is None
-    assert nearest(folder / "dta", Path.is_file) is None
+    assert nearest(folder / "data" / "zzz") is nearest(folder / "dta", Path.is_file) is None
     monkeypatch.chdir(folder)
     assert hint(Path("data/trian.jsonl")) == "; did you mean data/train.jsonl?"
-
-
-def test_messages_say_it(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"no such file; did you mean .*data/train\.jsonl\?"):
         list(read_rows(folder / "data" / "tran.jsonl"))
     with pytest.raises(ValueError, match=r"no such folder; did you mean .*model-small\?"):

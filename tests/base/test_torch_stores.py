@@ -34,10 +34,8 @@ def test_a_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch) -
     assert store.get("key") == b"value"
 
 
-def test_the_ranks_of_an_engine_over_nodes_meet_at_a_reserved_port_that_strangers_do_not_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its server has reserved the port before the ranks start, and lets go of it when they have met."""
+def test_ranks_over_nodes_meet_at_a_reserved_port_that_strangers_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's server has reserved the port before the ranks start, and lets go of it when they have met."""
     monkeypatch.setenv(PEERS_VARIABLE, "127.0.0.7")
     with PortReservation("127.0.0.1") as reserved:
         master = torch_stores.engine_store("127.0.0.1", reserved.port, 30.0, is_master=True)

@@ -34,11 +34,9 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
         quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio")
-        self._process = subprocess.Popen(
-            [find_chromium(), *flags, *quiet, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        places = ("--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank")
+        command, nowhere = [find_chromium(), *flags, *quiet, *places], subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._loop = asyncio.new_event_loop()

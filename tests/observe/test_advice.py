@@ -39,8 +39,7 @@ def test_equal_rewards_name_cause_sample_and_command() -> None:
     assert "teaches nothing: all 8 groups have equal rewards (0 throughout)" in text
     assert "the reward is always 0" in text
     assert 'prompt "What is 3+4?"; answer "\\x1b[2Jten\\n" (3 tokens, completed); label "7"; reward 0' in text
-    assert "fusionrl show 'runs/a b' --step 4 --all-equal" in text
-    assert "\x1b" not in text
+    assert "fusionrl show 'runs/a b' --step 4 --all-equal" in text and "\x1b" not in text
 
 
 def test_what_equal_rewards_leave_to_say() -> None:

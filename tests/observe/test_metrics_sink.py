@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import resource
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def _raw(run_dir: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
+def _log(folder: Path, attempt: int, *lines: tuple[int, dict]) -> None:
+    with MetricsSink(folder, attempt) as sink:
+        for step, values in lines:
+            sink.log(step, values)
+
+
 def test_a_line_is_on_disk_when_log_returns_and_holds_numpy_and_torch_scalars(tmp_path: Path) -> None:
     sink = MetricsSink(tmp_path, attempt=1)
     sink.log(3, {"train/loss": torch.tensor(0.5), "rollout/reward": np.float32(0.25), "n": np.int64(7), "kind": "disk"})
@@ -34,14 +41,11 @@ def test_a_line_is_on_disk_when_log_returns_and_holds_numpy_and_torch_scalars(tm
 
 
 def test_train_and_eval_lines_of_a_step_become_one(tmp_path: Path) -> None:
-    with MetricsSink(tmp_path, 1) as sink:
-        sink.log(1, {"train/loss": float("nan"), "train/lr": 0.1})
-        sink.log(1, {"eval/gsm8k/accuracy": 0.5, "train/lr": float("inf")})
-        sink.log(0, {"train/loss": 1.0})
+    trained, evaluated = {"train/loss": math.nan, "train/lr": 0.1}, {"eval/gsm8k/accuracy": 0.5, "train/lr": math.inf}
+    _log(tmp_path, 1, (1, trained), (1, evaluated), (0, {"train/loss": 1.0}))
     assert _raw(tmp_path)[0]["train/loss"] is None and _raw(tmp_path)[0]["nonfinite"] == ["train/loss"]
     zero, one = read_metrics(tmp_path / "metrics.jsonl")
-    assert (zero["step"], one["step"]) == (0, 1)
-    assert one["eval/gsm8k/accuracy"] == 0.5 and one["train/loss"] is None
+    assert (zero["step"], one["step"], one["eval/gsm8k/accuracy"], one["train/loss"]) == (0, 1, 0.5, None)
     assert one["nonfinite"] == ["train/loss", "train/lr"]
 
 
@@ -63,15 +67,10 @@ def test_a_disk_that_fills_within_a_line_is_an_error(tmp_path: Path) -> None:
 
 def test_the_step_of_a_checkpoint_keeps_its_metrics_after_a_resume(tmp_path: Path) -> None:
     """A resume writes its first push to the step of its checkpoint, and does only later steps again."""
-    with MetricsSink(tmp_path, 1) as sink:
-        for step in (1, 2, 3):
-            sink.log(step, {"train/loss": 1.0 / step, STEP_TIME: 0.5, "sync/seconds": 1.0})
-        sink.log(2, {"eval/a": 0.25})
-    for attempt in (2, 3):
-        with MetricsSink(tmp_path, attempt) as sink:
-            sink.log(2, {"sync/seconds": float(attempt)})
-            if attempt == 3:
-                sink.log(3, {"train/loss": 7.0, STEP_TIME: 0.5})
+    first = [(step, {"train/loss": 1.0 / step, STEP_TIME: 0.5, "sync/seconds": 1.0}) for step in (1, 2, 3)]
+    _log(tmp_path, 1, *first, (2, {"eval/a": 0.25}))
+    _log(tmp_path, 2, (2, {"sync/seconds": 2.0}))
+    _log(tmp_path, 3, (2, {"sync/seconds": 3.0}), (3, {"train/loss": 7.0, STEP_TIME: 0.5}))
     _, two, three = read_metrics(tmp_path)
     assert (two["train/loss"], two["eval/a"], two["sync/seconds"], two["attempt"]) == (0.5, 0.25, 3.0, 3)
     assert (three["train/loss"], three["attempt"]) == (7.0, 3) and "sync/seconds" not in three
@@ -80,11 +79,8 @@ def test_the_step_of_a_checkpoint_keeps_its_metrics_after_a_resume(tmp_path: Pat
 
 
 def test_a_step_that_was_done_again_counts_as_a_whole(tmp_path: Path) -> None:
-    with MetricsSink(tmp_path, 1) as sink:
-        for step in range(4):
-            sink.log(step, {"train/loss": 1.0, "train/only_first": step})
-    with MetricsSink(tmp_path, 2) as sink:
-        sink.log(2, {"train/loss": 2.0, STEP_TIME: 0.5})
+    _log(tmp_path, 1, *((step, {"train/loss": 1.0, "train/only_first": step}) for step in range(4)))
+    _log(tmp_path, 2, (2, {"train/loss": 2.0, STEP_TIME: 0.5}))
     lines = [(line["step"], line["attempt"], line["train/loss"]) for line in read_metrics(tmp_path)]
     assert lines == [(0, 1, 1.0), (1, 1, 1.0), (2, 2, 2.0), (3, 1, 1.0)]
     assert "train/only_first" not in read_metrics(tmp_path)[2]
@@ -93,19 +89,13 @@ def test_a_step_that_was_done_again_counts_as_a_whole(tmp_path: Path) -> None:
 
 def test_a_torn_line_costs_itself_only_even_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsSink(tmp_path, 1) as sink:
-        sink.log(0, {"train/loss": 1.0})
+    _log(tmp_path, 1, (0, {"train/loss": 1.0}))
     with path.open("a") as file:
         file.write('{"step": 1, "attempt": 1, "train/lo')
-    assert [line["step"] for line in read_metrics(path)] == [0]
-    assert next_attempt(tmp_path) == 2
-    with MetricsSink(tmp_path, 2) as sink:
-        sink.log(1, {"train/loss": 3.0})
+    assert [line["step"] for line in read_metrics(path)] == [0] and next_attempt(tmp_path) == 2
+    _log(tmp_path, 2, (1, {"train/loss": 3.0}))
     assert [(line["step"], line["train/loss"]) for line in read_metrics(path)] == [(0, 1.0), (1, 3.0)]
-
-
-def test_a_damaged_line_that_no_kill_explains_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    # One that no kill explains is an error.
     path.write_text('{"step": 0, "attempt": 1}\n{"step": 1, "att\n{"step": 2, "attempt": 1}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(path)
@@ -149,10 +139,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 def test_lines_of_one_kind_alone(tmp_path: Path) -> None:
     """A later attempt that only began at a step does not hide who trained it."""
-    with MetricsSink(tmp_path, 1) as sink:
-        sink.log(3, {"train/loss": 1.0, STEP_TIME: 0.5})
-    with MetricsSink(tmp_path, 2) as sink:
-        sink.log(3, {"sync/version": 3})
+    _log(tmp_path, 1, (3, {"train/loss": 1.0, STEP_TIME: 0.5}))
+    _log(tmp_path, 2, (3, {"sync/version": 3}))
     assert [row["attempt"] for row in read_metrics(tmp_path)] == [2]
     (row,) = read_metrics(tmp_path, of_rows_with="train/loss")
     assert (row["attempt"], row["train/loss"]) == (1, 1.0)

@@ -168,12 +168,12 @@ def test_time_left_ignores_the_start_of_the_engines_and_follows_the_last_steps()
 def test_an_ascii_terminal_gets_ascii(terminal: pytest.MonkeyPatch) -> None:
     stream = Stream(tty=True, encoding="ascii")
     with Progress(10, "rl", stream, refresh_s=0) as progress:
-        progress.update(1, STEP)
-        progress.update(2, {**STEP, "reward": 0.5})
+        for step in (1, 2):
+            progress.update(step, {**STEP, "reward": step / 2})
         progress.print("Größe")
-        progress.status("数")
-        progress.status("x" * 500)
-    assert "| ?" in stream.text() and "x~" in stream.text() and "Gr??e" in stream.text() and "#" in stream.text()
+        for text in ("数", "x" * 500):
+            progress.status(text)
+    assert all(part in stream.text() for part in ("| ?", "x~", "Gr??e", "#"))
 
 
 def test_a_closed_terminal_does_not_stop_the_run(terminal: pytest.MonkeyPatch) -> None:
@@ -211,6 +211,5 @@ def test_numbers_read_well() -> None:
 
 
 def test_the_panel_has_a_place_for_each_value_of_a_run() -> None:
-    """`Progress.update` takes any name."""
     names = {key for row in _ROWS for _, key, _ in row} | {key for _, key, _ in PHASES}
     assert _SHOWN.keys() <= names | {"reward"}

@@ -25,9 +25,10 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     metadata = {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan"), True: 1, None: 2, 1e20: 3}
     row = plain | {"tokens": np.array([1, 2, 3]), "status": Status.COMPLETED, "metadata": metadata}
     row["rollout_log_probs"] = torch.tensor([-0.1, -2.5])
-    path = RolloutWriter(tmp_path).write(12, 1, [row])
+    path = RolloutWriter(tmp_path).write(12, 1, [row, {"rollout_id": None}, {"rollout_id": 7}])
     assert path == tmp_path / "rollouts" / "step_000013.train.a1.jsonl", "after it, 13 rollouts are finished"
-    (back,) = read_rollouts(tmp_path)
+    back, *others = read_rollouts(tmp_path)
+    assert [one["rollout_id"] for one in others] == [12, 12], "a sample's own is that of its attempt, mostly null"
     assert back.pop("rollout_log_probs") == [float(np.float32(-0.1)), -2.5], "exactly the float32 values"
     metadata = {"7": ["a", "b"], "path": "x/y", "nan": None, "True": 1, "None": 2, "1e+20": 3}
     place = {"step": 13, "rollout_id": 12, "kind": "train", "attempt": 1}
@@ -135,9 +136,3 @@ def test_what_the_trainers_found_out_stands_beside_a_rollout(tmp_path: Path) -> 
     assert [row["index"] for row in read_rollouts(tmp_path)] == [0, 1], "it is no rollout itself"
     with pytest.raises(FileExistsError):
         writer.write_trained(path, [])
-
-
-def test_a_row_has_the_number_of_its_file(tmp_path: Path) -> None:
-    """A sample's own rollout_id is that of its attempt, mostly null."""
-    RolloutWriter(tmp_path).write(2, 1, [{"rollout_id": None, "reward": 1.0}, {"rollout_id": 7, "reward": 2.0}])
-    assert [(row["rollout_id"], row["step"]) for row in read_rollouts(tmp_path)] == [(2, 3), (2, 3)]

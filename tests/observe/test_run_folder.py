@@ -27,11 +27,11 @@ def _holder(path: Path) -> subprocess.Popen[str]:
 
 def test_a_new_run_has_its_folders_and_files(tmp_path: Path) -> None:
     with RunDir(tmp_path / "runs" / "a") as run:
-        assert run.attempt == 1
-        assert all(folder.is_dir() for folder in (run.rollouts, run.checkpoints, run.logs))
-        assert json.loads(run.write_config({"lr": 1e-6, "out": Path("x")}).read_text()) == {"lr": 1e-6, "out": "x"}
+        assert run.attempt == 1 and all(folder.is_dir() for folder in (run.rollouts, run.checkpoints, run.logs))
+        config = run.write_config({"lr": 1e-6, "out": Path("x")})
+        assert config == tmp_path / "runs" / "a" / "config.json"
+        assert json.loads(config.read_text()) == {"lr": 1e-6, "out": "x"}
         assert run.write_plan("one GPU").read_text() == "one GPU\n"
-    assert (tmp_path / "runs" / "a" / "config.json").exists()
 
 
 def test_a_folder_with_a_run_wants_resume_or_another(tmp_path: Path) -> None:

@@ -82,22 +82,21 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
 
 def test_a_fact_that_json_cannot_hold_is_left_out_with_its_record(file: Path) -> None:
     with spans.phase("train"):
-        spans.note("sample", 0, 1, index=1 << 70)
-        spans.note("sample", 0, 1, index="\ud800")
+        for value in (1 << 70, "\ud800"):
+            spans.note("sample", 0, 1, index=value)
     assert [record[2] for record in _records(file)] == ["train", "train"]
 
 
-def test_a_process_is_named_by_its_log(tmp_path: Path) -> None:
-    spans.record_beside(tmp_path / "logs" / "engine-actor-1.a3.log")
+def test_a_process_is_named_by_its_log_and_a_link_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline, logs = tmp_path / "timeline", tmp_path / "logs"
+    spans.record_beside(logs / "engine-actor-1.a3.log")
     spans.stop_recording()
-    assert (tmp_path / "timeline" / "engine-actor-1.a3.jsonl").is_file()
-    spans.record_beside(tmp_path / "logs" / "a user's.log")
+    assert (timeline / "engine-actor-1.a3.jsonl").is_file()
+    spans.record_beside(logs / "a user's.log")
     assert spans.recorder() is None
-
-
-def test_a_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "timeline").mkdir()
-    (tmp_path / "timeline" / "driver.a1.jsonl").symlink_to(tmp_path / "elsewhere")
+    (timeline / "driver.a1.jsonl").symlink_to(tmp_path / "elsewhere")
     spans.record_to(tmp_path, "driver", 1)
     assert spans.recorder() is None and "timeline" in caplog.text and not (tmp_path / "elsewhere").exists()
 

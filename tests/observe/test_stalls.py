@@ -63,17 +63,15 @@ def test_a_phase_is_late_after_five_medians_and_never_before_the_floor() -> None
 
 
 def test_it_speaks_with_pauses_that_double_and_of_the_end() -> None:
+    """The first of its kind is given five times the floor."""
+    run = _Run()
+    (told,) = run.phase("train", 400)
+    assert (told.seconds, told.usual_s) == (300.0, None)
     run = _Run()
     run.phase("train", 2)
     told = run.phase("train", 1000)
     assert [(one.seconds, one.number) for one in told] == [(60.0, 1), (120.0, 2), (240.0, 3), (480.0, 4), (960.0, 5)]
     assert run.phase("push", 10) == [EndedPhase("train", 1000.0)]
-
-
-def test_the_first_of_its_kind_is_given_five_times_the_floor() -> None:
-    run = _Run()
-    (told,) = run.phase("start", 400)
-    assert (told.seconds, told.usual_s) == (300.0, None)
 
 
 def test_the_time_limit_ends_the_run_also_where_it_is_no_surprise() -> None:

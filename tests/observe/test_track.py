@@ -25,7 +25,7 @@ from fusionrl.observe.run_dir import RunDir
 from fusionrl.observe.track.adapters import ADAPTERS, Target, mlflow_name
 from tests.own_process import wait_until
 
-Capsys = pytest.CaptureFixture[str]
+Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 Points = list[tuple[str, int, float]]  # name, step, value; in the order in which they were sent
 
@@ -68,11 +68,8 @@ def resume(run: Path) -> Points:
 
 def test_lines_that_count(run: Path) -> None:
     lines = list(read_lines(run))
-    assert [(line.step, line.values) for line in lines] == [
-        (1, {"train/loss": 0.5, "eval/a/pass@2": 0.25}),
-        (2, {"rollout/raw_reward": 1.0}),
-        (2, {"eval/a/pass@2": 0.75}),
-    ]
+    values = [{"train/loss": 0.5, "eval/a/pass@2": 0.25}, {"rollout/raw_reward": 1.0}, {"eval/a/pass@2": 0.75}]
+    assert [(line.step, line.values) for line in lines] == list(zip((1, 2, 2), values, strict=True))
     assert abs(lines[0].time_s - time.time()) < 60
     resume(run)
     assert [line.step for line in read_lines(run)] == [1, 2, 3], "step 2 of the first attempt counts no more"
@@ -122,7 +119,7 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch: Patch) -> Recorder:
     made = Recorder()
     monkeypatch.setitem(ADAPTERS, "wandb", made)
     return made
@@ -144,7 +141,7 @@ def test_a_tracker_gets_what_is_new(run: Path, recorder: Recorder, capsys: Capsy
 
 
 @pytest.mark.parametrize(("fail_at", "num_left"), [(1, 3), (2, 2)])
-def test_a_tracker_that_fails_gets_the_rest_later(
+def test_after_a_failure_it_gets_the_rest(
     fail_at: int, num_left: int, run: Path, recorder: Recorder, capsys: Capsys
 ) -> None:
     """In the same run there, also where the first line failed."""
@@ -208,9 +205,7 @@ def test_a_follower_that_is_terminated_keeps_what_was_sent(run: Path, capsys: Ca
     assert memory(run)["bytes"] == list(read_lines(run))[-1].end
 
 
-def test_a_lock_of_another_machine_is_named(
-    run: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
+def test_another_machines_lock_is_named(run: Path, recorder: Recorder, monkeypatch: Patch, capsys: Capsys) -> None:
     (run / "run.lock").write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
 
     monkeypatch.setattr("fusionrl.observe.track.command.time.sleep", Mock(side_effect=KeyboardInterrupt))
@@ -219,9 +214,7 @@ def test_a_lock_of_another_machine_is_named(
     assert captured.err.count("held by host elsewhere") == 1 and "3 lines sent" in captured.out
 
 
-def test_following_a_run_to_its_end(
-    run: Path, recorder: Recorder, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_to_the_end(run: Path, recorder: Recorder, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setattr("fusionrl.observe.track.command._POLL_S", 0.01)
     monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
     held = RunDir(run, resume=True)
@@ -242,7 +235,7 @@ def test_a_memory_that_was_changed_names_no_file(run: Path, recorder: Recorder, 
         assert recorder.targets[-1].is_new and recorder.targets[-1].run_id.isalnum()
 
 
-def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(run: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     for kind in ("mlflow", "trackio"):
         said = track(capsys, run, "--offline", "--address", "http://me:hush@host", code=2, to=kind)
         assert "leave one of the two out" in said and "hush" not in said
@@ -308,8 +301,7 @@ def of_wandb(run: Path) -> Points:
             step = values.pop("step", None)
             own = {name: value for name, value in values.items() if name[0] != "_" and name != "time"}
             points += [(name, json.loads(step or ""), json.loads(value)) for name, value in own.items()]
-    ((_, project, name),) = names
-    assert (project, name) == ("fusionrl", "sums"), "the resumed run is the same one"
+    assert len(names) == 1 and names.pop()[1:] == ("fusionrl", "sums"), "the resumed run is the same one"
     return points
 
 
@@ -364,7 +356,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Points]]] = {
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_what_arrives_in_a_real_tracker(kind: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_arrives_in_a_real_tracker(kind: str, run: Path, monkeypatch: Patch) -> None:
     """Offline: the run's numbers as the tracker's own files have them, after a first command and after a resume."""
     package, read = READERS[kind]
     try:

@@ -11,15 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-_ARGUMENTS = {"process_name": str, "thread_name": str, "process_sort_index": int, "thread_sort_index": int}
 Event = dict[str, Any]
 Spans = dict[tuple[int, int], list[tuple[float, float, str]]]  # (pid, tid) → (start, end, name)
 
 
 def faults(events: list[Event]) -> list[str]:
     """Return what is wrong with the events of a trace."""
-    malformed = [f"event {number}: {event}" for number, event in enumerate(events) if not _is_event(event)]
-    if malformed:
+    if malformed := [f"event {number}: {event}" for number, event in enumerate(events) if not _is_event(event)]:
         return malformed
     spans: Spans = defaultdict(list)
     for event in events:
@@ -38,8 +36,8 @@ def _is_event(event: Event) -> bool:
         case "C":
             return bool(args) and all(map(_is_number, args.values()))
         case "M":
-            argument = "name" if name.endswith("_name") else "sort_index"
-            return isinstance(args.get(argument), _ARGUMENTS[name])
+            is_text = name in ("process_name", "thread_name")
+            return isinstance(args["name"], str) if is_text else isinstance(args["sort_index"], int)
         case kind:
             return kind in ("s", "t", "f") and isinstance(event.get("id"), int | str)
 

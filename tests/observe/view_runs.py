@@ -18,39 +18,20 @@ from fusionrl.observe.rollouts import RolloutWriter
 def sample(index: int, reward: Any = 0.5, length: int = 4, seed: int | None = None, **fields: Any) -> dict[str, Any]:
     """A row of a rollout's file; groups of two."""
     rng = np.random.default_rng(index if seed is None else seed)
-    tokens = rng.integers(0, 16, 3 + length)
-    return {
-        "group_index": index // 2,
-        "index": index,
-        "prompt": f"question {index // 2}",
-        "tokens": tokens.astype(np.int32),
-        "response": f"answer {index}",
-        "response_length": length,
-        "label": str(index),
-        "reward": reward,
-        "loss_mask": np.ones(length, np.int64),
-        "rollout_log_probs": -rng.random(length, np.float32),
-        "weight_versions": np.full(length, 1),
-        "status": "completed",
-        "remove_sample": False,
-        "metadata": {},
-        **fields,
-    }
+    tokens = rng.integers(0, 16, 3 + length).astype(np.int32)
+    row = {"group_index": index // 2, "index": index, "prompt": f"question {index // 2}", "tokens": tokens}
+    row |= {"response": f"answer {index}", "response_length": length, "label": str(index), "reward": reward}
+    row |= {"loss_mask": np.ones(length, np.int64), "rollout_log_probs": -rng.random(length, np.float32)}
+    row |= {"weight_versions": np.full(length, 1), "status": "completed", "remove_sample": False, "metadata": {}}
+    return row | fields
 
 
 def trained(line: int, length: int = 4, **fields: Any) -> dict[str, Any]:
     """A row of the trainers, with --save-token-values."""
     rng = np.random.default_rng(line)
-    return {
-        "line": line,
-        "num_trained": length,
-        "advantage": 0.25,
-        "mismatch": 0.01 * (line + 1),
-        "log_probs": -rng.random(length, np.float32),
-        "entropy": rng.random(length, np.float32),
-        "advantages": np.full(length, 0.25, np.float32),
-        **fields,
-    }
+    row = {"line": line, "num_trained": length, "advantage": 0.25, "mismatch": 0.01 * (line + 1)}
+    row |= {"log_probs": -rng.random(length, np.float32), "entropy": rng.random(length, np.float32)}
+    return row | {"advantages": np.full(length, 0.25, np.float32)} | fields
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -71,9 +52,8 @@ def write_run(
 ) -> Path:
     """A run with these samples a step, trainers' values of each, and metrics by name (`a__b` for `a/b`)."""
     writer = RolloutWriter(folder)
-    (folder / "config.json").write_text(
-        json.dumps({"reward": {"reward_key": None}, "model": {"hf_checkpoint": str(tokenizer) if tokenizer else None}})
-    )
+    config = {"reward": {"reward_key": None}, "model": {"hf_checkpoint": str(tokenizer) if tokenizer else None}}
+    (folder / "config.json").write_text(json.dumps(config))
     for number, rows in enumerate(steps):
         path = writer.write(number, 1, rows)
         writer.write_trained(path, [trained(line, row["response_length"]) for line, row in enumerate(rows)])

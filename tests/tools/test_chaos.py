@@ -151,22 +151,16 @@ for step in range(first, 4):
 """
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("none", ""),
-        ("loses", "1 prompts lost"),
-        ("hangs", "no end 3 s after its start"),
-        ("ends at once", "in no run the driver was killed"),
-    ],
-)
-def test_a_fault_of_a_run_fails_the_program(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: str, said: str
-) -> None:
-    def command_of(case: Any, options: Any, model: Path, folder: Path) -> list[str]:
-        return [sys.executable, "-c", RUN, fault, str(folder / "run"), str(folder / "data.jsonl")]
+FAULTS = {"none": "", "loses": "1 prompts lost", "hangs": "no end 3 s after its start"}
 
-    monkeypatch.setattr(tool, "command_of", command_of)
+
+@pytest.mark.parametrize(("fault", "said"), (FAULTS | {"ends at once": "in no run the driver was killed"}).items())
+def test_a_fault_of_a_run_fails_the_program(
+    fault: str, said: str, tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    command = [sys.executable, "-c", RUN, fault]
+    names = ("run", "data.jsonl")
+    monkeypatch.setattr(tool, "command_of", lambda *given: [*command, *(str(given[-1] / name) for name in names)])
     # The bound of one-step-off is 1. It is killed by its driver alone: there are no other processes.
     flags = f"--runs 1 --victims driver --moments any --max-kills 1 --steps 3 --limit {3 if fault == 'hangs' else 60}"
     (tmp_path / "model").mkdir()  # none is needed

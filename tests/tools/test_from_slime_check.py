@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from tests.tools.conftest import Command
 from tests.trainer.forked_program import ForkedProgram
 from tools import from_slime_check
 
@@ -35,18 +35,18 @@ FILES = {
 
 
 def test_each_file_is_judged_with_its_reason(
-    forkserver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    forkserver: None, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in a process of its own, here a fork that has torch already."""
+    """Each in a process of its own, here a fork that has torch already; a folder that is no checkout is refused."""
+    code, said = command(from_slime_check.main, "--slime", tmp_path)
+    assert code == 2 and "no folder examples" in said
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     run = Mock(side_effect=lambda command, **_: ForkedProgram(command[1:], tmp_path).wait(60))
     monkeypatch.setattr(from_slime_check.subprocess, "run", run)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # another test may have brought slime's names
-    monkeypatch.setattr(sys, "argv", ["", "--slime", str(tmp_path), "--least", "3"])
-    assert from_slime_check.main() == 1
-    said = capsys.readouterr().out
+    code, said = command(from_slime_check.main, "--slime", tmp_path, "--least", "3")
+    assert code == 1
     for line in (
         "pass  examples/good/generate.py: generate (--custom-generate-function-path), reward (--custom-rm-path)\n",
         "stand-ins for what is not installed: package_of_nobody\n",
@@ -59,12 +59,3 @@ def test_each_file_is_judged_with_its_reason(
         "2 of 4 files with functions of flags pass; 2 of 4 files load\n",
     ):
         assert line in said, said
-
-
-def test_a_folder_that_is_no_checkout_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["", "--slime", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        from_slime_check.main()
-    assert "no folder examples" in capsys.readouterr().err

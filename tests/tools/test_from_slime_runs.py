@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tools.conftest import Command
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -19,25 +21,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return from_slime_runs
 
 
-@pytest.fixture
-def run(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """run(*arguments) -> exit code, and what it prints of a checkout in `tmp_path`."""
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(
-            "importlib.util.find_spec", lambda name: None
-        )  # another test may have brought slime's names
-        monkeypatch.setattr(sys, "argv", ["", "--slime", str(tmp_path), *arguments])
-        try:
-            code = tool.main()
-        except SystemExit as ended:
-            code = ended.code
-        return code, "".join(capsys.readouterr())
-
-    return call
-
-
-def test_what_is_not_run_counts_as_such(run: Any, tmp_path: Path) -> None:
+def test_what_is_not_run_counts_as_such(tool: Any, command: Command, tmp_path: Path) -> None:
+    run = partial(command, tool.main, "--slime", tmp_path)
     assert "has no folder examples" in run()[1]
     (tmp_path / "examples").mkdir()
     code, shown = run("--only", "geo3k", "--only", "coding-agent", "--least", "1")
@@ -46,7 +31,7 @@ def test_what_is_not_run_counts_as_such(run: Any, tmp_path: Path) -> None:
     code, shown = run("--only", "serch")
     assert code == 2 and "--only serch" in shown
     (tmp_path / "miles").mkdir()  # a checkout of miles has cases of its own
-    code, shown = run("--only", "hud", "--only", "random-async")
+    _, shown = run("--only", "hud", "--only", "random-async")
     assert "skip  examples/experimental/hud/rollout.py: generate" in shown
     assert shown.endswith("0 of 3 functions run two steps (0 pass, 0 fail, 3 skip)\n")
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tools.conftest import Command
 from tools import from_slime_scripts
 
 LAUNCH = "ray job submit -- python3 train.py --hf-checkpoint /m --num-rollout 2 --rollout-batch-size 4 "
 PYTHON = "import slime.utils.external_utils.command_utils as U\nU.execute_train({text!r}, 8, None)\n"
 
 
-def test_files_of_two_checkouts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_two_checkouts(tmp_path: Path, command: Command) -> None:
     for place, text in {
         "one/run.sh": f"{LAUNCH} --judge-url http://x\n",
         "one/lora.sh": f"{LAUNCH} --lora-rank 8 --lr $LR\n",
@@ -30,9 +28,9 @@ def test_files_of_two_checkouts(
         file = tmp_path / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one"), str(tmp_path / "two")])
-    assert from_slime_scripts.main() == 0
-    lines = capsys.readouterr().out.splitlines()
+    code, shown = command(from_slime_scripts.main, tmp_path / "one", tmp_path / "two")
+    assert code == 0
+    lines = shown.splitlines()
     judged = [line.removesuffix(" (?)") for line in lines if line.startswith(("parses", "refused "))][:5]
     refused = [f"refused {file}" for file in ("one/lora.sh", "one/open.sh", "two/fails.py")]
     assert judged == [*refused[:2], "parses  one/run.sh", refused[2], "parses  two/launch.py"]

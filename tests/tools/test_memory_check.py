@@ -10,6 +10,7 @@ import pytest
 from tests.trainer.forked_program import ForkedProgram
 from tools import memory_check
 
+Rows = dict[str, list[dict[str, Any]]]
 STATES = {"qwen3_moe TP 2 EP 2 ETP 1": [4], "qwen3 tied PP 2 VPP 2": [2], "deepseek_v3 TP 2 PP 2 CP 2 EP 2": [8]}
 ACTIVATIONS = [
     *(f"qwen3: attention with q/k norms, MLP{kind}" for kind in (" core_attn", " full", ", long none")),
@@ -20,7 +21,7 @@ ACTIVATIONS = [
 
 
 @pytest.fixture(scope="module")
-def found(forkserver: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def found(forkserver: None, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """The rows of both choices, from one process that has Megatron already, as a trainer's has."""
     folder = tmp_path_factory.mktemp("memory")
     file = folder / "found.json"
@@ -34,16 +35,14 @@ def found(forkserver: None, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("only", "num_ranks"), STATES.items())
-def test_parameters_buffers_and_optimizer_are_megatrons(
-    found: dict[str, list[dict[str, Any]]], only: str, num_ranks: list[int]
-) -> None:
+def test_parameters_buffers_and_optimizer_are_megatrons(found: Rows, only: str, num_ranks: list[int]) -> None:
     rows = [row for row in found["states"] if only in f"{row['model']} {row['layout']}"]
     assert [row["ranks"] for row in rows] == num_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("only", ACTIVATIONS)
-def test_kept_tensors_are_autograds(found: dict[str, list[dict[str, Any]]], only: str) -> None:
+def test_kept_tensors_are_autograds(found: Rows, only: str) -> None:
     (row, *others) = [row for row in found["activations"] if only in f"{row['layer']} {row['recompute']}"]
     assert abs(row["difference"]) <= 0.02 and row["measured"] > 1000 and len(others) <= 1
 

@@ -12,15 +12,10 @@ import pytest
 
 from fusionrl.data.sample import Sample
 from plugins.rewards.reasoning_gym_reward import exact_reward, reward
+from tests.tools.conftest import Command
 from tools.make_reasoning_data import main
 
 pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym: scripts/setup-env.sh examples")
-
-
-def main_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    """The command in this process: importing all tasks takes seconds."""
-    monkeypatch.setattr(sys, "argv", ["make_reasoning_data.py", *flags])
-    main()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -31,8 +26,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("reasoning")
     with pytest.MonkeyPatch.context() as patch:
-        flags = ("--train-size", "120", "--eval-size", "30", "--max-terms", "3", "--min-digits", "1")
-        main_of(patch, "--out", str(out), *flags)
+        flags = f"--out {out} --train-size 120 --eval-size 30 --max-terms 3 --min-digits 1"
+        patch.setattr(sys, "argv", ["", *flags.split()])
+        main()
     return out
 
 
@@ -59,13 +55,9 @@ def test_the_verifier_scores_the_last_number(data: Path) -> None:
     assert score(row["label"], exact_reward) == 1.0
 
 
-def test_several_tasks_in_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = ("countdown.min_numbers=3", "countdown.max_numbers=3")
-    sizes = ("--train-size", "3", "--eval-size", "2")
-    main_of(monkeypatch, "--out", str(tmp_path), "--task", "countdown", "gcd", *sizes, "--config", *settings)
-    told = capsys.readouterr().out
+def test_several_tasks_in_one_command(tmp_path: Path, command: Command) -> None:
+    flags = "--task countdown gcd --train-size 3 --eval-size 2 --config countdown.min_numbers=3 countdown.max_numbers=3"
+    _, told = command(main, "--out", tmp_path, *flags.split())
     countdown, gcd = tmp_path / "countdown", tmp_path / "gcd"
     assert f"--prompt-data countdown={countdown}/train.jsonl gcd={gcd}/train.jsonl" in told
     assert f"--eval-prompt-data countdown {countdown}/eval.jsonl gcd {gcd}/eval.jsonl" in told
@@ -76,10 +68,9 @@ def test_several_tasks_in_one_command(
         assert eval(row["label"]) == row["metadata"]["entry"]["metadata"]["target"]
 
 
-def test_too_few_different_sums_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="--max-digits"):
-        main_of(monkeypatch, "--out", str(tmp_path), "--max-terms", "2", "--eval-size", "250")
-    assert not (tmp_path / "train.jsonl").exists()
+def test_too_few_different_sums_are_an_error(tmp_path: Path, command: Command) -> None:
+    said, _ = command(main, "--out", tmp_path, "--max-terms", "2", "--eval-size", "250")
+    assert "--max-digits" in said and not (tmp_path / "train.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +87,6 @@ def test_too_few_different_sums_are_an_error(tmp_path: Path, monkeypatch: pytest
         ("--task gcd --config lcm.max_value=3", "lcm is none of --task gcd"),
     ],
 )
-def test_bad_flags_are_named(
-    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main_of(monkeypatch, "--out", str(tmp_path), *flags.split())
-    assert message in capsys.readouterr().err
+def test_bad_flags_are_named(flags: str, message: str, tmp_path: Path, command: Command) -> None:
+    code, said = command(main, "--out", tmp_path, *flags.split())
+    assert code == 2 and message in said

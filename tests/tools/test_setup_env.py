@@ -48,9 +48,7 @@ def fingerprint(python: Path, kind: str, names: tuple[str, ...]) -> str:
     return hashlib.sha256(content).hexdigest() + "\n"
 
 
-def test_nothing_is_done_while_the_stamp_fits_and_an_install_is_tried_when_it_does_not(
-    venv: Path, tmp_path: Path
-) -> None:
+def test_an_install_is_tried_when_the_stamp_does_not_fit(venv: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     names = tuple(f"requirements/{name}.txt" for name in ("cpu", "cpu-nodeps", "dev"))
     stamp = venv / ".stamp-base"
