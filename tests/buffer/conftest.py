@@ -20,10 +20,15 @@ HOOKS = Path(__file__).with_name("buffer_hooks.py")
 
 @pytest.fixture
 def make_buffer(tiny_model: Path, tmp_path: Path) -> Callable[..., BufferActor]:
-    """make_buffer(flag=value, …) -> a Buffer that has been set up; a flag of None is left out."""
+    """make_buffer(flag=value, …) -> a Buffer that has been set up.
 
-    def make(attempt: int = 1, run: str = "run", **flags: Any) -> BufferActor:
+    A flag of None is left out; a name in a flag of a path stands for the function of the file `hooks`.
+    """
+
+    def make(attempt: int = 1, run: str = "run", hooks: Path = HOOKS, **flags: Any) -> BufferActor:
         given = {name: value for name, value in flags.items() if value is not None}
+        names = {n: v for n, v in given.items() if n.endswith("_path") and isinstance(v, str) and v.isidentifier()}
+        given |= {name: f"{hooks}:{function}" for name, function in names.items()}
         config = Config.from_flat({"hf_checkpoint": str(tiny_model)} | given)
         plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=40)
         made = BufferActor(config, plan, str(tmp_path / run), attempt, put=lambda shard: shard)
@@ -47,8 +52,8 @@ def buffer(make_buffer: Any, write_rows: Any, notes: Any) -> Callable[..., Buffe
     usual = {
         "prompt_data": str(write_rows([{"input": f"p{i}", "label": str(i)} for i in range(12)])),
         "label_key": "label",
-        "rollout_function_path": f"{HOOKS}:bare_lists",
-        "custom_rm_path": f"{HOOKS}:parity",
+        "rollout_function_path": "bare_lists",
+        "custom_rm_path": "parity",
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
         "rollout_max_response_len": 4,

@@ -94,7 +94,7 @@ def slow_look(args: Namespace, groups: list[list[Sample]]) -> None:
 async def ignores_its_end(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Every fifth prompt takes very long; when it is cancelled, alternate between a return and an error."""
     try:
-        await asyncio.sleep(3.0 if int(sample.label) % 5 == 0 else 0.0)
+        await asyncio.sleep(1.5 if int(sample.label) % 5 == 0 else 0.0)
     except asyncio.CancelledError as error:
         if int(sample.label) % 2:
             return sample

@@ -33,6 +33,14 @@ def scored(buffer: BufferActor) -> list[int]:
 run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
 
 
+def resume(made: BufferActor, rollout_id: int, other: BufferActor) -> BufferActor:
+    """Load what a Buffer saves of a rollout into another one, and return that."""
+    path = str(made.run_dir / "saved.json")
+    run(made.save(path, rollout_id))
+    run(other.load(path))
+    return other
+
+
 def sample_indices(shards: list[Any]) -> list[int]:
     return sorted(int(i) for shard in shards for i in shard.fields["sample_index"])
 
@@ -57,7 +65,7 @@ def test_a_rollout_becomes_one_shard_a_rank(buffer: MakeBuffer, notes: Any) -> N
 
 @pytest.mark.timed
 def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBuffer, tmp_path: Path) -> None:
-    made = buffer(rollout_function_path=f"{HOOKS}:sleeps")
+    made = buffer(rollout_function_path="sleeps")
 
     async def scene() -> tuple[BaseException | None, dict[str, Any]]:
         task = asyncio.create_task(made.generate(0))
@@ -85,7 +93,7 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
 
 
 def test_groups_that_are_missing_are_asked_for_again(buffer: MakeBuffer, notes: Any) -> None:
-    made = buffer(rollout_function_path=f"{HOOKS}:one_group_short")
+    made = buffer(rollout_function_path="one_group_short")
     rollout = run(made.generate(0))
     assert sample_indices(rollout.shards) == scored(made) == list(range(8)) and notes["CALLS"] == [0] * 4
     assert rollout.metrics["rollout/dropped_mine"] == 4, "counts of several calls add up"
@@ -93,7 +101,7 @@ def test_groups_that_are_missing_are_asked_for_again(buffer: MakeBuffer, notes: 
 
 
 def test_a_filter_is_applied_to_groups_that_were_scored_here(buffer: MakeBuffer, notes: Any) -> None:
-    made = buffer(custom_rm_path=f"{HOOKS}:by_label", dynamic_sampling_filter_path=f"{HOOKS}:differing")
+    made = buffer(custom_rm_path="by_label", dynamic_sampling_filter_path="differing")
     rollout = run(made.generate(0))
     assert len(notes["CALLS"]) == 2
     # Prompts 1, 3, 5, 7 differ; the even ones are dropped and counted.
@@ -105,12 +113,12 @@ def test_a_filter_is_applied_to_groups_that_were_scored_here(buffer: MakeBuffer,
 def test_a_function_that_never_gives_enough_is_named(buffer: MakeBuffer, notes: Any) -> None:
     words = r"--rollout-function-path .*:nothing: 10 calls gave 0 groups .* --rollout-batch-size is 4"
     with pytest.raises(ValueError, match=words):
-        run(buffer(rollout_function_path=f"{HOOKS}:nothing").generate(0))
+        run(buffer(rollout_function_path="nothing").generate(0))
 
 
 def test_siblings_without_a_group_number_are_still_siblings(buffer: MakeBuffer) -> None:
     """Taken for groups of one, every advantage would be 0 and nothing would be learnt."""
-    rollout = run(buffer(rollout_function_path=f"{HOOKS}:without_numbers").generate(0))
+    rollout = run(buffer(rollout_function_path="without_numbers").generate(0))
     for shard in rollout.shards:
         assert np.abs(shard.fields["rewards"]).min() > 0.5
     groups = np.concatenate([shard.fields["group_index"] for shard in rollout.shards])
@@ -120,17 +128,17 @@ def test_siblings_without_a_group_number_are_still_siblings(buffer: MakeBuffer) 
 
 # ------------------------------------------------------------------------------------------------ rewards
 def test_a_reward_of_several_parts(buffer: MakeBuffer) -> None:
-    rollout = run(buffer(custom_rm_path=f"{HOOKS}:several", reward_key="right").generate(0))
+    rollout = run(buffer(custom_rm_path="several", reward_key="right").generate(0))
     assert rollout.metrics["rollout/raw_reward"] == 0.5
     with pytest.raises(ValueError, match=r"sample 0: .*\['right', 'style'\]; choose one with --reward-key"):
-        run(buffer(run="other", custom_rm_path=f"{HOOKS}:several").generate(0))
+        run(buffer(run="other", custom_rm_path="several").generate(0))
 
 
 def test_raw_rewards_and_post_processing(buffer: MakeBuffer, notes: Any) -> None:
     made = buffer(disable_rewards_normalization=True)
     shard = run(made.generate(0)).shards[0]
     assert np.array_equal(shard.fields["rewards"], shard.fields["raw_rewards"])
-    made = buffer(run="b", custom_reward_post_process_path=f"{HOOKS}:answers")
+    made = buffer(run="b", custom_reward_post_process_path="answers")
     raw = np.arange(8.0)
     notes["ANSWER"][0] = lambda samples: (raw, raw / 2)
     shard = run(made.generate(0)).shards[0]
@@ -164,10 +172,10 @@ def _assert_standardised(shards: Any, counted: slice) -> None:
 
 def test_samples_without_a_reward_are_not_in_their_group_s_mean(buffer: MakeBuffer) -> None:
     """Six samples a prompt, two of them lost: the other four are compared with each other."""
-    flags = {"rollout_function_path": f"{HOOKS}:loses_the_first", "n_samples_per_prompt": 6}
-    _assert_standardised(run(buffer(**flags, custom_rm_path=f"{HOOKS}:graded").generate(0)).shards, slice(1, -1))
+    flags = {"rollout_function_path": "loses_the_first", "n_samples_per_prompt": 6}
+    _assert_standardised(run(buffer(**flags, custom_rm_path="graded").generate(0)).shards, slice(1, -1))
     # Equal rewards beside lost samples teach nothing, and are reported so.
-    equal = run(buffer(run="equal", **flags, custom_rm_path=f"{HOOKS}:same").generate(0))
+    equal = run(buffer(run="equal", **flags, custom_rm_path="same").generate(0))
     assert not _many(equal.shards)[1].any()
     assert equal.metrics["rollout/zero_std_groups"] == 1.0
     assert equal.facts.num_equal_groups == 4
@@ -175,7 +183,7 @@ def test_samples_without_a_reward_are_not_in_their_group_s_mean(buffer: MakeBuff
 
 def test_a_lost_reward_is_no_reward_of_0(buffer: MakeBuffer) -> None:
     """The function's process dies at the first of six answers: it is neither trained on nor in its group's mean."""
-    flags = {"n_samples_per_prompt": 6, "rollout_batch_size": 2, "custom_rm_path": f"{HOOKS}:dies_at_the_first"}
+    flags = {"n_samples_per_prompt": 6, "rollout_batch_size": 2, "custom_rm_path": "dies_at_the_first"}
     made = run(buffer(**flags).generate(0))
     _assert_standardised(made.shards, slice(1, None))
     masks = np.concatenate([shard.fields["loss_mask"] for shard in made.shards])
@@ -188,7 +196,7 @@ def test_a_lost_reward_is_no_reward_of_0(buffer: MakeBuffer) -> None:
 
 
 def test_staleness_is_reported_and_marked_for_the_trainers(buffer: MakeBuffer) -> None:
-    made = buffer(rollout_function_path=f"{HOOKS}:of_several_versions")
+    made = buffer(rollout_function_path="of_several_versions")
     rollout = run(made.generate(0, 6))
     found = {n.removeprefix("rollout/staleness/"): v for n, v in rollout.metrics.items() if "staleness" in n}
     # 14 tokens have versions: 4 are 3 pushes old, 10 are 1; of 7 samples 4 are 3 old.
@@ -198,7 +206,7 @@ def test_staleness_is_reported_and_marked_for_the_trainers(buffer: MakeBuffer) -
         **{"samples/0": 0.0, "samples/1": pytest.approx(3 / 7), "samples/3": pytest.approx(4 / 7), "unknown": 0.125},
     }
     assert sum(shard.fields["current"].sum() for shard in rollout.shards) == 2, "but for those of unknown version"
-    for shard in run(buffer(run="b", rollout_function_path=f"{HOOKS}:of_several_versions").generate(0)).shards:
+    for shard in run(buffer(run="b", rollout_function_path="of_several_versions").generate(0)).shards:
         for index, marks in zip(shard.fields["sample_index"], shard.split("current"), strict=True):
             assert marks.tolist() == [index % 2, 1.0], "without a push the newest is current"
     assert "current" not in run(buffer(run="c").generate(0, 2)).shards[0].fields
@@ -206,7 +214,7 @@ def test_staleness_is_reported_and_marked_for_the_trainers(buffer: MakeBuffer) -
 
 def test_pairs_of_answers(buffer: MakeBuffer) -> None:
     """The best and the worst of each prompt in one optimizer step; what is missing for a step is nothing to learn."""
-    made = buffer(policy_loss="dpo", custom_rm_path=f"{HOOKS}:graded", n_samples_per_prompt=4, num_steps_per_rollout=2)
+    made = buffer(policy_loss="dpo", custom_rm_path="graded", n_samples_per_prompt=4, num_steps_per_rollout=2)
     shards = run(made.generate(0)).shards
     raw, signs, groups = _many(shards)
     assert sorted(signs) == [-1.0] * 4 + [1.0] * 4
@@ -216,7 +224,7 @@ def test_pairs_of_answers(buffer: MakeBuffer) -> None:
     for step in range(2):
         names = [int(s.fields["group_index"][i]) for s in shards for b in s.steps[step].micro_batches for i in b]
         assert len(names) == 4 and all(names.count(name) == 2 for name in names)
-    made = buffer(run="equal", policy_loss="dpo", custom_rm_path=f"{HOOKS}:same", num_steps_per_rollout=2)
+    made = buffer(run="equal", policy_loss="dpo", custom_rm_path="same", num_steps_per_rollout=2)
     shards = run(made.generate(0)).shards
     assert sum(int(s.fields["loss_mask"].sum()) for s in shards) == 0 and sum(s.num_samples for s in shards) == 4
 
@@ -235,31 +243,28 @@ def test_save_is_a_snapshot_of_the_rollout_that_was_asked_for(buffer: MakeBuffer
     """While rollout 1 is trained on, a function may have run ahead: the cursor saved is still that of 1."""
     made = buffer(rollout_shuffle=True)
     rollouts = [run(made.generate(i)) for i in range(3)]
-    run(made.save(str(tmp_path / "one.json"), 1))
-    resumed = buffer(attempt=2, rollout_shuffle=True)
-    assert run(resumed.load(str(tmp_path / "one.json"))) == 1
+    resumed = resume(made, 1, buffer(attempt=2, rollout_shuffle=True))
     again = run(resumed.generate(2))
     assert sample_indices(again.shards) == sample_indices(rollouts[2].shards) == list(range(16, 24))
     assert run(resumed.state_hash()) == run(made.state_hash())
     # What was loaded can be saved again before the first rollout of the new attempt.
-    fresh = buffer(attempt=3, rollout_shuffle=True)
-    run(fresh.load(str(tmp_path / "one.json")))
-    run(fresh.save(str(tmp_path / "copy.json"), 1))
-    assert json.loads((tmp_path / "copy.json").read_text()) == json.loads((tmp_path / "one.json").read_text())
+    saved = made.run_dir / "saved.json"
+    before, fresh = saved.read_text(), buffer(attempt=3, rollout_shuffle=True)
+    assert run(fresh.load(str(saved))) == 1
+    run(fresh.save(str(saved), 1))
+    assert json.loads(saved.read_text()) == json.loads(before)
     with pytest.raises(AssertionError, match="no state of rollout 7"):
         run(fresh.save(str(tmp_path / "x.json"), 7))
 
 
-@pytest.mark.parametrize("path", ["slime.rollout.data_source.RolloutDataSource", f"{HOOKS}:OwnSource"])
+@pytest.mark.parametrize("path", ["slime.rollout.data_source.RolloutDataSource", "OwnSource"])
 def test_a_data_source_needs_no_prompt_data(buffer: MakeBuffer, tmp_path: Path, path: str) -> None:
     """slime's --disable-rollout-global-dataset: groups of empty samples, numbered, and resumed."""
     made = buffer(prompt_data=None, data_source_path=path)
     assert len(run(made.generate(0)).shards) == 2
-    run(made.save(str(tmp_path / "s.json"), 0))
-    resumed = buffer(attempt=2, prompt_data=None, data_source_path=path)
-    run(resumed.load(str(tmp_path / "s.json")))
+    resumed = resume(made, 0, buffer(attempt=2, prompt_data=None, data_source_path=path))
     source = resumed.source.hooked
-    if path.endswith("OwnSource"):  # a user's own, which keeps its state itself
+    if path == "OwnSource":  # a user's own, which keeps its state itself
         assert source.position == 4
     else:
         (group,) = source.get_samples(1)
@@ -267,13 +272,10 @@ def test_a_data_source_needs_no_prompt_data(buffer: MakeBuffer, tmp_path: Path, 
 
 
 def test_a_source_derived_as_with_slime_saves_its_own_part_too(buffer: MakeBuffer, tmp_path: Path) -> None:
-    path = f"{HOOKS}:SlimeSource"
-    made = buffer(data_source_path=path)
+    made = buffer(data_source_path="SlimeSource")
     run(made.generate(0))
-    run(made.save(str(tmp_path / "s.json"), 0))
+    resumed = resume(made, 0, buffer(attempt=2, data_source_path="SlimeSource"))
     wanted = [[s.to_dict() for s in group] for group in made.source.hooked.get_samples(3)]
-    resumed = buffer(attempt=2, data_source_path=path)
-    run(resumed.load(str(tmp_path / "s.json")))
     assert resumed.source.hooked.num_calls == 1
     assert [[s.to_dict() for s in group] for group in resumed.source.hooked.get_samples(3)] == wanted
 
@@ -286,17 +288,15 @@ def test_a_mixture_reports_each_set_and_goes_on_exactly(buffer, write_rows, tmp_
     numbers = run(made.generate(0)).metrics
     assert (numbers["rollout/math/num_samples"], numbers["rollout/code/num_samples"]) == (6, 2)
     assert numbers["rollout/code/raw_reward"] == numbers["rollout/math/accuracy"] == 0.5, "parity rewards one of two"
-    run(made.save(str(tmp_path / "s.json"), 0))
-    resumed = buffer(attempt=2, **flags)
-    run(resumed.load(str(tmp_path / "s.json")))
+    resumed = resume(made, 0, buffer(attempt=2, **flags))
     assert run(resumed.state_hash()) == run(made.state_hash())
     wanted, found = run(made.generate(1)), run(resumed.generate(1))
     assert [s.fields["rewards"].tolist() for s in found.shards] == [s.fields["rewards"].tolist() for s in wanted.shards]
     assert resumed.source.hooked.num_drawn == made.source.hooked.num_drawn == {"math": 6, "code": 2}
     with pytest.raises(ValueError, match=r"--prompt-data-weights: .* \(3/4, 1/4\); a resume needs the same"):
-        run(buffer(attempt=2, **flags | {"prompt_data_weights": [1, 1]}).load(str(tmp_path / "s.json")))
+        resume(made, 0, buffer(attempt=2, **flags | {"prompt_data_weights": [1, 1]}))
     with pytest.raises(ValueError, match="has 1 sets now, but had 2"):
-        run(buffer(attempt=2, prompt_data=specs[0]).load(str(tmp_path / "s.json")))
+        resume(made, 0, buffer(attempt=2, prompt_data=specs[0]))
     assert "rollout/math/raw_reward" not in run(buffer(run="one", prompt_data=specs[0]).generate(0)).metrics
 
 
@@ -342,29 +342,23 @@ def test_accepted_samples_are_what_sft_reads(buffer: MakeBuffer, tokenizer: Any,
     assert texts == [f"answer {i}<|im_end|>" for i in (1, 3, 5, 7)]
 
 
-def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer, tmp_path: Path) -> None:
+def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer) -> None:
     made = reject_sampling(buffer)
     for rollout_id in range(3):
         run(made.generate(rollout_id))
-    run(made.save(str(tmp_path / "s.json"), 1))
-    path = made.run_dir / "accepted.jsonl"
+    path, summary_path = made.run_dir / "accepted.jsonl", made.run_dir / "accepted.jsonl.summary.json"
     whole = rows_of(path)
     path.write_text(path.read_text() + '{"rollout_id": 2, "half a li')  # killed in the middle of a write
-    resumed = reject_sampling(buffer, attempt=2)
-    run(resumed.load(str(tmp_path / "s.json")))
-    assert [row["rollout_id"] for row in rows_of(path)] == [0] * 4 + [1] * 4
-    assert [row["step"] for row in rows_of(path)] == [1] * 4 + [2] * 4
+    resumed = resume(made, 1, reject_sampling(buffer, attempt=2))
+    assert [(row["rollout_id"], row["step"]) for row in rows_of(path)] == [(0, 1)] * 4 + [(1, 2)] * 4
     run(resumed.generate(2))
-    assert rows_of(path) == whole
-    summary = json.loads((made.run_dir / "accepted.jsonl.summary.json").read_text())
-    assert list(summary["steps"]) == ["1", "2", "3"]
+    summary = json.loads(summary_path.read_text())
+    assert rows_of(path) == whole and list(summary["steps"]) == ["1", "2", "3"]
     # A folder of an earlier version counted by rollout_id.
-    (made.run_dir / "accepted.jsonl.summary.json").write_text(
-        json.dumps(summary | {"rollouts": {str(int(step) - 1): c for step, c in summary.pop("steps").items()}})
-    )
-    again = reject_sampling(buffer, attempt=3)
-    run(again.load(str(tmp_path / "s.json")))
-    assert list(json.loads((made.run_dir / "accepted.jsonl.summary.json").read_text())["steps"]) == ["1", "2"]
+    by_rollout = {str(int(step) - 1): counts for step, counts in summary.pop("steps").items()}
+    summary_path.write_text(json.dumps(summary | {"rollouts": by_rollout}))
+    resume(made, 1, reject_sampling(buffer, attempt=3))
+    assert list(json.loads(summary_path.read_text())["steps"]) == ["1", "2"]
     # A resume without any checkpoint makes all rollouts again.
     restarted = reject_sampling(buffer, attempt=3)
     for rollout_id in range(3):
@@ -386,7 +380,7 @@ def test_evaluation_goes_to_the_users_rollout_function(buffer: MakeBuffer, notes
 
 
 def test_an_evaluation_of_two_versions_is_an_error_and_its_samples_are_kept(buffer: MakeBuffer) -> None:
-    made = buffer(eval_function_path=f"{HOOKS}:two_versions")
+    made = buffer(eval_function_path="two_versions")
     with pytest.raises(MixedVersions, match="after step 5 .* pushed version 1, and sample 0 of set set .* version 0"):
         run(made.evaluate(5, 1))
     assert [file.kind for file in list_rollouts(made.run_dir)] == ["eval-set"]
@@ -394,7 +388,7 @@ def test_an_evaluation_of_two_versions_is_an_error_and_its_samples_are_kept(buff
 
 
 def test_an_evaluation_on_engines_of_its_own_runs_beside_a_rollout(buffer: MakeBuffer) -> None:
-    made = buffer(rollout_function_path=f"{HOOKS}:meets")
+    made = buffer(rollout_function_path="meets")
     own = {"eval_router_url": "http://r:2", "eval_urls": ("http://e:2",)}
     made.endpoints = EngineEndpoints("http://r:1", ("http://e:1",), **own)
 
@@ -421,7 +415,7 @@ def test_the_summary_of_an_evaluation_has_its_settings(buffer: MakeBuffer, write
 
 # ------------------------------------------------------------------------------------------------ hooks of a rollout
 def test_samples_that_a_filter_removes_are_not_trained_on(buffer: MakeBuffer) -> None:
-    rollout = run(buffer(rollout_sample_filter_path=f"{HOOKS}:keep_even").generate(0))
+    rollout = run(buffer(rollout_sample_filter_path="keep_even").generate(0))
     for shard in rollout.shards:
         for index, mask in zip(shard.fields["sample_index"], shard.split("loss_mask"), strict=True):
             assert mask.sum() == (0 if index % 2 else 2)
@@ -430,19 +424,18 @@ def test_samples_that_a_filter_removes_are_not_trained_on(buffer: MakeBuffer) ->
 @pytest.mark.parametrize(("function", "surplus"), [("too_many", 2.0), ("with_refused", 0.0)])
 def test_all_samples_are_shown_in_order_before_the_batch_is_cut(buffer, notes, function, surplus) -> None:
     """Also those of refused groups."""
-    flags = {"rollout_function_path": f"{HOOKS}:{function}", "rollout_all_samples_process_path": f"{HOOKS}:see_order"}
-    rollout = run(buffer(**flags).generate(0))
+    rollout = run(buffer(rollout_function_path=function, rollout_all_samples_process_path="see_order").generate(0))
     ((_, order),) = [call for call in notes["CALLS"] if isinstance(call, tuple)]
     assert order == sorted(order) and len(order) == 6 and len(sample_indices(rollout.shards)) == 8
     assert rollout.metrics.get("rollout/dropped_surplus", 0.0) == surplus
 
 
 def test_a_function_may_report_in_place_of_the_usual_metrics(buffer: MakeBuffer, notes: Any) -> None:
-    rollout = run(buffer(custom_rollout_log_function_path=f"{HOOKS}:report").generate(0))
+    rollout = run(buffer(custom_rollout_log_function_path="report").generate(0))
     assert rollout.metrics["rollout/mine"] == 3.0 and rollout.metrics["rollout/num_tokens"] == 16
     assert "rollout/raw_reward" not in rollout.metrics
     assert (0, 8, True) in notes["CALLS"]
-    rollout = run(buffer(run="besides", custom_rollout_log_function_path=f"{HOOKS}:report_besides").generate(0))
+    rollout = run(buffer(run="besides", custom_rollout_log_function_path="report_besides").generate(0))
     assert rollout.metrics["rollout/raw_reward"] == 0.5
 
 
@@ -457,7 +450,7 @@ def test_a_function_may_report_in_place_of_the_usual_metrics(buffer: MakeBuffer,
 )
 def test_a_hook_that_raises_is_named(buffer: MakeBuffer, field: str) -> None:
     def call() -> None:
-        made = buffer(**{field: f"{HOOKS}:breaks"})
+        made = buffer(**{field: "breaks"})
         run(made.evaluate(0) if "eval_" in field else made.generate(0))
 
     with pytest.raises(HookError) as caught:
@@ -490,8 +483,8 @@ def failed_samples(made: BufferActor, message: str, kind: str = "failed") -> lis
     ids=str,
 )
 def test_the_samples_at_which_a_hook_raised_are_written(buffer, changes, indices) -> None:
-    (path, name), *flags = changes.items()
-    made = buffer(**{path: f"{HOOKS}:{name}", **dict(flags)})
+    (path, name), *_ = changes.items()
+    made = buffer(**changes)
     with pytest.raises(HookError) as caught:
         run(made.generate(0))
     assert str(caught.value).startswith(f"--{path.replace('_', '-')} {HOOKS}:{name}: ")
@@ -511,14 +504,14 @@ def test_the_samples_at_which_a_hook_raised_are_written(buffer, changes, indices
 
 
 def test_a_sample_that_cannot_be_written_does_not_hide_the_error(buffer: MakeBuffer) -> None:
-    made = buffer(custom_reward_post_process_path=f"{HOOKS}:leaves_a_trap")
+    made = buffer(custom_reward_post_process_path="leaves_a_trap")
     with pytest.raises(HookError, match=r":leaves_a_trap: KeyError: 'mine'"):
         run(made.generate(0))
     assert not [file for file in list_rollouts(made.run_dir) if file.kind == "failed"]
 
 
 def test_samples_of_an_evaluation_have_a_file_of_their_own(buffer: MakeBuffer) -> None:
-    made = buffer(custom_eval_rollout_log_function_path=f"{HOOKS}:looks_at_one")
+    made = buffer(custom_eval_rollout_log_function_path="looks_at_one")
     with pytest.raises(HookError, match=r":looks_at_one: KeyError: 'no such' at sample 1\n") as caught:
         run(made.evaluate(0))
     assert [sample.index for sample in failed_samples(made, str(caught.value), "eval-failed")] == [1]
@@ -532,7 +525,7 @@ def test_a_data_source_that_raises_is_named(buffer, notes, tmp_path, method, mon
     monkeypatch.setattr(notes["Breaking"], method, notes["breaks"])
 
     def call() -> None:
-        made = buffer(rollout_function_path=None, data_source_path=f"{HOOKS}:Breaking")
+        made = buffer(rollout_function_path=None, data_source_path="Breaking")
         if method == "get_samples":
             run(made.generate(0))
         run(made.save(str(tmp_path / "state.json"), -1))
@@ -549,7 +542,7 @@ def test_the_teacher_s_word_reaches_the_trainers_and_the_files(buffer: MakeBuffe
     """Pure distillation: no reward, and log-probs of the teacher with every response token, now and in a replay."""
     saved = str(tmp_path / "saved" / "{rollout_id}.jsonl")
     distill = {"use_opd": True, "opd_teacher_load": "t", "custom_rm_path": None, "reward_timeout_s": 5.0}
-    one = buffer(**distill, rollout_function_path=f"{HOOKS}:taught", save_debug_rollout_data=saved)
+    one = buffer(**distill, rollout_function_path="taught", save_debug_rollout_data=saved)
     rollout = run(one.generate(0))
     assert rollout.metrics["rollout/raw_reward"] == 0.0
     assert rollout.metrics["rollout/opd_reverse_kl"] == pytest.approx(((-1 + 3 / 8) + (-2 + 4 / 8)) / 2)
@@ -587,14 +580,14 @@ def test_every_sample_of_a_plain_rollout(buffer: MakeBuffer) -> None:
 
 
 def test_pairs_are_some_of_the_samples_in_another_order(buffer: MakeBuffer) -> None:
-    made = buffer(policy_loss="dpo", custom_rm_path=f"{HOOKS}:graded", n_samples_per_prompt=4, num_steps_per_rollout=2)
+    made = buffer(policy_loss="dpo", custom_rm_path="graded", n_samples_per_prompt=4, num_steps_per_rollout=2)
     found = [(row, trained) for row, trained in trained_rows(made) if trained is not None]
     assert len(found) == 8, "two of the four samples of each prompt"
     assert all(trained["seen_index"] == row["index"] for row, trained in found)
 
 
 def test_blanks_of_pairs_are_no_samples(buffer: MakeBuffer) -> None:
-    made = buffer(policy_loss="dpo", custom_rm_path=f"{HOOKS}:same", num_steps_per_rollout=2)
+    made = buffer(policy_loss="dpo", custom_rm_path="same", num_steps_per_rollout=2)
     assert all(trained is None for _, trained in trained_rows(made))
 
 
@@ -603,7 +596,7 @@ def test_blanks_of_pairs_are_no_samples(buffer: MakeBuffer) -> None:
 )
 def test_a_users_conversion(name: str, indices: list[int | None], buffer: MakeBuffer) -> None:
     """Backwards and without the first two; without indices nobody knows which sample is which."""
-    made = buffer(custom_convert_samples_to_train_data_path=f"{HOOKS}:{name}")
+    made = buffer(custom_convert_samples_to_train_data_path=name)
     assert [trained and trained["seen_index"] for _, trained in trained_rows(made)] == indices
 
 

@@ -32,20 +32,29 @@ class Streaming:
         self.buffer, self.hooks, self.step = buffer, hooks, first
         hooks["VERSION"][0] = first
         self.loaded = ""
+        self.metrics = list[dict[str, float]]()  # of each rollout
+        self.ages = set[int]()  # versions that a token has been behind the newest
+        self.in_flight = list[int]()  # samples at each push
         if buffer.plan.knobs is not None:
             asyncio.run(buffer.begin_stream(first))
 
     def train(self) -> list[dict[str, Any]]:
         """One rollout, its push if one is due; returns its samples as they were written."""
-        is_streamed = self.buffer.plan.knobs is not None
-        asyncio.run((self.buffer.next_rollout if is_streamed else self.buffer.generate)(self.step))
+        knobs, step = self.buffer.plan.knobs, self.step
+        asyncio.run((self.buffer.next_rollout if knobs else self.buffer.generate)(step))
         self.step += 1
-        if is_streamed and asyncio.run(self.buffer.rollout_trained()):
-            self.in_flight_at_push = len(self.hooks["IN_FLIGHT"])
+        self.metrics.append(asyncio.run(self.buffer.metrics()))
+        if knobs and asyncio.run(self.buffer.rollout_trained()):
+            self.in_flight.append(len(self.hooks["IN_FLIGHT"]))
             self.hooks["VERSION"][0] = self.step
             asyncio.run(self.buffer.weights_pushed(self.step))
         newest = max(list_rollouts(self.buffer.run_dir), key=lambda found: found.path.stat().st_mtime_ns)
-        return [json.loads(line) for line in newest.path.read_text().splitlines()]
+        rows = [json.loads(line) for line in newest.path.read_text().splitlines()]
+        if knobs:
+            every = knobs.fetches_per_push
+            versions = {version for row in rows for version in row.get("weight_versions") or []}
+            self.ages |= {step // every - version // every for version in versions}
+        return rows
 
     def rows(self, num_steps: int) -> list[dict[str, Any]]:
         return [row for _ in range(num_steps) for row in self.train()]
@@ -71,8 +80,8 @@ def stream(make_buffer: Callable[..., BufferActor], write_rows: Callable[..., Pa
     usual = {
         "prompt_data": str(write_rows([{"input": f"p{i}", "label": str(i)} for i in range(40)])),
         "label_key": "label",
-        "custom_generate_function_path": f"{HOOKS}:answer",
-        "custom_rm_path": f"{HOOKS}:parity",
+        "custom_generate_function_path": "answer",
+        "custom_rm_path": "parity",
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
         "rollout_max_response_len": 4,
@@ -84,7 +93,7 @@ def stream(make_buffer: Callable[..., BufferActor], write_rows: Callable[..., Pa
     hooks["FAILS"].clear()
 
     def make(pipeline: str, resume: Path | None = None, **changes: Any) -> Streaming:
-        buffer = make_buffer(1 + len(made), pipeline=pipeline, **usual | changes)
+        buffer = make_buffer(1 + len(made), hooks=HOOKS, pipeline=pipeline, **usual | changes)
         first = 0 if resume is None else asyncio.run(buffer.load(str(resume))) + 1
         loaded = asyncio.run(buffer.state_hash())
         made.append(Streaming(buffer, hooks, first))
@@ -105,18 +114,10 @@ def labels(rows: list[dict[str, Any]]) -> list[int]:
     ("pipeline", "bound"), [("stream", 0), ("one-step-off", 1), ("async", 2), ("async-partial", 2)]
 )
 def test_every_prompt_once_and_no_token_older_than_the_bound(stream: Make, pipeline: str, bound: int) -> None:
-    running, trained, ages = stream(pipeline), [], set()
-    interval = running.buffer.plan.knobs.fetches_per_push
-    for step in range(8):
-        rows = running.train()
-        trained += labels(rows)
-        version = step // interval * interval
-        ages |= {(version - number) // interval for row in rows for number in row["weight_versions"]}
-        if pipeline != "async-partial":
-            assert step % interval < interval - 1 or running.in_flight_at_push == 0
-    assert sorted(trained) == list(range(32))
-    assert max(ages) <= bound and min(ages) == 0
-    assert pipeline == "stream" or max(ages) >= 1
+    running = stream(pipeline)
+    assert sorted(running.labels(8)) == list(range(32))
+    assert min(running.ages) == 0 and bool(bound) <= max(running.ages) <= bound
+    assert running.in_flight and (pipeline == "async-partial" or not any(running.in_flight))
 
 
 def test_samples_in_flight_are_bounded(stream: Make) -> None:
@@ -128,8 +129,8 @@ def test_samples_in_flight_are_bounded(stream: Make) -> None:
 
 
 def test_a_hook_sees_all_groups_also_those_that_the_filter_refused(stream: Make) -> None:
-    flags = {"dynamic_sampling_filter_path": f"{HOOKS}:odd_prompts", "num_rollout": 4}
-    running = stream("async", rollout_all_samples_process_path=f"{HOOKS}:look_at_all", **flags)
+    flags = {"dynamic_sampling_filter_path": "odd_prompts", "num_rollout": 4}
+    running = stream("async", rollout_all_samples_process_path="look_at_all", **flags)
     running.hooks["SEEN"].clear()
     trained = [labels(running.train()) for _ in range(4)]
     seen = running.hooks["SEEN"]
@@ -159,14 +160,13 @@ def test_a_hook_sees_all_groups_also_those_that_the_filter_refused(stream: Make)
     ids=str,
 )
 def test_what_ends_the_run(stream: Make, flags: dict[str, Any], error: type[Exception], words: str) -> None:
-    paths = {name: f"{HOOKS}:{value}" if name.endswith("_path") else value for name, value in flags.items()}
-    running = stream("async", **paths)
+    running = stream("async", **flags)
     with pytest.raises(error, match=words):
         running.rows(8)
 
 
 def test_a_function_that_raises_ends_the_stream_with_its_name_and_sample(stream: Make) -> None:
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:fails_late")
+    running = stream("async", custom_generate_function_path="fails_late")
     with pytest.raises(HookError, match=r"fails_late[\s\S]*no such tool[\s\S]*samples? that it was at"):
         running.rows(8)
     with pytest.raises(HookError, match="no such tool"):
@@ -177,7 +177,7 @@ def test_a_function_that_raises_ends_the_stream_with_its_name_and_sample(stream:
     ("pipeline", "changes"),
     [
         ("stream", {"update_weights_interval": 3}),  # saved in the middle of a version
-        ("async", {"max_samples_in_flight": 2, "rollout_sample_filter_path": f"{HOOKS}:slow_look"}),
+        ("async", {"max_samples_in_flight": 2, "rollout_sample_filter_path": "slow_look"}),
         ("async-partial", {}),
     ],
     ids=str,
@@ -245,7 +245,7 @@ def test_a_saved_stream_that_cannot_be_read(stream: Make) -> None:
 
 def test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it(stream: Make) -> None:
     """It blocks nobody (SkyRL#1173), and takes no siblings with it (prime-rl#2960)."""
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs", sample_timeout=0.5)
+    running = stream("async", custom_generate_function_path="first_hangs", sample_timeout=0.5)
     rows = running.rows(2)
     hung = [row for row in rows if row["status"] == "failed"]
     assert {int(row["label"]) for row in hung} == {3} and len(hung) == 1
@@ -253,7 +253,7 @@ def test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it(stream: M
 
 
 def test_a_wait_says_for_whom(stream: Make) -> None:
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs")
+    running = stream("async", custom_generate_function_path="first_hangs")
     with ThreadPoolExecutor(1) as pool:
         asyncio.run(running.buffer.next_rollout(0))
         waiting = pool.submit(asyncio.run, running.buffer.rollout_trained())
@@ -269,7 +269,7 @@ def test_a_wait_says_for_whom(stream: Make) -> None:
 def test_a_group_with_a_failed_sample_is_replaced(stream: Make) -> None:
     """First it is tried again, then another one takes its place."""
     flags = {"sample_timeout": 0.5, "failed_samples": "replace", "max_group_tries": 3}
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs", **flags)
+    running = stream("async", custom_generate_function_path="first_hangs", **flags)
     trained = set(running.labels(3))
     assert len(trained) == 12 and 3 not in trained
     assert running.hooks["CALLS"].count(3) == 6  # three tries of two samples
@@ -277,16 +277,16 @@ def test_a_group_with_a_failed_sample_is_replaced(stream: Make) -> None:
 
 
 def test_a_group_whose_samples_all_fail_is_replaced(stream: Make) -> None:
-    flags = {"custom_generate_function_path": f"{HOOKS}:odd_ones_fail", "max_group_tries": 1}
+    flags = {"custom_generate_function_path": "odd_ones_fail", "max_group_tries": 1}
     running = stream("async", **flags)
     trained = running.labels(2)
     assert len(set(trained)) == 8 and not any(label % 2 for label in trained)
-    assert running.buffer._last_metrics["rollout/dropped_failed"] >= 1
+    assert running.metrics[-1]["rollout/dropped_failed"] >= 1
 
 
 def test_failures_while_trainers_work_end_the_run(stream: Make) -> None:
     """Also where the driver waits for a push that will not come."""
-    flags = {"custom_generate_function_path": f"{HOOKS}:failing_when_told", "max_group_tries": 1}
+    flags = {"custom_generate_function_path": "failing_when_told", "max_group_tries": 1}
     running = stream("async-partial", max_failed_groups=3, **flags)
     asyncio.run(running.buffer.next_rollout(0))
     running.hooks["FAILS"].set()
@@ -324,9 +324,8 @@ def test_engines_that_are_back_get_requests(stream: Make) -> None:
 def test_a_greedy_answer_beside_the_samples(stream: Make) -> None:
     """ReMax: nothing is in flight at a push, the greedy answers neither."""
     running = stream("one-step-off", advantage_estimator="remax")
-    for _ in range(4):
-        running.train()
-        assert running.in_flight_at_push == 0
+    running.rows(4)
+    assert running.in_flight and not any(running.in_flight)
     assert running.buffer._stream._live
 
 
@@ -339,7 +338,7 @@ def test_spare_groups_are_dropped(stream: Make) -> None:
 
 def test_a_data_source_of_a_user_s_own(stream: Make) -> None:
     """Its own files are written in the stream's thread, and it goes on where it was."""
-    flags = {"data_source_path": f"{HOOKS}:Counting"}
+    flags = {"data_source_path": "Counting"}
     running = stream("async", **flags)
     trained = running.labels(2)
     running = stream("async", **flags, resume=running.save())
@@ -350,7 +349,7 @@ def test_a_data_source_of_a_user_s_own(stream: Make) -> None:
 def test_a_group_that_was_dropped_is_nobody_s_concern(stream: Make) -> None:
     """Its function may return or raise when it is cancelled."""
     flags = {"at_deadline": "drop", "max_staleness": 1, "num_rollout": 6}
-    running = stream("async-partial", custom_generate_function_path=f"{HOOKS}:ignores_its_end", **flags)
+    running = stream("async-partial", custom_generate_function_path="ignores_its_end", **flags)
     rows = running.rows(6)
     assert len({row["label"] for row in rows}) == 24
     assert running.buffer._stream.state.num_dropped > 0
@@ -367,7 +366,7 @@ def test_engines_are_not_idle_while_nobody_asks(stream: Make) -> None:
 @pytest.mark.parametrize("call", ["trained", "pushed"])
 def test_an_error_while_trainers_work_names_its_samples(stream: Make, call: str) -> None:
     """The driver hears of it at its next call, whichever that is."""
-    running = stream("async-partial", custom_generate_function_path=f"{HOOKS}:fails_when_told")
+    running = stream("async-partial", custom_generate_function_path="fails_when_told")
     buffer, hooks = running.buffer, running.hooks
     asyncio.run(buffer.next_rollout(0))
     if call == "pushed":
@@ -394,7 +393,7 @@ def test_no_batch_passes_the_bound() -> None:
 def test_answers_do_not_wait_until_all_have_begun(stream: Make) -> None:
     """A version's samples begin a few at a time: to begin thousands takes seconds."""
     flags = {"rollout_batch_size": 10, "n_samples_per_prompt": 16, "num_rollout": 1}
-    running = stream("stream", custom_generate_function_path=f"{HOOKS}:counts_turns", **flags)
+    running = stream("stream", custom_generate_function_path="counts_turns", **flags)
     running.train()
     assert 16 <= running.hooks["IN_TURN"][1] <= 64 < 160
 
@@ -403,18 +402,13 @@ def test_answers_do_not_wait_until_all_have_begun(stream: Make) -> None:
 LENGTH, PROMPT, GROUP, BATCH = 4, 3, 2, 4  # tokens of a response and a prompt, samples of a group, groups of a batch
 
 
-def numbers(running: Streaming) -> dict[str, float]:
-    return asyncio.run(running.buffer.metrics())
-
-
 @pytest.mark.parametrize("in_flight", ["retract", "in_place"])
 def test_tokens_of_samples_that_a_push_found_under_way(stream: Make, in_flight: str) -> None:
-    running, mixed, prefilled, generated = stream("async-partial", in_flight=in_flight), 0, 0.0, 0.0
-    for _ in range(8):
-        mixed += sum(len(set(row["weight_versions"])) == 2 for row in running.train())
-        found = numbers(running)
-        prefilled += found["pipeline/tokens_prefilled_again"]
-        generated += found["pipeline/tokens_generated"]
+    running = stream("async-partial", in_flight=in_flight)
+    mixed = sum(len(set(row["weight_versions"])) == 2 for row in running.rows(8))
+    prefilled = sum(found["pipeline/tokens_prefilled_again"] for found in running.metrics)
+    generated = sum(found["pipeline/tokens_generated"] for found in running.metrics)
+    for found in running.metrics:
         assert found["pipeline/tokens_trained"] == BATCH * GROUP * LENGTH and found["pipeline/tokens_dropped"] == 0
         assert found["pipeline/length_trained_by_offered"] == 1.0
         assert 0 <= found["pipeline/credits_used"] <= found["pipeline/credits"] <= (2.5 + 1) * BATCH
@@ -427,26 +421,11 @@ def test_tokens_of_samples_that_a_push_found_under_way(stream: Make, in_flight: 
     assert prefilled >= mixed * own and prefilled % own == 0 if in_flight == "retract" else prefilled == 0
 
 
-def test_tokens_of_groups_that_a_filter_drops(stream: Make) -> None:
-    running = stream("async", dynamic_sampling_filter_path=f"{HOOKS}:odd_prompts", num_rollout=4)
-    total = 0.0
-    for _ in range(4):
-        running.train()
-        found = numbers(running)
-        dropped = sum(value for name, value in found.items() if name.startswith("rollout/dropped_"))
-        assert found["pipeline/tokens_dropped"] == dropped * GROUP * LENGTH
-        total += dropped
-    assert total
-
-
 def test_what_is_waited_for_is_timed(stream: Make) -> None:
     """Every fifth prompt takes 0.3 s, and training none: trainers wait for batches, or for groups that are due."""
-    running, waited = stream("async", admission_lead=0.5), 0.0
-    for _ in range(8):
-        running.train()
-        found = numbers(running)
-        waited += found["perf/time_wait_batch_s"] + found["perf/time_wait_deadline_s"]
-    assert waited > 0.25
+    running = stream("async", admission_lead=0.5)
+    running.rows(8)
+    assert sum(found["perf/time_wait_batch_s"] + found["perf/time_wait_deadline_s"] for found in running.metrics) > 0.25
 
 
 # --------------------------------------------------------------------------------- the stream's thread

@@ -23,7 +23,7 @@ from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.event_loop import run
 from tests.buffer import batch_hooks
-from tests.buffer.test_stream import Make, labels, stream
+from tests.buffer.test_stream import Make, stream
 from tests.own_process import wait_until
 
 __all__ = ["stream"]  # the fixture
@@ -55,29 +55,23 @@ def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(stream_batches, "_PATIENCE_S", 0.1)
 
 
-def ages(step: int, rows: list[dict[str, Any]], interval: int) -> set[int]:
-    return {(step // interval) - number // interval for row in rows for number in row["weight_versions"]}
-
-
 @pytest.mark.parametrize(
     ("pipeline", "bound", "function"),
     [*[(*pipeline, "fully_asynchronous") for pipeline in PIPELINES], ("async", 2, "whole_batches")],
 )
 def test_every_prompt_once_and_no_token_older_than_the_bound(stream, pipeline, bound, function) -> None:
     running = stream(pipeline, rollout_function_path=f"{HOOKS}.{function}", custom_generate_function_path=None)
-    interval, trained, seen = running.buffer.plan.knobs.fetches_per_push, list[int](), set[int]()
+    trained = list[int]()
     for step in range(8):
-        rows = running.train()
-        trained += labels(rows)
-        seen |= ages(step, rows, interval)
+        trained += running.labels(1)
         if pipeline == "async":  # the pool asks for 64 groups; 4 are trained by a version, and it may be one ahead
             assert len(batch_hooks.DRAWN) <= (step + 3) * 4
     assert sorted(trained) == list(range(32))
-    assert min(seen) == 0 and max(seen) <= bound
+    assert min(running.ages) == 0 and max(running.ages) <= bound
     assert batch_hooks.CALLS[0] == 0 and sorted(batch_hooks.CALLS) == batch_hooks.CALLS
     assert max(batch_hooks.CALLS) <= 7
     if function == "fully_asynchronous" and bound:
-        assert max(seen) >= 1
+        assert max(running.ages) >= 1
 
 
 @pytest.mark.parametrize(
@@ -92,19 +86,12 @@ def test_every_prompt_once_and_no_token_older_than_the_bound(stream, pipeline, b
 )
 def test_a_function_that_drops_groups_gets_others(stream: Make, pipeline: str, bound: int, function: str) -> None:
     running = stream(pipeline, rollout_function_path=f"{HOOKS}.{function}", num_rollout=4)
-    interval, trained, seen = running.buffer.plan.knobs.fetches_per_push, list[int](), set[int]()
-    metrics: dict[str, float] = {}
-    for step in range(4):
-        rows = running.train()
-        trained += labels(rows)
-        seen |= ages(step, rows, interval)
-        metrics |= running.buffer._last_metrics  # a batch of groups that an earlier call returned has none of a call
-    assert len(set(trained)) == 16 and all(label % 2 for label in trained)
-    assert max(seen) <= bound
+    trained = running.labels(4)
+    assert len(set(trained)) == 16 and all(label % 2 for label in trained) and max(running.ages) <= bound
     state = running.buffer._stream.state
     assert state.num_dropped >= 14 and len(state.groups) <= 4
-    if function == "filtering":
-        assert metrics["rollout/mine"] == 1.0
+    # A batch of groups that an earlier call returned has none.
+    assert function != "filtering" or 1.0 in [metrics.get("rollout/mine") for metrics in running.metrics]
 
 
 def test_groups_that_were_handed_back_come_first_and_are_as_old_as_they_are(stream: Make) -> None:
@@ -289,17 +276,15 @@ def test_the_wait_for_its_first_batch_is_timed(stream: Make) -> None:
             assert len(trained.result(30)) == 4 * 2
     finally:
         batch_hooks.MAY_ANSWER.set()
-    assert running.buffer._last_metrics["perf/time_wait_batch_s"] > 0
+    assert running.metrics[0]["perf/time_wait_batch_s"] > 0
 
 
 def test_its_tokens_are_counted(stream: Make) -> None:
     """Four groups of two samples with four tokens each; what the function drops is gone before anyone counts it."""
     running = stream("async", rollout_function_path=f"{HOOKS}.filtering", num_rollout=4)
-    sums = dict.fromkeys(("generated", "trained", "dropped"), 0.0)
-    for _ in range(4):
-        running.train()
-        found = running.buffer._last_metrics
-        sums = {name: count + found[f"pipeline/tokens_{name}"] for name, count in sums.items()}
-        assert 0 <= found["perf/engines_idle"] <= 1
-    assert sums == {"generated": 4 * 4 * 2 * 4, "trained": 4 * 4 * 2 * 4, "dropped": 0.0}
-    assert found["pipeline/length_trained_by_offered"] == 1.0
+    running.rows(4)
+    names = ("generated", "trained", "dropped")
+    sums = [sum(metrics[f"pipeline/tokens_{name}"] for metrics in running.metrics) for name in names]
+    assert sums == [4 * 4 * 2 * 4, 4 * 4 * 2 * 4, 0.0]
+    assert all(0 <= metrics["perf/engines_idle"] <= 1 for metrics in running.metrics)
+    assert running.metrics[-1]["pipeline/length_trained_by_offered"] == 1.0

@@ -99,23 +99,6 @@ def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
     assert "the data ended after 2 of 10 fetches" in world.stopped.reason
 
 
-def test_miles_1697_steps_between_two_pushes_are_within_the_bound_of_versions() -> None:
-    """A group of version b is trained by fetch (b + K + 1) U - 1 at the latest, counted in fetches as well."""
-    world = world_of("async", fetches_per_push=4, num_fetches=40)
-    fetches: list[tuple[int, int]] = []
-    begin = world.begin
-
-    def noted(action: events.Action) -> bool:
-        if isinstance(action, events.Fetch):
-            fetches.extend((action.fetch, world.state.groups[ordinal].born) for ordinal in action.ordinals)
-        return begin(action)
-
-    world.begin = noted  # type: ignore[method-assign]
-    run(world, random.Random(5), stragglers=0.99)
-    latest = [fetch - 4 * born for fetch, born in fetches]
-    assert 4 <= max(latest) <= (2 + 1) * 4 - 1
-
-
 def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> None:
     """What is ready is bounded by the lead, and so is its age."""
     world = world_of("async-partial", num_fetches=30)
@@ -126,17 +109,6 @@ def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> N
         assert len(world.state.groups) <= most
         train(world)
     assert max(world.staleness) <= math.ceil(world.knobs.lead) <= world.knobs.max_staleness
-
-
-def test_marin_8936_waiting_rejects_no_tokens() -> None:
-    """Where groups are dropped at their deadline these are the slow ones."""
-    dropped = {}
-    for policy in ("wait", "drop"):
-        world = world_of("async-partial", num_fetches=60, at_deadline=policy)
-        run(world, random.Random(7), stragglers=0.999)
-        dropped[policy] = [event.ordinal for event in world.log if isinstance(event, events.Drop)]
-    assert dropped["wait"] == []
-    assert len(dropped["drop"]) > 5 and sum(ordinal % world.slow == 0 for ordinal in dropped["drop"]) > 4
 
 
 def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:

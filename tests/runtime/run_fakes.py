@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
@@ -20,17 +21,9 @@ class Trainers(list[str]):
     def __init__(self, train: Any) -> None:
         super().__init__(["rank 0", "rank 1"])
         self.train = train
-
-    def offload(self) -> None: ...
-
-    def sample_columns(self, rollout_id: int) -> list[str]:
-        return []
-
-    def last_trained(self, timeout_s: float) -> list[int | None]:
-        return [0]
-
-    def validation_losses(self, shards: dict[str, list[Any]]) -> dict[str, float]:
-        return {"eval/x/loss": 1.0}
+        self.offload, self.sample_columns = Mock(), Mock(return_value=[])
+        self.last_trained = Mock(return_value=[0])
+        self.validation_losses = Mock(return_value={"eval/x/loss": 1.0})
 
 
 class Cluster:
@@ -44,11 +37,8 @@ class Cluster:
         self._stops, self._left = stops, number
         self.trainers: Any = Trainers(self.train)
         self.weights = SimpleNamespace(version=0, push=self.push, restore_engines=lambda: None)
-        self.profiling = SimpleNamespace(begin=lambda step: None, end=lambda step: None)
-        self.clocks = SimpleNamespace(measure=lambda: None)
-        self.hardware = SimpleNamespace(begin=lambda: None, measure=lambda values, work: {})
-        self.engines = SimpleNamespace(release_memory=lambda: None)
-        self.check_engines = lambda is_generating: None
+        self.profiling, self.clocks, self.engines, self.check_engines = Mock(), Mock(), Mock(), Mock()
+        self.hardware = Mock(**{"measure.return_value": {}})
         self.buffer = SimpleNamespace(
             start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=self.generate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,22 +110,14 @@ def test_members_may_be_added_while_they_are_counted(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_profile_is_written_before_the_processes_end(error, is_written, breaks, monkeypatch) -> None:
-    log: list[str] = []
-
-    def write() -> None:
-        log.append("profile")
-        if breaks:
-            raise OSError("the disk is full")
-
     actors: Any = object.__new__(Actors)
-    actors._watchdog = SimpleNamespace(ended_by=lambda error: None, __exit__=lambda: log.append("watchdog"))
-    actors.profiling = SimpleNamespace(close=write)
-    actors._launcher = SimpleNamespace(keep_ray_logs=lambda: log.append("logs"))
+    calls = Mock(**{"ended_by.return_value": None, "profile.side_effect": OSError("full") if breaks else None})
+    actors._watchdog = SimpleNamespace(ended_by=calls.ended_by, __exit__=calls.watchdog)
+    actors.profiling = SimpleNamespace(close=calls.profile)
+    actors._launcher = Mock()
     monkeypatch.setattr(actors, "_find_death", lambda error: None)
-    monkeypatch.setattr(actors, "close", lambda: log.append("processes"))
-    if breaks and is_written:
-        with pytest.raises(OSError, match="full"):
-            actors._end(error)
-    else:
+    monkeypatch.setattr(actors, "close", calls.processes)
+    with pytest.raises(OSError, match="full") if breaks and is_written else contextlib.nullcontext():
         actors._end(error)
-    assert [entry for entry in log if entry != "logs"] == ["watchdog", *["profile"] * is_written, "processes"]
+    names = [name for name, *_ in calls.mock_calls if name != "ended_by"]
+    assert names == ["watchdog", *["profile"] * is_written, "processes"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -169,40 +168,25 @@ def test_what_a_resume_owes(first, files, rows, begins, warns, tmp_path, caplog)
 
 
 # ---------------------------------------------------------------------- the driver's end of the Buffer
-@pytest.mark.parametrize("has_own", [True, False])
-def test_an_old_health_check_is_not_read_while_others_evaluate(has_own: bool) -> None:
+def waited(engines: list[str], num_died: int = 0, error: Exception | None = None) -> tuple[list[str], dict[str, float]]:
+    """Wait for an evaluation on these engines, of which some die; calls in order, and metrics."""
+    pool, supervisor = Mock(router=None), Mock()
+    pool.evaluation.configure_mock(engines=engines, router=None)
+    pool.evaluation.count_faults.return_value = pool.count_faults.return_value = {"engines_died": 4.0 + num_died}
+    wrapped = error and ray.exceptions.RayTaskError("evaluate", "traceback", error)
+    supervisor.wait.configure_mock(return_value={"eval/x/reward": 1.0}, side_effect=wrapped)
+    calls = Mock()
+    calls.attach_mock(pool.begin_round, "begin_round")
+    calls.attach_mock(supervisor.wait, "wait")
+    started: Any = PendingRound(ref=None, faults={"engines_died": 4.0})  # type: ignore[arg-type]
+    metrics = BufferHandle(pool, supervisor).wait_evaluation(started)
+    return [name for name, *_ in calls.mock_calls], metrics
+
+
+def test_an_old_health_check_is_not_read_while_others_evaluate() -> None:
     """One that was begun before the last push may have met an engine that stood still."""
-    log: list[str] = []
-    engines: Any = SimpleNamespace(
-        evaluation=SimpleNamespace(engines=["own"] if has_own else [], router=None, count_faults=dict),
-        router=None,
-        begin_round=lambda: log.append("begin round"),
-        count_faults=dict,
-    )
-    supervisor: Any = SimpleNamespace(wait=lambda ref: log.append("wait") or {"eval/x/reward": 1.0})
-    started = PendingRound(ref=None, faults={})  # type: ignore[arg-type]
-    assert BufferHandle(engines, supervisor).wait_evaluation(started) == {"eval/x/reward": 1.0}
-    assert log == (["begin round", "wait"] if has_own else ["wait"])
-
-
-class Died:
-    """Engines of their own, of which some die before the wait for the evaluation ends."""
-
-    def __init__(self, num_died: int, error: Exception | None) -> None:
-        self.total = 4
-        self.evaluation = SimpleNamespace(engines=["own"], router=None, count_faults=self.count)
-        self.router, self._num_died, self._error = None, num_died, error
-
-    def begin_round(self) -> None: ...
-
-    def count(self) -> dict[str, float]:
-        return {"engines_died": float(self.total)}
-
-    def wait(self, ref: Any) -> dict[str, float]:
-        self.total += self._num_died
-        if self._error is not None:
-            raise ray.exceptions.RayTaskError("evaluate", "traceback", self._error)
-        return {"eval/x/reward": 1.0}
+    metrics = {"eval/x/reward": 1.0, "eval/engines_died": 0.0}
+    assert waited(["own"]) == (["begin_round", "wait"], metrics) and waited([]) == (["wait"], metrics)
 
 
 @pytest.mark.parametrize(
@@ -214,17 +198,14 @@ class Died:
         (1, ValueError("--eval-config: no such set"), ray.exceptions.RayTaskError),  # another engine would not help
         (1, HookError("--custom-rm-path f: KeyError: 'x'"), ray.exceptions.RayTaskError),
         (1, HookError("no engine", is_own_fault=False), EvaluationLost),  # of a function that asks on its own
-        (1, None, None),  # another engine has taken over
     ],
 )
-def test_an_evaluation_whose_engines_die(num_died: int, error: Exception | None, raises: Any) -> None:
-    engines: Any = Died(num_died, error)
-    handle = BufferHandle(engines, engines)
-    started = PendingRound(ref=None, faults=engines.count())  # type: ignore[arg-type]
-    if raises is None:
-        assert handle.wait_evaluation(started) == {"eval/x/reward": 1.0, "eval/engines_died": 1.0}
-        return
+def test_an_evaluation_whose_engines_die(num_died: int, error: Exception, raises: type[Exception]) -> None:
     with pytest.raises(raises) as caught:
-        handle.wait_evaluation(started)
+        waited(["own"], num_died, error)
     if raises is EvaluationLost:
         assert str(caught.value) == "1 of its engines died: no engine"
+
+
+def test_an_evaluation_goes_on_where_another_engine_takes_over() -> None:
+    assert waited(["own"], 1)[1] == {"eval/x/reward": 1.0, "eval/engines_died": 1.0}

@@ -6,7 +6,7 @@ import json
 import os
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, call, patch
 
 import pytest
 
@@ -31,9 +31,9 @@ class Actor:
 
 start_ray("cuda", 3, address=None, dashboard=False)
 group, bundles = place_devices("cuda", 3, 30.0)
-actors = [actor_on(Actor, bundle, group, env={}).remote() for bundle in bundles]
+actors = [actor_on(Actor, bundle, group, env={}).remote() for bundle in bundles[1:]]
 seen = ray.get([actor.devices.remote() for actor in actors])
-print(json.dumps([[b.gpu.position, b.gpu.ordinal, value] for b, value in zip(bundles, seen)]))
+print(json.dumps([[[bundle.gpu.position, bundle.gpu.ordinal] for bundle in bundles], seen]))
 ray.shutdown()
 """
 
@@ -41,28 +41,23 @@ ray.shutdown()
 def test_processes_of_a_node_count_alike():
     """Names that are no numbers; each process has its node's list, or its one MIG slice."""
     names = "GPU-bbbb,GPU-aaaa,MIG-cccc"
-    places = json.loads(run_code(PROGRAM, CUDA_VISIBLE_DEVICES=names).splitlines()[-1])
-    assert places == [[0, 0, names], [1, 1, names], [2, 0, "MIG-cccc"]]
+    places, seen = json.loads(run_code(PROGRAM, CUDA_VISIBLE_DEVICES=names).splitlines()[-1])
+    assert places == [[0, 0], [1, 1], [2, 0]] and seen == [names, "MIG-cccc"]
 
 
 def test_engines_give_their_memory_once_and_dead_ones_are_looked_for_first(monkeypatch):
-    log = []
-
-    def note(name):
-        return SimpleNamespace(remote=lambda *values: log.append((name, *values)))
-
-    engine = SimpleNamespace(flush_cache=note("flush"), release_memory=note("release"))
+    calls = Mock()
     pool = SimpleNamespace(
-        _plan=SimpleNamespace(engines_give_memory=True),
-        is_memory_away=False,
-        recovery=SimpleNamespace(check=lambda is_generating: log.append(("check", is_generating))),
-        finish_starts=lambda: log.append(("finish",)),
-        engines=[engine],
+        _plan=SimpleNamespace(engines_give_memory=True), is_memory_away=False, engines=[calls.engine]
     )
+    pool.recovery, pool.finish_starts = calls.recovery, calls.finish_starts
     monkeypatch.setattr(engine_pool, "get", lambda refs, **_: refs)
     EnginePool.release_memory(pool, ["kv_cache"])
     EnginePool.release_memory(pool, ["kv_cache"])  # it is away
-    assert log == [("check", False), ("finish",), ("flush",), ("release", ["kv_cache"])]
+    assert calls.mock_calls == [
+        *(call.recovery.check(is_generating=False), call.finish_starts()),
+        *(call.engine.flush_cache.remote(), call.engine.release_memory.remote(["kv_cache"])),
+    ]
 
 
 def test_a_run_in_one_process_counts_gpus_by_the_list(tmp_path):

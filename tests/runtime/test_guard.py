@@ -26,46 +26,38 @@ TITLED = [
     "time.sleep(60)\n",
 ]
 
+# As a fork of the nursery that writes a title over its environment before the guard has looked.
+PARENT = [
+    sys.executable,
+    "-c",
+    "import subprocess, time\n"
+    f"child = subprocess.Popen({SLEEPER!r}, env={{}}, start_new_session=True)\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(60)\n",
+]
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    with process.stdout:
+        return process.stdout.readline().strip()
+
 
 def test_close_sweeps_and_leaves_others_alone() -> None:
+    """A process that overwrites its environment is known all the same, and a child without a token by its parent."""
     other = subprocess.Popen(SLEEPER)
     guard = Guard()
     child = subprocess.Popen(SLEEPER, start_new_session=True)
-    wait_until(lambda: child.pid in carriers(guard.token))
-    guard.close()
-    assert child.wait(5) == -signal.SIGKILL
-    assert other.poll() is None
-    other.kill()
-    other.wait()
-
-
-def test_a_process_that_overwrites_its_environment_is_known_all_the_same() -> None:
-    guard = Guard()
-    child = subprocess.Popen(TITLED, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "titled\n"
-    assert child.pid not in carriers(guard.token)
-    guard.close()
-    assert child.wait(5) == -signal.SIGKILL
-    child.stdout.close()
-
-
-def test_a_child_that_has_no_token_is_known_by_its_parent() -> None:
-    """As a fork of the nursery that writes a title over its environment before the guard has looked."""
-    script = (
-        "import os, subprocess, sys, time\n"
-        f"child = subprocess.Popen({SLEEPER!r}, env={{}}, start_new_session=True)\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    guard = Guard()
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert pid not in carriers(guard.token)
+    parent, titled = (subprocess.Popen(code, stdout=subprocess.PIPE, text=True) for code in (PARENT, TITLED))
+    pid = int(first_line(parent))
+    assert first_line(titled) == "titled"
+    assert set(carriers(guard.token)) & {child.pid, parent.pid, titled.pid, pid, other.pid} == {child.pid, parent.pid}
     time.sleep(1.5)  # the guard looks twice a second
     parent.kill()
     parent.wait()
     guard.close()
+    assert child.wait(5) == titled.wait(5) == -signal.SIGKILL
     wait_until(lambda: not lives(pid))
-    parent.stdout.close()
+    assert other.poll() is None
+    other.kill()
+    other.wait()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from fusionrl.models.shape import read_model_shape
+from fusionrl.observe import spans
 from fusionrl.plan.flops import Work, train_flops
-from fusionrl.runtime import hardware
+from fusionrl.runtime import clock_offsets, hardware
+from fusionrl.runtime.actor_registry import ActorRegistry
+from fusionrl.runtime.clock_offsets import ClockOffsets
 from fusionrl.runtime.hardware import HardwareMetrics, pooled
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 << 30}
@@ -20,9 +25,9 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 << 30}
 class Actor:
     """A process that answers, or (None) does not in time."""
 
-    def __init__(self, numbers: dict[str, float] | None, gpus: list[dict[str, Any]] | None = None) -> None:
+    def __init__(self, numbers: dict[str, float] | None, *gpus: dict[str, Any]) -> None:
         self.hardware = SimpleNamespace(remote=lambda: numbers)
-        self.hardware_facts = SimpleNamespace(remote=lambda: {"gpus": gpus or []})
+        self.hardware_facts = SimpleNamespace(remote=lambda: {"gpus": list(gpus)})
 
 
 @pytest.fixture
@@ -49,21 +54,14 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_numbers_of_a_group_are_pooled() -> None:
-    one = {"host_bytes": 3.0, "host_peak_bytes": 9.0, "utilisation": 0.5, "power_w": 100.0, "temperature_c": 60.0}
-    other = {"host_bytes": 4.0, "host_peak_bytes": 5.0, "utilisation": 1.0, "power_w": 300.0, "temperature_c": 71.0}
-    assert pooled([one, other]) == {
-        "host_bytes": 7.0,
-        "host_peak_bytes": 9.0,
-        "utilisation": 0.75,
-        "power_w": 200.0,
-        "temperature_c": 71.0,
-    }
-    assert pooled([]) == {}
+    names = ("host_bytes", "host_peak_bytes", "utilisation", "power_w", "temperature_c")
+    numbers = ((3.0, 9.0, 0.5, 100.0, 60.0), (4.0, 5.0, 1.0, 300.0, 71.0), (7.0, 9.0, 0.75, 200.0, 71.0))
+    one, other, both = (dict(zip(names, values, strict=True)) for values in numbers)
+    assert pooled([one, other]) == both and pooled([]) == {}
 
 
 def test_speeds_are_of_one_device(hardware_of: Any, tiny_model: Path, tmp_path: Path) -> None:
-    gpus = [H100]
-    measured = hardware_of([Actor({"host_bytes": 1.0}, gpus)] * 2, [Actor({"host_bytes": 2.0}, gpus)] * 4)
+    measured = hardware_of([Actor({"host_bytes": 1.0}, H100)] * 2, [Actor({"host_bytes": 2.0}, H100)] * 4)
     measured._plan.engine_bundles = ((0, 1, 2, 3), (4,), (5,), (6,))  # engines of groups differ in size
     work = Work.of([30, 50])
     values = {"perf/time_train_s": 2.0, "perf/time_generate_s": 4.0, "rollout/num_tokens": 64.0}
@@ -75,15 +73,15 @@ def test_speeds_are_of_one_device(hardware_of: Any, tiny_model: Path, tmp_path: 
     assert found["hardware/host_bytes/driver"] > 1 << 20
     written = json.loads((tmp_path / "hardware.json").read_text())
     assert [len(written[name]) for name in ("trainers", "engines")] == [2, 4]
-    assert written["trainers"][0]["gpus"] == gpus
+    assert written["trainers"][0]["gpus"] == [H100]
 
 
 def test_a_peak_of_the_users_goes_first_and_without_one_there_is_no_share(hardware_of: Any) -> None:
     values, work = {"perf/time_train_s": 2.0}, Work.of([10])
     on_cpu = hardware_of([Actor({})], []).measure(values, work)
     assert "perf/mfu" not in on_cpu and "perf/generate_tokens_per_s_per_device" not in on_cpu
-    own = hardware_of([Actor({}, [H100])], [], peak=0.001).measure(values, work)
-    table = hardware_of([Actor({}, [H100])], []).measure(values, work)
+    own = hardware_of([Actor({}, H100)], [], peak=0.001).measure(values, work)
+    table = hardware_of([Actor({}, H100)], []).measure(values, work)
     assert own["perf/mfu"] == pytest.approx(table["perf/mfu"] * 989e12 / 1e9)
 
 
@@ -94,7 +92,7 @@ def test_who_does_not_answer_is_left_out(hardware_of: Any) -> None:
 
 
 def test_gpus_that_are_not_known_at_the_first_step_are_asked_for_again(hardware_of, caplog, tmp_path) -> None:
-    actor = Actor({"host_bytes": 1.0}, [H100])
+    actor = Actor({"host_bytes": 1.0}, H100)
     facts, actor.hardware_facts = actor.hardware_facts, SimpleNamespace(remote=lambda: None)
     measured = hardware_of([actor], [])
     values, work = {"perf/time_train_s": 2.0}, Work.of([10])
@@ -103,3 +101,44 @@ def test_gpus_that_are_not_known_at_the_first_step_are_asked_for_again(hardware_
     actor.hardware_facts = facts
     assert "perf/mfu" in measured.measure(values, work)
     assert json.loads((tmp_path / "hardware.json").read_text())["trainers"][0]["gpus"] == [H100]
+
+
+# ---------------------------------------------------- clocks of other machines, again after every step
+AHEAD_NS = 9_000_000_000
+
+
+class Clock:
+    """A process of a machine with the boot `boot`; None: it is dead."""
+
+    def __init__(self, boot: str | None) -> None:
+        self.clock, self._boot = SimpleNamespace(remote=lambda: self), boot
+
+    def answer(self) -> tuple[str, int]:
+        if self._boot is None:
+            raise ray.exceptions.ActorDiedError
+        return self._boot, time.monotonic_ns() + AHEAD_NS
+
+
+def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_asked(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(clock_offsets, "ray", SimpleNamespace(get=lambda clock, timeout: clock.answer()))
+    spans.record_to(tmp_path, "driver", 1)
+    registry: Any = ActorRegistry()
+    actors = {"engine 0": "boot-2", "engine 1": "boot-2", "engine 2": "boot-3", "trainer rank 0": None}
+    for name, boot in actors.items():
+        registry.add(name, Clock(boot), tmp_path)
+    clocks, file = ClockOffsets(registry), tmp_path / "timeline" / "driver.a1.jsonl"
+
+    def measured() -> list[str]:
+        return [json.loads(line)[1] for line in file.read_text().splitlines()[1:]]
+
+    clocks.find()
+    assert measured() == ["boot-2", "boot-3"]
+    *_, offset, error = json.loads(file.read_text().splitlines()[1])
+    assert abs(offset - AHEAD_NS) <= error + 1_000 < 5_000_000
+    registry.add("engine 0", Clock(None), tmp_path)
+    registry.add("engine 2", Clock("boot-3"), tmp_path)
+    clocks.measure()
+    assert measured()[2:] == ["boot-3"]
+    clocks.measure()
+    assert measured()[3:] == ["boot-2", "boot-3"]
+    spans.stop_recording()

@@ -28,10 +28,12 @@ ROWS: list[dict[str, Any]] = [
 PLAN: Any = SimpleNamespace(layout=SimpleNamespace(world_size=2), device="cpu", precision="fp32", num_engines=1)
 
 
-def card(*argv: str, has_curves: bool = True, has_base: bool = False) -> str:
+def card(*argv: str, has_curves: bool = True, **changes: str) -> str:
+    """Of a run with these flags and changes of its plan."""
     config, errors = read_args([*ARGV, *argv])
     assert not errors
-    return model_card("sums", config, PLAN, ROWS, has_curves=has_curves, has_base=has_base)
+    plan: Any = SimpleNamespace(**vars(PLAN) | changes)
+    return model_card("sums", config, plan, ROWS, has_curves=has_curves, has_base=False)
 
 
 def command_of(text: str) -> list[str]:
@@ -47,11 +49,7 @@ def test_what_it_says() -> None:
     assert "| 0 | 0.25 |\n| 3 | 0.75 |" in text and "* evaluation set held out: `eval set.jsonl`" in text
     assert "![curves of the run](curves.png)" in text and "curves.png" not in card(has_curves=False)
     assert "* torch 2." in text
-    config, _ = read_args(ARGV)
-    on_gpus: Any = SimpleNamespace(**{**vars(PLAN), "device": "cuda", "precision": "bf16"})
-    assert "on 2 trainers (GPU, bf16) and 1 engine." in model_card(
-        "sums", config, on_gpus, ROWS, has_curves=True, has_base=False
-    )
+    assert "on 2 trainers (GPU, bf16) and 1 engine." in card(device="cuda", precision="bf16")
 
 
 def test_its_command_repeats_the_run() -> None:
@@ -66,14 +64,8 @@ def test_its_command_repeats_the_run() -> None:
 
 
 def test_it_keeps_secrets_and_paths_to_itself() -> None:
-    text = card(
-        "--sglang-ssl-keyfile-password",
-        "abc123",
-        "--rm-type",
-        "remote_rm",
-        "--rm-url",
-        "http://me:hunter2@host:80/score",
-    )
+    reward = ["--rm-type", "remote_rm", "--rm-url", "http://me:hunter2@host:80/score"]
+    text = card("--sglang-ssl-keyfile-password", "abc123", *reward)
     assert "abc123" not in text and "--sglang-ssl-keyfile-password ***" in text
     assert "hunter2" not in text and "http://me:***@host:80/score" in text
     assert "/home/someone" not in text, "the run's folder is not part of what it is"

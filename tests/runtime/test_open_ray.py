@@ -82,7 +82,7 @@ def test_what_cannot_be_asked_is_refused(address: str, joined: list[str]) -> Non
 
 def test_a_server_that_is_no_ray_is_refused(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and never answers."""
-    monkeypatch.setattr(ray_cluster, "_PROBE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(ray_cluster, "_PROBE_TIMEOUT_S", 0.5)
     with socket.create_server((get_node_ip_address(), 0)) as server:
         host, port = server.getsockname()
         with pytest.raises(ValueError, match="did not say"):

@@ -278,12 +278,12 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(
     supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
     spans.record_to(tmp_path, "driver", 1)
     try:
-        with Watchdog(tmp_path, 1, probes, floor_s=0.2, timeout_s=2.0) as watchdog:
+        with Watchdog(tmp_path, 1, probes, floor_s=0.2, timeout_s=1.0) as watchdog:
             os.kill(pids[1], signal.SIGSTOP)
             with pytest.raises(KeyboardInterrupt) as raised, spans.phase("train"):
                 supervisor.finish([rank.work.remote(0.0) for rank in ranks])
         error = watchdog.ended_by(raised.value)
-        again = Watchdog(tmp_path, 2, probes, floor_s=0.2, timeout_s=2.0)
+        again = Watchdog(tmp_path, 2, probes, floor_s=0.2, timeout_s=1.0)
         with again, pytest.raises(KeyboardInterrupt), spans.phase("push"):
             get([ranks[1].work.remote(0.0)])  # the same of a wait that never looks up
     finally:
