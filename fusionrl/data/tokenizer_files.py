@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrl.data.findings import FindingError
 from fusionrl.data.render import Messages, render_with
+from fusionrl.observe.json_values import read_object
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -195,11 +196,7 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _object(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(path) or {}
 
 
 def _text(token: object) -> str | None:

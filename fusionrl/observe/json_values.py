@@ -91,6 +91,14 @@ def parse_object(text: bytes) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_object(path: Path) -> dict[str, object] | None:
+    """The object that a JSON file holds; None where there is no such file, or something else in it."""
+    try:
+        return parse_object(path.read_bytes())
+    except OSError:
+        return None
+
+
 def write_atomically(path: Path, content: str | Iterable[bytes]) -> None:
     """Write a text, or parts of one, under a temporary name next to `path`, then rename: a reader never sees half a
     file, and an error leaves none."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, NotRequired, Self, TypedDict
 
 from fusionrl.base.environment import hide_passwords
-from fusionrl.observe.json_values import to_jsonable, write_atomically
+from fusionrl.observe.json_values import read_object, to_jsonable, write_atomically
 from fusionrl.observe.metrics import next_attempt
 
 LOCK_FILE = "run.lock"
@@ -131,13 +131,7 @@ def _holder(path: Path) -> _Holder | None:
 def last_config(path: Path) -> dict[str, object] | None:
     """Return the newest config.json of a run's folder; None where there is none that can be read."""
     file = last_config_file(path)
-    if file is None:
-        return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return config if isinstance(config, dict) else None
+    return None if file is None else read_object(file)
 
 
 def last_config_file(path: Path) -> Path | None:

@@ -22,7 +22,7 @@ from rich.cells import cell_len, set_cell_size
 from fusionrl.base.plurals import counted
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
-from fusionrl.observe.run_dir import holds_run
+from fusionrl.observe.run_dir import holds_run, last_config
 from fusionrl.observe.safe_text import as_text, shorten, visible
 
 _EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups
@@ -181,8 +181,8 @@ def reward_key(run: Path, file: RolloutFile) -> str | None:
         if file.kind.startswith(EVAL_KIND):
             summary = json.loads((run / "eval" / f"{file.step}.json").read_text(encoding="utf-8"))
             return summary["sets"][file.kind.removeprefix(EVAL_KIND)]["settings"]["reward_key"]
-        configs = sorted(run.glob("config*.json"), key=lambda path: path.stat().st_mtime)
-        return json.loads(configs[-1].read_text(encoding="utf-8"))["reward"]["reward_key"]
+        config: Any = last_config(run)
+        return config["reward"]["reward_key"]
     except (OSError, ValueError, LookupError, TypeError):
         return None  # a folder put together by hand; rewards that are numbers need no key
 

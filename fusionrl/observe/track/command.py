@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from fusionrl.base.environment import hide_passwords
-from fusionrl.observe.json_values import write_atomically
+from fusionrl.observe.json_values import read_object, write_atomically
 from fusionrl.observe.metrics import METRICS_FILE, read_lines
 from fusionrl.observe.run_dir import LOCK_FILE, is_running, last_config, other_host
 from fusionrl.observe.show import find_run
@@ -186,12 +186,8 @@ class SentState:
 
 
 def _read(path: Path) -> dict[str, object]:
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
     # A file of an earlier version may have passwords in its keys.
-    return {hide_passwords(key): value for key, value in state.items()} if isinstance(state, dict) else {}
+    return {hide_passwords(key): value for key, value in (read_object(path) or {}).items()}
 
 
 # ------------------------------------------------------------------------------------------------ the command
