@@ -80,12 +80,11 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan the calls for requests with `prefixes` tokens in the cache and `news` tokens, one or more, to compute.
 
-    Args:
-        table: [any, longest] slot of each token of each request
-        rows: [requests] row of the table
-        dtype: of the queries
-        row_bytes: of a token's keys, or of its values
-        window: a query sees so many tokens before its own; None: all of them
+    table      [any, longest] slot of each token of each request
+    rows       [requests] row of the table
+    dtype      of the queries
+    row_bytes  of a token's keys, or of its values
+    window     a query sees so many tokens before its own; None: all of them
     """
     if max(news) > 1:
         rows, prefixes, news = _cut(rows, prefixes, news, window)
@@ -135,11 +134,10 @@ def divide(
 ) -> list[list[int]]:
     """Divide requests, by their places, into groups with little padding; one group keeps their order.
 
-    Args:
-        prefixes: that the new tokens see
-        news: tokens to compute
-        max_rows: of keys in a group of several requests; None: any number
-        has_masks: a group of several requests has no more scores than a mask may have
+    prefixes   that the new tokens see
+    news       tokens to compute
+    max_rows   of keys in a group of several requests; None: any number
+    has_masks  a group of several requests has no more scores than a mask may have
     """
     totals = [prefix + new for prefix, new in zip(prefixes, news, strict=True)]
     costs = [_cost(new, total) for new, total in zip(news, totals, strict=True)]
@@ -209,13 +207,12 @@ def plan_trees(
 
     A drafted token sees what is before the draft, its ancestors and itself.
 
-    Args:
-        table: [any, longest] slot of each token of each request; those of the tree come after those before it
-        rows: [B] row of the table
-        num_before: [B] tokens before the tree
-        tree_mask: [B * n * n], or more, bool: which nodes a node sees
-        dtype: of the queries
-        window: a query sees so many positions before its own; None: all of them
+    table       [any, longest] slot of each token of each request; those of the tree come after those before it
+    rows        [B] row of the table
+    num_before  [B] tokens before the tree
+    tree_mask   [B * n * n], or more, bool: which nodes a node sees
+    dtype       of the queries
+    window      a query sees so many positions before its own; None: all of them
     """
     count = len(rows)
     num_nodes = math.isqrt(len(tree_mask) // count)

@@ -152,13 +152,11 @@ def swiglu_backward(grad: Tensor, both: Tensor) -> Tensor:
 def rotate(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     """Turn halves of each head against each other, as rotary embeddings do; the dimensions beyond them are copied.
 
-    Args:
-        values: [T, heads, d]
-        cos, sin: [T, r / 2] of one stride: the first r of d dimensions are turned
-        back: turn the other way, which is the gradient
+    values    [T, heads, d]
+    cos, sin  [T, r / 2] of one stride: the first r of d dimensions are turned
+    back      turn the other way, which is the gradient
 
-    Raises:
-        IndexError: a token has no row of angles.
+    Raises IndexError if a token has no row of angles.
     """
     assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(-1) == 1
     count, heads, size = values.shape
@@ -205,19 +203,14 @@ def attend_decode(
 ) -> Tensor:
     """Attention of one new token a request; keys and values are read where the cache has them.
 
-    Args:
-        query: [B, H, D]
-        keys, values: [slots, K, D], [slots, K, V], dense; H / K heads share a key head
-        table: [any, longest] int32 slot of each token of each request, rows dense
-        rows: [B] int64 row of the table, dense
-        lengths: [B] int64 tokens of each request, the new one included, dense
-        window: a token sees so many before itself; None: all
+    query         [B, H, D]
+    keys, values  [slots, K, D], [slots, K, V], dense; H / K heads share a key head
+    table         [any, longest] int32 slot of each token of each request, rows dense
+    rows          [B] int64 row of the table, dense
+    lengths       [B] int64 tokens of each request, the new one included, dense
+    window        a token sees so many before itself; None: all
 
-    Returns:
-        [B, H, V]
-
-    Raises:
-        IndexError: a row or a length is beyond the table, or a slot of it beyond the cache.
+    Returns [B, H, V]. Raises IndexError if a row or a length is beyond the table, or a slot of it beyond the cache.
     """
     count, heads, size = query.shape
     query = query if query.stride()[1:] == (size, 1) else query.contiguous()
@@ -250,18 +243,13 @@ def attend_new(
 ) -> Tensor:
     """The attention of a decode step in one call: heads are normed and rotated, keys and values stored, then attended.
 
-    Args:
-        qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; overwritten
-        norms: weights [D] of the norms of queries and keys, dense; None: there are none
-        angles, positions: as `table` and `positions` of `rotate_both`, dense
-        slots: [B] int64 where the cache takes the new keys and values, dense
-        keys, values, table, rows, lengths, scale, window: as of `attend_decode`, heads of keys and values of one size D
+    qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; overwritten
+    norms: weights [D] of the norms of queries and keys, dense; None: there are none
+    angles, positions: as `table` and `positions` of `rotate_both`, dense
+    slots: [B] int64 where the cache takes the new keys and values, dense
+    keys, values, table, rows, lengths, scale, window: as of `attend_decode`, heads of keys and values of one size D
 
-    Returns:
-        [B, H * D]
-
-    Raises:
-        IndexError: a position, a slot, a row or a length is beyond its table.
+    Returns [B, H * D]. Raises IndexError if a position, a slot, a row or a length is beyond its table.
     """
     (count, width), (num_slots, groups, size) = qkv.shape, keys.shape
     heads = width // size - 2 * groups
@@ -316,12 +304,10 @@ class RowTable:
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention of the sequences in a packed row of T tokens; H / K heads share a key head.
 
-    Args:
-        query: [T, H, D]
-        key, value: [T, K, D], [T, K, V]
+    query       [T, H, D]
+    key, value  [T, K, D], [T, K, V]
 
-    Returns:
-        ([T, H, V], the logarithm of each softmax's sum [T, H] in fp32); 0 for tokens of no sequence.
+    Returns ([T, H, V], the logarithm of each softmax's sum [T, H] in fp32); 0 for tokens of no sequence.
     """
     parts, strides = _heads(query, key, value)
     (count, heads, size), (_, groups, _), value_size = query.shape, key.shape, value.size(2)

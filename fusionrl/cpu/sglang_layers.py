@@ -90,10 +90,9 @@ def _rotary(original: Path) -> Path:
     ) -> object:
         """Turn queries and keys by their tokens' angles: new tensors of their shapes.
 
-        Args:
-            positions: [T] of the tokens
-            query, key: [T, heads * size], which differ in their numbers of heads
-            offsets: added to the positions, by SGLang's path
+        positions   [T] of the tokens
+        query, key  [T, heads * size], which differ in their numbers of heads
+        offsets     added to the positions, by SGLang's path
         """
         angles = self.cos_sin_cache  # [positions, r]: cosines, then sines
         is_other = args or offsets is not None or any(value is not None for value in kwargs.values())

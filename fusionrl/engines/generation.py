@@ -51,9 +51,8 @@ def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED, first: i
 
     first  number of its first token in the request's answer, of which `weight_versions` are spans
 
-    Raises:
-        AnswerError: a field is missing, of another type, or out of its range (`AnswerBounds`); or fields do not belong
-            together.
+    Raises AnswerError if a field is missing, of another type, or out of its range (`AnswerBounds`); or fields do not
+    belong together.
     """
     if not isinstance(answer, dict) or not isinstance(meta := answer.get("meta_info"), dict):
         raise AnswerError("meta_info is missing")

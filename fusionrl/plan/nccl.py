@@ -15,9 +15,8 @@ CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 def shared_settings(server_args: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
     """Return both variables as SGLang would leave them: a flag of the engines wins, then the user's value, then "0".
 
-    Args:
-        server_args: the engines' fields of ServerArgs.
-        environ: the environment of the command.
+    server_args  the engines' fields of ServerArgs
+    environ      the environment of the command
     """
     symmetric = bool(server_args.get("enable_symm_mem"))
     multicast = symmetric or bool(server_args.get("enable_nccl_nvls"))

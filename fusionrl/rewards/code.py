@@ -28,9 +28,7 @@ _BLOCK = re.compile(
 def grade_share(response: str, label: object) -> CodeGrade:
     """Share of the tests of `label` that the last Python block of the response passes.
 
-    Raises:
-        ValueError: the label is not a test set.
-        SandboxError: the sandbox does not work.
+    Raises ValueError if the label is not a test set; SandboxError if the sandbox does not work.
     """
     tests = read_tests(label)
     program = last_python_block(response)

@@ -81,11 +81,7 @@ Test = InputTest | CallTest | ExpressionTest | NumbersTest | JudgedTest
 
 
 def read_tests(label: object) -> list[Test]:
-    """The tests of a label.
-
-    Raises:
-        ValueError: it is not a test set; the text gives the reason.
-    """
+    """The tests of a label. Raises ValueError if it is not a test set; the text gives the reason."""
     if isinstance(label, str):
         try:
             label = json.loads(label)

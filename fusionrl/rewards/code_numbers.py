@@ -50,11 +50,7 @@ def _asks(node: ast.expr) -> bool:
 
 
 def number_of(wire: object) -> int | float:
-    """The number of a wire form.
-
-    Raises:
-        NoNumbers: it is something else, or too large.
-    """
+    """The number of a wire form. Raises NoNumbers if it is something else, or too large."""
     match wire:
         case {"f": "nan" | "inf" | "-inf" as text, **others} if not others:
             return float(text)
@@ -67,8 +63,7 @@ def number_of(wire: object) -> int | float:
 def value_of(node: ast.expr, answers: Sequence[int | float]) -> Any:
     """The value of a test that `is_numeric`, by Python itself: it has nothing but operations on bounded numbers.
 
-    Raises:
-        ArithmeticError, TypeError, ValueError: as Python does for these numbers.
+    Raises ArithmeticError, TypeError or ValueError, as Python does for these numbers.
     """
     code = compile(ast.Expression(node), "test.py", "eval", dont_inherit=True)
     return eval(code, {"__builtins__": {}, ASK: answers.__getitem__, **_NAMES})

@@ -34,8 +34,7 @@ _IMPORTS = "import collections, functools, heapq, itertools, math, re\nfrom typi
 def run_test(program: str, test: Test) -> str | None:
     """Run it; returns None if the program passes, else one of `REASONS`.
 
-    Raises:
-        SandboxError: the sandbox does not work any more; not because of this program.
+    Raises SandboxError if the sandbox does not work any more, which is not because of this program.
     """
     try:
         match test:

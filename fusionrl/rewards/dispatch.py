@@ -51,10 +51,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float |
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it is
     counted, its status is FAILED and its reward 0; or it gets --reward-failure-value where that is given. With it, the
-    same holds for a function that raises, or returns neither a finite number nor a dict.
-
-    Raises:
-        RewardError: the function raised, or returned no number and no dict, without --reward-failure-value.
+    same holds for a function that raises, or returns neither a finite number nor a dict. Raises RewardError if the
+    function raised, or returned no number and no dict, without --reward-failure-value.
     """
     return await score_sample(RewardSettings.of_args(args), sample, **kwargs)
 

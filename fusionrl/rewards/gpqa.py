@@ -48,10 +48,8 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
     label     read where there is no `correct_letter`: a letter, the index of a choice from 0, or a choice's text
 
     Where no letter can be found, a response that quotes the right choice is right, too: its text, the label's, or
-    `correct_answer` or `answer_text` of the metadata.
-
-    Raises:
-        ValueError: label and metadata together name no right letter.
+    `correct_answer` or `answer_text` of the metadata. Raises ValueError if label and metadata together name no right
+    letter.
     """
     right, letters, texts = read_choices(label, metadata)
     answer = response.rpartition("</think>")[2]
@@ -68,8 +66,7 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
 def read_choices(label: object, metadata: Mapping[str, Any] | None) -> tuple[str, list[str], list[str]]:
     """Return the right letter, all letters, and the texts of the choices.
 
-    Raises:
-        ValueError: label and metadata together name no right letter, or the metadata holds no choices or letters.
+    Raises ValueError if label and metadata together name no right letter, or the metadata holds no choices or letters.
     """
     metadata = metadata or {}
     choices, valid = metadata.get("choices") or [], metadata.get("valid_letters") or []

@@ -18,8 +18,7 @@ def compute_ifbench_reward(response: str, label: object, metadata: dict[str, Any
 
     metadata  `instruction_id_list`; `kwargs`, a dict for each instruction, or one for all; `prompt_text`, `record_id`
 
-    Raises:
-        ValueError: the metadata has no instructions, or the program is not there.
+    Raises ValueError if the metadata has no instructions, or the program is not there.
     """
     metadata = metadata or {}
     names = instructions(metadata)

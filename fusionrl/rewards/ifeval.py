@@ -21,9 +21,8 @@ from fusionrl.rewards.text_match import after_thinking
 def ifeval(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 where the response, after its thinking, follows every instruction (the paper's strict prompt-level accuracy).
 
-    Raises:
-        ValueError: the metadata has no instructions, or one that is unknown or has unfit arguments; or the package
-            langdetect is not installed and an instruction needs it.
+    Raises ValueError if the metadata has no instructions, or one that is unknown or has unfit arguments; or the package
+    langdetect is not installed and an instruction needs it.
     """
     return float(all(followed(response, metadata or {}).values()))
 

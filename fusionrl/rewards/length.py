@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 def soft_overlong_punishment(length: int, max_length: int, buffer_length: int) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), in [-1, 0]; lengths in tokens.
 
-    0 up to max_length - buffer_length, then falling linearly to -1 at max_length, and -1 beyond.
-
-    Raises:
-        ValueError: the buffer is empty or longer than max_length.
+    0 up to max_length - buffer_length, then falling linearly to -1 at max_length, and -1 beyond. Raises ValueError if
+    the buffer is empty or longer than max_length.
     """
     if not 0 < buffer_length <= max_length:
         raise ValueError(f"the overlong buffer of {buffer_length} tokens must lie between 1 and {max_length}")

@@ -35,9 +35,7 @@ def math_reward(response: str, label: object) -> float:
     """1 where math-verify finds the response's final answer equal to the label.
 
     Two plain numbers are compared exactly; values of expressions to 6 significant digits. 50 % is 50, and it is 0.5.
-
-    Raises:
-        ValueError: the package math-verify is not installed.
+    Raises ValueError if the package math-verify is not installed.
     """
     texts = str(label), extract_answer(response) or ""
     gold, answer = (read_number(text) for text in texts)
@@ -220,8 +218,8 @@ def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
 def read_truth(label: object) -> str:
     r"""Return the ground truth of a label, which may be in a box.
 
-    Raises:
-        ValueError: no answer can equal it: it is empty, no text and no number, or a box that is empty or not closed.
+    Raises ValueError if no answer can equal it: it is empty, no text and no number, or a box that is empty or not
+    closed.
     """
     truth = read_text(label)
     if _BOX.search(truth) and not extract_answer(truth):

@@ -57,8 +57,7 @@ def canonical(wire: object, as_json: bool) -> str:
     as_json  equal is what JSON makes equal: a tuple and a list, the keys 1 and "1"; but not true and 1. Otherwise equal
              is what Python's `==` says: a tuple is not a list, True is 1. In both, 1 is 1.0 and nan equals nothing.
 
-    Raises:
-        Unreadable: no wire form of a plain value.
+    Raises Unreadable if it is no wire form of a plain value.
     """
     try:
         return _canonical(wire, as_json, 0)

@@ -220,13 +220,12 @@ class RewardPool:
 
         The function's changes to the samples are applied here before the future is done.
 
-        Args:
-            grading: what `Grading.packed` returns.
-            samples: one, or the group.
-            call: "sample" or "group".
-            kwargs: further keyword arguments of the function.
-            limit_s: seconds, from when the function begins.
-            is_async: whether it runs on an event loop.
+        grading   what `Grading.packed` returns
+        samples   one, or the group
+        call      "sample" or "group"
+        kwargs    further keyword arguments of the function
+        limit_s   seconds, from when the function begins
+        is_async  whether it runs on an event loop
         """
         number = next(self._numbers)
         message = frame((number, grading, call, pickle.dumps((list(samples), kwargs))))

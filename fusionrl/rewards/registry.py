@@ -65,8 +65,7 @@ class Graded(NamedTuple):
 def parse_rm_type(rm_type: str) -> dict[str, Part]:
     """The terms of `--rm-type`, by name as written there (`boxed_math`).
 
-    Raises:
-        ValueError: an unknown name, a name twice, or a weight that is not a finite number other than 0.
+    Raises ValueError for an unknown name, a name twice, or a weight that is not a finite number other than 0.
     """
     parts: dict[str, Part] = {}
     for term in re.split(r"\+(?=\s*[a-z_])", rm_type):
@@ -139,8 +138,7 @@ def grade(
 
     model_score  what the reward model said, where `rm_type` names one.
 
-    Raises:
-        ValueError: as `parse_rm_type`, or as the grader does for a label or metadata it cannot use.
+    Raises ValueError as `parse_rm_type` does, or as the grader does for a label or metadata it cannot use.
     """
     parts = parse_rm_type(rm_type)
     if MODEL in parts and model_score is None:

@@ -126,10 +126,8 @@ async def score_here(
 ) -> object:
     """Call a reward function in this process (--in-process): a breakpoint in it stops in the terminal.
 
-    Nothing guards against a function that hangs or ends its process, and no time limit applies.
-
-    Raises:
-        RewardRaised: the function raised, which is its cause.
+    Nothing guards against a function that hangs or ends its process, and no time limit applies. Raises RewardRaised,
+    whose cause is what the function raised.
     """
     register_hooks(grading.hooks)
     target = list(samples) if call == "group" else samples[0]

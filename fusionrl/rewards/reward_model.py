@@ -30,12 +30,9 @@ _turns = itertools.count()
 async def model_score(args: Namespace, sample: Sample) -> float | LostReward:
     """The reward model's score of prompt and response; LostReward where it takes over --reward-timeout-s.
 
-    Broken connections and 5xx answers are tried again with growing pauses.
-
-    Raises:
-        ValueError: the run has no reward model, or it cannot read the sample.
-        RuntimeError: a 4xx answer, or the last failed try.
-        AnswerError: the answer holds no score.
+    Broken connections and 5xx answers are tried again with growing pauses. Raises ValueError if the run has no reward
+    model, or it cannot read the sample; RuntimeError for a 4xx answer, or the last failed try; AnswerError if the
+    answer holds no score.
     """
     urls = getattr(args, "rm_urls", None)
     if not urls:
@@ -58,10 +55,9 @@ async def model_score(args: Namespace, sample: Sample) -> float | LostReward:
 def input_ids(args: Namespace, sample: Sample) -> list[int]:
     """Return what the reward model reads of a sample: its tokens, or the conversation by the reward model's template.
 
-    Tokens of padding at the end are left out, as transformers takes the score of the last one that is none.
-
-    Raises:
-        ValueError: nothing to read, a token that the reward model has not, or a conversation that its template refuses.
+    Tokens of padding at the end are left out, as transformers takes the score of the last one that is none. Raises
+    ValueError if there is nothing to read, for a token that the reward model has not, or for a conversation that its
+    template refuses.
     """
     model = read_scorer(args.rm_model, "--rm-model")
     reads_tokens = args.rm_input == "auto" and same_tokens(args.hf_checkpoint, args.rm_model)

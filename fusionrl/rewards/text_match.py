@@ -22,8 +22,7 @@ def after_thinking(response: str) -> str:
 def read_text(label: object) -> str:
     """Return a label that answers are compared with as text.
 
-    Raises:
-        ValueError: it is neither text nor a number, or empty: no answer is meant to equal it.
+    Raises ValueError if it is neither text nor a number, or empty: no answer is meant to equal it.
     """
     if label is None:
         raise ValueError("there is no label (null, or --label-key names no column of the row)")

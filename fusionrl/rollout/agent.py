@@ -58,9 +58,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
 
     COMPLETED is an answer without calls; TRUNCATED a turn that was cut off, calls in the last of --max-turns, or an
     answer of tools that leaves no room. `sample.metadata` counts `num_turns`, `num_tool_calls` and `num_tool_errors`.
-
-    Raises:
-        ValueError: the prompt has no messages, or the chat template cannot render tools' answers.
+    Raises ValueError if the prompt has no messages, or the chat template cannot render tools' answers.
     """
     tokenizer = load_tokenizer(args.hf_checkpoint)
     schemas = [tool.schema for tool in tools]
@@ -114,8 +112,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
 def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object]] | None = None) -> None:
     """Put the prompt's tokens into the sample. A row's own tools (--tool-key) are in its prompt already.
 
-    Raises:
-        ValueError: there are tools, but the prompt is not a list of messages under a chat template.
+    Raises ValueError if there are tools, but the prompt is not a list of messages under a chat template.
     """
     if schemas and tools_of(sample.metadata) is None:
         if sample.messages is None:
@@ -202,8 +199,7 @@ async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | Non
     tools_path  --tools-path, for messages; None: the tools are a user's generate function's
     timeout_s   limit of one call
 
-    Raises:
-        HookError: what a tool of --tools-path raised.
+    Raises HookError for what a tool of --tools-path raised.
     """
     import jsonschema
 
@@ -262,8 +258,7 @@ async def parse_tool_calls(
 def parser_name(requested: str, folder: str) -> str:
     """--tool-call-parser, or for auto what SGLang finds in the chat template of `folder`.
 
-    Raises:
-        ValueError: an unknown parser, a template without tool calls, or SGLang is not installed.
+    Raises ValueError for an unknown parser or a template without tool calls, or if SGLang is not installed.
     """
     cpu_wing.install_stand_ins()
     try:

@@ -15,11 +15,9 @@ async def post(
     """POST `payload` as JSON and return the JSON that is answered; the run's own engines get their key by themselves.
 
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. Answers of the policy's
-    engines are noted, so that the samples that a generate or rollout function makes get their weight versions.
-
-    Raises:
-        ValueError: a request to /generate without a token, of which an engine dies.
-        RuntimeError: a 4xx answer, or the last failed try; with the server's text.
+    engines are noted, so that the samples that a generate or rollout function makes get their weight versions. Raises
+    ValueError for a request to /generate without a token, of which an engine dies. Raises RuntimeError with the
+    server's text for a 4xx answer, or the last failed try.
     """
     ids = payload.get("input_ids")
     if url.endswith("/generate") and isinstance(ids, list) and (not ids or [] in ids):

@@ -150,8 +150,7 @@ async def custom_generate(
 ) -> Sample | list[Sample]:
     """Call the user's generate function on a sample; returns one or several, each checked.
 
-    Raises:
-        HookError: it raised, or returned something other than samples, or one whose fields do not fit together.
+    Raises HookError if it raised, or returned something other than samples, or one whose fields do not fit together.
     """
     function = generate_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
@@ -245,8 +244,7 @@ async def _greedy_reward(context: SampleContext, sample: Sample, params: Samplin
 def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
     """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
 
-    Raises:
-        HookError: it raised, or returned something else.
+    Raises HookError if it raised, or returned something else.
     """
     if path is None:
         return DynamicFilterOutput(True)

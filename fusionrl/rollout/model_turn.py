@@ -162,8 +162,7 @@ def note_no_room(sample: Sample) -> None:
 def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
     """[prompt_length] int32: the ids made when the data was read, or the prompt's text tokenized now.
 
-    Raises:
-        ValueError: the prompt is a list of messages.
+    Raises ValueError if the prompt is a list of messages.
     """
     if sample.prompt_tokens is not None:
         return sample.prompt_tokens

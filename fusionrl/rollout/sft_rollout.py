@@ -29,9 +29,8 @@ def _supervised(folder: str, kind: str, template_kwargs: str) -> SupervisedSampl
 def to_sft_sample(args: Namespace, sample: Sample) -> Sample:
     """One supervised sample: tokens, response length and mask; those that its row holds, where it does.
 
-    Raises:
-        ValueError: a conversation that nothing can be trained on or no right mask can be made of (with its number), or
-            a text prompt without a text label.
+    Raises ValueError for a conversation (with its number) that nothing can be trained on or no right mask can be made
+    of, or a text prompt without a text label.
     """
     if sample.num_tokens and sample.array("loss_mask") is not None:  # columns `tokens` and `loss_mask` of its row
         return sample

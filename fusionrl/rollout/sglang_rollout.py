@@ -162,9 +162,7 @@ class _Rollout:
     async def fill(self) -> None:
         """Generate until enough groups are kept.
 
-        Raises:
-            RolloutAborted: the rollout was stopped before that.
-            ValueError: the filter keeps next to nothing.
+        Raises RolloutAborted if the rollout was stopped before that; ValueError if the filter keeps next to nothing.
         """
         args = self._args
         while len(self._kept) < self._num_wanted:
@@ -242,8 +240,7 @@ class _Rollout:
 def check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:
     """A filter that keeps next to nothing would never fill the rollout.
 
-    Raises:
-        ValueError: names the filter, and what it said.
+    Raises ValueError, which names the filter and what it said.
     """
     num_dropped = sum(dropped.values())
     if num_dropped >= MAX_DROPPED * target and num_kept * MAX_DROPPED < num_dropped:

@@ -43,10 +43,8 @@ class Teacher:
     async def score(self, samples: Sequence[Sample]) -> None:
         """Fill in `teacher_log_probs`, [response_length] float32, of the samples that lack it and train something.
 
-        The tokens of tools and environments are scored with the others; a first token without a prompt gets 0.
-
-        Raises:
-            RuntimeError: the teacher refused the sample, or gave no number; names the sample.
+        The tokens of tools and environments are scored with the others; a first token without a prompt gets 0. Raises
+        RuntimeError, which names the sample, if the teacher refused it, or gave no number.
         """
         if self._clients:
             unscored = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]

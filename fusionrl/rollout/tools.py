@@ -67,8 +67,7 @@ class PythonTool:
     async def __call__(self, code: str) -> str:
         """Standard output, then errors, then how the script was ended if it did not end itself.
 
-        Raises:
-            SandboxError: the sandbox does not work any more; not because of this script.
+        Raises SandboxError if the sandbox does not work any more, which is not because of this script.
         """
         try:
             result = await run_python(code, limits=self.limits)
@@ -89,8 +88,7 @@ class SearchTool:
     def __init__(self, corpus: str | Path, num_results: int = 3) -> None:
         """`corpus` is a .jsonl or .parquet file with the columns `text` and, if there are titles, `title`.
 
-        Raises:
-            ValueError: no such file, a row without text, or bm25s is not installed.
+        Raises ValueError if there is no such file, a row has no text, or bm25s is not installed.
         """
         self.num_results = num_results
         self._passages, self._index = load_corpus(str(corpus))

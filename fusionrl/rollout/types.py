@@ -117,8 +117,7 @@ class Limits:
 def check_samples(field: str, path: str, samples: Sequence[object], limits: Limits) -> None:
     """Check what a user's function returned: samples whose fields fit together, with numbers within the limits.
 
-    Raises:
-        HookError: names the flag of `field`, the function, and what is wrong.
+    Raises HookError, which names the flag of `field`, the function, and what is wrong.
     """
     for sample in samples:
         if not isinstance(sample, Sample):
@@ -140,8 +139,7 @@ def _where(field: str, path: str) -> str:
 def as_train_output(output: object) -> RolloutFnTrainOutput:
     """Return the output of a rollout function; bare lists are accepted.
 
-    Raises:
-        ValueError: neither a RolloutFnTrainOutput nor a list of groups or samples.
+    Raises ValueError for what is neither a RolloutFnTrainOutput nor a list of groups or samples.
     """
     if hasattr(output, "samples") and hasattr(output, "metrics"):
         refused = list(getattr(output, "refused", []))

@@ -301,11 +301,10 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: EngineAnswers, where: 
     Only of samples in which at least one whole answer stands: others were made of something else than these answers (by
     another client, or the answers were a judge's), or were tokenized anew.
 
-    Args:
-        samples: as the function left them.
-        answers: to its requests by `fusionrl.plugin_api.post`; without any, nothing is known.
-        where: flag and path of the function.
-        before: the sample's response before the function had it: an earlier rollout's tokens were sampled.
+    samples  as the function left them
+    answers  to its requests by `fusionrl.plugin_api.post`; without any, nothing is known
+    where    flag and path of the function
+    before   the sample's response before the function had it: an earlier rollout's tokens were sampled
     """
     for sample in samples:
         vars(sample).pop(_ATTRIBUTE, None)

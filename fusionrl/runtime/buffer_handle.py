@@ -110,9 +110,8 @@ class BufferHandle:
     def wait_evaluation(self, started: PendingRound) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout.
 
-        Raises:
-            EvaluationLost: an engine that only evaluates died meanwhile, no other took over, and a new one starts.
-            HookError, ValueError: in Ray's wrapping; a fault of a user's function, which would fail again.
+        Raises EvaluationLost if an engine that only evaluates died meanwhile, no other took over, and a new one starts.
+        HookError and ValueError come in Ray's wrapping: a fault of a user's function, which would fail again.
         """
         has_own = bool(self._engines.evaluation.engines)
         if has_own:

@@ -100,9 +100,8 @@ class ExternalEngines:
     def start(self, router: Router | None, urls: list[str]) -> None:
         """Add the engines of the flag to the list, and wait until each has joined.
 
-        Raises:
-            ValueError: the run cannot use an engine of the flag.
-            RuntimeError: an engine of the flag does not answer.
+        Raises ValueError if the run cannot use an engine of the flag; RuntimeError if an engine of the flag does not
+        answer.
         """
         self._router = router
         if router is None:

@@ -82,9 +82,7 @@ class Step:
     def train(self, rollout: Rollout) -> None:
         """Train on the rollout, as a whole.
 
-        Raises:
-            Terminated: SIGTERM came meanwhile.
-            RuntimeError: an engine died meanwhile.
+        Raises Terminated if SIGTERM came meanwhile; RuntimeError if an engine died meanwhile.
         """
         self._work = rollout.work
         self.values |= self._run.train(rollout)

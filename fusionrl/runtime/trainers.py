@@ -174,8 +174,7 @@ class TrainerGroups:
     def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, concurrent: Refs = ()) -> list[object]:
         """Wait for each rank's answer, (metrics, columns), and for `concurrent` calls.
 
-        Returns:
-            References to the columns, one of each replica.
+        Returns references to the columns, one of each replica.
         """
         self._gather([*concurrent, *(done for done, _ in pairs)])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

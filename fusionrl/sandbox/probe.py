@@ -33,8 +33,8 @@ class Mode:
 def probe(limits: Limits | None = None) -> Mode:
     """Run a small program, and return the mode that it ran in.
 
-    Raises:
-        SandboxError: programs cannot be started here, or only in the weak mode and that is not allowed; with a cure.
+    Raises SandboxError, with a cure, if programs cannot be started here, or only in the weak mode and that is not
+    allowed.
     """
     # Twice 21 is worked out by the program: an interpreter that starts and does nothing is not enough.
     result = run_python_sync("print(int(input()) * 2)", stdin="21", limits=limits or Limits(wall_s=30.0))

@@ -52,10 +52,8 @@ def allow_weak(allowed: bool) -> None:
 async def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
     """Run `code` as a script, with `stdin` as its input; cancelling the call ends the run.
 
-    A few runs a core run at a time and further calls wait; the wall time counts from a run's own start.
-
-    Raises:
-        SandboxError: the sandbox itself could not be set up, or would be weak and `allow_weak` was not called.
+    A few runs a core run at a time and further calls wait; the wall time counts from a run's own start. Raises
+    SandboxError if the sandbox itself could not be set up, or would be weak and `allow_weak` was not called.
     """
     run = Run(code, stdin, limits or Limits())
     try:
@@ -75,9 +73,8 @@ def run_python_sync(
 ) -> SandboxResult:
     """As `run_python`, from any thread.
 
-    Args:
-        answer_bytes: if positive, the code may write as many bytes to descriptor 3, apart from its output.
-        descriptors: open descriptors that become 4, 5, … of the code (with `answer_bytes`, else 3, 4, …).
+    answer_bytes  if positive, the code may write as many bytes to descriptor 3, apart from its output
+    descriptors   open descriptors that become 4, 5, … of the code (with `answer_bytes`, else 3, 4, …)
     """
     return Run(code, stdin, limits or Limits(), answer_bytes, descriptors).result()
 
@@ -129,12 +126,10 @@ class Run:
     def result(self, on_start: Callable[[], object] | None = None) -> SandboxResult:
         """Start the launcher in a folder of its own, wait for its end and its report, and remove the folder.
 
-        Args:
-            on_start: called once when the launcher has the descriptors, or will never have them.
+        on_start  called once when the launcher has the descriptors, or will never have them
 
-        Raises:
-            SandboxError: no report came, it says that the code could not be started, or the machine lacks the means
-                for a run: space for its folder, descriptors, processes.
+        Raises SandboxError if no report came, it says that the code could not be started, or the machine lacks the
+        means for a run: space for its folder, descriptors, processes.
         """
         with contextlib.ExitStack() as stack:
             if on_start is not None:

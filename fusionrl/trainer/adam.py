@@ -18,8 +18,7 @@ import torch
 class FusedAdam(torch.optim.Optimizer):
     """Decoupled weight decay Adam (arXiv 1711.05101) with fp32 moments and a step count a group.
 
-    Raises:
-        ValueError: an option of FusedAdam that torch's kernel does not have.
+    Raises ValueError for an option of FusedAdam that torch's kernel does not have.
     """
 
     def __init__(

@@ -35,12 +35,9 @@ def is_whitened(algorithm: AlgorithmGroup) -> bool:
 def add_advantages(shard: TrainShard, config: Config, device: torch.device) -> dict[str, float]:
     """Set the shard's `advantages`, and with a critic its `returns`. A collective of the data-parallel ranks.
 
-    Returns:
-        Metrics over all ranks, without prefix: kl (policy to reference, where it is a price), opd_kl (policy to
-        teacher), and the number of tokens left out of either because a log-prob was not finite.
-
-    Raises:
-        ValueError: rewards, values or log-probs that no advantage can be computed from.
+    Returns metrics over all ranks, without prefix: kl (policy to reference, where it is a price), opd_kl (policy to
+    teacher), and the number of tokens left out of either because a log-prob was not finite. Raises ValueError for
+    rewards, values or log-probs that no advantage can be computed from.
     """
     kinds = (np.float32, np.bool_)
     columns = {name: torch.from_numpy(array) for name, array in shard.fields.items() if array.dtype in kinds}

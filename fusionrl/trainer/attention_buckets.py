@@ -65,10 +65,10 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Group rows so that none is padded to more than twice itself.
 
-    Args:
-        rows: packed tokens of each sequence, in its order; tokens of the row of `num_tokens` in none are padding.
-        num_tokens, device: of the packed row, and of the indices.
-        prompts: how many tokens at its begin each row may share with others; None: none.
+    rows                packed tokens of each sequence, in its order; tokens of the row of `num_tokens` in none are
+                        padding
+    num_tokens, device  of the packed row, and of the indices
+    prompts             how many tokens at its begin each row may share with others; None: none
     """
     planner = _Planner(rows, num_tokens, device)
     unshared, families = _families(rows, prompts)

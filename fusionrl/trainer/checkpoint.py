@@ -154,8 +154,7 @@ class Saving:
     def finish(self) -> None:
         """Publish it; collective. It replaces one of its name.
 
-        Raises:
-            OSError: on every rank, where one could not write; what was at the path is as it was.
+        Raises OSError on every rank if one cannot write; what was at the path is then as it was.
         """
         try:
             self._files.finish()
@@ -233,8 +232,7 @@ def _publish(partial: Path, final: Path) -> None:
 def read_description(path: str) -> dict[str, Any]:
     """Read `fusionrl.json` of the checkpoint at `path`.
 
-    Raises:
-        ValueError: no complete checkpoint of this format is there.
+    Raises ValueError if no complete checkpoint of this format is there.
     """
     file = Path(path) / DESCRIPTION
     try:
@@ -263,8 +261,7 @@ def read_description(path: str) -> dict[str, Any]:
 def _check_files(path: str, description: Mapping[str, object], rank: int) -> None:
     """Compare the files with their hashes, each rank its share of them; collective.
 
-    Raises:
-        ValueError: on every rank, where one found a difference.
+    Raises ValueError on every rank if one finds a difference.
     """
     facts, where = description.get("files"), f"checkpoint {path}: it is damaged or incomplete"
     with failing_together(ValueError, "{error}; resume from another one"):
@@ -279,8 +276,7 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
 def _check_backend(folder: str) -> None:
     """Refuse what another backend wrote; Megatron-core 0.19 reads it as its own.
 
-    Raises:
-        ValueError: metadata.json names another one.
+    Raises ValueError if metadata.json names another one.
     """
     config = maybe_load_config(folder)  # None: Megatron says so itself
     if config is not None and config.sharded_backend != _BACKEND:
@@ -290,11 +286,8 @@ def _check_backend(folder: str) -> None:
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
     """Restore a checkpoint with its optimizer's options; collective.
 
-    Returns:
-        Its counters, and `rng_restored`: whether the layout was the same.
-
-    Raises:
-        ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.
+    Returns its counters, and `rng_restored`: whether the layout was the same. Raises ValueError for no complete
+    checkpoint, one of another model, or files of it that are missing or damaged.
     """
     description = read_description(path)
     try:
@@ -335,8 +328,7 @@ def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
     """The folder with Megatron's files: `path` itself, `path`/trainer of a run's checkpoint, or what
     latest_checkpointed_iteration.txt in `path` names (iter_0000010 or release), as Megatron-LM and slime write it.
 
-    Raises:
-        ValueError: no Megatron checkpoint is there, or one in another format.
+    Raises ValueError if no Megatron checkpoint is there, or one in another format.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -362,10 +354,8 @@ def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
 def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megatron-checkpoint") -> None:
     """Read the weights of a Megatron checkpoint, and nothing else of it, at this layout; collective.
 
-    The vocabulary may be padded to any multiple; rows of padding are never tokens.
-
-    Raises:
-        ValueError: no such checkpoint, one of another model, or a damaged one.
+    The vocabulary may be padded to any multiple; rows of padding are never tokens. Raises ValueError for no such
+    checkpoint, one of another model, or a damaged one.
     """
     folder = weights_folder(path, flag)
     state = _weights_state(modules)
@@ -381,8 +371,7 @@ def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megat
 def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
     """Write the weights alone as a Megatron checkpoint that Megatron-LM and slime load as a release; collective.
 
-    Raises:
-        ValueError: `path` is there already.
+    Raises ValueError if `path` is there already.
     """
     folder = Path(path)
     partial = folder.with_name(folder.name + ".partial")

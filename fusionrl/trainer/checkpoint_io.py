@@ -61,11 +61,7 @@ class _Stored:
 
 
 def write_buckets(transforms: list[object], buckets: list[Bucket]) -> Written[Report]:
-    """Write each bucket's file and hash it, one thread each.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write each bucket's file and hash it, one thread each. Raises OSError if a file cannot be written."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     def write_one(index: int) -> tuple[Report, Facts]:
@@ -270,11 +266,7 @@ class PendingFiles:
         return self._writer is None or self._writer.is_done()
 
     def finish(self) -> None:
-        """Wait for all ranks' files and write what describes them.
-
-        Raises:
-            OSError: on every rank, where one could not write.
-        """
+        """Wait for all ranks' files and write what describes them. Raises OSError on every rank if one cannot write."""
         with failing_together():
             if self._error is not None:
                 raise self._error

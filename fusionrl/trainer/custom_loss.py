@@ -40,8 +40,7 @@ class CustomLoss:
                         step as the loss takes it (--loss-aggregation), of which this is one summand; what it
                         gives adds up over micro-batches and ranks
 
-    Raises:
-        HookError: the function raised, or did not return a loss.
+    Raises HookError if the function raised, or did not return a loss.
     """
 
     def __init__(
@@ -136,18 +135,14 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs, with gradient, of a custom loss's response tokens, at the rollout's temperature.
 
-    Args:
-        logits: [1, T, V / tp] as the loss function got them.
-        args: the flags.
-        unconcat_tokens, total_lengths, response_lengths: of its batch.
-        with_entropy: the entropies too.
-        starts: of its batch. Default: all samples of the micro-batch follow each other, in its order.
+    logits: [1, T, V / tp] as the loss function got them
+    args: the flags
+    unconcat_tokens, total_lengths, response_lengths: of its batch
+    with_entropy: the entropies too
+    starts: of its batch. Default: all samples of the micro-batch follow each other, in its order.
 
-    Returns:
-        (an empty tensor, {"log_probs": one [response_length] a sample, "entropy": the same}); slime's shape.
-
-    Raises:
-        ValueError: without `starts`, samples that are not those of the row.
+    Returns (an empty tensor, {"log_probs": one [response_length] a sample, "entropy": the same}); slime's shape. Raises
+    ValueError if there are no `starts` and the samples are not those of the row.
     """
     rows, targets = [], []
     if starts is None:

@@ -44,10 +44,8 @@ def as_rollout_data(shard: TrainShard) -> dict[str, Any]:
 def take_back(shard: TrainShard, data: dict[str, Any], flag: str) -> None:
     """Put what a hook made of `as_rollout_data` into the shard.
 
-    Masks and what the loss is made of may change; tokens and lengths, by which samples are shared out, may not.
-
-    Raises:
-        ValueError: names the hook, the field and the sample.
+    Masks and what the loss is made of may change; tokens and lengths, by which samples are shared out, may not. Raises
+    ValueError, which names the hook, the field and the sample.
     """
     for name in ("loss_mask", *_FREE):
         values = data.get(NAMES.get(name, name))

@@ -149,20 +149,18 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution of `softmax(hidden @ weight.T / temperature)`.
 
-    Args:
-        hidden: [N, h], the same on all ranks of `group`; its gradient is this rank's part of the sum.
-        weight: [V/tp, h], this rank's rows of the output layer.
-        targets: [N] int64 token ids.
-        vocab_size: number of real tokens; rows beyond it are padding.
-        temperature: what logits are divided by: one number, or [N].
-        chunk_size: how many logits a block holds: as many as those of so many tokens over the whole vocabulary; as many
-            again are kept for backward. None is `BLOCK_BYTES` (more where a block would be narrower than h) and
-            `KEPT_BYTES` of `plan.memory.head`. There are two buffers of a block's size.
-        entropy_grad: whether the entropies are differentiable.
-        group: tensor-parallel process group; None is one rank.
+    hidden        [N, h], the same on all ranks of `group`; its gradient is this rank's part of the sum
+    weight        [V/tp, h], this rank's rows of the output layer
+    targets       [N] int64 token ids
+    vocab_size    number of real tokens; rows beyond it are padding
+    temperature   what logits are divided by: one number, or [N]
+    chunk_size    how many logits a block holds: as many as those of so many tokens over the whole vocabulary; as many
+                  again are kept for backward. None is `BLOCK_BYTES` (more where a block would be narrower than h) and
+                  `KEPT_BYTES` of `plan.memory.head`. There are two buffers of a block's size.
+    entropy_grad  whether the entropies are differentiable
+    group         tensor-parallel process group; None is one rank
 
-    Returns:
-        (log_probs [N], entropies [N]) in nats, fp32, equal on all ranks of `group`.
+    Returns (log_probs [N], entropies [N]) in nats, fp32, equal on all ranks of `group`.
     """
     width, num_kept = block_sizes(hidden.size(0), hidden.size(1), weight.size(0), chunk_size)
     num_kept = num_kept if torch.is_grad_enabled() else 0

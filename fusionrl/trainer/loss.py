@@ -184,14 +184,12 @@ def micro_batch_loss(
 ) -> tuple[Tensor, LossSums]:
     """Loss (a sum, see above) of the N chosen tokens of one micro-batch.
 
-    Args:
-        log_probs, entropy: [N] of the policy that is trained, with gradient; of a critic its values.
-        batch, options, hooks: the micro-batch, the loss, and a user's functions within it.
-        compare: report how far the engine's log-probs are off; only right while the weights are those that
-            the rollout was made with.
+    log_probs, entropy     [N] of the policy that is trained, with gradient; of a critic its values
+    batch, options, hooks  the micro-batch, the loss, and a user's functions within it
+    compare                report how far the engine's log-probs are off; only right while the weights are those that
+                           the rollout was made with
 
-    Raises:
-        ValueError: the engine's log-probs are to be the old policy's, and the shard has none.
+    Raises ValueError if the engine's log-probs are to be the old policy's, and the shard has none.
     """
     mask = batch.fields["loss_mask"]
     of_sequences: dict[str, Tensor] = {}

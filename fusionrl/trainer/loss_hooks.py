@@ -34,9 +34,8 @@ class LossHooks:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The micro-batch's policy loss, a share of the step's, from its tokens' [N]; and values of tokens to report.
 
-        Raises:
-            HookError: a function raised, or returned what does not fit.
-            ValueError: the engine's log-probs are to be corrected for, and the shard has none.
+        Raises HookError if a function raised, or returned what does not fit; ValueError if the engine's log-probs are
+        to be corrected for, and the shard has none.
         """
         sizes = batch.response_lengths
         metrics: dict[str, Tensor] = {}

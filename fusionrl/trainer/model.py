@@ -142,8 +142,7 @@ def build_model(
 ) -> tuple[list[torch.nn.Module], TransformerConfig]:
     """This rank's part of the model, with memory for its weights but nothing in it.
 
-    Raises:
-        ValueError: sizes that the model's shape does not allow, or passed-through fields Megatron refuses.
+    Raises ValueError for sizes that the model's shape does not allow, or passed-through fields Megatron refuses.
     """
     layout = plan.layout
     errors = model_errors(layout, shape, config.passthrough.transformer)
@@ -175,8 +174,7 @@ def _build_chunk(
     (Megatron's), `args` (the flags) and `usual` (a function that builds what there would be without it). Parameters
     that have Megatron's names are loaded, pushed and saved.
 
-    Raises:
-        HookError: a function raised, or returned something else.
+    Raises HookError if a function raised, or returned something else.
     """
     spec_path, provider_path = config.model.custom_spec_path, config.model.custom_model_provider_path
     spec: Any = None
@@ -215,11 +213,7 @@ def _build_chunk(
 
 
 def _checked_model(field: str, path: str, model: object) -> GPTModel:
-    """Return a user's model with the outputs that the trainer asks for.
-
-    Raises:
-        HookError: it is not a GPTModel.
-    """
+    """Return a user's model with the outputs that the trainer asks for. Raises HookError if it is not a GPTModel."""
     if not isinstance(model, GPTModel):
         raise HookError(f"{flag_of(field)} {path}: it returned {type(model).__name__}; expected Megatron's GPTModel")
     if not isinstance(model, ChosenOutputs):
@@ -265,11 +259,8 @@ def build_training(
 ) -> Trained:
     """Wrap loaded `modules` for data parallelism and give them an optimizer and a schedule.
 
-    The optimizer takes its fp32 master weights from the modules, so these must hold their weights already.
-
-    Raises:
-        ValueError: passed-through fields Megatron refuses, or a schedule that cannot be (see
-            `lr_decay_steps`).
+    The optimizer takes its fp32 master weights from the modules, so these must hold their weights already. Raises
+    ValueError for passed-through fields Megatron refuses, or a schedule that cannot be (see `lr_decay_steps`).
     """
     try:
         ddp_config = DistributedDataParallelConfig(**settings.ddp_fields(config))

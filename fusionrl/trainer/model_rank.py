@@ -101,10 +101,8 @@ class ModelRank:
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
 
-        The ranks meet in the store at this address, which `create_group_store` made.
-
-        Raises:
-            ValueError: a checkpoint or a flag that does not fit; names it.
+        The ranks meet in the store at this address, which `create_group_store` made. Raises ValueError, which names it,
+        for a checkpoint or a flag that does not fit.
         """
         config = self.config
         if config.checkpoint.async_save and not config.checkpoint.no_save:
@@ -187,8 +185,7 @@ class ModelRank:
     def read_weights(self, name: str, folder: str, flag: str) -> None:
         """Keep the weights of a folder (Hugging Face's, or torch_dist) in host memory as the set `name`, for `score`.
 
-        Raises:
-            ValueError: they are not of this model's shape; names `flag`.
+        Raises ValueError, which names `flag`, if they are not of this model's shape.
         """
         from fusionrl.models.hf_io import read_local_weights
         from fusionrl.trainer import checkpoint
@@ -253,8 +250,7 @@ class ModelRank:
     def finish_save(self) -> None:
         """Publish the checkpoint that `begin_save` began, complete or not at all; nothing to do without one.
 
-        Raises:
-            OSError: a rank could not write its files.
+        Raises OSError if a rank could not write its files.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -269,10 +265,8 @@ class ModelRank:
     def load(self, path: str) -> Restored:
         """Restore weights, optimizer, RNG, counters and the position in the schedule.
 
-        The schedule itself and the optimizer's options are those of the flags.
-
-        Raises:
-            ValueError: no complete checkpoint of this model is at `path`.
+        The schedule itself and the optimizer's options are those of the flags. Raises ValueError if no complete
+        checkpoint of this model is at `path`.
         """
         from fusionrl.trainer import checkpoint
 
@@ -299,8 +293,7 @@ class ModelRank:
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder, with the other files of --hf-checkpoint.
 
-        Raises:
-            ValueError: `path` is there already.
+        Raises ValueError if `path` is there already.
         """
         import torch.distributed as dist
 

@@ -114,8 +114,7 @@ class Offload:
     def offload(self, *, keep_weights: bool = False) -> int:
         """Copy out and give the memory back, with `keep_weights` not theirs; what is away already stays so.
 
-        Returns:
-            Bytes given away now, those of the gradients included.
+        Returns the bytes given away now, those of the gradients included.
         """
         buffers = self._buffers()
         weights = self._storages(buffer.param_data for buffer in buffers if buffer.param_data is not None)

@@ -50,13 +50,11 @@ class PackedRow:
     def experts(self, recorded: Sequence[np.ndarray], options: BatchOptions) -> Tensor | None:
         """The experts of this rank's tokens; where sequences share a token, those of the first of them.
 
-        Args:
-            recorded: [tokens, layers, topk] of each sequence; a last token that is not fed has no place.
-            options: their `replay_layers` are those that are wanted.
+        recorded  [tokens, layers, topk] of each sequence; a last token that is not fed has no place
+        options   their `replay_layers` are those that are wanted
 
-        Returns:
-            [T / sequence parallel size, len(replay_layers), topk] int16, `FREE` for tokens of no sequence; None without
-            a sequence.
+        Returns [T / sequence parallel size, len(replay_layers), topk] int16, `FREE` for tokens of no sequence; None
+        without a sequence.
         """
         if options.replay_layers is None or not recorded:
             return None

@@ -77,13 +77,9 @@ class PolicyTrainer(PushSource):
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
 
-        `columns`: what a process reward model's `process_rewards` gave on each of its data-parallel ranks.
-
-        Returns:
-            `train/…` metrics, pooled over the optimizer steps (see `step_report.py`); the same on every rank.
-
-        Raises:
-            ValueError: a shard that no loss can be computed from.
+        `columns`: what a process reward model's `process_rewards` gave on each of its data-parallel ranks. Returns
+        `train/…` metrics, pooled over the optimizer steps (see `step_report.py`); the same on every rank. Raises
+        ValueError for a shard that no loss can be computed from.
         """
         with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
             metrics, samples = self.learn(rollout_id, self._prepare(rollout_id, pulled))

@@ -29,10 +29,8 @@ class ProcessRewardTrainer(TrainerBase):
     def process_rewards(self, rollout_id: int, shard: ShardSource) -> Handed:
         """Train on the outcomes of this rank's shard, and then reward each token that is trained on.
 
-        The outcome is 1 where the raw reward is above 0, else 0.
-
-        Returns:
-            `prm/…` metrics over all ranks, the same on every rank; and the column process_rewards.
+        The outcome is 1 where the raw reward is above 0, else 0. Returns `prm/…` metrics over all ranks, the same on
+        every rank; and the column process_rewards.
         """
         import numpy as np
         import torch

@@ -98,8 +98,7 @@ class RoutingReplay:
 def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:
     """Refuse a rollout whose recorded experts are not those of this model.
 
-    Raises:
-        ValueError: names the field, the sample and what is expected.
+    Raises ValueError, which names the field, the sample and what is expected.
     """
     assert shape.moe is not None
     name = "rollout_routed_experts"

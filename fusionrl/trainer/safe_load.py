@@ -65,9 +65,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(file: IO[bytes]) -> Metadata:
     """The content of `.metadata`, in place of `pickle.load`.
 
-    Raises:
-        pickle.UnpicklingError: it names something else than a checkpoint's classes.
-        ValueError: not the metadata of a checkpoint, or one that names a file outside of its folder.
+    Raises pickle.UnpicklingError if it names something else than a checkpoint's classes; ValueError if it is not the
+    metadata of a checkpoint, or names a file outside of its folder.
     """
     metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):

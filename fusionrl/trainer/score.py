@@ -94,12 +94,11 @@ def score_samples(
 ) -> Scores:
     """Score the tokens that are trained on; the others are 0. A collective of all ranks.
 
-    Args:
-        shard, scorer: of this rank.
-        weights: a set of the scorer's `weight_sets`; None is what is trained.
-        all_responses: score every response token.
-        planned_only: leave samples of no step of the shard 0.
-        routing, experts: see `Routing`; for "fixed", the experts that an earlier pass recorded.
+    shard, scorer     of this rank
+    weights           a set of the scorer's `weight_sets`; None is what is trained
+    all_responses     score every response token
+    planned_only      leave samples of no step of the shard 0
+    routing, experts  see `Routing`; for "fixed", the experts that an earlier pass recorded
     """
     with span("log-probs", weights=weights or "own"):
         groups = _micro_batches(shard, planned_only, scorer)

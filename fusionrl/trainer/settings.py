@@ -17,9 +17,8 @@ from fusionrl.plan.trainer_plan import TrainerPlan
 def rank_device(plan: TrainerPlan, rank: int, ordinal: int | None = None) -> torch.device:
     """Return the device of a rank: the GPU that this process numbers `ordinal`; without one, ranks go round them all.
 
-    Raises:
-        ValueError: the plan says "cuda" where there is none, or not as many, or "cpu" where Megatron would use CUDA
-            anyway.
+    Raises ValueError if the plan says "cuda" where there is none, or not as many, or "cpu" where Megatron would use
+    CUDA anyway.
     """
     has_cuda = torch.cuda.is_available()
     if plan.device == "cuda" and not has_cuda:
@@ -38,8 +37,7 @@ def rank_device(plan: TrainerPlan, rank: int, ordinal: int | None = None) -> tor
 def installed_impl(config: Config, device: str, precision: str) -> Impl:
     """Return whose layers a rank has: for `auto`, Transformer Engine's on a GPU where its node has the package.
 
-    Raises:
-        ValueError: Transformer Engine asked for where it is not installed or has no device.
+    Raises ValueError if Transformer Engine is asked for where it is not installed or has no device.
     """
     impl = config.model.transformer_impl
     available = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
@@ -64,8 +62,7 @@ def _is_users(config: Config) -> bool:
 def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> dict[str, object]:
     """Return the fields of TransformerConfig.
 
-    Raises:
-        ValueError: a passed-through field that a CPU run would be wrong with.
+    Raises ValueError for a passed-through field that a CPU run would be wrong with.
     """
     import torch.nn.functional as F
 

@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShard:
     """Return the shard with a dict of fields of its own: trainers add to it, and in one process others may read it.
 
-    Args:
-        source: the shard, or `[ref]` with a Ray reference to it.
-        columns: what `columns_of` gave on each data-parallel rank of the trainers that computed it, or references.
+    source   the shard, or `[ref]` with a Ray reference to it
+    columns  what `columns_of` gave on each data-parallel rank of the trainers that computed it, or references
 
-    Raises:
-        ValueError: a sample without a prompt token, for nothing predicts the first token of a text.
+    Raises ValueError for a sample without a prompt token, for nothing predicts the first token of a text.
     """
     with span("pull"):
         shard: TrainShard = source if isinstance(source, TrainShard) else get(source[0])

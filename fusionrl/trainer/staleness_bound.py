@@ -18,10 +18,8 @@ def check_staleness(shard: TrainShard, step: TrainStep, rollout_id: int, knobs: 
     """Hold the trained tokens of an optimizer step of rollout `rollout_id` to --max-staleness.
 
     Engines call their weights by the number of rollouts that had trained them; `fetches_per_push` of these make one
-    version. Tokens of an unknown version pass; the Buffer counts them (`rollout/staleness/unknown`).
-
-    Raises:
-        HookError: names the first sample that is too old, its prompt, the token and its version.
+    version. Tokens of an unknown version pass; the Buffer counts them (`rollout/staleness/unknown`). Raises HookError,
+    which names the first sample that is too old, its prompt, the token and its version.
     """
     if "weight_versions" not in shard.fields:
         return

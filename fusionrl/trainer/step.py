@@ -116,10 +116,8 @@ def train_step(
     """Take one optimizer step over this rank's micro-batches.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay as they
-    are, and the report's number `skipped` is 1.
-
-    Returns:
-        (the report over all ranks, this rank's sums, [] but on the last pipeline stage)
+    are, and the report's number `skipped` is 1. Returns (the report over all ranks, this rank's sums, [] but on the
+    last pipeline stage).
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()

@@ -51,15 +51,13 @@ class StepReport:
 def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> dict[str, float]:
     """Metrics of a rollout's optimizer steps, without prefix.
 
-    Args:
-        steps: at least one.
-        first_is_old: the policy at the first step is the one that the ratios compare with. Metrics of `OFF_POLICY` are
-            then of the steps after it, if there are any.
+    steps         at least one
+    first_is_old  the policy at the first step is the one that the ratios compare with. Metrics of `OFF_POLICY` are then
+                  of the steps after it, if there are any.
 
-    Returns:
-        Means over tokens and over samples, pooled over the steps; means over the steps of what is one number a step
-        (`loss`, `lr`, `grad_norm`); sums of `COUNTED`; the largest of `maxima`; and the smallest and largest step as
-        `…_min` and `…_max`.
+    Returns means over tokens and over samples, pooled over the steps; means over the steps of what is one number a step
+    (`loss`, `lr`, `grad_norm`); sums of `COUNTED`; the largest of `maxima`; and the smallest and largest step as
+    `…_min` and `…_max`.
     """
     later = steps[1:] if first_is_old and len(steps) > 1 else steps
     metrics = _over_steps([step.sums for step in steps])

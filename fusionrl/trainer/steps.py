@@ -56,13 +56,9 @@ class Stepping:
 def take_steps(prepared: Prepared, stepping: Stepping, rollout_id: int) -> tuple[list[StepReport], np.ndarray | None]:
     """Take the optimizer steps of a rollout; collective over all ranks.
 
-    Returns:
-        (a report for each step; [2, response tokens] log-probs and entropies that the losses saw, NaN where they saw
-        none, or None of a loss that does not see them)
-
-    Raises:
-        FloatingPointError: too many steps in a row were skipped.
-        HookError: a token is older than --max-staleness.
+    Returns (a report for each step; [2, response tokens] log-probs and entropies that the losses saw, NaN where they
+    saw none, or None of a loss that does not see them). Raises FloatingPointError if too many steps in a row were
+    skipped; HookError if a token is older than --max-staleness.
     """
     shard, experts, fields = prepared.shard, prepared.experts, prepared.shard.fields
     trained, options = stepping.model.trained, stepping.model.options
@@ -145,10 +141,8 @@ class SkipWatch:
     def see(self, rollout_id: int, index: int, report: StepReport, bad: list[int]) -> None:
         """Look at the report of optimizer step `index`; of a skipped one say which samples made it. Then a collective.
 
-        `bad`: indices of this rank's samples whose loss is not finite.
-
-        Raises:
-            FloatingPointError: too many steps in a row.
+        `bad`: indices of this rank's samples whose loss is not finite. Raises FloatingPointError after too many steps
+        in a row.
         """
         if not report.numbers["skipped"]:
             self._in_a_row = 0

@@ -45,9 +45,7 @@ class TrainHooks:
     def after_advantages(self, rollout_id: int, shard: TrainShard, device: torch.device) -> None:
         """--custom-advantage-function-path, then --rollout-data-postprocess-path: they change the shard.
 
-        Raises:
-            HookError: a function raised.
-            ValueError: what it left does not fit.
+        Raises HookError if a function raised; ValueError if what it left does not fit.
         """
         self._change("custom_advantage_function_path", shard, device)
         self._change("rollout_data_postprocess_path", shard, device, rollout_id)

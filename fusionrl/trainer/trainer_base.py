@@ -74,13 +74,11 @@ class TrainerBase(ModelRank):
     def score(self, shard: ShardSource, weights: str | None = None, only_weights: bool = False) -> list[np.ndarray]:
         """Log-probs of all response tokens; nothing is trained. Of a critic: the value before each of them.
 
-        Args:
-            shard: the shard, or `[ref]` with a Ray reference to it.
-            weights: a set of `read_weights` or `keep_weights`; None is what is trained.
-            only_weights: gradients and optimizer stay offloaded, as another process uses the device.
+        shard         the shard, or `[ref]` with a Ray reference to it
+        weights       a set of `read_weights` or `keep_weights`; None is what is trained
+        only_weights  gradients and optimizer stay offloaded, as another process uses the device
 
-        Returns:
-            For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the shard.
+        Returns [response_length] fp32 for each sample of the shard, in its order; the same on all ranks of the shard.
         """
         from fusionrl.trainer.score import score_samples
         from fusionrl.trainer.shard_pull import pull
@@ -116,8 +114,7 @@ class TrainerBase(ModelRank):
     def learn(self, rollout_id: int, prepared: Prepared) -> tuple[dict[str, float], SampleColumns]:
         """Train on a prepared shard: the stages pack and steps.
 
-        Returns:
-            The metrics of the rollout, the same on every rank, and values of this rank's single samples.
+        Returns the metrics of the rollout, the same on every rank, and values of this rank's single samples.
         """
         from fusionrl.trainer.sample_columns import add_token_values, sample_columns
         from fusionrl.trainer.step_report import pooled_metrics

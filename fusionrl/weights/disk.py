@@ -77,11 +77,8 @@ class DiskWriter:
     def write(self, version: int) -> WriteReport:
         """Write the weights as they are now: a delta where there is a base, else all of them.
 
-        Returns:
-            folder, bytes (of the files), files (their number) and density, the changed share of all elements.
-
-        Raises:
-            OSError: on every rank, where one could not write. Nothing is left of the version, and the next is full.
+        Returns the folder, bytes (of the files), files (their number) and density, the changed share of all elements.
+        Raises OSError on every rank if one cannot write: then nothing is left of the version, and the next is full.
         """
         base, self._state = self._state, None  # what fails below leaves some tensors old and some new
         report = _Report()

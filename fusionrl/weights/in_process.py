@@ -52,8 +52,7 @@ def get(refs: Sequence[Reference[T]], timeout: float | None = None) -> list[T]: 
 def get(refs: Reference[T] | Sequence[Reference[T]], timeout: float | None = None) -> T | list[T]:
     """Wait for an answer, or for all of several; raises what a call raised.
 
-    Raises:
-        TimeoutError: after `timeout` seconds.
+    Raises TimeoutError after `timeout` seconds.
     """
     with waiting(lambda: refs if isinstance(refs, list | tuple) else [refs]):
         return _get(refs, timeout)

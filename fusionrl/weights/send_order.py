@@ -34,9 +34,7 @@ class SendOrder:
     def wait(self, steps: Iterable[int | str]) -> None:
         """Return when all `steps` are done. Another rank's failure is noticed within `_CHECK_S`.
 
-        Raises:
-            PushStopped: a rank has failed.
-            RuntimeError: this takes longer than the push may.
+        Raises PushStopped if a rank has failed; RuntimeError if this takes longer than the push may.
         """
         keys = [str(step) for step in steps]
         if self._store is None:

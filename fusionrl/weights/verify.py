@@ -75,9 +75,8 @@ class Verification:
     def judge(self) -> dict[str, float]:
         """Compare the log-probs of the answers; the trainers have their weights.
 
-        Returns:
-            sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
-            sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
+        Returns sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
+        sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
         """
         shard = _shard(_prompts(self.vocab_size), self._answers)
         scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]

@@ -33,11 +33,8 @@ async def generate(
     One sample, or one for each segment where the agent rewrote its history. All have the agent's reward. Where it
     returns None, the run's reward function scores the last segment, and its reward is that of all; with --group-rm, or
     a reward function that takes `samples`, that function sees all of them. An evaluation gets the last segment alone,
-    so that each session counts once.
-
-    Raises:
-        ValueError: there is no --agent-path, or no chat template.
-        HookError: the agent raised for another reason than a full context or a cut turn, or returned no reward.
+    so that each session counts once. Raises ValueError if there is no --agent-path, or no chat template; HookError if
+    the agent raised for another reason than a full context or a cut turn, or returned no reward.
     """
     if args.agent_path is None:
         raise ValueError("fusionrl.rollout.sessions.generate runs your agent: name it with --agent-path")

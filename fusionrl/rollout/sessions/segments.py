@@ -70,10 +70,8 @@ class Segments:
         """Return the keyword arguments of the chat template for a request.
 
         Whether a model thinks is `enable_thinking` in templates of Qwen and others, `thinking` in DeepSeek's; how much,
-        `reasoning_effort` in those of GPT-OSS.
-
-        Raises:
-            ValueError: the template has no argument for a wish of the request.
+        `reasoning_effort` in those of GPT-OSS. Raises ValueError if the template has no argument for a wish of the
+        request.
         """
         kwargs = {**self.template_kwargs, **request.template}
         wishes = request.switches
@@ -134,8 +132,7 @@ class Segments:
     def added(self, segment: Segment, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of what is new in `messages`, from the end of the last turn to the next turn.
 
-        Raises:
-            ValueError: the chat template cannot render it after a turn of the assistant.
+        Raises ValueError if the chat template cannot render it after a turn of the assistant.
         """
         names = {call["id"]: _name(call) for call in objects(segment.messages[-1].get("tool_calls") or [], "")}
         new = [self._guarded(message) for message in messages[len(segment.messages) :]]
@@ -153,8 +150,7 @@ class Segments:
     def begun(self, turn_request: TurnRequest, template: Mapping[str, object]) -> Sample:
         """Return a sample whose prompt is what a request asks.
 
-        Raises:
-            ValueError: the tokenizer has no chat template, or it refuses the messages.
+        Raises ValueError if the tokenizer has no chat template, or it refuses the messages.
         """
         sample = copy.deepcopy(self.blank)
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=dict(template))

@@ -166,8 +166,8 @@ class _Turn:
     async def wait(self, seconds: float) -> TurnReply | None:
         """Wait so long for the answer; None: it is not there yet.
 
-        Raises:
-            Refused: the request is refused, or the loop is blocked: by the agent, as a rule, whose client waits there.
+        Raises Refused if the request is refused, or the loop is blocked: by the agent, as a rule, whose client waits
+        there.
         """
         await asyncio.wait([self._future], timeout=seconds)
         if self._future.done():

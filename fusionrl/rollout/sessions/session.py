@@ -54,8 +54,7 @@ class Session:
     def __init__(self, args: Namespace, sample: Sample, sampling_params: SamplingParams) -> None:
         """`args`, `sample` and `sampling_params` as a generate function gets them.
 
-        Raises:
-            ValueError: the tokenizer has no chat template.
+        Raises ValueError if the tokenizer has no chat template.
         """
         tokenizer = load_tokenizer(args.hf_checkpoint)
         if not getattr(tokenizer, "chat_template", None):
@@ -84,8 +83,7 @@ class Session:
     async def answer(self, turn_request: TurnRequest) -> TurnReply:
         """Let the model answer.
 
-        Raises:
-            Refused: no room is left for a turn, the template cannot render the messages, or the session has ended.
+        Raises Refused if no room is left for a turn, the template cannot render the messages, or the session has ended.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -237,10 +235,8 @@ class Session:
         All have `reward`, the row's fields, and what the agent wrote on the row's sample. COMPLETED and TRUNCATED are
         those of a segment's last turn; with an `error` (a time limit, say), or where the last request found no room,
         the last segment is TRUNCATED. ABORTED where the rollout has ended. A session without an answer makes one FAILED
-        sample.
-
-        Raises:
-            RuntimeError, TimeoutError, OSError, ValueError: why the engines answered nothing from some request on.
+        sample. Raises what says why the engines answered nothing from some request on: RuntimeError, TimeoutError,
+        OSError or ValueError.
         """
         if self.failure is not None:
             raise self.failure

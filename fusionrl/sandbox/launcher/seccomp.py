@@ -132,8 +132,7 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
     allow_unix_sockets  sockets of AF_UNIX may be made: in a network namespace they reach nobody outside of it.
                         Without them a socketpair is of streams: one of datagrams can be sent to any address
 
-    Raises:
-        CannotStart: no table for this machine.
+    Raises CannotStart if there is no table for this machine.
     """
     if machine not in AUDIT_ARCH:
         raise CannotStart(f"no table of system calls for {machine}; known are {', '.join(AUDIT_ARCH)}")
@@ -205,8 +204,7 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
 def install(program: list[Line]) -> None:
     """Put the filter on this process and all its descendants, for good.
 
-    Raises:
-        CannotStart: the kernel has no seccomp filters.
+    Raises CannotStart if the kernel has no seccomp filters.
     """
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))

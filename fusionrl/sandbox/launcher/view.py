@@ -68,8 +68,7 @@ def interpreter_folders() -> list[str]:
 def build_root(root: str, disk_bytes: int, num_files: int) -> str:
     """Make the folder `root` the root of this mount namespace; return the one place to write in it.
 
-    Raises:
-        OSError: the kernel refuses a mount, or is older than 5.12.
+    Raises OSError if the kernel refuses a mount, or is older than 5.12.
     """
     os.umask(0o022)
     python = interpreter_folders()
