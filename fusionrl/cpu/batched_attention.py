@@ -9,8 +9,6 @@ Shapes: T new tokens of the batch, one request after the other; N slots of the c
 values; D and V their sizes. Pure torch: nothing here knows SGLang.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

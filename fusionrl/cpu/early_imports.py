@@ -4,8 +4,6 @@ Torch stays as it is. The run's nursery imports this module; a fork that joins t
 `megatron_patches.install`.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 

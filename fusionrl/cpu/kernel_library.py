@@ -5,8 +5,6 @@ folder have a file each. Its last bytes are the digest of the others: a file tha
 never loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

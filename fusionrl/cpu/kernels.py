@@ -6,8 +6,6 @@ or all of bf16, and write new ones of that type; they compute in fp32. Without a
 `fit` returns False, and callers use torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

@@ -6,8 +6,6 @@
   models use. With TORCHDYNAMO_DISABLE=1, as in engines on a CPU, the decorators leave a function as it is.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

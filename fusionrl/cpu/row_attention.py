@@ -5,8 +5,6 @@ torch's attention wants sequences of one length side by side: queries, keys and 
 once a query head, and the results back; backward all of it again. The kernel reads and writes them where they are.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import cast

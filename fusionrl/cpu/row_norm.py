@@ -3,8 +3,6 @@
 torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

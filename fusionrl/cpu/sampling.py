@@ -4,8 +4,6 @@
 decode step. `draw` inverts the distribution function.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

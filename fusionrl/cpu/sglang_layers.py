@@ -4,8 +4,6 @@ Without CPU kernels of its own, SGLang computes norms, gates and rotary embeddin
 each. SGLang still computes what a kernel does not do (other types, other kinds of embeddings).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

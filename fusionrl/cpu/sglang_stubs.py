@@ -6,8 +6,6 @@ calling a stand-in raises `NotImplementedError`. Triton's decorators are the one
 module is imported: the kernel gets defined and cannot run.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from importlib.abc import Loader

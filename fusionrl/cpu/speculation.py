@@ -9,8 +9,6 @@ reads all nodes at once. The walk begins at node 0, draws a token of the model's
 that is this token, and ends where no child is. So drafts change the speed and nothing else.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

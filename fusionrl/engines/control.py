@@ -3,8 +3,6 @@
 Every method raises RuntimeError with the endpoint, the status and the server's text when the server refuses.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

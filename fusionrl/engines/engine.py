@@ -4,8 +4,6 @@ Every method that talks to the server raises RuntimeError: with endpoint, status
 and with the end of its log if it is dead.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

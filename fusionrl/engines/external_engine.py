@@ -1,7 +1,5 @@
 """An engine that another process starts and ends, controlled by its address."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

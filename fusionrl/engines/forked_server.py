@@ -6,8 +6,6 @@ and begins before Ray is there. Server and minder behave as those of `process.Ch
 process, the server starts in the usual way.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

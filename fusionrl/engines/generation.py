@@ -3,8 +3,6 @@
 A sample of 32,000 tokens is 32,000 small lists in JSON, so they become arrays where they are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

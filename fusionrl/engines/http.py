@@ -1,7 +1,5 @@
 """Blocking HTTP calls to the control endpoints of an engine or the router."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import orjson

@@ -5,8 +5,6 @@ of the machine can read a command line, and every process of the same user the e
 in Python, which imports SGLang and torch, is imported only with `--mini-lb`: 2 s of a core.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 

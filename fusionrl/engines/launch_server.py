@@ -6,8 +6,6 @@ a command line, and each event of a stream reports which weights sampled which t
 import their parent's main module, have them too, and SGLang's children are forked instead.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

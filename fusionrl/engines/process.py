@@ -6,8 +6,6 @@ process that asks for any, refuses it to those that bind it without SO_REUSEADDR
 bind and listen. If a stranger names this very port with SO_REUSEADDR, `start_on_free_ports` tries others.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

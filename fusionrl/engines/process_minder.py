@@ -10,8 +10,6 @@ input; its output has *** in its place. The minder writes the command's pid as a
 from the starter, and ends as the command ended, with the same exit code or by the same signal.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

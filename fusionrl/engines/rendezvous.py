@@ -8,8 +8,6 @@
   group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.group_rendezvous`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

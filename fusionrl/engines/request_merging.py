@@ -1,7 +1,5 @@
 """Equal requests of one moment are sent as one: the samples of a group, where their answers are short."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 

@@ -1,7 +1,5 @@
 """SGLang's router (`sglang_router`) as a child process."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """The specification of one SGLang engine: command line and environment."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -7,8 +7,6 @@ At a pause `in_place` of an engine that schedules ahead, as on a GPU, the token 
 the new weights, in the last event too.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -9,8 +9,6 @@ SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. Both 
   every tensor. Here a mapping stays until its sender has another segment in the same slot.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

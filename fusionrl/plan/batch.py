@@ -1,7 +1,5 @@
 """Batch arithmetic: prompts → samples → optimizer steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusionrl.base.plurals import counted

@@ -3,8 +3,6 @@
 What they have instead of the actor's flags, and where they run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

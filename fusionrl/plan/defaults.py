@@ -1,7 +1,5 @@
 """Values that a flag leaves open (`auto`, or not given): each rule once, for the plan and for a trainer without one."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Precision = Literal["fp32", "bf16"]

@@ -1,7 +1,5 @@
 """Flags that the run's device refuses. Pure, and asked with the device that was found, where --device is auto."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

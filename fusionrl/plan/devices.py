@@ -1,7 +1,5 @@
 """Kinds of devices and their memory, and the order in which engines and trainers share them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Devices of the engines: sizes that come out even, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fusionrl.config.config import Config

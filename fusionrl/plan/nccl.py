@@ -5,8 +5,6 @@ on where the machine can. Ranks of one group that differ cannot connect: the pus
 both variables, with the same values. Trainers that push by IPC are in no group with engines, and keep NCCL's defaults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"

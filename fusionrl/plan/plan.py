@@ -1,7 +1,5 @@
 """`Plan`: config → devices, placement, parallel groups, batch arithmetic, memory. What --dry-run prints."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

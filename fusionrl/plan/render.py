@@ -1,7 +1,5 @@
 """The plan as text, as `fusionrl plan` and a run's plan.txt show it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND

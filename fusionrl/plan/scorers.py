@@ -1,7 +1,5 @@
 """The plan of the engines that only read: a reward model's and a teacher's, on devices of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

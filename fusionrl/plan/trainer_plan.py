@@ -1,7 +1,5 @@
 """The plan for the ranks of one group of trainers: the policy's, a critic's, or a process reward model's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -7,8 +7,6 @@ its node's list, and all processes of a run on a node keep that list, so an ordi
 A process that sees several MIG slices can use the first alone. Its list is therefore that one slice, and its ordinal 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

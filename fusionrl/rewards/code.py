@@ -9,8 +9,6 @@ A test set is a dict, or its JSON, in one of these forms:
 or a list of assert statements. Every test is a run of its own; the program's process never holds the expected value.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 

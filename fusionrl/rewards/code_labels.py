@@ -1,7 +1,5 @@
 """Labels of --rm-type code: a test set, as dict or JSON, becomes a list of tests."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

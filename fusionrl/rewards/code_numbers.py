@@ -4,8 +4,6 @@ A judge's process could do it as well (`code_run`), but costs another interprete
 operations on them are known; whatever else a test has is left to the judge.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A program runs in a process that has its inputs and nothing that is expected of 
 `plain_data`), and another process compares: this one, or a judge's in a sandbox of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """The reward of DeepScaleR: a box after the end of the thinking."""
 
-from __future__ import annotations
-
 from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.math_utils import grade_answer_verl, read_truth
 

@@ -1,7 +1,5 @@
 """From a sample to its reward: the sample's own function, --custom-rm-path or --rm-type, in a process of the pool."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Multiple choice, as in GPQA: the letter that a response settles on."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """`Grader`: a built-in reward, as one object in the file that defines it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

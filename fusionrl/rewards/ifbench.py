@@ -1,7 +1,5 @@
 """IFBench's instructions, graded by IFBench's own program: the user's checkout of it, found on PYTHONPATH."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

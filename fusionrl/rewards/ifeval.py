@@ -5,8 +5,6 @@ things differ from the authors' program: sentences are counted by a rule and not
 are plain text and not regular expressions.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Labels of prompt data, read by the parsers of the built-in rewards that will grade with them: before a run starts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

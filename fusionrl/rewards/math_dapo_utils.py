@@ -4,8 +4,6 @@ An answer stands after "Answer:", as DAPO's prompt asks. It is compared as text,
 (arXiv:2206.14858, appendix D.1).
 """
 
-from __future__ import annotations
-
 import re
 
 from fusionrl.rewards.grader import Grader

@@ -1,7 +1,5 @@
 """Answers to mathematical questions: find them in a response, and decide whether two are equal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from decimal import Decimal

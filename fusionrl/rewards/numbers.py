@@ -6,8 +6,6 @@ thousands separators (a comma, or LaTeX's `{,}`, before every three digits), a d
 sign behind it is a unit. A comma that separates no thousands separates two numbers. Values are exact at any length.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from decimal import Decimal, InvalidOperation

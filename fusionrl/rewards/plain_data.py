@@ -5,8 +5,6 @@ and compared as a canonical text: nothing of the program is called, and no set o
 hashes it could choose.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

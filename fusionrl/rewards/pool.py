@@ -7,8 +7,6 @@ else: the process is killed, and the other samples that it had are scored again 
 One thread talks to all processes. It is not bound to an event loop: rollouts each have one of their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json

@@ -4,8 +4,6 @@
 (`math:0.8+format:0.2`; a weight left out is 1).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

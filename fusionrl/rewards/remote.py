@@ -1,7 +1,5 @@
 """`--rm-type remote_rm`: a server scores the samples."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 from fusionrl.data.sample import Sample

@@ -3,8 +3,6 @@
 The engines batch concurrent requests; here their number is bounded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from argparse import Namespace

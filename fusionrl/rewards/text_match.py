@@ -1,7 +1,5 @@
 """Rewards that compare words and numbers, and one for the form of a response."""
 
-from __future__ import annotations
-
 import random
 import re
 import string

@@ -8,8 +8,6 @@ Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memor
 (see `pool.STATE`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import ctypes

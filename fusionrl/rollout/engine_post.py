@@ -1,7 +1,5 @@
 """`post` of a user's function: what the policy's engines answer is noted for the weight versions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation by the engines: the samples of every set, generated and scored."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from argparse import Namespace

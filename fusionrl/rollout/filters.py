@@ -1,7 +1,5 @@
 """Dynamic sampling filters: which finished groups are worth training on."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import numpy as np

@@ -3,8 +3,6 @@
 For the progress line of a stalled run. Pure except for the clock.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

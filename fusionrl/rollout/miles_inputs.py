@@ -7,8 +7,6 @@ class Mine:                                                 --rollout-function-p
 async def generate(input: GenerateFnInput) -> GenerateFnOutput: …           --custom-generate-function-path
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from argparse import Namespace

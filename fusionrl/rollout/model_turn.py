@@ -3,8 +3,6 @@
 Tokens in, tokens out: what the engine returned is what is trained; nothing is tokenized again.
 """
 
-from __future__ import annotations
-
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Sequence

@@ -1,7 +1,5 @@
 """Rollout of `--mode sft`: conversations of the prompt data, tokenized with their loss masks; nothing is generated."""
 
-from __future__ import annotations
-
 import functools
 import json
 from argparse import Namespace

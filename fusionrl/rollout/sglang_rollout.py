@@ -5,8 +5,6 @@ keeps a bounded number of requests in flight. The functions here have slime's si
 of a sample, `generate.py` a sample and a group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math

@@ -1,7 +1,5 @@
 """On-policy distillation: a teacher's log-prob of each token that the policy's samples hold (--use-opd)."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Sequence

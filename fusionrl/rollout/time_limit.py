@@ -1,7 +1,5 @@
 """--sample-timeout: a sample whose function hangs fails, and the rollout continues."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

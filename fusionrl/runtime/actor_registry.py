@@ -4,8 +4,6 @@ Ray says that "the actor died unexpectedly", and the actors that needed it say t
 wants the name of the dead process and the end of its log.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ With --use-fault-tolerance an evaluation whose engines died fails: `eval/failed`
 longer have its weights, except after the last step: then the evaluation is repeated.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """Checkpoints in a run's folder: written under a temporary name and published by one rename."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

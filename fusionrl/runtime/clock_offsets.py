@@ -4,8 +4,6 @@ Processes of one machine share a clock. After every step the driver asks one pro
 drift. A process that is dead or does not answer is skipped: a run never fails for its timeline.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from functools import partial

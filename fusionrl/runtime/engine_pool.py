@@ -1,7 +1,5 @@
 """`EnginePool`: the engines of a run, their addresses, their recovery and their memory."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """The specification of each engine of a run, from Config and Plan."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine's actor process; apart from the others', so that it imports nothing of the Buffer and the trainers."""
 
-from __future__ import annotations
-
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.observe.hardware import resident_bytes
 from fusionrl.runtime.actor_process import (

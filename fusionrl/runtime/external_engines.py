@@ -12,8 +12,6 @@ gone      released, in a state that others can use
 When one dies, the others get its requests. A new one that breaks its first push is dropped and the push repeated.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -5,8 +5,6 @@ from the driver closes, gives them a few seconds to end by themselves, and kills
 private folder. Standard library alone: it must start at once and outlive everything else.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

@@ -4,8 +4,6 @@ Trainers, engines and the Buffer are asked when the training of a step ends, and
 step. A process that does not answer within seconds is left out: the numbers never delay a run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

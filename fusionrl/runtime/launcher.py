@@ -1,7 +1,5 @@
 """`Launcher`: Ray, the devices, and the processes of one run, from start to end. Nothing of it outlives its `close`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """`LocalLauncher`: the parts of a run in this process (--in-process); engines' servers and the router are children."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 `Step` times, records and saves. A loop states the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fusionrl.buffer.evaluation import eval_table

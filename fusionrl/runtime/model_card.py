@@ -3,8 +3,6 @@
 It names no secrets, and no paths of the machine but those that the user gave.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

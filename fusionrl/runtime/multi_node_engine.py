@@ -4,8 +4,6 @@ The pool, the push and the recovery hold only the first actor. It starts and wat
 one of them does: an engine dies and is replaced as a whole.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

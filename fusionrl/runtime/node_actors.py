@@ -1,7 +1,5 @@
 """`NodeActors`: an object on each node of a running cluster, to examine the nodes before a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

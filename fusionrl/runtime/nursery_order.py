@@ -1,7 +1,5 @@
 """Order of the modules that a run's nursery imports, and of the processes that it forks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

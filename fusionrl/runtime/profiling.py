@@ -1,7 +1,5 @@
 """`Profiling`: profiles of the processes and steps that --profile-… select, controlled by the driver."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Called from the watchdog's thread. Each probe has a time limit, as the process that it asks may hang.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

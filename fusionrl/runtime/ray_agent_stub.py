@@ -5,8 +5,6 @@ agent's port, writes the port where the raylet looks for it, and becomes the age
 connection is lost, and the raylet tries again. Standard library alone: it starts in 20 ms, the agent in a second.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -1,7 +1,5 @@
 """Ray: start a local cluster or join one, and place devices (bundles) on it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

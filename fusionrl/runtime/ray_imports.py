@@ -3,8 +3,6 @@
 The nursery imports this before the cluster exists, so that the first worker starts sooner.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -1,7 +1,5 @@
 """The processes that Ray starts for a local cluster: only those that a run uses, in groups of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import types

@@ -4,8 +4,6 @@ It replaces Ray's `setup_worker.py` for workers with a `runtime_env`, which are 
 drops the arguments of `worker_starter.py` and runs Ray's own program. A raylet knows it by the end of its name.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

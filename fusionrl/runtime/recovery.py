@@ -10,8 +10,6 @@ Clients try again what was under way on an engine that is out, and the router se
 with old weights.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

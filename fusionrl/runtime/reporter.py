@@ -1,7 +1,5 @@
 """`Reporter`: numbers of a run for metrics.jsonl, the display and the console, with the warnings that they call for."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `fusionrl plan` and `train` make them before Ray starts. The trainers and the Buffer check the same when they load.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

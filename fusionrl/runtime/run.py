@@ -1,7 +1,5 @@
 """A run from start to end: actors, checkpoint, loop, and the rescue of trained steps after an error."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

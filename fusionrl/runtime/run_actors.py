@@ -1,7 +1,5 @@
 """`Actors`: every process of a run, composed: launcher, engines, trainers, weight sync and Buffer."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Run`: the pieces that every loop is made of."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`Saver`: when a checkpoint is due, how it is written, and how --resume loads it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Wait for actors while watching engines and stop requests."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

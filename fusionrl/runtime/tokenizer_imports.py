@@ -1,7 +1,5 @@
 """Imports of every process that reads a tokenizer; the run's nursery makes them once."""
 
-from __future__ import annotations
-
 from fusionrl.data.tokenizer import import_auto_tokenizer
 
 import_auto_tokenizer()

@@ -1,7 +1,5 @@
 """The trainers of a run: the policy's, and those of a critic or a process reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ the run's processes into `logs/`, also those of stopped or blocked ones. The rul
 `observe/stalls/message.py`.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`WeightSync`: the version of the engines' weights, the push that changes it, and its verification."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

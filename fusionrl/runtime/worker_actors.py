@@ -1,7 +1,5 @@
 """The processes of Buffer and trainers: each writes its output into its own file, then is the plain class."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -4,8 +4,6 @@ This module is imported for the first worker: Ray reads the raylet's process id 
 it is loaded.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import runpy

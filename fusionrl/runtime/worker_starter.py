@@ -4,8 +4,6 @@ It replaces Ray's worker, which takes a second of a core to import Ray before it
 gives no process, this one becomes the worker. A raylet knows a worker by the pid that it sends. Standard library alone.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """A memory cgroup for a run, where the kernel and the rights of this process allow one."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import itertools

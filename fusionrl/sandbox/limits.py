@@ -1,7 +1,5 @@
 """Bounds of one run in the sandbox, and its result."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 

@@ -1,7 +1,5 @@
 """One run before the others: can programs start on this machine, and what is kept from them?"""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ own fused one (CPU and CUDA); only the bookkeeping is that of Transformer Engine
 parameter group.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable
 

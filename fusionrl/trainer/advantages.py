@@ -1,7 +1,5 @@
 """The advantages of one rank's shard: whole samples' spread over their tokens, or token by token from log-probs."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

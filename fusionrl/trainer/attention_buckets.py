@@ -6,8 +6,6 @@ is long, only one row computes it: the others ask for the results of their own t
 and values.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

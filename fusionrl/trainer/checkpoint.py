@@ -7,8 +7,6 @@ pipeline, context or data parallel size. RNG states belong to ranks and are rest
 same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

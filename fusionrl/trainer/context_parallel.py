@@ -1,7 +1,5 @@
 """Context parallelism: each rank holds two pieces of every sequence, and some tokens of every sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

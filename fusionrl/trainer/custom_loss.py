@@ -1,7 +1,5 @@
 """--loss-type custom_loss: a user's function gets the logits, as with slime and Megatron, and returns the loss."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

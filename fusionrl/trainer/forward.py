@@ -1,7 +1,5 @@
 """Forward passes over micro-batches, with or without backward passes, through Megatron's pipeline schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """One rank's rollout as hooks see it: slime's names, a list with one entry a sample."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -7,8 +7,6 @@ Megatron-core's own local spec has no norm for sequence parallelism, and an atte
 replaces.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel

@@ -9,8 +9,6 @@ sizes, the weights are read once a pass, and the gradient of a block's weights i
 The vocabulary may be split over tensor-parallel ranks; no rank sees the others' logits.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

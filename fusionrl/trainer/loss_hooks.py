@@ -1,7 +1,5 @@
 """A user's functions within the policy loss: a correction for the engine's log-probs, a reduction to one number."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping
 

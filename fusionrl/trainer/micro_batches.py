@@ -1,7 +1,5 @@
 """Stage 4, pack: from a prepared shard to the micro-batches of an optimizer step, on the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Build what is trained: the GPT model, its data-parallel wrapper, the optimizer and its schedule."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass

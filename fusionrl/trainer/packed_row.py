@@ -6,8 +6,6 @@ would compute alone, and its gradient is the sum over the samples, so losses and
 samples a prompt that is as long as their responses, the model runs over five tokens instead of eight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Join the other trainer ranks: the CPU layer, Megatron's process groups, and the random number generators."""
 
-from __future__ import annotations
-
 import os
 import random
 from datetime import timedelta

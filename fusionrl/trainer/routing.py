@@ -12,8 +12,6 @@ router and phase; this one learns which micro-batch runs, so that forward passes
 pipeline chunks and recomputation need no order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace

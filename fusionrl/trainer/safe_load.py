@@ -5,8 +5,6 @@ name: a prepared file runs any program. Within `only_data`, `.metadata` may name
 what torch.load reads those that it takes with weights_only, and numpy's arrays (of a random number generator's state).
 """
 
-from __future__ import annotations
-
 import pickle
 import types
 from collections.abc import Iterator

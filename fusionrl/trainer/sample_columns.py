@@ -1,7 +1,5 @@
 """Columns by samples: what one group of trainers hands to another, and what training found out about each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stage 2, score: log-probs of a shard's tokens by forward passes (of a critic: values); nothing is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Each needs the log-probs of the policy as it is before the optimizer step, of al
 its result is a column of the shard, so that no split over ranks and micro-batches changes it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

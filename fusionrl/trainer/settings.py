@@ -1,7 +1,5 @@
 """Values that the trainer derives from the configuration and its plan: device, layers, Megatron's, aggregation."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

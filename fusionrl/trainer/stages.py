@@ -10,8 +10,6 @@ Hooks are called at the borders between the stages (`train_hooks.py`).
 A critic and a process reward model have no advantages; their shards are prepared when they are pulled and scored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

@@ -4,8 +4,6 @@ The Buffer checks it before it hands a batch over. Functions of a user's run aft
 that cuts and packs; nothing runs between this check and the step.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fusionrl.config.hooks import HookError

@@ -5,8 +5,6 @@ divided by the global count (`loss.py`): Megatron's `calculate_per_token_loss` s
 own division by a token count is left out (`model.build_training`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ divided by the count over all steps, so a step with few tokens weighs little.
 docs/reference/metrics.md describes every name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

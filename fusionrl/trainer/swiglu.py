@@ -5,8 +5,6 @@ here keeps its input alone, and writes that input's gradient in place. In torch 
 `silu(gate)` is computed once more backward. On a CPU the wing's kernel saves time, too.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

@@ -4,8 +4,6 @@ The group is NCCL or gloo (which also takes CUDA tensors), stays from push to pu
 started again.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait

@@ -7,8 +7,6 @@ loaded (the two halves of latent attention's `kv_b_proj`) only log-probs check. 
 `/weights_checker` reports: `hash_tensor` of tensors in host memory, `hash_words` of those on a GPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Every trainer rank has every tensor for it. A bucket's memory is fresh, one allo
 answer before its copy has ended, so it must not be written again, and the allocator reuses it in stream order.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import pickle

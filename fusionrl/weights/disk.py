@@ -9,8 +9,6 @@ A delta is against the version that was written before it. Its trainers keep tha
 precision: each rank the tensors that it writes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid

@@ -1,7 +1,5 @@
 """A trainer rank's data for a push: its own parts, or, together with the other ranks, the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

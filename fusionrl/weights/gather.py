@@ -5,8 +5,6 @@ parts of a bucket travel as one message a rank, in the engines' precision. The c
 every rank is `hf_io.iter_hf_tensors`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 

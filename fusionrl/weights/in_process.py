@@ -5,8 +5,6 @@ its own. So calls queue and overlap as under Ray, and a debugger reaches all of 
 of both kinds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import queue

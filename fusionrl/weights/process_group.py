@@ -5,8 +5,6 @@ name as a prefix before its keys, and makes a group from it with torch's constru
 second, independent group, so both sides use the constructor behind `init_process_group` of the installed torch.
 """
 
-from __future__ import annotations
-
 import inspect
 from datetime import timedelta
 

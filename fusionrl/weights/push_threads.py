@@ -3,8 +3,6 @@
 Streams, and what NCCL and CUDA IPC take from "the current device", would otherwise be another rank's.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Calls of other processes or threads, and what the ranks report on their part of a push."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait

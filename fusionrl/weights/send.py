@@ -10,8 +10,6 @@ groups with the engines): the next bucket is gathered while this one is sent. Th
 runs in the driver.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The order of a push's sends among its sources, kept in a store that all trainer ranks share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from threading import Event

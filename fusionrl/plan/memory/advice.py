@@ -1,7 +1,5 @@
 """The least change of a plan that does not fit by which it does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from fusionrl.config.config import Config

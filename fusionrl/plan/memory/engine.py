@@ -3,8 +3,6 @@
 A reward model's and a teacher's engines only read, and have devices of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

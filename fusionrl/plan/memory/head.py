@@ -1,7 +1,5 @@
 """The part of the logits that is in memory at a time: the blocks of the output layer's log-probs."""
 
-from __future__ import annotations
-
 BLOCK_BYTES = 32 << 20
 KEPT_BYTES = 128 << 20
 

@@ -4,8 +4,6 @@ torch rounds a pinned allocation up to a power of two, by up to twice its size, 
 So we request blocks of such sizes and cut the tensors over them.
 """
 
-from __future__ import annotations
-
 BLOCK = 64 * 2**20
 
 

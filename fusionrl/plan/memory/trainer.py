@@ -1,7 +1,5 @@
 """Memory of the ranks of one group of trainers (actor, critic, process reward model), by pipeline stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Anthropic's messages: requests read, answers, events and errors written."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Iterator, Mapping

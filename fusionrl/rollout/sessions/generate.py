@@ -1,7 +1,5 @@
 """The generate function of agents that speak OpenAI's or Anthropic's protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

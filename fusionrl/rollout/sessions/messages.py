@@ -4,8 +4,6 @@ Both protocols are read into the messages and tools of OpenAI's chat completions
 objects, because templates write them as JSON themselves.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """OpenAI's chat completions: requests read, answers, events and errors written."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """OpenAI's responses: requests read, answers, events and errors written. None is kept: an agent sends all items."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

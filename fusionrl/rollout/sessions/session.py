@@ -1,7 +1,5 @@
 """A session: what one agent asks for one sample, recorded token by token."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

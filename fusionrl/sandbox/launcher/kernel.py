@@ -1,7 +1,5 @@
 """System calls that Python has no name for, by ctypes. Numbers and constants are those of linux/*.h."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

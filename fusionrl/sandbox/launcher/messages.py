@@ -1,7 +1,5 @@
 """Types of the request to the launcher and of its report. Type checkers alone read this file: `typing` loads slowly."""
 
-from __future__ import annotations
-
 from typing import Any, TypedDict
 
 

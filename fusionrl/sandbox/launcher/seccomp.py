@@ -5,8 +5,6 @@ The filter names what is refused: escapes (namespaces, mounts, tracing), interfa
 another architecture kill the process; calls newer than the tables do not exist.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -3,8 +3,6 @@
 With namespaces that is a root of its own, built of read-only binds; without, rules of Landlock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -4,8 +4,6 @@ It looks every `INTERVAL_S` seconds, so between two looks a run can be over its 
 that time.
 """
 
-from __future__ import annotations
-
 import os
 
 INTERVAL_S = 0.05
