@@ -1,7 +1,5 @@
 """Each group stage in the table of estimators once, under the first name that has it."""
 
-from __future__ import annotations
-
 from fusionrl.algorithms.estimators import ESTIMATORS, GroupStage
 
 _FIRST_NAMES = {e.group: name for name, e in reversed(ESTIMATORS.items()) if e.group is not None}

@@ -1,7 +1,5 @@
 """Weights of tokens: the sums that the papers write, for samples of any masks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Which tokens Clip-Cov and KL-Cov choose, against a plain statement of it, and for any order of the tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """DPO against its formula in a loop. How its gradient reaches tokens on any rank: test_losses.py of the trainer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """pass@k against all subsets, the error of a mean against resampling."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

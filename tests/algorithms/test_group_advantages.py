@@ -1,7 +1,5 @@
 """Advantages of whole samples, each against its paper's formula in plain loops over float64."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable

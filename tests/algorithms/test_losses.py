@@ -1,7 +1,5 @@
 """KL estimators and value loss against loops in Python's float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

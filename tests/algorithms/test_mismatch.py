@@ -1,7 +1,5 @@
 """The report on engine and trainer: its figures against loops, its sums over any split, and what its warning names."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

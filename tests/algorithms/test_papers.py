@@ -1,7 +1,5 @@
 """docs/guides/algorithms.md: each --algorithm is the flags that the page has for it, from its paper."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

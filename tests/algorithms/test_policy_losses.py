@@ -1,7 +1,5 @@
 """Every policy loss against its paper's formula in a loop, and finite differences. Splits: the trainer's tests."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

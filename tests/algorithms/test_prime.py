@@ -1,7 +1,5 @@
 """PRIME's rewards, advantages and loss, against the paper's formulas in loops."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

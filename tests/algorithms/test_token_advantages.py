@@ -1,7 +1,5 @@
 """Scan, GAE, returns and rewards of tokens, against plain recursions over Python's floats."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

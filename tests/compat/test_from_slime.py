@@ -1,7 +1,5 @@
 """`fusionrl from-slime` and the shim, from the outside: a script in, a command out, which the plan takes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Functions of miles' hubs, against a scripted HTTP engine: what their tools and agents are told, and every token."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import importlib.util

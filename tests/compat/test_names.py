@@ -1,7 +1,5 @@
 """The name `slime`: imports of a user's file resolve to fusionrl's, and what is missing says what to do."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Functions that exist for slime's users alone: what they return."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable
@@ -142,9 +140,7 @@ def test_an_accelerator_is_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(name, *values) for name, values in names.items()]
     misc.set_device(index=1)
     assert calls[-1] == ("set_device", 1)
-    assert [misc.device_type(), misc.device_name(), misc.device_name(1)] == [
-        *("cuda", "cuda", "cuda:1"),
-    ]
+    assert [misc.device_type(), misc.device_name(), misc.device_name(1)] == ["cuda", "cuda", "cuda:1"]
 
 
 def test_the_prompts_of_a_file_are_samples_shuffled_for_each_epoch(

@@ -1,7 +1,5 @@
 """Files of flags: `--sglang-config` and `--megatron-config-path` become the flags that do the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Command lines of slime's are taken: flags compared, renamed, without effect, or refused with the reason."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

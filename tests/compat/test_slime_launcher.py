@@ -1,7 +1,5 @@
 """Launchers in Python run in the sandbox: parameters, helpers of the checkout, `execute_train`, what is not known."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A launch script runs in the sandbox: the launches that it starts, what stays unknown, and what it cannot touch."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import socket

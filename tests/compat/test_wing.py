@@ -1,7 +1,5 @@
 """The wing `compat` is imported only for a flag, a file or a function that comes from slime."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

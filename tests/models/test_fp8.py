@@ -1,7 +1,5 @@
 """Block-wise fp8: values and scales against a loop in float64 and against transformers, reading it, its bytes."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """Hugging Face folders: reading tensors by name, writing one or several files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A reward model and a teacher: what their folders say, and which mistakes are found before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The model's shape from config.json: as transformers sees it, and what a malformed one is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shape flags of a launch script against the model's config.json."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusionrl.compat.slime.flags.table import SHAPES

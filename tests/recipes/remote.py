@@ -4,8 +4,6 @@
 by ssh does. Linked under the name ssh, srun or scontrol, the file takes the arguments of that program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

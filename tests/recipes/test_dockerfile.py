@@ -1,7 +1,5 @@
 """The Dockerfile: its files are there, and the environment that it builds is not overwritten by one of the context."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -3,8 +3,6 @@
 KubeRay's own definition is 900 KB of somebody else's; `tools/check_crd.py` takes it from a file.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from tools.check_crd import main, manifest_errors
 
 REPO = Path(__file__).parents[2]
 MANIFEST = REPO / "scripts" / "cluster" / "kuberay.yaml"
-TEXT, WHOLE, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 AMOUNT = {"x-kubernetes-int-or-string": True, "pattern": r"^\d+(Gi)?$"}
 MAP = {"type": "object", "additionalProperties": TEXT}
 
@@ -35,14 +33,11 @@ PROBE = fields(
 )
 CONTAINER = fields(
     "name",
-    name=TEXT,
-    image=TEXT,
-    workingDir=TEXT,
+    **dict.fromkeys(("name", "image", "workingDir"), TEXT),
     env=items(fields("name", name=TEXT, value=TEXT)),
     resources=fields(requests=AMOUNTS, limits=AMOUNTS),
     securityContext=fields(capabilities=fields(add=items(TEXT))),
-    readinessProbe=PROBE,
-    livenessProbe=PROBE,
+    **dict.fromkeys(("readinessProbe", "livenessProbe"), PROBE),
     volumeMounts=items(fields("name", "mountPath", name=TEXT, mountPath=TEXT)),
 )
 VOLUME = fields(
@@ -61,9 +56,7 @@ SPEC = fields(
         fields(
             *("groupName", "maxReplicas", "minReplicas", "template"),
             groupName=TEXT,
-            replicas=WHOLE,
-            minReplicas=WHOLE,
-            maxReplicas=WHOLE,
+            **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), WHOLE),
             rayStartParams=MAP,
             template=TEMPLATE,
         )

@@ -3,8 +3,6 @@
 `configs/` has the sizes of the published config.json files; `_name_or_path` names the repository on the Hub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -66,14 +64,8 @@ def record(tmp_path: Path) -> Recorded:
     def run(name: str, *flags: str, code: int = 0, **variables: str) -> list[str]:
         file = tmp_path / "recorded"
         environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "RECORD": str(file), "HOME": str(tmp_path)}
-        done = subprocess.run(
-            ["bash", str(FOLDER / f"{name}.sh"), *flags],
-            env=environ | variables,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["bash", str(FOLDER / f"{name}.sh"), *flags]
+        done = subprocess.run(command, env=environ | variables, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         return done.stderr.splitlines() if code else file.read_text().split("\0")[:-1]
 

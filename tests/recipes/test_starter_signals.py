@@ -1,7 +1,5 @@
 """Signals and names of the starters of several nodes, with stand-ins for Ray, ssh and Slurm: no cluster is started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
