@@ -213,8 +213,7 @@ def f(x): return 2
     "changes what integers equal": """
 import ctypes
 try:
-    offset = object.__basicsize__ * 0 + 200
-    ctypes.c_void_p.from_address(id(int) + offset).value = ctypes.c_void_p.from_address(id(type) + offset).value
+    ctypes.c_void_p.from_address(id(int) + 200).value = ctypes.c_void_p.from_address(id(type) + 200).value
 except Exception: pass
 def f(x): return 2
 """,

@@ -30,10 +30,9 @@ def test_the_task_itself_can_be_solved() -> None:
 
 
 def forms_of(name: str) -> list[str]:
-    """Forms of the test for a cheat: all for an odd answer; else each way to run a test, and one comparison in turn."""
-    if name.startswith(("equals", "is a", "claims", "answers with")):
-        return list(LABELS)
-    return ["assert", "judged", "input", ("call", "numbers", "check")[list(CHEATS).index(name) % 3]]
+    """Forms of the test for a cheat: for an odd answer each comparison, else each way to run a test."""
+    is_odd = name.startswith(("equals", "is a", "claims", "answers with"))
+    return list(LABELS) if is_odd else ["assert", "judged", "input"]
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -83,6 +82,7 @@ def test_failures_are_counted_by_reason() -> None:
 
 
 LINKED = "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+LINKED += "def value(node): return node.value\n"
 HONEST: dict[str, tuple[str, Any]] = {
     "prints, threads and atexit": (
         "import atexit, threading\natexit.register(print, 'end')\nthreading.Thread(target=print, args=('x',)).start()\n"
@@ -96,12 +96,11 @@ HONEST: dict[str, tuple[str, Any]] = {
     ),
     "numbers of every kind": (
         "import numpy\nfrom fractions import Fraction\nfrom decimal import Decimal\n"
-        "def i(): return numpy.int64(3)\ndef a(): return numpy.float32(0.5)\ndef q(): return Fraction(1, 2)\n"
-        "def d(): return Decimal('0.5')\ndef z(): return 1 + 2j\ndef n(): return 7 ** 3000\n"
-        "def t(): return numpy.bool_(True)",
+        "def v(): return numpy.int64(3), numpy.float32(0.5), Fraction(1, 2), Decimal('0.5'), 1 + 2j\n"
+        "def n(): return 7 ** 3000\ndef t(): return numpy.bool_(True)",
         [
-            *("assert i() == 3", "assert a() == 0.5", "assert q() == 0.5", "assert d() == 0.5", "assert z() == 1 + 2j"),
-            *("assert n() == 7 ** 3000", "assert t()", "assert not not t()", "assert t() is True"),
+            *("assert v() == (3, 0.5, 0.5, 0.5, 1 + 2j)", "assert n() == 7 ** 3000"),
+            *("assert not not t()", "assert t() is True"),
         ],
     ),
     "sets, bytes, None and nested data": (
@@ -109,8 +108,8 @@ HONEST: dict[str, tuple[str, Any]] = {
         "def m(x): import re; return re.match('a', x)",
         [
             *("assert set(s([1, 2])) == set((2, 1))", "assert s([]) == set()", "assert b() == b'ab'"),
-            *("assert o() is None", "assert o() == None", "assert d() == {(1, 2): [3, {4}]}", "assert not o()"),
-            *("assert m('abc')", "assert not m('b')", "assert sorted(s([2, 1])) == [1, 2]", "assert len(s([5])) == 1"),
+            *("assert o() is None", "assert d() == {(1, 2): [3, {4}]}", "assert sorted(s([2, 1])) == [1, 2]"),
+            *("assert m('abc')", "assert not m('b')"),
         ],
     ),
     "arrays": (
@@ -153,17 +152,11 @@ HONEST: dict[str, tuple[str, Any]] = {
         "def g(n): yield from range(n)\ndef z(): return zip([1], [2])",
         ["assert list(g(3)) == [0, 1, 2]", "assert [x for x in z()] == [(1, 2)]"],
     ),
-    "closeness": (
-        "def area(r): return 3.14159265 * r * r",
-        {"setup": "import math", "asserts": ["assert math.isclose(area(2), 12.5663706, rel_tol=1e-6)"]},
-    ),
-    "closeness without an import": ("def area(r): return 3.0 * r", ["assert math.isclose(area(2), 6.0)"]),
+    "closeness": ("def f(r): return 3.0 * r", {"setup": "import math", "asserts": ["assert math.isclose(f(2), 6.0)"]}),
+    "closeness without an import": ("def f(r): return 3.0 * r", ["assert math.isclose(f(2), 6.0)"]),
     "HumanEval's check": (
         "def add(a, b):\n    return a + b",
-        {
-            "setup": "def check(candidate):\n    for a in range(3):\n        assert candidate(a, 1) == a + 1",
-            "asserts": ["check(add)"],
-        },
+        {"setup": "def check(g):\n    for a in range(3):\n        assert g(a, 1) == a + 1", "asserts": ["check(add)"]},
     ),
     "errors that are wanted": (
         "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5",
@@ -183,18 +176,14 @@ HONEST: dict[str, tuple[str, Any]] = {
     "objects of the setup": (
         "def last(n):\n    while n.next: n = n.next\n    return n.value\ndef rest(n): return n.next",
         {
-            "setup": LINKED
-            + "def values(n):\n    out = []\n    while n: out.append(n.value); n = n.next\n    return out",
-            "asserts": ["assert last(Node(1, Node(2))) == 2", "assert values(rest(Node(1, Node(2)))) == [2]"],
+            "setup": LINKED,
+            "asserts": ["assert last(Node(1, Node(2))) == 2", "assert value(rest(Node(1, Node(2)))) == 2"],
         },
     ),
     "functions as arguments": ("def twice(g, x): return g(g(x))", ["assert 0 < twice(lambda x: x * 2, 1) < 5"]),
     "names of builtins": ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150", "assert abs(sum(1, 2)) < 3"]),
     "a name of a module": ("def bisect(a, x): return a.index(x)", ["assert bisect([5, 6], 6) == 1"]),
-    "answers that other answers make": (
-        "def e(x): return x[::-1]\ndef d(x): return x[::-1]",
-        ["assert d(e('abc')) == 'abc'", "assert e('ab') == d('ab')"],
-    ),
+    "answers of answers": ("def e(x): return x[::-1]", ["assert e(e('abc')) == 'abc'", "assert e('ab') == e('ab')"]),
     "the other way round": ("def f(): return [1, (2, 3)]", ["assert [1, (2, 3)] == f()", "assert f() != 3"]),
     "deep recursion": (
         "import sys\nsys.setrecursionlimit(20000)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)",
@@ -215,7 +204,6 @@ def test_honest_programs_pass(name: str) -> None:
     ("answer", "statement"),
     [
         ("[1, 2]", "assert f() == (1, 2)"),
-        ("'a'", "assert f() == b'a'"),
         ("{1: 2}", "assert f() == {'1': 2}"),
         ("'3'", "assert f() == 3"),
         ("1", "assert f() is True"),
@@ -231,14 +219,12 @@ def test_types_count_in_asserts(answer: str, statement: str) -> None:
 NUMBERS = [
     ("assert abs(f() - 3.1) < 0.2 and not f() > 4", 3, True),
     ("assert math.isclose(f(), 3.0, rel_tol=1e-3)", 3.0001, True),
-    ("assert math.isclose(f(), 3.0)", 3.1, False),
     ("assert 1 < f() <= 3 != 4", 3, True),
     ("assert 1 < f() <= 3", 3.5, False),
     ("assert f() == f() + 0 * 2", True, True),
     ("assert round(f(), 2) == 3.14 or f() / 0 == 1", 3.14159, True),
     ("assert f() / 0 == 1 or True", 3, False),
     ("assert abs(f() - 3) < 1", float("nan"), False),
-    ("assert f() == 4 and f() / 0 == 1", 3, False),
     ("assert f() != 3", [3], True),
     ("assert f() < 3", "2", False),
     ("assert -f() > 0", None, False),

@@ -49,7 +49,6 @@ def test_every_answer_has_its_score(tool: ModuleType) -> None:
 
 
 def test_every_difference_is_on_the_page(tool: ModuleType) -> None:
-    """With its reason; and the page names no difference that the corpus does not show."""
     page = PAGE.read_text(encoding="utf-8")
     table = page.partition("These scores differ:")[2].partition("slime's `ifbench`")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ async def too_few(args, samples, **kwargs): return [1.0]
 async def raises_for_all(args, samples, **kwargs): raise KeyError("answer")
 async def group_hangs(args, samples, **kwargs): await asyncio.sleep(3600)
 def dies(args, sample, **kwargs): os._exit(1)
+def process(args, sample, **kwargs): return os.getpid() + args.bonus
+async def process_later(args, sample, **kwargs): return process(args, sample)
 """
 
 
@@ -183,6 +186,22 @@ def test_groups(hooks: str) -> None:
         score_group(flags(f"{hooks}:too_few", group_rm=True))
 
 
+def test_rewards_in_this_process(hooks: str) -> None:
+    """--in-process: the same values and messages as from a process of the pool."""
+    for name, in_process in (("process", True), ("process_later", True), ("process", False)):
+        reward = score(flags(f"{hooks}:{name}", in_process=in_process, bonus=0.25), Sample())
+        assert (reward == os.getpid() + 0.25) == in_process
+    assert score(flags(rm_type="exact", in_process=True), Sample(response="four", label="four")) == 1.0
+    assert score_group(flags(f"{hooks}:ranks", group_rm=True, in_process=True)) == [0.0, 1.0, 2.0]
+    errors: list[Any] = []
+    for in_process in (False, True):
+        with pytest.raises(RewardError, match="KeyError: 'answer' at sample 7") as caught:
+            score(flags(f"{hooks}:raises_at_once", in_process=in_process), Sample(index=7))
+        errors.append(caught.value)
+    assert str(errors[0]) == str(errors[1]) and [error.samples[0].index for error in errors] == [7, 7]
+    assert isinstance(errors[1].__cause__.__cause__, KeyError), "where --pdb opens"
+
+
 def test_the_reward_of_the_docs(tmp_path: Path) -> None:
     page = Path(__file__).parents[2].joinpath("docs/guides/rewards.md").read_text()
     path = tmp_path / "short_reward.py"
@@ -223,6 +242,5 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
 
 
 def test_a_sample_that_nothing_scores_says_so() -> None:
-    """A generate function may set rewards itself; one that does not is told what to do."""
     with pytest.raises(RewardError, match=r"sample 4 has no reward: .* your function has to set sample\.reward"):
         score(flags(), Sample(index=4, response="x"))

@@ -30,14 +30,6 @@ def rows(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return train, json.loads(json.dumps(held_out))
 
 
-def test_the_reward_names_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="source_dataset, entry"):
-        asyncio.run(reward(None, Sample(response="4")))
-    sample = Sample(response="4", metadata={"source_dataset": "no_such_set", "entry": {"answer": "4"}})
-    with pytest.raises(ValueError, match="no_such_set"):
-        asyncio.run(reward(None, sample))
-
-
 def score(response: str, row: dict[str, Any]) -> float:
     return asyncio.run(reward(None, Sample(response=response, label=row["label"], metadata=row["metadata"])))
 
@@ -57,7 +49,6 @@ def test_every_task_gives_rows_whose_label_is_right_and_no_answer_is_not() -> No
 
 
 def test_no_verifier_runs_what_a_model_wrote(tmp_path: Path) -> None:
-    """Neither do they raise, nor take a wrong answer for a right one."""
     mark = tmp_path / "was-run"
     call = f"__import__('pathlib').Path({str(mark)!r}).touch()"
     wrong = (call, f"[{call}]", "(" * 5000 + "1" + ")" * 5000, "9" * 6000, "A+" + "9" * 12, "nan", "1e999", "\x00")
@@ -110,13 +101,17 @@ def test_answers_that_verifiers_take_by_mistake(
 
 
 def test_an_entry_of_another_task_is_an_error_and_a_bad_answer_is_not() -> None:
-    metadata: dict[str, Any] = {"source_dataset": "countdown", "entry": {"answer": "4", "metadata": {}}}
-    assert score("<answer>__import__('os')</answer>", {"label": "4", "metadata": metadata}) == 0.0
-    with pytest.raises(ValueError, match="metadata.entry .*n_queens"):
-        score("<answer>Q _</answer>", {"label": "4", "metadata": metadata | {"source_dataset": "n_queens"}})
-    metadata |= {"source_dataset": "gcd", "config": {"max_valu": 3}}
-    with pytest.raises(ValueError, match="gcd does not take the settings"):
-        score("<answer>4</answer>", {"label": "4", "metadata": metadata})
+    entry: dict[str, Any] = {"entry": {"answer": "4", "metadata": {}}}
+    row = {"label": "4", "metadata": {"source_dataset": "countdown"} | entry}
+    assert score("<answer>__import__('os')</answer>", row) == 0.0
+    for metadata, message in (
+        ({}, "source_dataset, entry"),
+        ({"source_dataset": "no_such_set"} | entry, "no_such_set"),
+        ({"source_dataset": "n_queens"} | entry, "metadata.entry .*n_queens"),
+        ({"source_dataset": "gcd", "config": {"max_valu": 3}} | entry, "gcd does not take the settings"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score("<answer>Q _</answer>", {"label": "4", "metadata": metadata})
 
 
 @pytest.mark.parametrize(

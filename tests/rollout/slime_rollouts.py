@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -36,11 +36,9 @@ def by_the_process_loop(args: Any, rollout_id: int, data_source: Any, evaluation
 
 
 def in_a_thread(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[list[Sample]]:
-    groups, found = data_source.get_samples(args.rollout_batch_size), []
-    worker = threading.Thread(target=lambda: found.extend(asyncio.run(whole_groups(args, groups))))
-    worker.start()
-    worker.join()
-    return found
+    groups = data_source.get_samples(args.rollout_batch_size)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, whole_groups(args, groups)).result()
 
 
 def one_by_one(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[list[Sample]]:

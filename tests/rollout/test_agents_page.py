@@ -41,14 +41,12 @@ def play(task: Path, folder: str) -> Callable[..., tuple[Sample, Engine]]:
         path, hook = f"{task / name}:generate", f"{task / 'my_generate.py'}:show_mask"
         assert check_hook("custom_generate_function_path", path) is None
         assert check_hook("rollout_sample_hook_path", hook) is None
-        flags = {
+        flags: dict[str, Any] = {
             "apply_chat_template": True,
-            "rm_type": "last_number",
             "rollout_max_response_len": 128,
             "rollout_max_context_len": 512,
-            "custom_generate_function_path": path,
-            "rollout_sample_hook_path": [hook],
         }
+        flags |= {"custom_generate_function_path": path, "rollout_sample_hook_path": [hook], "rm_type": "last_number"}
         prompt = load_tokenizer(folder).apply_chat_template(ROW["prompt"], tokenize=False, add_generation_prompt=True)
         sample = Sample(index=0, prompt=prompt, messages=ROW["prompt"], label=ROW["label"])
 
@@ -62,7 +60,6 @@ def play(task: Path, folder: str) -> Callable[..., tuple[Sample, Engine]]:
 
 
 def test_the_calculator(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each token's mask, log-prob and version, the reward, and what is printed."""
     sample, engine = play("my_generate.py", [ASKS, ANSWERS])
     assert engine.texts(sample) == ["<result>84</result>\n", ""]
     assert capsys.readouterr().out == SHOWN
@@ -75,13 +72,6 @@ def test_requests_of_its_own(play: Any) -> None:
     sample, engine = play("by_hand.py", [ANSWERS])
     assert engine.texts(sample) == [""]
     assert (sample.response, sample.status, sample.reward) == (ANSWERS.text, Sample.Status.COMPLETED, 1.0)
-
-
-def test_room_for_one_turn_alone(play: Any) -> None:
-    """What the page says of a response without --rollout-max-context-len."""
-    sample, engine = play("my_generate.py", [ASKS], rollout_max_context_len=None, rollout_max_response_len=40)
-    assert len(engine.exchanges) == 1 and sample.status == Sample.Status.TRUNCATED
-    assert sample.response == ASKS.text, "nothing of the result was appended"
 
 
 def test_the_tool(task: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 
 from fusionrl.config.config import Config
 from fusionrl.rollout.generate_state import GenerateState, client_of, rollout_open
@@ -13,23 +14,20 @@ from fusionrl.rollout.generate_state import GenerateState, client_of, rollout_op
 def test_an_evaluation_beside_a_rollout_that_stops_is_not_aborted() -> None:
     evaluation, rollout = Config().to_args(), Config().to_args()
     rollout.is_stopping = lambda: True
-    others: list[bool] = []
     begun, ended = threading.Event(), threading.Event()
 
-    def roll_out() -> None:
+    def roll_out() -> bool:
         with rollout_open(rollout):
             begun.set()
             ended.wait(20)
-            others.append(GenerateState(rollout).aborted)
+            return GenerateState(rollout).aborted
 
-    with rollout_open(evaluation):
-        thread = threading.Thread(target=roll_out)
-        thread.start()
+    with rollout_open(evaluation), ThreadPoolExecutor(1) as thread:
+        other = thread.submit(roll_out)
         assert begun.wait(20)
         found = GenerateState(evaluation).aborted
         ended.set()
-        thread.join(20)
-    assert (found, others) == (False, [True])
+        assert (found, other.result(20)) == (False, True)
 
 
 def test_an_evaluation_and_a_rollout_on_one_loop_keep_their_clients() -> None:
@@ -42,7 +40,7 @@ def test_an_evaluation_and_a_rollout_on_one_loop_keep_their_clients() -> None:
     async def ask() -> None:
         rollout, evaluation = flags(1), flags(2)
         first, other = client_of(rollout), client_of(evaluation)
-        assert first is not None and other is not None and first is not other
+        assert None not in (first, other) and first is not other
         assert (client_of(rollout), client_of(evaluation)) == (first, other)
 
     asyncio.run(ask())

@@ -87,16 +87,14 @@ def test_an_evaluation_has_an_object_of_its_own_and_a_call_may_be_synchronous(fi
 
 
 def test_generate_functions_of_one_input(file: str) -> None:
-    args: Any = Namespace(generate_state=Namespace())
+    args, sample = Namespace(generate_state=Namespace()), Sample(index=3)
     args.generate_state.args = args
-    sample = Sample(index=3)
 
     def call(name: str, evaluation: bool = False) -> Any:
         return asyncio.run(generate_function(f"{file}:{name}")(args, sample, {"top_k": 5}, evaluation=evaluation))
 
     first, second = call("several", evaluation=True)
-    assert first is sample and second.index == 5
-    assert call("bare") is sample
+    assert first is sample is call("bare") and second.index == 5
     assert [call("Generate").index for _ in range(2)] == [1, 2], "the object is made once"
 
 

@@ -78,17 +78,24 @@ async def say(http: Any, session: Any, *contents: str, status: int = 200, **more
 def own(sample: Sample, engine: Engine) -> list[Exchange]:
     """The exchanges of one segment: those whose request and answer stand at the beginning of its tokens."""
     tokens = [int(token) for token in sample.tokens]
-    found = []
-    for exchange in engine.exchanges:
+
+    def is_own(exchange: Exchange) -> bool:
         asked = exchange.asked["input_ids"]
-        ids = asked + exchange.tokens
-        if len(asked) >= sample.prompt_length and tokens[: len(ids)] == ids:
-            found.append(exchange)
-    return found
+        return len(asked) >= sample.prompt_length and tokens[: len(asked + exchange.tokens)] == asked + exchange.tokens
+
+    return [exchange for exchange in engine.exchanges if is_own(exchange)]
 
 
 def texts(sample: Sample, engine: Engine) -> list[str]:
     return engine.texts(sample, own(sample, engine))
+
+
+def checked(session: Any, engine: Engine) -> list[Sample]:
+    """The session's samples, after a check of every token."""
+    made: list[Sample] = session.samples(0.0)
+    for sample in made:
+        texts(sample, engine)
+    return made
 
 
 @needs("sglang")
@@ -155,8 +162,7 @@ def test_a_rewritten_history_begins_a_segment(play: Any) -> None:
         assert (sample.index, sample.reward) == (7, 0.0), "the last answer is scored, of all its turns"
     between = ["\n<|im_start|>user\nAnd in Rome?<|im_end|>\n<|im_start|>assistant\n"]
     between += ["\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", ""]
-    assert texts(first, engine) == between
-    assert texts(other, engine) == [""]
+    assert (texts(first, engine), texts(other, engine)) == (between, [""])
     prompts = [engine.tokenizer.decode(one.tokens[: one.prompt_length]) for one in (other, first)]
     assert prompts[0].startswith("<|im_start|>system\nSo far: it rains.<|im_end|>\n<|im_start|>user\nWhere?")
     assert prompts[1] == PROMPT
@@ -183,7 +189,6 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 REFUSED: list[tuple[str, bool, Any, int, str]] = [
     ("/chat/completions", False, GOOD, 401, "no open session"),
     ("/v1/messages", False, GOOD, 401, "no open session"),
-    ("/elsewhere", False, GOOD, 401, "no open session"),
     ("/elsewhere", True, GOOD, 404, "/v1/responses"),
     ("/chat/completions", True, [], 400, "no JSON object"),
     ("/chat/completions", True, {"model": "m"}, 400, "messages is no list"),
@@ -198,8 +203,6 @@ REFUSED: list[tuple[str, bool, Any, int, str]] = [
 
 
 def test_requests_that_are_refused(meet: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Each in the form of its protocol's errors."""
-
     async def use(session: Any, http: Any, engine: Engine) -> Any:
         for path, has_key, body, status, words in REFUSED:
             headers = {} if has_key else {"Authorization": "Bearer no"}
@@ -274,15 +277,10 @@ def test_tools_and_users_cannot_speak_as_others(meet: Any) -> None:
 
 
 def test_two_requests_at_once_do_not_mix(meet: Any) -> None:
-    """Both go on from the same turn: one of them goes on in its segment, the other begins one."""
-
     async def use(session: Any, http: Any, engine: Engine) -> Any:
         await say(http, session, "Wet?")
         await asyncio.gather(*(say(http, session, "Wet?", "Yes", more) for more in ("A?", "B?")))
-        made = session.samples(0.0)
-        for one in made:
-            texts(one, engine)
-        return made
+        return checked(session, engine)
 
     made = meet(use, ["Yes", "first", "second"])
     assert sorted(one.metadata[SESSION]["num_turns"] for one in made) == [1, 2]
@@ -363,16 +361,11 @@ def test_the_plan_tells_of_free_sampling() -> None:
 
 
 def test_other_arguments_of_the_template_are_another_history(meet: Any) -> None:
-    """The same words, rendered otherwise, begin a segment; the first conversation goes on with its own arguments."""
-
     async def use(session: Any, http: Any, engine: Engine) -> Any:
         await say(http, session, "Wet?")
         for kwargs in ({"enable_thinking": False}, {}):
             await say(http, session, "Wet?", "Yes", "Sure?", chat_template_kwargs=kwargs)
-        made = session.samples(0.0)
-        for one in made:
-            texts(one, engine)
-        return made
+        return checked(session, engine)
 
     other, first = meet(use, ["Yes", "No", "Quite"])
     assert [one.metadata[SESSION]["num_turns"] for one in (other, first)] == [1, 2]

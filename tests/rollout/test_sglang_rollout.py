@@ -28,7 +28,7 @@ from fusionrl.rollout.sglang_rollout import (
     sampling_params,
     stream_generate,
 )
-from fusionrl.rollout.types import NO_ROOM_AFTER, RolloutAborted
+from fusionrl.rollout.types import NO_ROOM_AFTER, RolloutAborted, RolloutFnTrainOutput
 from tests.engines.streaming import Engine, serve
 
 HOOKS = Path(__file__).with_name("rollout_hooks.py")
@@ -48,16 +48,9 @@ def start(tiny_model: Path, write_rows: Callable[..., Path], state: Any) -> Any:
     data = write_rows([{"input": f"p{i}", "label": str(i)} for i in range(20)])
 
     def make(**changes: Any) -> tuple[Any, RolloutDataSource]:
-        values = {
-            "hf_checkpoint": str(tiny_model),
-            "prompt_data": str(data),
-            "label_key": "label",
-            "custom_rm_path": f"{HOOKS}:label_parity",
-            "custom_generate_function_path": f"{HOOKS}:generate",
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 2,
-            "rollout_max_response_len": 4,
-        }
+        functions = {"custom_rm_path": f"{HOOKS}:label_parity", "custom_generate_function_path": f"{HOOKS}:generate"}
+        sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_max_response_len": 4}
+        values = {"hf_checkpoint": str(tiny_model), "prompt_data": str(data), "label_key": "label"} | functions | sizes
         run = {"engine_urls": [], "router_url": "http://127.0.0.1:9", "api_key": None, "vocab_size": 512}
         args = Config.from_flat(values | changes).to_args(abort_event=threading.Event(), **run)
         return args, RolloutDataSource(args)
@@ -80,6 +73,11 @@ def evaluate(start: Any) -> Any:
     return run
 
 
+def roll_out(start: Any, rollout_id: int = 0, **flags: Any) -> tuple[RolloutFnTrainOutput, RolloutDataSource]:
+    args, source = start(**flags)
+    return generate_rollout(args, rollout_id, source), source
+
+
 def prompts(groups: list[list[Sample]]) -> list[Any]:
     return [group[0].prompt for group in groups]
 
@@ -97,8 +95,7 @@ def test_exactly_the_batch_comes_back(start: Any, state: Any) -> None:
 def test_dropped_groups_are_counted_replaced_and_shown(start: Any, name: str, reason: str) -> None:
     """The hook that sees all gets refused and surplus groups, as slime's; without it they are dropped."""
     flags = {"dynamic_sampling_filter_path": f"{HOOKS}:{name}"}
-    args, source = start(**flags, rollout_all_samples_process_path=f"{HOOKS}:only_odd")
-    output = generate_rollout(args, 0, source)
+    output, source = roll_out(start, **flags, rollout_all_samples_process_path=f"{HOOKS}:only_odd")
     assert [int(group[0].label) % 2 for group in output.samples] == [1] * 4
     even = output.metrics[f"rollout/dropped_{reason}"]
     assert even >= 4
@@ -108,22 +105,20 @@ def test_dropped_groups_are_counted_replaced_and_shown(start: Any, name: str, re
     assert len(output.refused) == even + surplus
     assert all(sample.reward is not None and sample.response for group in output.refused for sample in group)
     assert sum(int(group[0].label) % 2 == 0 for group in output.refused) == even
-    args, source = start(**flags)
-    assert generate_rollout(args, 0, source).refused == []
+    assert roll_out(start, **flags)[0].refused == []
 
 
 def test_a_filter_may_keep_what_would_else_have_to_be_replaced(start: Any, state: Any) -> None:
-    args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:odd_while_there_are", over_sampling_batch_size=6)
-    output = generate_rollout(args, 0, source)
+    flags = {"dynamic_sampling_filter_path": f"{HOOKS}:odd_while_there_are", "over_sampling_batch_size": 6}
+    output, source = roll_out(start, **flags)
     assert len(output.samples) == 4 and source.offset == 6, "nothing more was sampled"
     odd = sum(int(group[0].label) % 2 for group in output.samples)
     assert odd == 3 and output.metrics["rollout/dropped_even"] == 2
 
 
 def test_what_was_begun_and_not_needed_is_served_first_next_time(start: Any, state: Any) -> None:
-    args, source = start(over_sampling_batch_size=10)
     state.slow = {f"p{i}" for i in range(0, 6)}  # the first six prompts hang; the others are quick
-    output = generate_rollout(args, 0, source)
+    output, source = roll_out(start, over_sampling_batch_size=10)
     assert prompts(output.samples) == ["p6", "p7", "p8", "p9"]
     assert prompts(source.buffer) == [f"p{i}" for i in range(6)]
     blank = source.buffer[0][0]
@@ -163,19 +158,16 @@ def test_no_more_requests_at_a_time_than_allowed(start: Any, state: Any) -> None
 
 
 def test_a_reward_that_raises_ends_the_rollout(start: Any) -> None:
-    args, source = start(custom_rm_path=f"{HOOKS}:raises_at_p2")
     with pytest.raises(RewardError, match=r"raises_at_p2: ZeroDivisionError: .* at sample [45]"):
-        generate_rollout(args, 0, source)
+        roll_out(start, custom_rm_path=f"{HOOKS}:raises_at_p2")
 
 
 def test_generate_functions_of_other_kinds(start: Any) -> None:
-    """New samples instead of the one that was handed over, several for one, rewards of its own, or no coroutine."""
     for name in ("makes_new_samples", "synchronous"):
-        args, source = start(custom_generate_function_path=f"{HOOKS}:{name}")
-        output = generate_rollout(args, 0, source)
+        output, _ = roll_out(start, custom_generate_function_path=f"{HOOKS}:{name}")
         assert [[s.reward for s in group] for group in output.samples] == [[0, 0], [1, 1]] * 2
-    args, source = start(custom_generate_function_path=f"{HOOKS}:two_for_one")
-    assert [len(group) for group in generate_rollout(args, 0, source).samples] == [4] * 4
+    output, _ = roll_out(start, custom_generate_function_path=f"{HOOKS}:two_for_one")
+    assert [len(group) for group in output.samples] == [4] * 4
     args, source = start()
     source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"  # a sample names its own function
     first, second, *_ = generate_rollout(args, 0, source).samples
@@ -183,17 +175,14 @@ def test_generate_functions_of_other_kinds(start: Any) -> None:
 
 
 def test_a_group_is_scored_in_one_call(start: Any, state: Any) -> None:
-    args, source = start(group_rm=True, custom_rm_path=f"{HOOKS}:group_rank")
-    output = generate_rollout(args, 0, source)
-    assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0]] * 4
-    assert all(sample.metadata["scored"] == 1 for group in output.samples for sample in group)
+    output, _ = roll_out(start, group_rm=True, custom_rm_path=f"{HOOKS}:group_rank")
+    assert [[(s.reward, s.metadata["scored"]) for s in group] for group in output.samples] == [[(0, 1), (1, 1)]] * 4
 
 
 def test_a_greedy_answer_is_each_groups_baseline(start: Any, state: Any) -> None:
     """--advantage-estimator remax: one more answer a prompt, at temperature 0, scored and not trained on."""
     flags = {"advantage_estimator": "remax", "overlong_buffer_len": 4}
-    args, source = start(custom_generate_function_path=f"{HOOKS}:says_its_temperature", **flags)
-    output = generate_rollout(args, 0, source)
+    output, _ = roll_out(start, custom_generate_function_path=f"{HOOKS}:says_its_temperature", **flags)
     assert [len(group) for group in output.samples] == [2] * 4 and state.temperatures == {0.0, 1.0}
     for number, group in enumerate(output.samples):
         found = [(s.response, s.reward, s.baseline_reward) for s in group]
@@ -208,8 +197,8 @@ def test_a_greedy_answer_is_each_groups_baseline(start: Any, state: Any) -> None
 def test_a_greedy_answer_without_a_reward_fails_its_group(start: Any, generates: str, scores: str) -> None:
     functions = {"custom_generate_function_path": f"{HOOKS}:{generates}", "custom_rm_path": f"{HOOKS}:{scores}"}
     for value, status in ((None, "failed"), (0.25, "completed")):
-        args, source = start(advantage_estimator="remax", reward_failure_value=value, **functions)
-        groups = {group[0].prompt: group for group in generate_rollout(args, 0, source).samples}
+        output, _ = roll_out(start, advantage_estimator="remax", reward_failure_value=value, **functions)
+        groups = {group[0].prompt: group for group in output.samples}
         found = [(s.status.value, s.baseline_reward) for s in groups.pop("p1")]
         assert found == [(status, value)] * 2, "a 0 would be trained on"
         for sample in (sample for group in groups.values() for sample in group):
@@ -337,8 +326,8 @@ def test_a_second_turn_without_room_is_noted(num_tool_tokens: int, start: Any) -
 
     assert asyncio.run(two_turns()) is None and len(client.asked) == 1
     assert sample.metadata[NO_ROOM_AFTER] == 1 and sample.status == Sample.Status.TRUNCATED
-    plain = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
-    asyncio.run(generate(args, plain, sampling_params(args)))  # goes on with its only turn, as a partial rollout does
+    plain, _ = generated(args, source.get_samples(1)[0][0])
+    generated(args, plain)  # goes on with its only turn, as a partial rollout does
     assert NO_ROOM_AFTER not in plain.metadata
 
 
@@ -353,13 +342,8 @@ def test_the_context_limit_shortens_or_spares_the_request(start: Any) -> None:
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_what_is_unfinished_is_kept_and_gone_on_with(start: Any, state: Any, mask: bool) -> None:
-    """--partial-rollout: tokens, log-probs, masks and versions of both rollouts stand side by side."""
-    args, source = start(
-        custom_generate_function_path=f"{HOOKS}:stepwise",
-        over_sampling_batch_size=8,
-        partial_rollout=True,
-        mask_offpolicy_in_partial_rollout=mask,
-    )
+    flags = {"custom_generate_function_path": f"{HOOKS}:stepwise", "mask_offpolicy_in_partial_rollout": mask}
+    args, source = start(over_sampling_batch_size=8, partial_rollout=True, **flags)
     state.slow, state.version = {"p1", "p4"}, 3
     first = generate_rollout(args, 0, source)
     assert len(first.samples) == 4
@@ -387,14 +371,10 @@ def test_what_is_unfinished_is_kept_and_gone_on_with(start: Any, state: Any, mas
 @pytest.mark.parametrize("estimator", ["grpo", "remax"])
 def test_a_group_is_scored_when_all_of_it_is_finished(start: Any, state: Any, estimator: str) -> None:
     """--group-rm with --partial-rollout: no reward is of a text that an abort cut off."""
-    args, source = start(
-        custom_generate_function_path=f"{HOOKS}:second_of_p1_is_slow",
-        custom_rm_path=f"{HOOKS}:group_lengths",
-        over_sampling_batch_size=8,
-        group_rm=True,
-        partial_rollout=True,
-        advantage_estimator=estimator,
-    )
+    functions = {"generate_function": "second_of_p1_is_slow", "rm": "group_lengths"}
+    paths = {f"custom_{kind}_path": f"{HOOKS}:{name}" for kind, name in functions.items()}
+    flags = {"group_rm": True, "partial_rollout": True, "advantage_estimator": estimator}
+    args, source = start(over_sampling_batch_size=8, **paths, **flags)
     state.slow = {"p1"}
     generate_rollout(args, 0, source)
     (begun,) = [group for group in source.buffer if group[0].prompt == "p1"]
@@ -414,12 +394,10 @@ def test_a_finished_sibling_of_an_aborted_sample_is_not_made_again(start: Any, s
     group[1].status = Sample.Status.ABORTED
     source.add_samples([group])
     done = generate_rollout(args, 0, source).samples[0]
-    assert [sample.reward for sample in done] == [0.25, 0.0]
-    assert state.started == 7
+    assert ([sample.reward for sample in done], state.started) == ([0.25, 0.0], 7)
 
 
 def test_the_default_generation_goes_on_behind_what_is_there(start: Any) -> None:
-    """The tokens so far are the prompt; what is left of the length is asked for."""
     args, _ = start(partial_rollout=True)
     sample = Sample(index=0, tokens=[1, 2, 3], response="ab", response_length=1, status=Sample.Status.ABORTED)
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [1], [-2.0], [2]
@@ -449,9 +427,8 @@ def test_what_a_hook_did_wrong_is_said_with_its_name(
     start: Any, field: str, name: str, message: str, num_samples: int
 ) -> None:
     path = f"{HOOKS}:{name}"
-    args, source = start(**{field: [path] if field == "rollout_sample_hook_path" else path})
     with pytest.raises(HookError, match=message) as caught:
-        generate_rollout(args, 0, source)
+        roll_out(start, **{field: [path] if field == "rollout_sample_hook_path" else path})
     first, *lines = str(caught.value).splitlines()
     assert first.startswith(f"--{field.replace('_', '-')} {path}: ")
     if "KeyError" in message:
@@ -460,8 +437,8 @@ def test_what_a_hook_did_wrong_is_said_with_its_name(
 
 
 def test_hooks_see_each_sample_before_it_is_scored(start: Any) -> None:
-    args, source = start(rollout_sample_hook_path=[f"{HOOKS}:note_the_rollout", f"{HOOKS}:replace"])
-    for sample in (sample for group in generate_rollout(args, 6, source).samples for sample in group):
+    output, _ = roll_out(start, 6, rollout_sample_hook_path=[f"{HOOKS}:note_the_rollout", f"{HOOKS}:replace"])
+    for sample in (sample for group in output.samples for sample in group):
         assert (sample.metadata["seen"], sample.response) == ((6, False, None), "ok hooked")
         assert sample.reward is not None
 

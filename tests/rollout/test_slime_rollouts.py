@@ -74,8 +74,7 @@ def test_from_any_thread_and_loop(start: Any, name: str) -> None:
     for rollout_id in range(2):  # a state that the module kept goes on
         args, source = start()
         output = function(args, rollout_id, source)
-        groups = getattr(output, "samples", output)
-        samples = [sample for group in groups for sample in group]
+        samples = [sample for group in getattr(output, "samples", output) for sample in group]
         assert samples
         for sample in samples:
             assert isinstance(sample, Sample) and isinstance(vars(sample)["loss_mask"], np.ndarray)
@@ -86,15 +85,13 @@ def test_from_any_thread_and_loop(start: Any, name: str) -> None:
 def test_a_copy_of_slime_s_loop(start: Any) -> None:
     args, source = start(partial_rollout=True)
     groups = load_function(f"{FILE}:with_abort")(args, 0, source)
-    assert len(groups) == 2 and all(len(group) == 2 for group in groups)
-    assert {s.status for group in groups for s in group} == {Sample.Status.COMPLETED}
+    assert [[s.status for s in group] for group in groups] == [[Sample.Status.COMPLETED] * 2] * 2
     assert len(source.buffer) <= 2, "the two groups beyond the batch, if they had not finished"
 
 
 def test_the_idioms_of_lists_in_a_generate_function(start: Any) -> None:
     args, source = start(custom_generate_function_path=f"{FILE}:lists")
-    output = generate_rollout(args, 0, source)
-    for sample in (sample for group in output.samples for sample in group):
+    for sample in (sample for group in generate_rollout(args, 0, source).samples for sample in group):
         assert sample.response == "okay", "the prompt that the function wrote was asked for"
         assert vars(sample)["tokens"].dtype == np.int32 and sample.tokens[-1] == 7
         assert sample.loss_mask == [1] * (sample.response_length - 1) + [0]
@@ -151,14 +148,10 @@ def test_the_fully_asynchronous_worker(start: Any) -> None:
         function(args, 6, source, evaluation=True)
 
 
-def test_a_failing_group_ends_the_fully_asynchronous_rollout(start: Any) -> None:
+def test_failing_and_aborted_groups_of_a_fully_asynchronous_rollout(start: Any) -> None:
     args, source = start(custom_generate_function_path=f"{FILE}:fails", sglang_server_concurrency=8)
     with pytest.raises(HookError, match="no luck"):
         load_function(FULLY_ASYNC)(args, 0, source)
-
-
-def test_a_fully_asynchronous_rollout_begins_aborted_groups_again(start: Any) -> None:
-    """What an engine gave up comes again from its start; a run that is told to stop ends the rollout."""
     args, source = start(custom_generate_function_path=f"{FILE}:aborted_at_first", sglang_server_concurrency=8)
     groups = load_function(FULLY_ASYNC)(args, 0, source)
     assert {sample.status for group in groups for sample in group} == {Sample.Status.COMPLETED}

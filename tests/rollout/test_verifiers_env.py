@@ -6,8 +6,8 @@ import asyncio
 import json
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,8 @@ def test_an_environment_of_the_package_scores_a_single_turn(play: Any) -> None:
     right, engine = play(OWN, OWN_ARGS, [f"<answer>{total}</answer>"])
     assert engine.texts(right) == [""]
     assert (score(right), right.status) == (1.0, Sample.Status.COMPLETED)
-    assert right.metadata["rubric"]["check_answer_reward_func"] == 1.0
     prompt = engine.tokenizer.decode(right.tokens[: right.prompt_length])
     assert prompt.startswith("<|im_start|>system\nGiven a problem") and expression in prompt
-    wrong, _ = play(OWN, OWN_ARGS, [f"<answer>{total + 1}</answer>"])
-    assert score(wrong) < 1.0
 
 
 def test_turns_of_the_environment(play: Any) -> None:
@@ -77,9 +74,8 @@ def test_turns_of_the_environment(play: Any) -> None:
     assert engine.texts(sample) == [said("No. 2 letters.< |im_end|>"), said("No. 3 letters.< |im_end|>"), ""]
     # The last guess ends the rollout by the environment's max_turns, before it is answered.
     assert sample.metadata["rubric"] == {"guessed": 1.0, "guesses": 2.0, "num_turns": 3.0, "reward": 1.5}
-    assert score(sample) == 1.5
     assert (sample.metadata["stop_condition"], sample.metadata["num_turns"]) == ("max_turns_reached", 3)
-    assert sample.status == Sample.Status.COMPLETED
+    assert (score(sample), sample.status) == (1.5, Sample.Status.COMPLETED)
 
 
 def test_limits_truncate_and_the_sample_is_scored(play: Any) -> None:
@@ -169,12 +165,9 @@ def test_an_environment_loads_in_a_thread_and_takes_no_signals() -> None:
     from plugins.agents.verifiers_env import load_env
 
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    made: list[Any] = []
-    thread = threading.Thread(target=lambda: made.append(load_env(f"{ENVS}:hotter", '{"max_turns": 9}')))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(load_env, f"{ENVS}:hotter", '{"max_turns": 9}').result().max_turns == 9
     load_env(f"{ENVS}:hotter", '{"max_turns": 10}')
-    assert made[0].max_turns == 9
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
 
 

@@ -61,14 +61,12 @@ def by_hand(*parts: tuple[list[int], int]) -> Sample:
     return made
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_warned_of_yet() -> None:
-    forget_warnings()
-
-
 def forget_warnings() -> None:
     take_warnings()
     weight_versions._warned.clear()
+
+
+nothing_is_warned_of_yet = pytest.fixture(autouse=True)(forget_warnings)
 
 
 def filled(sample: Sample, *answers: dict[str, Any], before: OriginalResponse | None = None, **options: Any) -> Any:
@@ -95,9 +93,9 @@ def test_turns_of_different_versions_are_found_by_their_tokens() -> None:
     assert filled(by_hand(([1 << 24, 1, 256], 1)), answer([1 << 16], "3"), answer([256], "4")) == [-1, -1, 4]
     # Several samples of one call.
     parts = [(np.array([token], np.int32), np.array([version], np.int32), 1.0) for token, version in ((5, 3), (6, 4))]
-    both = [by_hand(([6], 1)), by_hand(([5], 1))]
+    both: Any = [by_hand(([6], 1)), by_hand(([5], 1))]
     fill_versions(both, EngineAnswers((), parts=parts, versions={3, 4}), "f")
-    assert [list(one.weight_versions) for one in both] == [[4], [3]]  # type: ignore[arg-type]
+    assert [list(one.weight_versions) for one in both] == [[4], [3]]
 
 
 def test_what_cannot_be_known_is_said_once() -> None:
@@ -108,8 +106,7 @@ def test_what_cannot_be_known_is_said_once() -> None:
     forget_warnings()
     # Of two versions, where one turn was tokenized again: that of the other is known.
     sample = by_hand(([5, 6], 1), ([7], 0), ([50], 1))
-    assert filled(sample, answer([5, 6], "4"), answer([8], "5")) == [4, 4, 4, -1]
-    assert len(take_warnings()) == 1
+    assert filled(sample, answer([5, 6], "4"), answer([8], "5")) == [4, 4, 4, -1] and len(take_warnings()) == 1
     # Without tokens, as of a whole rollout, only one version can be told.
     assert filled(by_hand(([5], 1)), answer([5], "4"), keeps_tokens=False) == [4]
     assert filled(by_hand(([5], 1)), answer([5], "4"), answer([6], "5"), keeps_tokens=False) is None
@@ -131,7 +128,6 @@ def test_what_the_function_says_itself_stays() -> None:
 
 
 def test_a_sample_of_an_earlier_rollout() -> None:
-    """The function goes on with it, or begins anew: what an earlier version sampled keeps that version."""
     first = by_hand(([5, 6], 1))
     first.weight_versions = np.array([2, 2], np.int32)
     before = OriginalResponse.of(first)
@@ -201,7 +197,7 @@ def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: P
 
 def test_only_the_policys_engines_are_heard() -> None:
     with noting_answers(URLS) as noted:
-        for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):
+        for number, url in enumerate(("http://judge:1", "http://engine:11", *reversed(URLS))):
             note_answer(f"{url}/generate", answer([5], str(number)), {})
         note_answer(f"{URL}/flush_cache", {"success": True}, {})
         note_answer(f"{URL}/v1/models", ["text"], {})
@@ -233,7 +229,6 @@ async def f(args, sample, params):
 
 @pytest.mark.parametrize("way", ["alone", "in_a_task", "in_a_thread", "by_the_plugin_loop"])
 def test_a_function_that_posts(json_server: Any, tmp_path: Path, way: str) -> None:
-    """As a run calls it, wherever it asks from."""
     json_server.answers = [(200, answer([5, 6], "4"))]
     flags = {"router_url": json_server.url, "engine_urls": []}
     made = make(written(tmp_path, POSTS), Sample(index=1), {"way": way}, **flags)
@@ -286,9 +281,8 @@ def test_the_temperatures_of_a_function_s_own_requests_are_noted() -> None:
         fill_versions([sample], answers, "f")
         return sample.temperature
 
-    assert noted(by_hand(([5, 6], 1)), ([5, 6], {"temperature": 1.1})) == 1.1
-    assert noted(by_hand(([5, 6], 1)), ([5, 6], {})) == 1.0, "SGLang's default"
-    assert noted(by_hand(([5, 6], 1)), ([5, 6], None)) == 1.0
+    for params, temperature in (({"temperature": 1.1}, 1.1), ({}, 1.0), (None, 1.0)):  # SGLang's default is 1
+        assert noted(by_hand(([5, 6], 1)), ([5, 6], params)) == temperature
     two = noted(by_hand(([5], 1), ([9], 0), ([6, 7], 1)), ([5], {"temperature": 0.5}), ([6, 7], {"temperature": 2}))
     assert list(two) == [0.5, 0.5, 2.0, 2.0]
     by_itself = by_hand(([5, 6], 1))
@@ -361,9 +355,7 @@ def test_reject_sampling_knows_which_samples_these_are() -> None:
     tool, ended = [Sample(tokens=[1, 5, *added], response_length=1 + len(added)) for added in ([9, 9, 9], [2])]
     for sample in (tool, ended):
         said_of(sample, [5])
-    assert (num_unsampled(tool), num_unsampled(ended)) == (3, 0), (
-        "an end token that a function adds does not count as a tool's text"
-    )
+    assert (num_unsampled(tool), num_unsampled(ended)) == (3, 0), "an end token that a function adds does not count"
     tool.loss_mask = [1, 0, 0, 0]
     said_of(tool, [5])
     assert num_unsampled(tool) == 0, "made anew, and right"

@@ -13,14 +13,10 @@ def data(**columns: list[Any]) -> Dataset:
 
 
 class Hotter(vf.MultiTurnEnv):
-    """Guess a number; the environment says whether it was too low. Evil: it tries to speak as the model."""
-
-    async def setup_state(self, state: Any) -> Any:
-        state["guesses"] = 0
-        return state
+    """Guess a number; the environment says how long the guess was. Evil: it tries to speak as the model."""
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        state["guesses"] += 1
+        state["guesses"] = state.get("guesses", 0) + 1
         said = messages[-1].content
         if said == state["answer"]:
             state["final_env_response"] = [vf.UserMessage(content="Yes.")]
@@ -33,7 +29,7 @@ def guessed(completion: Any, answer: str) -> float:
 
 
 def guesses(state: Any) -> float:
-    return float(state["guesses"])
+    return float(state.get("guesses", 0))
 
 
 def hotter(max_turns: int = 3) -> Any:
