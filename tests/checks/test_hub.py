@@ -83,15 +83,11 @@ def test_every_flag_of_a_checkpoint_takes_a_cached_name(home: Path, tiny_model: 
 
 
 def test_paths_stay_as_they_are(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs" / "model").mkdir(parents=True)
-    (tmp_path / "data" / "math").mkdir(parents=True)
+    for folder in ("runs/model", "data/math"):
+        (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    values = {
-        "hf_checkpoint": "runs/model",
-        "ref_load": "/nowhere/model",
-        "prompt_data": ["data/math:train", "data/none.jsonl", "x=none.parquet@[:3]", "a/b/c.json"],
-        "eval_prompt_data": ["a/b", "none/eval.jsonl"],
-    }
+    values = {"hf_checkpoint": "runs/model", "ref_load": "/nowhere/model", "eval_prompt_data": ["a/b", "c/d.jsonl"]}
+    values |= {"prompt_data": ["data/math:train", "data/none.jsonl", "x=none.parquet@[:3]", "a/b/c.json"]}
     config = Config.from_flat(values)
     assert resolve_names(config) == (config, [])
 

@@ -66,9 +66,7 @@ def test_prompts_to_the_token(errors: Errors, write_rows: Rows) -> None:
     rows = [{"input": "x" * length} for length in (3, 1024, 9)]
     assert errors(prompt_data=write_rows(rows)) == []
     long = write_rows([*rows, {"input": "x" * 1025}], "long.jsonl")
-    told = (
-        f"--prompt-data {long}: line 4: a prompt of 1025 tokens + --rollout-max-response-len 1024 = 2049, over the 2048"
-    )
+    told = f"--prompt-data {long}: line 4: a prompt of 1025 tokens + --rollout-max-response-len 1024 = 2049, over"
     one(errors(prompt_data=long), told, "--rollout-max-prompt-len 1024", "--rollout-max-context-len 2048")
     cures = ({"rollout_max_prompt_len": 1024}, {"rollout_max_response_len": 1023}, {"rollout_max_context_len": 2048})
     unread = ({"rollout_function_path": "a.b"}, {"debug_train_only": True})  # no default rollout reads them
@@ -146,9 +144,7 @@ def test_conversations(errors: Errors, write_rows: Rows) -> None:
     data = write_rows([*rows, {"messages": chat(2100)}], "long.jsonl")
     one(errors(**sft, prompt_data=data), f"{data}: line 3: it has 21", "over the 2048 positions", "leave it out")
     short = write_rows(rows, "rows.jsonl")
-    one(
-        errors(**sft, prompt_data=short, max_tokens_per_gpu=1024), "line 2: it has 19", "over --max-tokens-per-gpu 1024"
-    )
+    one(errors(**sft, prompt_data=short, max_tokens_per_gpu=1024), "line 2: it has 19", "over --max-tokens-per-gpu")
     one(errors(**sft, prompt_data=data, max_tokens_per_gpu=2048), "over the 2048 positions", "; leave it out, or")
     one(errors(**sft, prompt_data=short, eval_prompt_data=["v", str(data)]), f"--eval-prompt-data {data}: line 3")
     texts = write_rows([{"q": "x" * 1000, "a": "y" * 1048}], "texts.jsonl")  # and the token that ends it

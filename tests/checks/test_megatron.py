@@ -98,9 +98,8 @@ def test_a_warm_up_as_long_as_the_decay_is_refused_on_the_plan(tiny_model: Path,
     assert _plan(tiny_model, prompts, *SCHEDULE, "3", "--num-steps-per-rollout", "2") == []
     (error,) = _plan(tiny_model, prompts, *SCHEDULE, "9", "--lr-decay-iters", "9")
     assert "9 steps of the decay" in error
-    (error,) = _plan(
-        tiny_model, prompts, *SCHEDULE, "1", "--advantage-estimator", "ppo", "--critic-lr-warmup-iters", "3"
-    )
+    critic = ("--advantage-estimator", "ppo", "--critic-lr-warmup-iters", "3")
+    (error,) = _plan(tiny_model, prompts, *SCHEDULE, "1", *critic)
     assert error.startswith("--critic-lr-warmup-iters 3")
 
 

@@ -293,14 +293,9 @@ def test_a_group_of_one_that_trains_nothing_is_told() -> None:
     for estimator in OF_GROUPS:
         (text,) = algorithm_warnings(Config.from_flat(one | {"advantage_estimator": estimator}))
         assert text.startswith(f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: ")
-    for other in (
-        {"n_samples_per_prompt": 2},
-        *({"advantage_estimator": name} for name in ("ppo", "remax", "reinforce_plus_plus", "prime")),
-        {"mode": "sft"},
-        {"use_opd": True},
-        {"disable_rewards_normalization": True},
-        {"custom_generate_function_path": "mine.py:several"},
-    ):
+    others = ({"n_samples_per_prompt": 2}, {"mode": "sft"}, {"use_opd": True}, {"disable_rewards_normalization": True})
+    estimators = ({"advantage_estimator": name} for name in ("ppo", "remax", "reinforce_plus_plus", "prime"))
+    for other in (*others, *estimators, {"custom_generate_function_path": "mine.py:several"}):
         assert algorithm_warnings(Config.from_flat(one | other)) == [], other
 
 

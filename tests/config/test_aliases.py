@@ -10,7 +10,7 @@ import typing
 import pytest
 
 from fusionrl.config import upstream_flags as upstream
-from fusionrl.config.aliases import TABLES, VALUES, cure_for
+from fusionrl.config.aliases import TABLES, VALUES
 from fusionrl.config.fields import FIELDS, inner_type
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import read_args
@@ -65,14 +65,9 @@ def test_a_value_by_another_name(field: str, value: str) -> None:
         ("--num_train_epochs=3", ["--num_train_epochs 3: TRL's name; use --num-epoch"]),
         ("--rollout_batch_size 8", ["8: flags are written with dashes: --rollout-batch-size"]),
         ("--no_colocate", ["--no_colocate: flags are written with dashes: --no-colocate"]),
-        (
-            "data.train_batch_size=8 +actor_rollout_ref.actor.optim.lr=1e-6 trainer.balance_batch=True",
-            [
-                "data.train_batch_size=8: verl's name; use --rollout-batch-size",
-                "+actor_rollout_ref.actor.optim.lr=1e-6: verl's name; use --lr",
-                "trainer.balance_batch=True: verl's settings are not known here; `fusionrl flags` lists the flags",
-            ],
-        ),
+        ("data.train_batch_size=8", ["data.train_batch_size=8: verl's name; use --rollout-batch-size"]),
+        ("+actor_rollout_ref.actor.optim.lr=1e-6", ["actor.optim.lr=1e-6: verl's name; use --lr"]),
+        ("trainer.balance_batch=True", ["verl's settings are not known here; `fusionrl flags` lists the flags"]),
         ("data.max_prompt_length=9 critic.optim.weight_decay=0", ["use --rollout-max-prompt-len", "not known here"]),
         ("--trainer x", ["--trainer x: verl's settings are not known here"]),
         ("--colocat", ["did you mean --colocate?"]),
@@ -112,18 +107,12 @@ def test_nobody_is_sent_to_the_opposite() -> None:
         assert "--no-" not in error, error
 
 
-def test_what_no_table_has() -> None:
-    assert cure_for("--no-such-flag") is None
-    assert cure_for("sums.jsonl") is None
-
-
 def test_nothing_of_other_packages_is_printed_before_an_error() -> None:
     """Megatron-core, SGLang and the router are imported to know their flags; their warnings are not a user's."""
     wrong = ["--learning-rate", "--recompute-granularityy", "--sglang-no-such-flag", "--router-policyy", "--rm-type"]
     argv = [part for flag in wrong for part in (flag, "gsm8k")]
-    done = subprocess.run(
-        [sys.executable, "-m", "fusionrl.cli", "plan", *argv], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-m", "fusionrl.cli", "plan", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
     assert all(line.startswith("error: ") for line in lines), done.stderr

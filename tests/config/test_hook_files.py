@@ -60,11 +60,12 @@ def test_all_ways_to_import_a_neighbour(write: Write, statement: str) -> None:
     assert "calc_tool" not in sys.modules and str(folder) not in sys.path, "nobody else sees it"
 
 
-def test_a_neighbour_is_loaded_once(write: Write) -> None:
+def test_a_file_is_loaded_once(write: Write) -> None:
     hook = "import state\nfrom .state import SEEN\ndef f(x):\n    state.SEEN.append(x)\n    return SEEN\n"
     folder = write({"state.py": "SEEN = []\n", "one.py": hook, "two.py": hook})
     load_function(f"{folder / 'one.py'}:f")("a")
     assert load_function(f"{folder / 'two.py'}:f")("b") == ["a", "b"]
+    assert load_function(f"{folder / 'one.py'}:f") is load_function(f"{folder / 'one.py'}:f"), "nor is the hook's file"
 
 
 def test_two_folders_with_modules_of_one_name_do_not_mix(write: Write) -> None:

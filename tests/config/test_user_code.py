@@ -40,26 +40,20 @@ def reaches_nobody(args, samples):
     except OSError as error:
         raise ValueError("no answer") from error
 """
-HELPER = """
-def divide(samples):
-    return [len(sample.tokens) / len(sample.response) for sample in samples]
-"""
+RATIO = "    return [len(sample.tokens) / len(sample.response) for sample in samples]"
 
 
 @pytest.fixture
 def hooks(tmp_path: Path) -> Path:
-    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "helper.py").write_text(f"\ndef divide(samples):\n{RATIO}\n")
     (tmp_path / "hooks.py").write_text(HOOKS)
     return tmp_path / "hooks.py"
 
 
-def group() -> list[Sample]:
-    return [Sample(index=i, response="x" * (2 - i)) for i in range(3)]
-
-
 def raised(hooks: Path, name: str) -> HookError:
+    group = [Sample(index=i, response="x" * (2 - i)) for i in range(3)]
     with pytest.raises(HookError) as caught:
-        asyncio.run(awaited_hook("dynamic_sampling_filter_path", f"{hooks}:{name}", None, group()))
+        asyncio.run(awaited_hook("dynamic_sampling_filter_path", f"{hooks}:{name}", None, group))
     return caught.value
 
 
@@ -71,10 +65,10 @@ def test_the_users_lines_are_shown_and_no_others(hooks: Path) -> None:
         "    return divide(samples)",
         "           ^^^^^^^^^^^^^^^",
         f'  File "{hooks.with_name("helper.py")}", line 3, in divide',
-        "    return [len(sample.tokens) / len(sample.response) for sample in samples]",
+        RATIO,
         "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
         f'  File "{hooks.with_name("helper.py")}", line 3, in <listcomp>',
-        "    return [len(sample.tokens) / len(sample.response) for sample in samples]",
+        RATIO,
         "            ~~~~~~~~~~~~~~~~~~~^~~~~~~~~~~~~~~~~~~~~~",
     ]
     assert [sample.index for sample in error.samples] == [2], "the sample of the innermost line"

@@ -152,8 +152,7 @@ def test_texts_without_positions_are_found_as_in_a_plan(
     write_rows: Rows, tiny_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The tiny model has 2,048 positions, and a token for each byte; its tokenizer says it reads 512 tokens."""
-    folder = write_rows([]).parent / "short"
-    shutil.copytree(tiny_model, folder)
+    folder = shutil.copytree(tiny_model, write_rows([]).parent / "short")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 512}))
     chat = [TURNS[0], {"role": "assistant", "content": "y" * 2048}]
@@ -162,7 +161,6 @@ def test_texts_without_positions_are_found_as_in_a_plan(
         ("x" * 2039, response, "2 rows, prompt tokens min 4 median 1021.5 max 2039; no problems"),
         ("x" * 2040, response, "line 2: a prompt of 2040 tokens + --rollout-max-response-len 9 = 2049, over the 2048"),
         ("x" * 2048, (), "line 2: a prompt of 2048 tokens leaves no room for a response in the 2048 positions"),
-        ("x" * 2048, ("--rollout-max-prompt-len", "3000"), "positions"),
         (chat, ("--mode", "sft"), "line 2: it has more tokens than the 2048 positions"),
     ):
         data = write_rows([{"q": TURNS if row is chat else "1+1="}, {"q": row}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from fractions import Fraction
 
@@ -61,14 +62,9 @@ def test_each_set_has_epochs_of_its_own() -> None:
 
 
 def test_orders_differ_by_seed_epoch_and_set() -> None:
-    orders = [
-        [p[1:] for p in take(sequence("a", 30, (seed, place)), 60)][30 * epoch : 30 * epoch + 30]
-        for seed in (0, 1)
-        for place in (0, 1)
-        for epoch in (0, 1)
-    ]
-    assert all(sorted(order) == sorted(orders[0]) for order in orders)
-    assert len({tuple(order) for order in orders}) == 8
+    drawn = [take(sequence("a", 30, seed), 60) for seed in itertools.product((0, 1), (0, 1))]
+    orders = [order for prompts in drawn for order in (tuple(prompts[:30]), tuple(prompts[30:]))]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders) and len(set(orders)) == 8
 
 
 def test_the_first_sets_order_is_that_of_seed_and_epoch_alone() -> None:

@@ -14,17 +14,8 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_json import check_values, read_samples
 
-GOOD: dict[str, Any] = {
-    "index": 3,
-    "tokens": [1, 2, 3, 4],
-    "response_length": 2,
-    "response": "cd",
-    "loss_mask": [1, 0],
-    "rollout_log_probs": [-0.5, 0.0],
-    "weight_versions": [0, 7],
-    "reward": 1.0,
-    "status": "completed",
-}
+GOOD: dict[str, Any] = {"index": 3, "tokens": [1, 2, 3, 4], "response_length": 2, "response": "cd", "loss_mask": [1, 0]}
+GOOD |= {"rollout_log_probs": [-0.5, 0.0], "weight_versions": [0, 7], "reward": 1.0, "status": "completed"}
 # (field, its value, what the message says besides the field)
 WRONG: list[tuple[str, Any, str]] = [
     ("tokens", [1, 2, 3, 512], r"512 at place 3; the model's tokens are 0\.\.511"),
@@ -50,9 +41,8 @@ WRONG: list[tuple[str, Any, str]] = [
 def read(folder: Path, *rows: dict[str, Any] | str) -> list[Sample]:
     """Samples of a file behind a good one; a row that is a text stands as it is."""
     path = folder / "rollout.jsonl"
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps({**GOOD, **row})) + "\n" for row in ({}, *rows))
-    )
+    lines = [row if isinstance(row, str) else json.dumps({**GOOD, **row}) for row in ({}, *rows)]
+    path.write_text("".join(line + "\n" for line in lines))
     return read_samples(path, 512)[1:]
 
 

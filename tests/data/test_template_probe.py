@@ -36,10 +36,6 @@ def text_or_error(render: Any, messages: Any, tools: Any) -> Any:
         return type(error)
 
 
-def never(messages: Any, tools: Any) -> str | None:
-    raise AssertionError("the tokenizer is not needed")
-
-
 def test_it_renders_as_the_tokenizer_does(tmp_path: Path) -> None:
     """Templates of public models, as TRL's package carries them."""
     folder, tokenizer = Path(pytest.importorskip("trl").__file__).parent / "chat_templates", make_byte_tokenizer()
@@ -47,7 +43,9 @@ def test_it_renders_as_the_tokenizer_does(tmp_path: Path) -> None:
     for template in folder.glob("*.jinja"):
         tokenizer.chat_template = template.read_text(encoding="utf-8")
         tokenizer.save_pretrained(tmp_path)
-        probe = TemplateProbe(read_tokenizer_files(tmp_path), {"enable_thinking": False}, never)
+        probe = TemplateProbe(
+            read_tokenizer_files(tmp_path), {"enable_thinking": False}, lambda *_: pytest.fail("not needed")
+        )
         for messages, tools in itertools.product(CONVERSATIONS, (None, TOOLS)):
             wanted = text_or_error(lambda m, t: tokenizer.apply_chat_template(m, tools=t, **flags), messages, tools)
             assert text_or_error(probe.render, messages, tools) == wanted, template

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,18 +31,12 @@ def rollouts(draw: st.DrawFn) -> tuple[BatchPlan, list[Sample], int, int | None]
     for index in range(size * num_steps):
         prompt, response = draw(st.integers(1, 20)), draw(st.integers(0, 20))
         mask = draw(st.lists(st.integers(0, 1), min_size=response, max_size=response))
-        samples.append(
-            Sample(
-                index=index,
-                group_index=index // 2,
-                tokens=[1000 * index + i for i in range(prompt + response)],
-                response_length=response,
-                loss_mask=mask,
-                rollout_log_probs=[-0.5] * response,
-                status=draw(st.sampled_from([Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED])),
-                remove_sample=draw(st.booleans()),
-            )
-        )
+        tokens = [1000 * index + i for i in range(prompt + response)]
+        sample = Sample(index=index, group_index=index // 2, tokens=tokens, response_length=response, loss_mask=mask)
+        sample.rollout_log_probs = [-0.5] * response
+        sample.status = draw(st.sampled_from([Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED]))
+        sample.remove_sample = draw(st.booleans())
+        samples.append(sample)
     plan = BatchPlan(size * num_steps, 1, num_steps, size, dp_size)
     return plan, samples, draw(st.integers(40, 90)), draw(st.one_of(st.none(), st.integers(1, 3)))
 
@@ -113,11 +109,8 @@ def test_groups_of_any_size_stay_whole(sizes: list[int], num_steps: int, dp_size
         for step in range(num_steps)
     ]
     assert sorted(i for step in steps for i in step) == list(range(len(samples)))
-    assert all(steps) and all(
-        len({groups[i] for i in step} & {groups[i] for i in other}) == 0
-        for n, step in enumerate(steps)
-        for other in steps[:n]
-    )
+    pairs = itertools.combinations([{groups[i] for i in step} for step in steps], 2)
+    assert all(steps) and all(left.isdisjoint(right) for left, right in pairs)
     for number, step in enumerate(steps):
         assert {shard.steps[number].num_tokens for shard in shards} == {2 * len(step)}
 
@@ -140,20 +133,16 @@ def test_a_rollout_that_cannot_be_trained_on_is_refused() -> None:
     [(None, None, (1, 32)), (8, None, (4, 8)), (None, 4, (4, 8)), (8, 4, (4, 8)), (32, None, (1, 32))],
 )
 def test_either_size_gives_the_other(batch: int | None, steps: int | None, wanted: tuple[int, int]) -> None:
-    plan = plan_batches(
-        rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=batch, num_steps_per_rollout=steps, dp_size=2
-    )
-    assert (plan.num_steps, plan.global_batch_size) == wanted
-    assert plan.num_samples == 32
+    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "dp_size": 2}
+    plan = plan_batches(**sizes, global_batch_size=batch, num_steps_per_rollout=steps)
+    assert (plan.num_steps, plan.global_batch_size, plan.num_samples) == (*wanted, 32)
 
 
 def test_tokens_are_counted_beyond_what_a_float32_counts() -> None:
     lengths = [2**24 - 1, 2, 2, 2]
     masks = [np.ones(n, np.float32) for n in lengths]
-    samples = [
-        Sample(index=i, group_index=i, tokens=np.zeros(len(mask), np.int32), response_length=len(mask), loss_mask=mask)
-        for i, mask in enumerate(masks)
-    ]
+    fields = [{"tokens": np.zeros(len(m), np.int32), "response_length": len(m), "loss_mask": m} for m in masks]
+    samples = [Sample(index=i, group_index=i, **values) for i, values in enumerate(fields)]
     (shard,) = shards_of(samples, BatchPlan(4, 1, 1, 4, 1), Balance(COST, 2**25))
     assert shard.steps[0].num_tokens == sum(lengths) == 2**24 + 5
 

@@ -52,9 +52,6 @@ def test_qwen3_30b_for_64_h200_from_its_config(planned: Planned) -> None:
         "not checked: tokenizer, weights",
     ):
         assert part in text
-
-
-def test_what_does_not_fit_is_said_with_a_change(planned: Planned) -> None:
     text = planned(*EXAMPLE, cluster="8x8xl40s", raw=FILE.read_text())
     assert re.search("verdict .*DOES NOT FIT.*it would with --", text)
 
@@ -63,6 +60,8 @@ def test_errors_of_layout_and_flags_are_still_found(planned: Planned) -> None:
     flags = ["--tensor-model-parallel-size", "3", "--rollout-top-k", "5", "--lr", "fast"]
     errors = planned("--colocate", "--rollout-batch-size", "8", *flags, code=2)
     assert all(part in errors for part in ("tp 3", "--rollout-top-k", "--lr fast")) and "prompt-data" not in errors
+    flags = ["--rollout-batch-size", "8", "--actor-num-nodes", "1", "--rollout-num-gpus", "4"]
+    assert "the plan takes 12 devices of 8" in planned(*flags, cluster="1x8xh100", code=2)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +91,6 @@ def test_train_refuses_the_flags_of_plan(capsys: pytest.CaptureFixture[str]) -> 
     for flag, value in (("--cluster", "1x8xh100"), ("--router-imbalance", "2")):
         assert cli.main(["train", flag, value, "--hf-checkpoint", str(FILE)]) == 2
         assert f"error: {flag}: it belongs to `fusionrl plan`" in capsys.readouterr().err
-
-
-def test_a_plan_larger_than_the_cluster(planned: Planned) -> None:
-    flags = ["--rollout-batch-size", "8", "--actor-num-nodes", "1", "--rollout-num-gpus", "4"]
-    assert "the plan takes 12 devices of 8" in planned(*flags, cluster="1x8xh100", code=2)
 
 
 def placed(text: str, **values: Any) -> tuple[int, int, int | None]:

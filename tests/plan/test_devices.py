@@ -82,12 +82,6 @@ def test_lists(value, names, count):
     assert countable(value) == count
 
 
-def test_a_gpu_named_twice():
-    for value in ("1,1", "0,00", "GPU-a,GPU-b,GPU-a"):
-        with pytest.raises(ValueError, match="named twice"):
-            visible_names(value)
-
-
 @pytest.mark.parametrize(
     ("value", "name", "gpu"),
     [
@@ -107,7 +101,10 @@ def test_places(value, name, gpu):
     assert gpu.environment == ({} if gpu.alone is None else {"CUDA_VISIBLE_DEVICES": name})
 
 
-def test_a_gpu_that_cuda_does_not_see():
+def test_a_gpu_named_twice_and_one_that_cuda_does_not_see():
+    for value in ("1,1", "0,00", "GPU-a,GPU-b,GPU-a"):
+        with pytest.raises(ValueError, match="named twice"):
+            visible_names(value)
     for value, name in (("3,1", "0"), ("2,-1,3", "3"), ("", "0"), ("GPU-a", "GPU-b")):
         with pytest.raises(ValueError, match=f"CUDA_VISIBLE_DEVICES={value}: Ray gives out the GPU '{name}'"):
             locate(value, name)

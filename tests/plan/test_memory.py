@@ -29,11 +29,9 @@ from tests.plan.shapes import SMALL
 
 QWEN3_30B = shape_from_hf_config(json.loads((Path(__file__).parent / "qwen3_30b_a3b.json").read_text()))
 DENSE = shape_from_hf_config(SMALL)
-QWEN3_8B = shape_from_hf_config(
-    {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
-    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-    | {"max_position_embeddings": 40960}
-)
+WIDE = SMALL | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+SIZES_8B = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+QWEN3_8B = shape_from_hf_config(WIDE | SIZES_8B)
 BF16, FP32 = StateOptions.of("bf16", {}, {}), StateOptions.of("fp32", {}, {})
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OFFLOAD = {"optimizer_cpu_offload": True}
@@ -60,15 +58,13 @@ def test_experts_are_divided_by_expert_parallelism_and_context_ranks_share_the_o
     """A 30B model's 29 B expert parameters dominate: at EP 8 a rank has an eighth of them."""
     experts = 48 * 128 * 3 * 2048 * 768
     dense = QWEN3_30B.num_parameters - experts
-    (one,) = states(QWEN3_30B, TrainerLayout(8))
-    (eight,) = states(QWEN3_30B, TrainerLayout(8, ep=8))
+    layouts = (TrainerLayout(8), TrainerLayout(8, ep=8), TrainerLayout(8, cp=8), TrainerLayout(8, tp=2, ep=2, etp=2))
+    one, eight, context, split = (states(QWEN3_30B, layout)[0] for layout in layouts)
     assert one.weights == pytest.approx(2 * (dense + experts), rel=1e-4)
     assert eight.weights == pytest.approx(2 * (dense + experts / 8), rel=1e-4)
     # No other rank has these experts: their states are whole, those of the dense part are shared by 8.
     assert eight.optimizer == pytest.approx(12 * (dense / 8 + experts / 8), rel=1e-4)
-    (context,) = states(QWEN3_30B, TrainerLayout(8, cp=8))
     assert context == one
-    (split,) = states(QWEN3_30B, TrainerLayout(8, tp=2, ep=2, etp=2))
     assert split.weights == pytest.approx(2 * (dense / 2 + experts / 4), rel=1e-2)  # norms and router are whole
 
 
@@ -110,13 +106,11 @@ def test_activations_fall_with_tensor_and_grow_with_tokens_but_not_with_context_
     """Tokens are those of one rank: context parallelism does not divide them again."""
 
     def kept(tokens: int = 4096, **sizes: int) -> float:
-        layout = TrainerLayout(8, **sizes)
-        (stage,) = trainer_memory(DENSE, layout, BatchOptions(tokens, 1), BF16, FUSED, {})
+        (stage,) = trainer_memory(DENSE, TrainerLayout(8, **sizes), BatchOptions(tokens, 1), BF16, FUSED, {})
         return stage.activations - stage.head
 
     assert kept(tp=2) == pytest.approx(kept() / 2, rel=0.02)
-    assert kept(cp=2) == kept()
-    assert kept(8192) == 2 * kept()
+    assert kept(cp=2) == kept() == kept(8192) / 2
 
 
 def test_recompute_as_megatrons_flags_say() -> None:
@@ -311,8 +305,7 @@ def test_offloading_means_the_whole_optimizer_unless_a_fraction_is_given() -> No
 
 
 # 32 B parameters: 60 GiB in bf16.
-LARGE = SMALL | {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64}
-LARGE |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+LARGE = WIDE | {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64}
 
 
 def folder(path: Path, raw: dict[str, Any]) -> str:

@@ -52,12 +52,6 @@ def test_apart_and_colocated() -> None:
     assert "; attention torch_batched" in text_of(plan()), "the default on a CPU"
 
 
-def test_the_text_says_what_in_place_costs() -> None:
-    made, cost = plan(rollout_num_gpus=1), "no prefix cache, for --pause-generation-mode in_place"
-    assert cost in text_of(made, pause_generation_mode="in_place")
-    assert cost not in text_of(made, pause_generation_mode="retract")
-
-
 @pytest.mark.parametrize(
     ("values", "told"),
     [

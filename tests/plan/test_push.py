@@ -17,33 +17,21 @@ from hypothesis import strategies as st
 from fusionrl.models.families import hf_shapes, model_rules
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.plan import push
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.push import (
-    BUFFERS,
-    TOGETHER,
-    EngineTarget,
-    PushPlan,
-    PushTensor,
-    own_experts,
-    plan_feeds,
-    plan_for_layout,
-    plan_push,
-    push_tensors,
-    stage_of_rule,
-)
 from fusionrl.weights.gather import buckets
 from tests.trainer import hf_models
 
 
-def target(index: int, bundles: tuple[int, ...]) -> EngineTarget:
-    return EngineTarget(index, None, "a", bundles)
+def target(index: int, bundles: tuple[int, ...]) -> push.EngineTarget:
+    return push.EngineTarget(index, None, "a", bundles)
 
 
 def test_on_gpus_an_engine_rank_reads_from_its_own_device() -> None:
-    feeds = plan_feeds([target(0, (0, 1)), target(1, (2, 3))], trainer_bundles=[3, 2, 1, 0])
+    feeds = push.plan_feeds([target(0, (0, 1)), target(1, (2, 3))], trainer_bundles=[3, 2, 1, 0])
     assert [(feed.leader, feed.senders) for feed in feeds] == [(3, (3, 2)), (1, (1, 0))]
     with pytest.raises(ValueError, match=r"-weight-transport ipc: engine 1 has devices \[2\] without a trainer"):
-        plan_feeds([target(0, (0,)), target(1, (1, 2))], [0, 1])
+        push.plan_feeds([target(0, (0,)), target(1, (1, 2))], [0, 1])
 
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -107,12 +95,12 @@ class Case:
     max_bytes: int
     quantization: BlockFp8 | None = None
 
-    def tensors(self) -> list[PushTensor]:
+    def tensors(self) -> list[push.PushTensor]:
         stages = stage_layers(self.layout, self.shape.num_layers, {})
-        return push_tensors(self.shape, stage_of_rule(stages), "bfloat16", self.quantization)
+        return push.push_tensors(self.shape, push.stage_of_rule(stages), "bfloat16", self.quantization)
 
-    def plan(self) -> PushPlan:
-        return plan_push(self.tensors(), self.layout, 2, self.max_bytes, self.shape.num_experts)
+    def plan(self) -> push.PushPlan:
+        return push.plan_push(self.tensors(), self.layout, 2, self.max_bytes, self.shape.num_experts)
 
 
 @st.composite
@@ -181,7 +169,7 @@ def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> Non
     assert [bucket.number for bucket in plan.buckets] == list(range(len(plan.buckets)))
     for bucket in plan.buckets:
         names = [tensor.name for tensor in bucket.tensors]
-        joined = len(names) == 2 and names[0].endswith(TOGETHER[0]) and names[1].endswith(TOGETHER[1])
+        joined = len(names) == 2 and names[0].endswith(push.TOGETHER[0]) and names[1].endswith(push.TOGETHER[1])
         assert max(bucket.nbytes, bucket.sent_bytes) <= case.max_bytes or len(names) == 1 or joined
         for tensor in bucket.tensors if case.quantization else ():
             if tensor.name in case.quantization.names:
@@ -191,7 +179,7 @@ def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> Non
             else:
                 assert tensor.sent_bytes == tensor.nbytes
         assert len({tensor.dtype for tensor in bucket.tensors}) == 1
-        together = [name for name in names if name.endswith(TOGETHER)]
+        together = [name for name in names if name.endswith(push.TOGETHER)]
         assert len(together) % 2 == 0 or case.shape.mla is None
 
 
@@ -202,7 +190,7 @@ def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_
     plan = case.plan()
     early = [plan.gathers(rank)[0] for rank in range(case.layout.world_size)]
     todo = [early[rank] + plan.gathers(rank)[1] for rank in range(case.layout.world_size)]
-    assert all(len([b for b in part if b.source == rank]) <= BUFFERS for rank, part in enumerate(early))
+    assert all(len([b for b in part if b.source == rank]) <= push.BUFFERS for rank, part in enumerate(early))
     ready: dict[int, list[Any]] = {rank: [] for rank in plan.sources}
     sent: list[int] = []
     gathered = [0] * case.layout.world_size
@@ -210,7 +198,7 @@ def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_
         moves: list[tuple[str, Any]] = []
         for bucket in plan.buckets:
             at = [gathered[rank] < len(todo[rank]) and todo[rank][gathered[rank]] is bucket for rank in bucket.members]
-            if all(at) and len(ready[bucket.source]) < BUFFERS:
+            if all(at) and len(ready[bucket.source]) < push.BUFFERS:
                 moves.append(("gather", bucket))
         for queue in ready.values():
             if queue and (not is_ordered or queue[0].number == len(sent)):
@@ -230,9 +218,9 @@ def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_
         for rank in bucket.members:
             gathered[rank] += 1
     assert gathered == [len(part) for part in todo]
-    largest = max(t.buffer_bytes for t in case.tensors()) * 2  # two of `TOGETHER`
+    largest = max(t.buffer_bytes for t in case.tensors()) * 2  # two of `push.TOGETHER`
     bound = max(case.max_bytes, largest)
-    count = BUFFERS + 1 + (2 if case.quantization else 0)
+    count = push.BUFFERS + 1 + (2 if case.quantization else 0)
     assert all(plan.peak_bytes(rank) <= count * bound for rank in range(case.layout.world_size))
 
 
@@ -248,19 +236,19 @@ def test_the_work_is_spread_over_stages_and_expert_ranks() -> None:
 
 def test_an_engine_that_divides_its_experts_keeps_its_own() -> None:
     tensors = Case(SHAPES["qwen3_moe"], TrainerLayout(1), 1).tensors()
-    engine = EngineTarget(0, None, "a", (0, 1, 2, 3), ep_size=2)
+    engine = push.EngineTarget(0, None, "a", (0, 1, 2, 3), ep_size=2)
     for rank in range(4):
-        kept = {t.expert for t in tensors if own_experts(t, engine, rank, 4)}
+        kept = {t.expert for t in tensors if push.own_experts(t, engine, rank, 4)}
         assert kept == {None, 0, 1} if rank < 2 else kept == {None, 2, 3}
-    whole = EngineTarget(0, None, "a", (0, 1))
-    assert all(own_experts(t, whole, 1, 4) for t in tensors)
+    whole = push.EngineTarget(0, None, "a", (0, 1))
+    assert all(push.own_experts(t, whole, 1, 4) for t in tensors)
 
 
 def test_a_plan_says_what_it_takes() -> None:
     """Against numbers worked out by hand: two stages of two ranks, two engines."""
     shape = SHAPES["qwen3"]
     stages = [[0, 1], [2, 3]]
-    plan = plan_for_layout(shape, TrainerLayout(4, tp=2, pp=2), 2, 1 << 20, "bfloat16", stages)
+    plan = push.plan_for_layout(shape, TrainerLayout(4, tp=2, pp=2), 2, 1 << 20, "bfloat16", stages)
     layer = 2 * (32 + 32 + 64 * 32 + 2 * 32 * 32 + 16 + 16 + 32 * 64 + 3 * 48 * 32)
     table = 2 * 120 * 32
     assert [plan.sent_bytes(rank) for rank in plan.sources] == [table + 2 * layer, 2 * layer + 2 * 32 + table]

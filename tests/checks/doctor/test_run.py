@@ -14,7 +14,7 @@ import pytest
 from fusionrl import cli
 
 Rows = Callable[..., Path]
-Doctor = Callable[..., tuple[int, list[dict[str, str]]]]
+Doctor = Callable[..., list[dict[str, str]]]
 MACHINE = {"packages", "torch", "shm", "limits", "memory", "cores", "host", "disk"}
 
 
@@ -28,11 +28,11 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 def doctor(
     model: Path, write_rows: Rows, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Doctor:
-    """doctor(*flags, rows=…) -> (exit code, findings of the run)."""
+    """doctor(*flags, rows=…) -> findings of the run, with which the exit code agrees."""
     # What the machine is like has tests of its own, and takes a process that imports torch.
     monkeypatch.setattr("fusionrl.checks.doctor.examine.machine_findings", lambda *_: [])
 
-    def call(*flags: str, rows: list[Any] | None = None) -> tuple[int, list[dict[str, str]]]:
+    def call(*flags: str, rows: list[Any] | None = None) -> list[dict[str, str]]:
         data = write_rows(rows or [{"input": f"{i}+40=", "label": str(i + 40)} for i in range(8)])
         argv = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label", "--device", "cpu"]
         argv += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
@@ -40,7 +40,9 @@ def doctor(
         if not {"--rm-type", "--custom-rm-path"} & set(flags):
             argv += ["--rm-type", "exact"]
         code = cli.main(["doctor", "--json", *argv])
-        return code, json.loads(capsys.readouterr().out)
+        found = json.loads(capsys.readouterr().out)
+        assert code == (2 if any(finding["status"] == "fault" for finding in found) else 0)
+        return found
 
     return call
 
@@ -49,6 +51,13 @@ def troubles(findings: list[dict[str, str]], check: str = "") -> list[dict[str, 
     found = [finding for finding in findings if finding["status"] != "fact" and check in finding["check"]]
     assert all(finding["cure"] for finding in found)
     return found
+
+
+def told(findings: list[dict[str, str]], check: str = "", status: str = "fault") -> str:
+    """The only trouble."""
+    (trouble,) = troubles(findings, check)
+    assert trouble["status"] == status
+    return trouble["fact"]
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -64,8 +73,8 @@ def use_template(model: Path, old: str, new: str) -> None:
 
 
 def test_a_healthy_run_has_facts_alone(doctor: Doctor) -> None:
-    code, found = doctor()
-    assert code == 0 and not troubles(found), found
+    found = doctor()
+    assert not troubles(found), found
     assert {finding["check"] for finding in found} == {"flags", "estimate", "tokens", "template", "end", "reward"}
     (reward,) = [finding for finding in found if finding["check"] == "reward"]
     assert "in 3 rows (label '40': 1 for '40', 0 for an empty one)" in reward["fact"]
@@ -91,82 +100,67 @@ def test_a_machine_without_the_gpu_that_a_flag_of_a_cluster_asks_for(
 
 def test_wrong_flags_are_all_told(doctor: Doctor) -> None:
     for flags, texts in (("--global-batch-size 3 --lr x", ["--lr x", "-size 3"]), ("--config no.yaml", ["no.yaml"])):
-        code, found = doctor(*flags.split())
-        assert code == 2 and {finding["check"] for finding in troubles(found)} == {"flags"}
+        found = doctor(*flags.split())
+        assert {finding["check"] for finding in troubles(found)} == {"flags"}
         assert all(any(text in finding["fact"] for finding in found) for text in texts)
 
 
 def test_gpus_are_examined_where_flags_are_wrong(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("fusionrl.cli.device.detect_device", lambda wanted: "cuda")
-    monkeypatch.setattr(
-        "fusionrl.checks.doctor.examine.machine_findings", lambda examined, _: seen.append(examined.device) or []
-    )
-    assert doctor("--device", "auto", "--lr", "fast")[0] == 2
-    assert seen == ["cuda"]
+    look = "fusionrl.checks.doctor.examine.machine_findings"
+    monkeypatch.setattr(look, lambda examined, _: seen.append(examined.device) or [])
+    assert troubles(doctor("--device", "auto", "--lr", "fast")) and seen == ["cuda"]
 
 
 def test_a_model_that_does_not_fit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionrl.plan.devices.host_memory", lambda: 1e9)
-    code, found = doctor()
-    (trouble,) = troubles(found, "estimate")
-    assert code == 2 and trouble["fact"].startswith("DOES NOT FIT")
+    assert told(doctor(), "estimate").startswith("DOES NOT FIT")
 
 
 def test_an_end_that_the_template_does_not_write(doctor: Doctor, model: Path) -> None:
     """A wrong template: turns end with one token, engines stop at another; each answer goes on to its limit."""
     use_template(model, "{{ m['content'] }}<|im_end|>", "{{ m['content'] }}<|endoftext|>")
-    code, found = doctor()
-    (trouble,) = troubles(found)
-    assert code == 2 and "ends a turn with 256 '<|endoftext|>', and engines stop only at 258" in trouble["fact"]
-    assert not troubles(doctor("--rollout-stop-token-ids", "256")[1])
+    assert "ends a turn with 256 '<|endoftext|>', and engines stop only at 258" in told(doctor())
+    assert not troubles(doctor("--rollout-stop-token-ids", "256"))
     edit(model / "generation_config.json", eos_token_id=[256, 258])
-    assert not troubles(doctor()[1])
+    assert not troubles(doctor())
 
 
 def test_an_end_that_the_model_cannot_emit(doctor: Doctor, model: Path) -> None:
     edit(model / "tokenizer_config.json", eos_token=None)
     (model / "special_tokens_map.json").unlink(missing_ok=True)
     nowhere = "no file of --hf-checkpoint names a token that ends an answer"
-    for token, told in ((9999, "[9999], are outside of the model's vocabulary of 512"), (None, nowhere)):
+    for token, said in ((9999, "[9999], are outside of the model's vocabulary of 512"), (None, nowhere)):
         for name in ("config.json", "generation_config.json"):
             edit(model / name, eos_token_id=token)
-        code, found = doctor()
-        (trouble,) = troubles(found, "end")
-        assert code == 2 and told in trouble["fact"]
+        assert said in told(doctor(), "end")
 
 
 def test_a_template_of_another_model(doctor: Doctor, model: Path) -> None:
     use_template(model, "<|im_start|>", "<|start_header_id|>")
-    (trouble,) = troubles(doctor()[1])
-    assert trouble["status"] == "warning" and "writes <|start_header_id|>, not as one token" in trouble["fact"]
+    assert "writes <|start_header_id|>, not as one token" in told(doctor(), status="warning")
 
 
 def test_a_template_that_loses_words(doctor: Doctor, model: Path) -> None:
     use_template(model, "{{ m['content'] }}", "{{ m['content'] | upper }}")
-    code, found = doctor()
-    assert code == 2 and "leaves out 'How much is 17 and 25?'" in troubles(found)[0]["fact"]
+    assert "leaves out 'How much is 17 and 25?'" in troubles(doctor())[0]["fact"]
 
 
 def test_tokens_without_an_embedding(doctor: Doctor, model: Path) -> None:
     edit(model / "config.json", vocab_size=200)
-    code, found = doctor()
-    assert code == 2
-    assert any("vocab" in t["fact"] or "embeddings" in t["fact"] for t in troubles(found)), found
+    assert any("vocab" in t["fact"] or "embeddings" in t["fact"] for t in troubles(doctor()))
 
 
 def test_a_begin_token_twice(doctor: Doctor, model: Path) -> None:
     edit(model / "tokenizer_config.json", bos_token="<|endoftext|>")
     rows = [{"input": "<|endoftext|><|endoftext|>1+1=", "label": "2"}] * 4
-    _, found = doctor("--no-apply-chat-template", rows=rows)
-    (trouble,) = troubles(found, "bos")
-    assert trouble["status"] == "fault" and "begins with <|endoftext|> twice" in trouble["fact"]
+    assert "begins with <|endoftext|> twice" in told(doctor("--no-apply-chat-template", rows=rows), "bos")
 
 
 def test_a_label_that_does_not_fit_into_an_answer(doctor: Doctor) -> None:
-    code, found = doctor(rows=[{"input": "?", "label": "a long answer"}] * 4)
-    (trouble,) = troubles(found)
-    assert code == 2 and "has 13 tokens, answers have at most 8" in trouble["fact"]
+    found = doctor(rows=[{"input": "?", "label": "a long answer"}] * 4)
+    assert "has 13 tokens, answers have at most 8" in told(found)
 
 
 def reward_file(tmp_path: Path, body: str) -> str:
@@ -180,18 +174,14 @@ def test_a_reward_that_is_always_0(doctor: Doctor, tmp_path: Path) -> None:
     said = "the gold label '40' scores 0 in each form"
     own, other = ("--custom-rm-path", path), ("--rm-type", "exact:-1")
     for flags, status in ((own, "warning"), ((*own, "--gold", "{label}"), "fault"), (other, "fault")):
-        code, found = doctor(*flags)
-        (trouble,) = troubles(found)
-        assert (code, trouble["status"]) == (2 * (status == "fault"), status)
-        assert said in trouble["fact"] or "--gold" in flags
+        assert said in told(doctor(*flags), status=status) or "--gold" in flags
 
 
 def test_a_form_of_ones_own(doctor: Doctor, tmp_path: Path) -> None:
     path = reward_file(tmp_path, "return float(sample.response.strip() == f'FINAL: {sample.label}')")
-    assert troubles(doctor("--custom-rm-path", path)[1])
-    flags = ("--gold", "FINAL: {label}", "--rollout-max-response-len", "16")
-    code, found = doctor("--custom-rm-path", path, *flags)
-    assert code == 0 and not troubles(found)
+    assert troubles(doctor("--custom-rm-path", path))
+    form = ("--gold", "FINAL: {label}", "--rollout-max-response-len", "16")
+    assert not troubles(doctor("--custom-rm-path", path, *form))
 
 
 @pytest.mark.parametrize("flags", [["--gold", "-{answer}"], ["--gold", "--json"]])
@@ -209,31 +199,26 @@ def test_a_form_without_a_label_is_refused(flags: list[str], capsys: pytest.Capt
 )
 def test_a_reward_that_gives_nothing(doctor: Doctor, tmp_path: Path, body: str, flags: list[str], said: str) -> None:
     path = reward_file(tmp_path, body)
-    code, found = doctor("--custom-rm-path", path, *flags)
-    (trouble,) = troubles(found)
-    assert code == 2 and said in trouble["fact"] and path in trouble["fact"]
+    fact = told(doctor("--custom-rm-path", path, *flags))
+    assert said in fact and path in fact
 
 
 def test_a_reward_that_gives_a_dict(doctor: Doctor, tmp_path: Path) -> None:
     path = reward_file(tmp_path, "return {'score': float(sample.response == sample.label)}")
-    code, found = doctor("--custom-rm-path", path)
-    assert code == 2 and "--reward-key" in troubles(found)[0]["cure"]
-    code, found = doctor("--custom-rm-path", path, "--reward-key", "score")
-    assert code == 0 and not troubles(found)
+    assert "--reward-key" in troubles(doctor("--custom-rm-path", path))[0]["cure"]
+    assert not troubles(doctor("--custom-rm-path", path, "--reward-key", "score"))
 
 
 def test_deep_finds_weights_that_are_no_numbers(doctor: Doctor, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    assert any(finding["check"] == "weights" for finding in doctor("--deep")[1])
+    assert any(finding["check"] == "weights" for finding in doctor("--deep"))
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name][0, 0] = torch.nan
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    code, found = doctor("--deep")
-    (trouble,) = troubles(found)
-    assert code == 2 and f"the first: {name}" in trouble["fact"]
+    assert f"the first: {name}" in told(doctor("--deep"))
 
 
 @pytest.mark.timed

@@ -1,4 +1,4 @@
-"""The default loss of tokens that older weights sampled: where it is on, who goes before it, and a resume."""
+"""Flags that others set: the default loss of tokens of older weights, and the presets of --algorithm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.checks.algorithm import algorithm_errors
+from fusionrl.config import presets
 from fusionrl.config.config import Config
 from fusionrl.config.off_policy import corrects_by_default, described
 from fusionrl.config.parser import CommandLineError, parse_args
@@ -23,8 +24,7 @@ def test_it_is_on_where_older_tokens_are_trained(pipeline: str) -> None:
     config = parse_args(["--pipeline", pipeline, *RUN])
     assert config.algorithm.use_tis and corrects_by_default(config) and "use_tis" not in config.given()
     assert algorithm_errors(config) == [] and config.to_args().use_tis
-    shown = described(config)
-    assert shown is not None and f"the default of --pipeline {pipeline}, off by --no-use-tis" in shown
+    assert f"the default of --pipeline {pipeline}, off by --no-use-tis" in str(described(config))
 
 
 def test_every_estimator_has_it() -> None:
@@ -53,8 +53,7 @@ def test_a_flag_of_the_users_goes_before_it() -> None:
     assert described(off) == "tokens of older weights are taken for tokens of the newest"
     on = parse_args(["--pipeline", "async", "--use-tis", "--tis-clip", "3", *RUN])
     assert on.algorithm.use_tis and not corrects_by_default(on)
-    shown = described(on)
-    assert shown is not None and "0 … 3" in shown and "default" not in shown
+    assert "0 … 3" in (shown := str(described(on))) and "default" not in shown
     assert parse_args(["--pipeline", "async", "--tis-clip", "3", *RUN]).algorithm.tis_clip == 3.0
     assert described(parse_args(["--pipeline", "on-policy", "--use-tis", *RUN])) is None
 
@@ -85,3 +84,25 @@ def test_a_flag_that_was_given_stays_given(tmp_path: Path) -> None:
     file.write_text(json.dumps({"given": ["use_tis"]}))
     with pytest.raises(CommandLineError, match="given"):
         parse_args(["--config", str(file)])
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_preset_is_a_configuration_without_contradictions(name: str) -> None:
+    config = parse_args(["--algorithm", name, *RUN])
+    flat = vars(config.to_args())
+    assert {field: flat[field] for field in presets.PRESETS[name]} == presets.PRESETS[name]
+    assert algorithm_errors(config) == []
+    assert len(presets.described(flat)) == len(presets.PRESETS[name]) + (name == "dapo")
+
+
+def test_what_is_given_counts() -> None:
+    config = parse_args(["--algorithm", "dapo", "--eps-clip-high", "0.5", "--no-calculate-per-token-loss", *RUN])
+    assert config.algorithm.eps_clip_high == 0.5 and not config.algorithm.calculate_per_token_loss
+    assert config.reward.overlong_buffer_len == 20
+    shown = presets.described(vars(config.to_args()))
+    assert "--eps-clip-high 0.5 (given; the preset has 0.28)" in shown and "--eps-clip 0.2" in shown
+    assert "--no-calculate-per-token-loss (given; the preset has True)" in shown
+    config = parse_args(["--algorithm", "grpo", "--no-use-kl-loss", *RUN])
+    assert algorithm_errors(config) == [] and not config.algorithm.use_kl_loss
+    with pytest.raises(ValueError, match="--algorithm grpoo: input should be 'grpo', 'dr_grpo'"):
+        parse_args(["--algorithm", "grpoo"])
