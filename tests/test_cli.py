@@ -52,10 +52,7 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
         *("no_module", "eval.jsonl", "--global-batch-size 3", "--rollout-num-gpus 3 ", "--num-epoch: it needs"),
     ):
         assert sum(part in error for error in found) == 1, (part, found)
-
-
-def test_what_is_told_once_is_not_told_again(good: list[str], capsys: Capsys) -> None:
-    found = messages(capsys, "plan", *good, "--rollout-batch-size", "eight", "--rm-type")
+    found = messages(capsys, "plan", *good, "--rollout-batch-size", "eight", "--rm-type")  # and none twice
     assert [error.split(" ")[0].rstrip(":") for error in found] == ["--rm-type", "--rollout-batch-size"]
 
 
@@ -87,6 +84,8 @@ def test_a_plan_writes_nothing(good: list[str], tmp_path: Path, capsys: Capsys) 
     assert "5 rollout steps" in plan and "4 prompts x 2 samples = 8 samples" in plan
     assert printed(capsys, "train", *good, "--dry-run") == plan
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
+    plan = printed(capsys, "plan", *good, "--n-samples-per-prompt", "1")
+    assert "\nwarning    --n-samples-per-prompt 1 with --advantage-estimator grpo: " in plan
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "toml", "json"])
@@ -110,11 +109,6 @@ def test_mistakes_in_a_file_are_told_with_the_others(good: list[str], tmp_path: 
     assert len(found) == 4
     for words in (["plan"], ["data", "check", "x.jsonl"]):
         assert len(messages(capsys, *words, "--config", "/no/run.yaml")) == 1
-
-
-def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: Capsys) -> None:
-    plan = printed(capsys, "plan", *good, "--n-samples-per-prompt", "1")
-    assert "\nwarning    --n-samples-per-prompt 1 with --advantage-estimator grpo: " in plan
 
 
 def test_the_first_error_comes_at_once(good: list[str]) -> None:

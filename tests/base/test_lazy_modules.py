@@ -55,21 +55,15 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(f"later_package.{name}")
 
 
-def test_names_come_without_the_module(package: Path) -> None:
-    user = _import("user")
+def test_names_come_without_the_module_and_are_all_replaced(package: Path) -> None:
+    (package / "second.py").write_text(USER)
+    user, second = _import("user"), _import("second")
     assert "later_package.real" not in sys.modules
     assert user.add(2, b=3) == 5 and user.Made(4).number == 4
     real = sys.modules["later_package.real"]
     assert (user.add, user.Made, user.Refusal, user.TEXT) == (real.add, real.Made, real.Refusal, "a text")
+    assert user.caught(real.refuse) and second.caught(real.refuse) and second.add is real.add and real.IMPORTED
     assert importlib.import_module("later_package.real") is real
-
-
-def test_names_that_are_taken_at_two_times_are_all_replaced(package: Path) -> None:
-    (package / "second.py").write_text(USER)
-    first, second = _import("user"), _import("second")
-    real = importlib.import_module("later_package.real")
-    assert first.caught(real.refuse) and second.caught(real.refuse) and first.add is second.add is real.add
-    assert real.IMPORTED
 
 
 def test_any_other_name_imports_the_module(package: Path) -> None:

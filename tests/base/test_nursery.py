@@ -194,9 +194,9 @@ def test_whoever_has_given_up_gets_nothing(nursery: Nursery, tmp_path: Path, has
         os.kill(nursery.process.pid, signal.SIGCONT)
     if has_answer:
         pid = LENGTH.unpack(connection.recv(LENGTH.size))[0]
-        assert lives(str(pid))
+        assert lives(pid)
         connection.close()
-        wait_until(lambda: not lives(str(pid)))
+        wait_until(lambda: not lives(pid))
     assert _told(nursery.ask("then")[1])["arguments"] == ["then"]
     assert (tmp_path / "out").read_text() == ""
 

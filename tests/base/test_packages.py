@@ -17,9 +17,6 @@ def test_a_set_pins_its_packages(name: str) -> None:
     pinned = re.findall(r"^([\w.-]+)==", ROOT.joinpath(f"requirements/{name}.txt").read_text(), re.M)
     assert set(SETS[name]) <= {package.replace("_", "-").lower() for package in pinned}
     assert all(f"setup-env.sh {name}" in install_hint(package) for package in SETS[name])
-
-
-def test_a_package_of_no_set_gets_an_environment_of_its_own() -> None:
     assert "setup-env.sh" not in install_hint("mlflow") and "environment of its own" in install_hint("mlflow")
 
 

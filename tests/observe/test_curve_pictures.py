@@ -44,6 +44,8 @@ def test_every_chart_of_an_rl_run_is_there(tmp_path: Path, drawn: list) -> None:
 def test_any_length_is_drawn(tmp_path: Path, steps: int) -> None:
     out = draw_curves(_run(steps), tmp_path / "new" / "curves.png", "a run for $5")
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ValueError, match="finish a step"):
+        draw_curves([{"step": 0, "attempt": 1, LOSS: None}], tmp_path / "a.png", "empty")
 
 
 def test_nulls_are_gaps_and_are_reported_and_a_mismatch_of_zero_is_shown(tmp_path: Path, drawn: list) -> None:
@@ -55,11 +57,6 @@ def test_nulls_are_gaps_and_are_reported_and_a_mismatch_of_zero_is_shown(tmp_pat
     assert any("1 step with NaN" in text.get_text() for text in drawn[0].texts)
     axis = next(axis for axis in drawn[0].axes if axis.get_title(loc="left").startswith("Trainer"))
     assert axis.get_yscale() == "symlog" and axis.get_ylim()[0] < 0
-
-
-def test_nothing_to_draw_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="finish a step"):
-        draw_curves([{"step": 0, "attempt": 1, LOSS: None}], tmp_path / "a.png", "empty")
 
 
 def test_smoothing_is_the_gaussian_average_over_steps() -> None:

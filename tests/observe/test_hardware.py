@@ -120,5 +120,8 @@ def test_memory_and_use_are_curves_of_the_timeline(tmp_path: Path) -> None:
     finally:
         spans.stop_recording()
     lines = (tmp_path / "timeline" / "trainer-0.a1.jsonl").read_text().splitlines()[1:]
-    curves = {record[1]: record[3] for record in map(json.loads, lines)}
-    assert curves == {"GPU memory": {"gib": 3.0}, "GPU in use": {"share": 0.25}, "host memory": {"gib": 2.0}}
+    assert {record[1]: record[3] for record in map(json.loads, lines)} == {
+        "GPU memory": {"gib": 3.0},
+        "GPU in use": {"share": 0.25},
+        "host memory": {"gib": 2.0},
+    }

@@ -61,9 +61,7 @@ def test_ours_everywhere_theirs_in_the_file(tmp_path: Path) -> None:
     logging.getLogger("httpx").info("HTTP 200")
     logging.getLogger("ray.worker").warning("ray noise")
     logging.getLogger("megatron.core").error("a rank died")
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")  # the test configuration ignores this class of warnings
-        warnings.warn("deprecated", FutureWarning, stacklevel=1)
+    warnings.warn("deprecated", UserWarning, stacklevel=1)
     texts = [line.split(" ", 1)[1] for line in lines]
     assert texts == ["driver  rollout 12", "driver  WARNING slow", "driver  ERROR a rank died"]
     written = file.read_text()

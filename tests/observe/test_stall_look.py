@@ -93,7 +93,7 @@ def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tm
 def test_a_process_at_work_survives_the_question(start: Start, tmp_path: Path) -> None:
     """Its threads change their stacks all the time: read without Python's lock, they crash it within 20 questions."""
     pid = start("buffer", BUSY)
-    for _ in range(50):
+    for _ in range(40):
         assert ask_for_stacks(pid)
         time.sleep(0.01)
     (found,) = look(tmp_path / "logs", answer_s=5.0)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -285,22 +285,27 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
+def records(files: Iterable[Path], kind: Any) -> Iterator[Any]:
+    """The messages of a kind in files of that format, the oldest first."""
+    for file in sorted(files, key=lambda path: path.stat().st_mtime):
+        for text in log_records(file.read_bytes()):
+            record = kind()
+            record.ParseFromString(text)
+            yield record
+
+
 def of_wandb(run: Path) -> Points:
-    from wandb.proto import wandb_internal_pb2 as proto
+    from wandb.proto.wandb_internal_pb2 import Record
 
     points: Points = []
     names = set()
-    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    for file in files:
-        for text in log_records(file.read_bytes()):
-            record = proto.Record()
-            record.ParseFromString(text)
-            if record.WhichOneof("record_type") == "run":
-                names.add((record.run.run_id, record.run.project, record.run.display_name))
-            values = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
-            step = values.pop("step", None)
-            own = {name: value for name, value in values.items() if name[0] != "_" and name != "time"}
-            points += [(name, json.loads(step or ""), json.loads(value)) for name, value in own.items()]
+    for record in records((run / "wandb").glob("offline-run-*/*.wandb"), Record):
+        if record.WhichOneof("record_type") == "run":
+            names.add((record.run.run_id, record.run.project, record.run.display_name))
+        values = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
+        step = values.pop("step", None)
+        own = {name: value for name, value in values.items() if name[0] != "_" and name != "time"}
+        points += [(name, json.loads(step or ""), json.loads(value)) for name, value in own.items()]
     assert len(names) == 1 and names.pop()[1:] == ("fusionrl", "sums"), "the resumed run is the same one"
     return points
 
@@ -308,14 +313,8 @@ def of_wandb(run: Path) -> Points:
 def of_swanlab(run: Path) -> Points:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    points: Points = []
-    for file in sorted((run / "swanlog").glob("run-*/*.swanlab"), key=lambda path: path.stat().st_mtime):
-        for text in log_records(file.read_bytes()):
-            record = Record()
-            record.ParseFromString(text)
-            if record.HasField("scalar"):
-                points.append((record.scalar.key, record.scalar.step, record.scalar.value.number))
-    return points
+    found = [one.scalar for one in records((run / "swanlog").glob("run-*/*.swanlab"), Record) if one.HasField("scalar")]
+    return [(scalar.key, scalar.step, scalar.value.number) for scalar in found]
 
 
 def of_trackio(run: Path) -> Points:

@@ -19,10 +19,9 @@ class Process:
         """`ahead_s`: by which the clock of its machine is ahead of the driver's."""
         self._path, self._began = run / "timeline" / f"{name}.a1.jsonl", began
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        header: dict[str, Any] = {"process": name, "attempt": 1, "pid": 7, "host": f"host of {boot}", "boot": boot}
-        header["mono_ns"] = MONO_NS + int((began + ahead_s) * 1e9)
-        header["wall_ns"] = WALL_NS + int(began * 1e9)
-        self.write(header | {"utc_offset_s": 0})
+        clocks = {"mono_ns": MONO_NS + int((began + ahead_s) * 1e9), "wall_ns": WALL_NS + int(began * 1e9)}
+        header = {"process": name, "attempt": 1, "pid": 7, "host": f"host of {boot}", "boot": boot}
+        self.write(header | clocks | {"utc_offset_s": 0})
 
     def write(self, record: Any) -> None:
         with self._path.open("a") as file:
@@ -75,9 +74,8 @@ def make_run(run: Path, *, far_s: float | None = None) -> Path:
             index, took = 20 * step + number, 5.5 if number == 7 else 2.0
             engine_s = {"engine_s": took - 0.2, "queue_s": 0.2, "first_token_s": 0.5} if number == 7 else {}
             turn = {"version": step - 1, "tokens": 10} | engine_s
-            parts = [("wait", at, at + 0.1, {}), ("turn", at + 0.1, at + took, turn)]
-            parts.append(("reward", at + took, at + took + 0.1, {}))
-            buffer.sample(index, parts)
+            waited, end = ("wait", at, at + 0.1, {}), at + took
+            buffer.sample(index, [waited, ("turn", at + 0.1, end, turn), ("reward", end, end + 0.1, {})])
             rows.append(json.dumps({"group_index": index // 2, "index": index, "prompt": '"index":9'}))
         (folder / f"step_{step:06d}.train.a1.jsonl").write_text("\n".join(rows) + "\n")
         for rank, trainer in enumerate(trainers):

@@ -157,10 +157,8 @@ def test_the_folder_of_a_run_is_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_000002" / "manifest.json").touch()
     assert check.newest_checkpoint(tmp_path) == 2
     (tmp_path / "rollouts" / ".step_000003.train.a1.jsonl.7.tmp").touch()
-    assert check.leftovers(tmp_path) == [
-        "checkpoints/.writing_step_000006",
-        "rollouts/.step_000003.train.a1.jsonl.7.tmp",
-    ]
+    left = ["checkpoints/.writing_step_000006", "rollouts/.step_000003.train.a1.jsonl.7.tmp"]
+    assert check.leftovers(tmp_path) == left
 
 
 def test_drops_are_counted_once_a_step() -> None:

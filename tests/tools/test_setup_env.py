@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from typing import ClassVar
@@ -23,8 +24,12 @@ NOTHING = {"FUSIONRL_ENV": "cpu", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.dev
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the first test that needs it."""
-    return tmp_path_factory.mktemp("env") / "venv"
+    """An environment with the pip of this one: another takes seconds."""
+    folder = tmp_path_factory.mktemp("env") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "pip").symlink_to(Path(sysconfig.get_path("purelib")) / "pip")
+    return folder
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +54,6 @@ def fingerprint(python: Path, kind: str, names: tuple[str, ...]) -> str:
 
 
 def test_an_install_is_tried_when_the_stamp_does_not_fit(venv: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     names = tuple(f"requirements/{name}.txt" for name in ("cpu", "cpu-nodeps", "dev"))
     stamp = venv / ".stamp-base"
     stamp.write_text(fingerprint(venv / "bin/python", "cpu", names))
