@@ -285,14 +285,13 @@ def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
     assert files.read("resume: true").run.resume, "a file of one's own may"
 
 
+SECRET = "http://me:***@host"
 HIDDEN = {
-    "rm_url": "http://me:***@host/x",
-    "rollout_stop": ["a", "x://me:***@b"],
-    "apply_chat_template_kwargs": {"a": [{"http://me:***@host": 1}]},
+    **{"rm_url": f"{SECRET}/x", "rollout_stop": ["a", "x://me:***@b"], OF_TEMPLATE: {"a": [{SECRET: 1}]}},
     "passthrough": {
-        "sglang": {"file_storage_path": "http://me:***@host", "encoder_urls": ["http://me:***@host"]},
-        "router": {"redis_url": "http://me:***@host"},
-        "custom": {"judge": {"urls": ["http://me:***@host"]}, "other": 1},
+        "sglang": {"file_storage_path": SECRET, "encoder_urls": [SECRET]},
+        "router": {"redis_url": SECRET},
+        "custom": {"judge": {"urls": [SECRET]}, "other": 1},
     },
 }
 

@@ -35,9 +35,7 @@ STRIPS_HISTORY = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Opens every answer with a thought that the conversation's own answers do not have.
-OPENS_A_THOUGHT = CHAT_TEMPLATE.replace(
-    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
-)
+OPENS_A_THOUGHT = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 # The template's own marks; the first have header and line break in them, the second lack the end marker.
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}@bot {{ m['content'] }}<|im_end|>\n"
@@ -90,24 +88,19 @@ def runs(tokenizer: Any, messages: Messages, kind: str = "auto", tools: Any = No
 @pytest.mark.parametrize(
     ("template", "end"),
     [(CHAT_TEMPLATE, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (PLAIN, "\n\n")],
-    ids=["chatml", "llama3", "plain"],
 )
 @pytest.mark.parametrize(
     "contents",
     [("S", "U", "A one"), ("S", "U1", "A1", "U2 é", "A2 ü\nmore", "U3", "A3"), ("S", "U", "A", "and?")],
-    ids=["single", "multi", "ends with the user"],
 )
 @pytest.mark.parametrize("kind", ["auto", "prefix"])
-def test_exactly_the_assistants_words_are_trained(
-    template: str, end: str, contents: tuple[str, ...], kind: str
-) -> None:
+def test_exactly_the_assistants_words_are_trained(template: str, end: str, contents: list[str], kind: str) -> None:
     tokenizer = tokenizer_with(template)
     messages = turns(*contents)
     assert runs(tokenizer, messages, kind) == [text + end for text in contents[2::2]]
     sample = conversation_to_sample(messages, MultiTurnLossMaskGenerator(tokenizer, kind))
     # The response is from the first trained token to the last, and the text is that of the template.
-    assert sample.loss_mask is not None
-    assert sample.loss_mask[0] == sample.loss_mask[-1] == 1
+    assert sample.loss_mask[0] == sample.loss_mask[-1] == 1  # type: ignore[index]
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert whole.startswith(tokenizer.decode(sample.tokens))
     assert len(contents) % 2 == 0 or whole.strip() == tokenizer.decode(sample.tokens).strip()
@@ -196,8 +189,7 @@ def test_the_flag_has_every_type() -> None:
 
 
 def test_template_arguments_reach_the_template() -> None:
-    begin = "{% if loud %}!{% endif %}{% if tools %}{{ tools[0]['name'] }}{% endif %}"
-    tokenizer = tokenizer_with(begin + CHAT_TEMPLATE)
+    tokenizer = tokenizer_with("{% if loud %}!{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}" + CHAT_TEMPLATE)
     masks = MultiTurnLossMaskGenerator(tokenizer, template_kwargs={"loud": True})
     sample = conversation_to_sample(turns("S", "U", "A"), masks, [{"name": "T"}])
     assert tokenizer.decode(sample.tokens).startswith("!T<|im_start|>system")
@@ -259,15 +251,11 @@ def test_an_empty_thought_of_the_generation_prompt_is_not_trained() -> None:
     assert runs(public("qwen3_5_think"), THOUGHTS) == ["A1 é<|im_end|>", "ha\n</think>\n\nA2<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("qwen2_5", "qwen"),
-        *((name, "qwen3") for name in ("qwen3_instruct_2507", "qwen3_8")),
-        *((name, "chatml") for name in ("lfm2_v2", "nemotron_3_nano")),
-        ("llama3", "llama3"),
-    ],
-)
+MARKED_BY_TRL = {"qwen2_5": "qwen", "qwen3_8": "qwen3", "lfm2_v2": "chatml", "llama3": "llama3"}
+MARKED_BY_TRL |= {"qwen3_instruct_2507": "qwen3", "nemotron_3_nano": "chatml"}
+
+
+@pytest.mark.parametrize(("name", "kind"), MARKED_BY_TRL.items())
 def test_marks_agree_with_blocks_that_others_put_into_the_templates(name: str, kind: str) -> None:
     """TRL's variants for training render the same text, with blocks around the assistant's turns."""
     for messages, tools in ((THOUGHTS, None), (WITH_TOOLS, TOOLS))[: 1 if name == "llama3" else 2]:

@@ -103,17 +103,16 @@ def test_a_call_that_is_left_out_is_named_though_its_words_are_elsewhere(argumen
             render_messages(blind, conversation, tools)
 
 
-@pytest.mark.parametrize("quoting", ["content", "reasoning_content", "tool", "schema"])
+QUOTING = ("content", "reasoning", "tool", "schema")
+
+
+@pytest.mark.parametrize("quoting", QUOTING)
 def test_a_text_may_quote_arguments_as_python_prints_them(quoting: str) -> None:
     """Tools in Python often answer so; the call is still an object, and a template that prints it is found out."""
     quote = f"weather({ARGUMENTS!r})"
-    function = {"name": "weather", "description": quote if quoting == "schema" else "Weather of a city."}
-    messages = [
-        {**USER, "content": quote if quoting == "content" else "Weather?"},
-        call(ARGUMENTS, **({"reasoning_content": quote} if quoting == "reasoning_content" else {})),
-        {"role": "tool", "content": quote if quoting == "tool" else "rain"},
-    ]
-    tools = [{"type": "function", "function": function}]
+    asked, thought, answer, told = (quote if quoting == place else "-" for place in QUOTING)
+    messages = [{**USER, "content": asked}, call(ARGUMENTS, reasoning=thought), {"role": "tool", "content": answer}]
+    tools = [{"type": "function", "function": {"name": "weather", "description": told}}]
     rendered = render_messages(tokenizer_with(TEMPLATE), messages, tools)
     assert '<tool_call>weather {"city": "Oslo"}</tool_call>' in rendered.text and quote in rendered.text
     printing = TEMPLATE.replace("call.function.arguments | tojson", "call.function.arguments")
@@ -237,9 +236,10 @@ def test_what_transformers_renders_whole_is_rendered_so() -> None:
         ([USER, rain | {"reasoning_content": "Hmm."}], None, ("Hmm.", "Rain.")),
     ]
     num_same = 0
+    tokenizer = make_byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
     for path in templates.glob("*.jinja"):
-        tokenizer = tokenizer_with(path.read_text(encoding="utf-8"))
-        tokenizer.bos_token = tokenizer.eos_token
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
         for messages, used, texts in conversations:
             asks = messages[-1]["role"] != "assistant"
             try:
@@ -317,7 +317,7 @@ def test_arguments_that_a_template_quotes(value: str) -> None:
         render_messages(tokenizer_with(template.replace(".city", ".city[1:]")), [USER, call({"city": value})])
 
 
-@pytest.mark.parametrize("switch", ["/no_think", "/think", "/nothink"])
+@pytest.mark.parametrize("switch", ["/no_think", "/think"])
 def test_switches_of_thoughts_that_a_template_takes_out(switch: str) -> None:
     """As Nemotron's and SmolLM3's templates do."""
     template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | replace('" + switch + "', '') | trim }}")
@@ -338,11 +338,13 @@ def test_every_conversation_has_one_rendering_or_a_refusal_that_names_the_field(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("trl")
+    templates = render_conversations.find_templates(None)[::2]
+    monkeypatch.setattr(render_conversations, "find_templates", lambda folder: templates)
     monkeypatch.setattr("sys.argv", ["render_conversations.py", "--verbose"])
     assert render_conversations.main() == 0
     lines = capsys.readouterr().out.splitlines()
     words = lines[-1].split()
-    assert int(words[0]) >= 200 and int(words[2]) >= 500 and lines[-1].endswith(" 0 with two renderings")
+    assert int(words[0]) >= 200 and int(words[2]) >= 250 and lines[-1].endswith(" 0 with two renderings")
     refusals = [line for line in lines if line.startswith("    ")]
     names = ("does not render", "refuses it (", "as Python prints")
     assert refusals and all(any(name in line for name in names) for line in refusals), refusals

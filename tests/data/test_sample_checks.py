@@ -30,6 +30,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("rollout_log_probs", [-0.5, None], "None"),
     ("rollout_log_probs", [-0.5], "1 values for 2 response tokens"),
     ("teacher_log_probs", [-0.5, 2.0], "2 at place 1"),
+    ("teacher_log_probs", [-0.5], "1 values for 2 response tokens"),
     ("loss_mask", [1, 2], "2 at place 1"),
     ("loss_mask", [1, -1], "-1 at place 1"),
     ("loss_mask", [1, "0"], "'0'"),

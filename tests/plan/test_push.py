@@ -138,9 +138,7 @@ def test_every_tensor_is_sent_once_and_comes_from_ranks_that_hold_it(case: Case)
 
 
 def holdings(case: Case) -> list[dict[str, int]]:
-    """Rank → Megatron name → place among the ranks that divide it. By Megatron's nesting of groups, written out anew:
-    tensor-parallel ranks are neighbours, then context, then data; for experts etp, ep, data; pipeline stages outermost.
-    """
+    """Rank → Megatron name → place among the ranks that divide it: tp, cp, dp (experts: etp, ep, dp), pp outermost."""
     layout, found = case.layout, []
     stages = stage_layers(layout, case.shape.num_layers, {})
     per_stage = layout.world_size // layout.pp
@@ -149,11 +147,10 @@ def holdings(case: Case) -> list[dict[str, int]]:
         tp_place, etp_place, ep_place = inner % layout.tp, inner % layout.etp, inner // layout.etp % layout.ep
         mine: dict[str, int] = {"tp": layout.tp, "etp": layout.etp}
         for name, rule in model_rules(case.shape).items():
-            number = int(name.split(".")[2]) if "layers." in name else None
-            if number is None:
-                is_here = stage == (0 if name.startswith("embedding") else layout.pp - 1)
+            if "layers." in name:
+                is_here = int(name.split(".")[2]) in stages[stage]
             else:
-                is_here = number in stages[stage]
+                is_here = stage == (0 if name.startswith("embedding") else layout.pp - 1)
             if rule.expert is not None:
                 is_here &= rule.expert // (case.shape.num_experts // layout.ep) == ep_place
             if is_here:
