@@ -56,8 +56,7 @@ def test_pairs_take_no_guests_however_the_group_is_written(text: str) -> None:
 def test_a_run_has_an_engine_of_its_own() -> None:
     config, errors = read_args(["--rollout-num-gpus", "0", "--rollout-external-engine-addrs", "h:1"])
     (error,) = errors
-    assert error.startswith("--rollout-num-gpus 0: ") and "--rollout-external-engine-addrs" in error
-    assert "give 1 or more" in error and "--mode sft" in error
+    assert error.startswith("--rollout-num-gpus 0: ") and "give 1 or more" in error
     assert config.cluster.rollout_num_gpus is None
     assert read_args(["--rollout-num-gpus", "2"])[0].cluster.rollout_num_gpus == 2
 

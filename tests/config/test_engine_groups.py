@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fusionrl.config import upstream_flags
 from fusionrl.config.engine_groups import ALIKE, EngineGroup, read_groups
 from fusionrl.config.parser import CommandLineError, parse_args
 
@@ -54,8 +55,6 @@ def test_mistakes_are_refused_with_text_and_cure(texts: list[str], parts: list[s
 
 
 def test_fields_that_all_engines_share_are_fields_of_sglang() -> None:
-    from fusionrl.config import upstream_flags
-
     for name in ALIKE:
         upstream_flags.check_field("sglang", name)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.hooks import check_hook, load_function, register_hooks
+from fusionrl.data.sample import Sample
 
 Write = Callable[[dict[str, str]], Path]
 
@@ -70,9 +71,9 @@ def test_a_file_is_loaded_once(write: Write) -> None:
 
 def test_two_folders_with_modules_of_one_name_do_not_mix(write: Write) -> None:
     hook = "from utils import NAME\ndef f():\n    import utils\n    return NAME, utils.NAME\n"
-    names = ["a", "b"]
-    folder = write({f"{n}/{file}": text for n in names for file, text in (("h.py", hook), ("utils.py", f"NAME='{n}'"))})
-    found = [load_function(f"{folder / n / 'h.py'}:f") for n in names]
+    utils = {f"{name}/utils.py": f"NAME='{name}'" for name in "ab"}
+    folder = write(utils | {"a/h.py": hook, "b/h.py": hook})
+    found = [load_function(f"{folder / name / 'h.py'}:f") for name in "ab"]
     assert [function() for function in found] == [("a", "a"), ("b", "b")]
 
 
@@ -106,8 +107,6 @@ def test_a_file_of_a_package_that_python_finds_keeps_its_name(write: Write, monk
 
 def test_the_framework_is_the_framework(write: Write) -> None:
     """A hook beside a checkout of fusionrl gets the one that runs."""
-    from fusionrl.data.sample import Sample
-
     root = Path(__file__).parents[2]
     link = write({"h.py": "from fusionrl.data.sample import Sample\ndef f(): return Sample\n"})
     (link / "fusionrl").symlink_to(root / "fusionrl")
@@ -115,8 +114,7 @@ def test_the_framework_is_the_framework(write: Write) -> None:
 
 
 def test_what_is_missing_is_said_with_the_line(write: Write) -> None:
-    files = {"h.py": "import os\n\nimport calc_tol\n", "deep.py": "from broken import x\n", "broken.py": "1 / 0\n"}
-    folder = write(files)
+    folder = write({"h.py": "\n\nimport calc_tol\n", "deep.py": "from broken import x\n", "broken.py": "1 / 0\n"})
     for name, said in (
         ("h.py", f"No module named 'calc_tol' at {folder / 'h.py'}:3: import calc_tol"),
         ("deep.py", f"division by zero at {folder / 'broken.py'}:1: 1 / 0"),
