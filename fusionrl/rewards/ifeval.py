@@ -54,7 +54,7 @@ def _check(name: str, response: str, arguments: Mapping[str, object]) -> bool:
     try:
         signature.bind(response, **arguments)
         for key, value in arguments.items():
-            _check_type(key, value, str(signature.parameters[key].annotation))
+            _check_type(key, value, signature.parameters[key].annotation)
     except TypeError as error:
         raise ValueError(f"--rm-type ifeval: {name} with kwargs {arguments}: {error}") from error
     # An instruction that is not valid raises for an empty response, too: so labels are checked before a run.
@@ -66,14 +66,13 @@ def whole_number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _check_type(name: str, value: object, annotation: str) -> None:
-    is_right = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "str": isinstance(value, str),
-        "Sequence[str]": isinstance(value, list | tuple) and all(isinstance(item, str) for item in value),
+def _check_type(name: str, value: object, annotation: type) -> None:
+    is_right, expected = {
+        int: (isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+        str: (isinstance(value, str), "a text"),
+        Sequence[str]: (isinstance(value, list | tuple) and all(isinstance(i, str) for i in value), "a list of texts"),
     }[annotation]
     if not is_right:
-        expected = {"int": "a whole number", "str": "a text", "Sequence[str]": "a list of texts"}[annotation]
         raise TypeError(f"{name} {value!r:.80} must be {expected}")
 
 
