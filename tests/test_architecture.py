@@ -40,10 +40,7 @@ WINGS = {
         *("trainer/layers.py", "trainer/local_attention.py", "trainer/packed_row.py", "trainer/process_groups.py"),
         *("trainer/settings.py", "trainer/swiglu.py"),
     },
-    "compat": {
-        "cli/from_slime.py",
-        *("config/hook_files.py", "config/slime_flags.py"),
-    },
+    "compat": {"cli/from_slime.py", *("config/hook_files.py", "config/slime_flags.py")},
 }
 # Which rooms, or files, may import these packages at all; the others start without them.
 HEAVY = {

@@ -128,11 +128,7 @@ def test_the_cpu_build_is_looked_for_in_its_index_first(venv: Path, tmp_path: Pa
         index = f"http://127.0.0.1:{server.server_port}"
         url = f"{index}/whl/cpu"
         flags = NOTHING | {"PIP_NO_INDEX": "0", "PIP_RETRIES": "0", "PIP_FIND_LINKS": str(tmp_path)}
-        flags |= {
-            "PIP_INDEX_URL": f"{index}/simple",
-            "FUSIONRL_TORCH_INDEX": url,
-            "FUSIONRL_VENV": str(venv),
-        }
+        flags |= {"PIP_INDEX_URL": f"{index}/simple", "FUSIONRL_TORCH_INDEX": url, "FUSIONRL_VENV": str(venv)}
         done = run(**flags)
     finally:
         server.shutdown()
