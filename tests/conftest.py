@@ -41,7 +41,7 @@ _LONG = (
     *("trainer/test_parity.py", "weights/test_push_processes.py", "tools/test_make_quickstart.py"),
     *("trainer/test_megatron_checkpoint.py", "trainer/test_losses.py", "trainer/test_parallel.py"),
     *("trainer/test_routing_replay.py", "trainer/test_train_hooks.py", "engines/test_answers.py"),
-    *("tools/test_bench_loss.py", "runtime/test_open_ray.py", "engines/test_scorers.py"),
+    *("tools/test_bench_loss.py", "runtime/test_gpus.py", "engines/test_scorers.py"),
     *("tools/test_from_slime_check.py", "data/test_auto_tokenizer.py", "pipeline/test_properties.py", "test_cli.py"),
 )
 # Files whose tests wait most of their time, the longest last: the third worker begins with these.

@@ -38,7 +38,6 @@ _IN_TURN_S = 0.1
 
 
 def whole_batches(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Draw a batch, answer it, return it."""
     CALLS.append(rollout_id)
     MAY_ANSWER.wait(30)
 
@@ -121,7 +120,6 @@ def fully_asynchronous(args: Namespace, rollout_id: int, data_source: Any, evalu
 
 
 def one_by_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return as soon as one group is finished."""
     if not WORKER:
         WORKER.append(Worker(args, data_source, 64))
     while not args.abort_event.is_set():
@@ -142,7 +140,6 @@ def partial(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool
 
 
 def loses_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Keep one group for ever."""
     groups = whole_batches(args, rollout_id, data_source)
     if not LOST:
         LOST.append(groups.pop())
@@ -154,7 +151,6 @@ LOST: list[Any] = []
 
 
 def raises(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Raise in the second rollout."""
     if rollout_id == 1:
         raise KeyError("no such batch")
     return whole_batches(args, rollout_id, data_source)
@@ -179,7 +175,6 @@ def stale(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool =
 
 
 def nothing(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return no group."""
     return []
 
 

@@ -49,7 +49,6 @@ def two_versions(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
 
 
 def taught(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """A function that asks a teacher of its own."""
     groups = bare_lists(args, rollout_id, data_source)
     for sample in (sample for group in groups for sample in group):
         sample.teacher_log_probs = [-token / 8 for token in sample.tokens[-2:]]
@@ -108,7 +107,6 @@ def _note(args: Any, sample: Sample) -> None:
 
 
 async def parity(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """1 for every second sample of a group."""
     _note(args, sample)
     return float((sample.index or 0) % 2)
 
@@ -153,7 +151,6 @@ class OwnSource:
 
 
 def keep_even(args: Any, groups: list[list[Sample]]) -> None:
-    """Train on every second sample of each group alone."""
     for group in groups:
         group[1].remove_sample = True
 
@@ -173,7 +170,6 @@ def same(args: Any, sample: Sample, **kwargs: Any) -> float:
 
 
 def graded(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """Another reward for each sample."""
     return (sample.index * 7 % 11) / 3.0
 
 

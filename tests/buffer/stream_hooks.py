@@ -44,14 +44,12 @@ async def answer(args: Namespace, sample: Sample, sampling_params: dict[str, Any
 
 
 async def stale(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Claim tokens of the first weights, always."""
     sample = await answer(args, sample, sampling_params)
     sample.weight_versions = [0] * LENGTH
     return sample
 
 
 async def fails_late(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fail at the sixth prompt."""
     if int(sample.label) == 5:
         raise KeyError("no such tool")
     return await answer(args, sample, sampling_params)
@@ -63,12 +61,10 @@ def parity(args: Namespace, sample: Sample) -> float:
 
 
 def odd_prompts(args: Namespace, group: list[Sample]) -> bool:
-    """Keep the groups of odd prompts."""
     return int(group[0].label) % 2 == 1
 
 
 def nothing(args: Namespace, group: list[Sample]) -> bool:
-    """Keep no group."""
     return False
 
 
@@ -76,13 +72,11 @@ SEEN: list[list[int]] = []  # labels of the groups of each batch, as `look_at_al
 
 
 def look_at_all(args: Namespace, groups: list[list[Sample]], get_samples: Any) -> None:
-    """Note all groups."""
     assert all(sample.reward is not None for group in groups for sample in group)
     SEEN.append([int(group[0].label) for group in groups])
 
 
 def draws_more(args: Namespace, groups: list[list[Sample]], get_samples: Any) -> None:
-    """Want another prompt."""
     get_samples(1)
 
 
@@ -122,7 +116,6 @@ async def first_hangs(args: Namespace, sample: Sample, sampling_params: dict[str
 
 
 async def odd_ones_fail(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fail at each odd prompt."""
     sample = await answer(args, sample, sampling_params)
     if int(sample.label) % 2:
         sample.status = Sample.Status.FAILED
@@ -130,7 +123,6 @@ async def odd_ones_fail(args: Namespace, sample: Sample, sampling_params: dict[s
 
 
 async def all_fail(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fail always."""
     sample.status = Sample.Status.FAILED
     return sample
 
@@ -142,14 +134,12 @@ class Counting:
         self.args, self.next, self.threads = args, 0, set[str]()
 
     def __len__(self) -> int:
-        """Return a number of prompts."""
         return 1000
 
     def _here(self) -> None:
         self.threads.add(threading.current_thread().name)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next groups."""
         self._here()
         self.next += num_samples
         first = self.next - num_samples
@@ -159,20 +149,17 @@ class Counting:
         ]
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Take nothing back."""
         raise AssertionError
 
     def _file(self, rollout_id: int) -> Path:
         return Path(self.args.run_dir) / f"counting-{rollout_id}"
 
     def save(self, rollout_id: int) -> None:
-        """Write the state."""
         self._here()
         assert self.threads == {"stream"}
         self._file(rollout_id).write_text(str(self.next))
 
     def load(self, rollout_id: int) -> None:
-        """Read it."""
         self.next = int(self._file(rollout_id).read_text())
 
 
@@ -210,5 +197,4 @@ class Ending(Counting):
     """One that has 14 prompts."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next groups, as long as there are some."""
         return super().get_samples(min(num_samples, 14 - self.next))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from fusionrl.pipeline import apply as applying
 from fusionrl.pipeline import decide as rules
@@ -79,52 +76,21 @@ def test_without_mishaps_the_data_are_trained_as_they_come() -> None:
         assert sorted(world.trained) == list(range(len(world.trained))) and not world.state.num_dropped
 
 
-class Pipeline(RuleBasedStateMachine):
-    """The same, driven by hypothesis, which shrinks what fails."""
-
-    @initialize(seed=st.integers(0, 1 << 20))
-    def start(self, seed: int) -> None:
+def test_the_data_may_end_at_any_time() -> None:
+    for seed in range(100):
         choose = random.Random(seed)
-        self.world = World(some_knobs(choose), save_interval=choose.choice([None, 1, 2, 3]))
-        self.world.settle()
-
-    @precondition(lambda self: not self.world.stopped and self.world.possible())
-    @rule(data=st.data())
-    def something(self, data: st.DataObject) -> None:
-        self.world.happen(data.draw(st.sampled_from(self.world.possible())))
-
-    @precondition(lambda self: not self.world.stopped)
-    @rule(seed=st.integers(0, 1 << 10))
-    def a_mishap(self, seed: int) -> None:
-        event = self.world.mishap(random.Random(seed))
-        if event is not None:
-            self.world.happen(event)
-
-    @precondition(lambda self: not self.world.stopped and self.world.checkpoint is not None)
-    @rule()
-    def killed_and_resumed(self) -> None:
-        self.world.restart()
-
-    @precondition(lambda self: not self.world.stopped)
-    @rule()
-    def the_data_end(self) -> None:
-        self.world.happen(events.StreamEnd())
-
-    @precondition(lambda self: self.world.stopped)
-    @rule()
-    def it_stays_ended(self) -> None:
-        assert isinstance(rules.decide(self.world.state, self.world.knobs)[0], events.Stop)
-
-    def teardown(self) -> None:
-        if world := getattr(self, "world", None):
-            assert max(world.staleness, default=0) <= world.knobs.max_staleness
-            assert len(world.trained) == len(set(world.trained))
-
-
-TestPipeline = Pipeline.TestCase
-TestPipeline.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+        world = World(some_knobs(choose), save_interval=choose.choice([None, 1, 2, 3]))
+        world.settle()
+        for _ in range(choose.randrange(80)):
+            mishap = world.mishap(choose) if choose.random() < 0.1 else None
+            if not world.stopped:
+                world.happen(mishap or choose.choice(world.possible()))
+        if not world.stopped:
+            world.happen(events.StreamEnd())
+        run(world, choose, restarts=0.02)
+        assert isinstance(rules.decide(world.state, world.knobs)[0], events.Stop), "it stays ended"
+        assert max(world.staleness, default=0) <= world.knobs.max_staleness
+        assert len(world.trained) == len(set(world.trained))
 
 
 # --- each invariant notices the defect that it is there for ---

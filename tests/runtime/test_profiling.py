@@ -39,16 +39,19 @@ def _profiling(
     return Profiling(order, *parts, tmp_path, 4, last)
 
 
-def _run(profiling: Profiling, log: list[str]) -> None:
+def _run(tmp_path: Path, **options: Any) -> list[str]:
+    """Seven steps; returns what happened."""
+    log: list[str] = []
+    profiling = _profiling(log, tmp_path, **options)
     for step in range(1, 8):
         profiling.begin(step)
         log.append(f"step {step}")
         profiling.end(step)
+    return log
 
 
 def test_each_step_has_a_profile_of_its_own(tmp_path: Path) -> None:
-    log: list[str] = []
-    _run(_profiling(log, tmp_path), log)
+    log = _run(tmp_path)
     assert (log[0], log[3]) == ("step 1", "step 2")
     assert set(log[1:3]) == {"trainer 1 starts torch", "engine 0 starts torch as step_000002.engine-0.a4"}
     assert set(log[4:6]) == {"trainer 1 stops: step_000002.trainer-1.a4", "engine 0 stops"}
@@ -59,18 +62,15 @@ def test_each_step_has_a_profile_of_its_own(tmp_path: Path) -> None:
 
 
 def test_steps_that_follow_each_other_may_have_one_profile(tmp_path: Path) -> None:
-    log: list[str] = []
-    _run(_profiling(log, tmp_path, is_continuous=True), log)
+    log = _run(tmp_path, is_continuous=True)
     assert log.index("trainer 1 starts torch") < log.index("step 2") < log.index("step 3")
     assert log.index("step 3") < log.index("trainer 1 stops: step_000002.trainer-1.a4") < log.index("step 4")
     assert len([line for line in log if line.startswith("trainer 1 stops")]) == 2
 
 
 def test_a_profile_that_cannot_begin_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log: list[str] = []
     with caplog.at_level(logging.WARNING):
-        _run(_profiling(log, tmp_path, fails=True), log)
-    assert "step 7" in log
+        assert "step 7" in _run(tmp_path, fails=True)
     assert "step 2: a profile could not be begun: the profiler is in use" in caplog.text
 
 

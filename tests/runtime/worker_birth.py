@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tests.runtime.fakes
-import tests.runtime.test_external_engines
+import tests.runtime.test_engine_pool
 import tests.runtime.test_multi_node_engine
 import tests.runtime.test_supervisor  # noqa: F401
 from fusionrl.runtime.worker_fork import main
