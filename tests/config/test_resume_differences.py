@@ -34,11 +34,9 @@ def test_each_flag_that_differs_has_a_line_with_both_values() -> None:
 
 
 def test_a_decay_that_is_longer_is_said() -> None:
-    former = config(num_rollout=3, lr_decay_style="linear")
-    longer = config(num_rollout=6, lr_decay_style="linear")
-    lines = difference_lines(as_written(former), longer, 6)
-    assert lines[0] == "--num-rollout 3 -> 6"
-    assert "linear decay of the learning rate ends at optimizer step 6" in lines[1]
+    former, longer = (config(num_rollout=count, lr_decay_style="linear") for count in (3, 6))
+    first, second = difference_lines(as_written(former), longer, 6)
+    assert first == "--num-rollout 3 -> 6" and "linear decay of the learning rate ends at optimizer step 6" in second
     constant = difference_lines(as_written(config(num_rollout=3)), config(num_rollout=6), 6)
     assert constant == ["--num-rollout 3 -> 6"]
 

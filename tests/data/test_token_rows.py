@@ -55,9 +55,8 @@ def test_what_cannot_be_trained_on_is_refused(tokens: Any, mask: Any, said: str,
 
 
 def test_one_of_the_columns_is_something_else(write_rows: Rows) -> None:
-    rows = [{"q": "x", "a": "y", "tokens": 7}, {"q": "x", "a": "z", "loss_mask": [1], "tokens": None}]
     columns = PromptColumns("q", "a")
-    data = write_rows(rows)
+    data = write_rows([{"q": "x", "a": "y", "tokens": 7}, {"q": "x", "a": "z", "loss_mask": [1], "tokens": None}])
     assert check_file(data, "--prompt-data", RowChecker(columns, is_sft=True)).errors == []
     assert [s.prompt for s in load_conversations(data, columns).samples] == ["x", "x"]
     plain = write_rows([{"q": "x", "a": "y", "tokens": 7, "loss_mask": 1}])

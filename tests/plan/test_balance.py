@@ -39,14 +39,12 @@ def test_ranks_get_equal_cost(n, ranks):
         assert max(costs[part].sum() for part in parts) <= 1.001 * lower_bound(costs, ranks)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_near_the_best_division_there_is(seed):
     """Against every division of nine items over three ranks."""
     costs = COST(lengths(9, seed))
-    best = min(
-        max(costs[np.array(choice) == rank].sum() for rank in range(3))
-        for choice in itertools.product(range(3), repeat=9)
-    )
+    choices = (np.array(choice) for choice in itertools.product(range(3), repeat=9))
+    best = min(max(costs[choice == rank].sum() for rank in range(3)) for choice in choices)
     assert max(costs[part].sum() for part in split_by_cost(costs, 3)) <= 1.06 * best
 
 
@@ -72,8 +70,7 @@ def test_thousands_of_equal_samples_are_planned_at_once(needed, room, in_a_bin):
     bins = pack(needs, COST(needs[:, 0]), (room,))
     assert time.process_time() - start < 5
     assert bins is not None and flat(bins) == list(range(4096))
-    assert len(bins) == -(-4096 // in_a_bin)
-    assert max(map(len, bins)) == in_a_bin
+    assert (len(bins), max(map(len, bins))) == (-(-4096 // in_a_bin), in_a_bin)
 
 
 def test_too_few_bins_hold_nothing():
@@ -90,9 +87,8 @@ def test_every_rank_runs_the_same_number(multiple):
     costs = COST(tokens)
     ranks = split_by_cost(costs, 8)
     micro = pack_ranks(ranks, tokens[:, None], costs, (9000,), multiple=multiple)
-    counts = {len(bins) for bins in micro}
-    assert len(counts) == 1
-    assert counts.pop() % multiple == 0
+    (count,) = {len(bins) for bins in micro}
+    assert count % multiple == 0
     for items, bins in zip(ranks, micro, strict=True):
         assert flat(bins) == items
         assert max(int(tokens[members].sum()) for members in bins) <= 9000
@@ -135,10 +131,9 @@ def test_a_group_that_does_not_fit_is_taken_apart():
 def test_small_micro_batches_stand_at_both_ends():
     costs = np.array([3.0, 9.0, 1.0, 7.0, 5.0, 2.0])
     ordered = [costs[i] for i in pipeline_order(costs)]
-    assert sorted(ordered) == sorted(costs)
     top = ordered.index(max(ordered))
-    assert ordered[: top + 1] == sorted(ordered[: top + 1])
-    assert ordered[top:] == sorted(ordered[top:], reverse=True)
+    up, down = ordered[: top + 1], ordered[top:]
+    assert sorted(ordered) == sorted(costs) and up == sorted(up) and down == sorted(down, reverse=True)
 
 
 def test_cost_of_a_model():

@@ -120,10 +120,7 @@ def test_slices_are_not_connected():
     slices, whole = [Gpu(0, 0, "MIG-a"), Gpu(1, 0, "MIG-b")], [Gpu(0, 0), Gpu(1, 1)]
     refuse_slices(whole, 2, 2, "broadcast")
     refuse_slices(slices, 1, 1, "ipc")
-    for values, flag in (
-        ((2, 1, "ipc"), "--actor-num-gpus-per-node: 2 trainers"),
-        ((1, 2, "ipc"), "--rollout-num-gpus-per-engine 2"),
-        ((1, 1, "broadcast"), "--update-weight-transport broadcast"),
-    ):
+    refused = {(2, 1, "ipc"): "--actor-num-gpus-per-node: 2 trainers", (1, 2, "ipc"): "--rollout-num-gpus-per-engine 2"}
+    for values, flag in (refused | {(1, 1, "broadcast"): "--update-weight-transport broadcast"}).items():
         with pytest.raises(ValueError, match=f"{flag}.*MIG"):
             refuse_slices(slices, *values)

@@ -30,21 +30,16 @@ def test_notes(values: dict[str, Any], num_steps: int, parts: list[str]) -> None
     assert all(re.search(part, note) for note, part in zip(notes, parts, strict=True)), notes
 
 
-@pytest.mark.parametrize(
-    ("values", "num_steps", "wanted"),
-    [
+def test_the_length_of_the_decay() -> None:
+    cosine: dict[str, Any] = {"lr_decay_style": "cosine"}
+    for values, num_steps, wanted in (
         ({}, 12, 12),
         ({"lr_warmup_iters": 20}, 12, 21),  # Megatron wants a decay that is longer than the warm-up
         ({}, None, 1),
-        ({"lr_decay_style": "cosine"}, 12, 12),
-        ({"lr_decay_style": "cosine", "lr_decay_iters": 7}, 12, 7),
-    ],
-)
-def test_the_length_of_the_decay(values: dict[str, Any], num_steps: int | None, wanted: int) -> None:
-    assert lr_decay_steps(Config.from_flat(values).train, num_steps) == wanted
-
-
-def test_a_decay_that_cannot_be() -> None:
+        (cosine, 12, 12),
+        (cosine | {"lr_decay_iters": 7}, 12, 7),
+    ):
+        assert lr_decay_steps(Config.from_flat(values).train, num_steps) == wanted
     linear = {"lr_decay_style": "linear"}
     with pytest.raises(ValueError, match="the length of the run is not known; give --lr-decay-iters"):
         lr_decay_steps(Config.from_flat(linear).train, None)
