@@ -71,7 +71,6 @@ def test_prompts_to_the_token(errors: Errors, write_rows: Rows) -> None:
     cures = ({"rollout_max_prompt_len": 1024}, {"rollout_max_response_len": 1023}, {"rollout_max_context_len": 2048})
     unread = ({"rollout_function_path": "a.b"}, {"debug_train_only": True})  # no default rollout reads them
     assert [errors(prompt_data=long, **flags) for flags in (*cures, *unread)] == [[]] * 5
-    # Prompts that may be longer, but are not.
     assert errors(prompt_data=write_rows(rows, "short.jsonl"), rollout_max_prompt_len=2000) == []
     assert errors(prompt_data=write_rows([{"input": "ж" * 1024}, {"input": "x"}], "wide.jsonl")) != []
 

@@ -27,16 +27,12 @@ def test_fields_split_into_samples() -> None:
     assert all(made.fields[name].dtype == FIELDS[name].dtype for name in made.fields)
 
 
-def test_a_field_of_a_wrong_size_is_a_bug() -> None:
+def test_a_field_of_a_wrong_size_and_values_that_are_no_numbers() -> None:
     with pytest.raises(AssertionError, match="'loss_mask': shape"):
         shard(loss_mask=np.zeros(5))
-
-
-def test_values_that_are_no_numbers() -> None:
-    with pytest.raises(ValueError, match="train batch field 'rewards'"):
-        flat_field("rewards", ["high", 1.0])
-    with pytest.raises(ValueError, match="train batch field 'tokens'"):
-        flat_field("tokens", [[1, "x"]])
+    for name, values in (("rewards", ["high", 1.0]), ("tokens", [[1, "x"]])):
+        with pytest.raises(ValueError, match=f"train batch field '{name}'"):
+            flat_field(name, values)
 
 
 GOOD: dict[str, Any] = {"tokens": [[1, 2, 3], [4, 5]], "response_lengths": [2, 1], "rewards": [1, 0]}

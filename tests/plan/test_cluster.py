@@ -19,7 +19,6 @@ from fusionrl.plan.devices import GIB, KINDS
 FILE = Path(__file__).parent / "qwen3_30b_a3b.json"
 FEW_LAYERS = json.loads(FILE.read_text()) | {"num_hidden_layers": 4}
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "check.md"
-# The example of docs/guides/check.md.
 (_TEXT,) = re.findall(r"plan --cluster 8x8xh200 --hf-checkpoint config\.json (.*?)\n```", PAGE.read_text(), re.S)
 EXAMPLE = _TEXT.replace("\\\n", " ").split()
 Planned = Callable[..., str]

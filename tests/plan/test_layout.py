@@ -107,9 +107,6 @@ SIZES += ("rollout_num_gpus_per_engine", "global_batch_size", "num_steps_per_rol
 def test_divisors() -> None:
     for count in (*range(1, 61), 97, 1936):
         assert divisors(count) == [size for size in range(1, count + 1) if count % size == 0]
-
-
-def test_the_nearest_are_named() -> None:
     assert dividing(12, 5) == "sizes that divide 12: 1, 2, 3, 4, 6 and 12"
     assert dividing(7, 2, at_least=2) == "sizes that divide 7: 7"
     assert dividing(8, 3, at_least=3, at_most=3) == "sizes that divide 8: none"

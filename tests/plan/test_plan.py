@@ -65,7 +65,6 @@ def test_the_loss_of_older_tokens_is_told(values: dict[str, Any], told: str | No
     given = {"n_samples_per_prompt": 2, **values}
     text = text_of(plan(**given), **given)
     assert re.search(told, text) if told else "\nloss " not in text
-    # Ranks learn of the bound, of each role.
     assert (plan(**given).trainer_plan().knobs is None) == (told is None)
 
 
