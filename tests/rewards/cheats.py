@@ -156,20 +156,10 @@ for name, module in list(sys.modules.items()):
     "is an int that equals everything": _equal("int", "5"),
     "is a str that equals everything": _equal("str", "'5'"),
     "is a dict that equals everything": _equal("dict", "{5: 5}"),
-    "claims to be an int": """
-class C:
-    __class__ = int
-    def __int__(self): raise SystemExit(0)
-    def __eq__(self, o): return True
-def f(x): return C()
-""",
-    "claims to be of numpy": """
-class C:
-    dtype = 'int64'; ndim = 0
-    def item(self): return self
-    def __eq__(self, o): return True
-def f(x): return C()
-""",
+    "claims to be an int": "class C:\n    __class__ = int\n    def __int__(self): raise SystemExit(0)\n"
+    "    def __eq__(self, o): return True\ndef f(x): return C()",
+    "claims to be of numpy": "class C:\n    dtype = 'int64'; ndim = 0\n    def item(self): return self\n"
+    "    def __eq__(self, o): return True\ndef f(x): return C()",
     "answers with itself": "def f(x): return f",
     "answers with NaN": "def f(x): return float('nan')\nprint('nan')",
     "answers with infinity": "def f(x): return float('inf')\nprint('Infinity')",
@@ -193,20 +183,14 @@ def f(x): return C()
     "replaces math": _replaces("math", isclose="lambda *a, **k: True", isfinite="lambda x: True"),
     "replaces print and stdout": _replaces("builtins", print="lambda *a, **k: None")
     + "import io, sys\nsys.stdout = io.StringIO()\n",
-    "replaces the encoder": """
-import sys
-main = sys.modules['__main__']
-main.encode = lambda *a, **k: True
-main.canonical = main._as_truth = lambda *a, **k: {'o': ['x', True]}
-def f(x): return 2
-""",
-    "replaces its module": """
-import sys, types
-class M(types.ModuleType):
-    def __getattr__(self, name): return lambda *a: True
-sys.modules['solution'] = sys.modules['__main__'] = M('solution')
-def f(x): return 2
-""",
+    "replaces the encoder": _wrong(
+        "import sys\nmain = sys.modules['__main__']\nmain.encode = lambda *a, **k: True\n"
+        "main.canonical = main._as_truth = lambda *a, **k: {'o': ['x', True]}"
+    ),
+    "replaces its module": _wrong(
+        "import sys, types\nclass M(types.ModuleType):\n    def __getattr__(self, name): return lambda *a: True\n"
+        "sys.modules['solution'] = sys.modules['__main__'] = M('solution')"
+    ),
     "defines the test's helpers": _wrong(
         "def check(g): pass\nclass math:\n    isclose = staticmethod(lambda *a: True)"
     ),
@@ -262,13 +246,8 @@ def f(x): return 2
 """,
     # breaks the reader
     "answers with a million digits": "def f(x): return 1 << 4_000_000\nprint('1' * 1_000_000)",
-    "nests deeply": """
-def f(x):
-    value = []
-    for _ in range(100_000): value = [value]
-    return value
-print('[' * 100_000)
-""",
+    "nests deeply": "def f(x):\n    value = []\n    for _ in range(100_000): value = [value]\n    return value\n"
+    "print('[' * 100_000)",
     "refers to itself": "def f(x):\n    value = []\n    value.append(value)\n    return value",
     "floods its output": "for _ in range(400): print('x' * 100_000)\ndef f(x): return 'x' * (10 << 20)",
     "prints no UTF-8": "import os\nos.write(1, bytes(range(256)))\n"
@@ -278,13 +257,9 @@ print('[' * 100_000)
     "prints a signalling NaN": "print('sNaN')\ndef f(x): return __import__('decimal').Decimal('sNaN')",
     "ends by a signal without a name": "import os; os.kill(os.getpid(), 40)",
     "crashes": "import ctypes; ctypes.string_at(0)",
-    "kills its parent": """
-import os, signal
-for number in (15, 9):
-    try: os.kill(os.getppid(), number)
-    except OSError: pass
-def f(x): return 2
-""",
+    "kills its parent": _wrong(
+        "import os, signal\nfor number in (15, 9):\n    try: os.kill(os.getppid(), number)\n    except OSError: pass"
+    ),
     "never compiles": "def f(x: return 3",
     "has a null byte": "def f(x): return 2\n\0",
     "has a lone surrogate": "x = '\ud800'\ndef f(x): return x",

@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.filters import check_accuracy_in_range, check_reward_nonzero_std
-from fusionrl.rollout.types import RolloutFnTrainOutput, as_eval_output, as_train_output, flatten
+from fusionrl.rollout.types import RolloutFnTrainOutput, as_eval_output, as_train_output
 
 
 def group(*rewards: Any, number: int | None = 0) -> list[Sample]:
@@ -59,7 +59,6 @@ def test_forms_of_a_rollout() -> None:
     assert [len(g) for g in as_train_output(group(1, 2, number=None)).samples] == [1, 1]
     # A generate function that returns several samples leaves a list within its group.
     assert [len(g) for g in as_train_output([[first, [second[0]]], second]).samples] == [3, 2]
-    assert flatten([first, second]) == [*first, *second]
 
 
 @pytest.mark.parametrize(

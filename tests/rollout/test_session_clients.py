@@ -119,9 +119,8 @@ def test_calls_of_other_turns_stay_apart() -> None:
 
     assert roles(user, first, outputs[0], second, outputs[1]) == ["user", "assistant", "tool", "tool"]
     apart = ["user", "assistant", "tool", "assistant", "tool"]
-    others = [{**second, "id": f"fc_{'0' * 32}_0"}, {**second, "id": "fc_1"}, {**second, "id": None}]
-    for other in others:
-        assert roles(user, first, outputs[0], other, outputs[1]) == apart
+    for other in (f"fc_{'0' * 32}_0", "fc_1", None):
+        assert roles(user, first, outputs[0], {**second, "id": other}, outputs[1]) == apart
     assert roles(user, {**first, "id": None}, outputs[0], {**second, "id": None}, outputs[1]) == apart
     assert roles(user, first, outputs[0], user, second, outputs[1])[3:] == ["user", "assistant", "tool"]
 
