@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -60,17 +61,19 @@ def config_of(family: str, tied: bool, **values: Any) -> Any:
     return config
 
 
-def make(folder: str | Path, family: str, tied: bool, seed: int = 0, **values: Any) -> Any:
+def make(
+    folder: str | Path, family: str, tied: bool, seed: int = 0, kind: Any = AutoModelForCausalLM, **values: Any
+) -> Any:
     """A model with biases and norms that are not trivial, saved to `folder`."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(family, tied, **values)).eval()
+    model = kind.from_config(config_of(family, tied, **values)).eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("norm.weight"):
                 param.add_(0.2 * torch.randn_like(param))
             if name.endswith("bias"):
                 param.normal_(std=0.2)
-            if name.endswith("gate.weight"):
+            if name.endswith(("gate.weight", "score.weight")):
                 param.normal_(std=0.5)  # routers that choose clearly, so that rounding changes no choice
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -80,16 +83,8 @@ def make(folder: str | Path, family: str, tied: bool, seed: int = 0, **values: A
 
 
 def make_critic(folder: str | Path, family: str) -> Any:
-    """A transformers model with a value head, random and saved."""
-    torch.manual_seed(3)
-    config = config_of(family, True, num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name.endswith(("gate.weight", "score.weight")):
-                param.normal_(std=0.5)
-    model.save_pretrained(folder)
-    return model
+    """A model with a value head."""
+    return make(folder, family, True, seed=3, kind=AutoModelForSequenceClassification, num_labels=1)
 
 
 def values_of(model: Any, samples: Samples, i: int) -> Any:
@@ -106,6 +101,13 @@ def response_log_probs(model: Any, samples: Samples, i: int, temperature: float 
     log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)[total - response - 1 : total - 1]
     chosen = log_probs.gather(-1, tokens[total - response :, None])[:, 0]
     return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def all_log_probs(model: Any, samples: Samples, **options: Any) -> np.ndarray:
+    """Those of all samples, one after the other."""
+    with torch.no_grad():
+        parts = [response_log_probs(model, samples, i, **options)[0] for i in range(len(samples))]
+    return torch.cat(parts).numpy()
 
 
 def loss(

@@ -1,7 +1,4 @@
-"""Long-lived processes on this machine that hold one trainer rank each, without Ray: for tools and for tests.
-
-Starting a process costs seconds, a new group of actors in living ones tenths of one.
-"""
+"""Processes on this machine that hold one trainer rank after the other, without Ray: starting one costs seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
@@ -36,15 +34,12 @@ class Failed(Exception):
 
 
 def serve(connection: Connection, environment: dict[str, str]) -> None:
-    """Run the commands that come in: start an actor, call one of its methods, or a function on it.
+    """Start the actors that are asked for, and call their methods, or functions on them.
 
     `environment` is the starter's, as a fork has that of the process that it is forked from.
     """
-    import warnings
-
     os.environ.clear()
     os.environ.update(environment)
-
     warnings.filterwarnings("ignore")
     import tests.trainer.rank_imports  # noqa: F401  # Megatron; a fork has it already
     from fusionrl.trainer.critic import CriticTrainer
@@ -67,10 +62,9 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
                 config, plan, rank, address, port, role = args
                 actor = trainers[role](config, plan, rank, "unused")
                 result = actor.setup(address, port)
-            elif command == "call":
-                result = getattr(actor, args[0])(*args[1:])
             else:
-                result = args[0](actor, *args[1:])
+                what, *values = args
+                result = getattr(actor, what)(*values) if isinstance(what, str) else what(actor, *values)
             connection.send((True, result))
         except BaseException as error:  # the parent raises it
             connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
@@ -115,17 +109,17 @@ class _Groups:
 
 def _share_writer() -> None:
     """Give a rank's actors one process that writes checkpoints, whose imports take seconds, until it dies."""
-    from fusionrl.trainer import checkpoint_io
+    from fusionrl.trainer.checkpoint_io import WriterProcess
 
-    start, started = checkpoint_io.WriterProcess, []
+    start, started = WriterProcess.__init__, []
 
-    def writer() -> Any:
+    def share(self: WriterProcess) -> None:
         if not started or started[-1]._process.poll() is not None:
-            started.append(start())
-            started[-1].close = lambda: None
-        return started[-1]
+            start(self)
+            started.append(self)
+        vars(self).update(vars(started[-1]))
 
-    checkpoint_io.WriterProcess = writer
+    WriterProcess.__init__, WriterProcess.close = share, lambda self: None
 
 
 def _context() -> Any:
@@ -142,9 +136,7 @@ def _context() -> Any:
 class LocalRanks:
     """`count` processes; rank i of a group of trainers is in process i, and a rank that is alone in the last.
 
-    Raises (by every method that asks the processes for something):
-        Failed: one of them raised.
-        TimeoutError: one did not answer in time.
+    Methods raise Failed where a process raised, and TimeoutError where one did not answer in time.
     """
 
     def __init__(self, count: int) -> None:
@@ -200,7 +192,7 @@ class LocalRanks:
 
     def call(self, method: str, *args: object) -> list[object]:
         """Call a method with the same arguments on every rank."""
-        return self._all([("call", (method, *args))] * self.world_size)
+        return self._all([("run", (method, *args))] * self.world_size)
 
     def run(self, function: Callable[..., T], *args: object) -> list[T]:
         """Run `function(actor, *args)` on every rank."""
@@ -229,9 +221,9 @@ class LocalRanks:
     ) -> list[Any]:
         """Call a method, or run a function, with the shard of each rank before `args`, and the rollout before both."""
         assert len(shards) == self._layout.dp
-        command, first = "call" if isinstance(what, str) else "run", () if rollout_id is None else (rollout_id,)
+        first = () if rollout_id is None else (rollout_id,)
         own = [shards[self._layout.dp_rank(rank)] for rank in range(self.world_size)]
-        return self._all([(command, (what, *first, shard, *args)) for shard in own])
+        return self._all([("run", (what, *first, shard, *args)) for shard in own])
 
     def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
         """Train on one shard a data-parallel rank; rank 0's metrics."""

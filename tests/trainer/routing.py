@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 
 
+def _routers(chunks: Any) -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
 def watch(actor: Any) -> None:
     """Note the experts of every pass through a router: by layer and kind of pass, in order."""
     import torch
-    from megatron.core.transformer.moe.router import TopKRouter
 
     actor.watched = {}
 
     def note(router: Any, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            kind = "recomputed"
-        else:
-            kind = "update" if router.training else "score"
-        key = (router.layer_number - 1, kind)
-        actor.watched.setdefault(key, []).append(output[1].bool().cpu().numpy().copy())
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        kind = "recomputed" if is_recomputed else "update" if router.training else "score"
+        actor.watched.setdefault((router.layer_number - 1, kind), []).append(output[1].bool().cpu().numpy().copy())
 
-    for chunk in actor.trained.chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                module.register_forward_hook(note)
+    for router in _routers(actor.trained.chunks):
+        router.register_forward_hook(note)
 
 
 def watched(actor: Any) -> dict[tuple[int, str], list[np.ndarray]]:
@@ -39,16 +39,11 @@ def watched(actor: Any) -> dict[tuple[int, str], list[np.ndarray]]:
 def disturb(args: Any, rollout_id: int, step: int, chunks: Any, optimizer: Any, scheduler: Any) -> None:
     """--custom-megatron-before-train-step-hook-path: from the second step on, routers that would choose otherwise."""
     import torch
-    from megatron.core.transformer.moe.router import TopKRouter
 
-    if step == 0:
-        return
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                generator = torch.Generator().manual_seed(module.layer_number)
-                with torch.no_grad():
-                    module.weight.add_(torch.randn(module.weight.shape, generator=generator))
+    for router in _routers(chunks) if step > 0 else ():
+        generator = torch.Generator().manual_seed(router.layer_number)
+        with torch.no_grad():
+            router.weight.add_(torch.randn(router.weight.shape, generator=generator))
 
 
 def scores(actor: Any, shard: Any) -> list[np.ndarray]:

@@ -77,13 +77,14 @@ class Stack:
         self.workers.start(config_of(self.model_path, lr=1e-5, clip_grad=1.0), self.layout)
         options = DiskOptions(str(self.folder / "versions"), str(self.model_path), is_delta, "xor", "xxh3-128", 200_000)
         self.workers.run(make_writer, options)
-        self.ranks.on_way = lambda folder: None
 
     def train(self) -> None:
         self.workers.train(Samples().shards(), self.layout)
 
-    def push(self, local: Path | None = None, is_copied: bool = True, **options: Any) -> dict[str, float]:
-        self.version += 1
+    def push(
+        self, local: Path | None = None, is_copied: bool = True, on_way: Any = lambda folder: None, **options: Any
+    ) -> dict[str, float]:
+        self.version, self.ranks.on_way = self.version + 1, on_way
         options = {"keep_files": False, "pause_mode": "abort", "timeout_s": 120.0} | options
         options["local_folder"] = str(local or self.local) if is_copied else None
         metrics = push_by_disk([Threaded(self.ranks)], [self.target], version=self.version, **options)
@@ -171,11 +172,9 @@ def test_full_without_a_copy(running: Stack) -> None:
         running.assert_serves()
         running.train()
     assert running.versions()[-2:] == [f"weight_v{version:06d}" for version in (running.version - 1, running.version)]
-    running.ranks.on_way = _spoil
     with pytest.raises(RuntimeError, match=r"the host of engine 0: .*part-00000.safetensors is damaged"):
-        running.push(is_copied=False)
+        running.push(is_copied=False, on_way=_spoil)
     running.assert_serves()
-    running.ranks.on_way = lambda folder: None
     running.push(is_copied=False)
     running.assert_serves()
 
@@ -202,28 +201,26 @@ def test_a_request_goes_on_under_the_new_weights(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("where", ["on the way", "engine"])
-def test_a_push_that_fails_leaves_the_weights_and_the_next_one_works(stack: Stack, where: str) -> None:
+def test_a_push_that_fails_leaves_the_weights_and_the_next_one_works(
+    stack: Stack, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack.train()
+    pull = stack.engine.pull_weights
+
+    def pull_and_lose(*args: Any) -> str | None:
+        found = pull(*args)
+        shutil.rmtree(stack.local / "weights")
+        return found
+
     if where == "on the way":
-        stack.ranks.on_way = _spoil  # delta and full version alike
-        message = r"the host of engine 0: .* is damaged"
+        options, message = {"on_way": _spoil}, r"the host of engine 0: .* is damaged"  # delta and full version alike
     else:
-        pull = stack.engine.pull_weights
-
-        def pull_and_lose(*args: Any) -> str | None:
-            found = pull(*args)
-            shutil.rmtree(stack.local / "weights")
-            return found
-
-        stack.engine.pull_weights = pull_and_lose  # type: ignore[method-assign]
-        message = r"engine 0: load: .*/update_weights_from_disk answered 400"
-    before = stack.expected
+        options, message = {}, r"engine 0: load: .*/update_weights_from_disk answered 400"
+        monkeypatch.setattr(stack.engine, "pull_weights", pull_and_lose)
     with pytest.raises(RuntimeError, match=message):
-        stack.push()
-    stack.expected = before
+        stack.push(**options)
     stack.assert_serves()  # and so goes on after the pause
-    vars(stack.engine).pop("pull_weights", None)
-    stack.ranks.on_way = lambda folder: None
+    monkeypatch.undo()
     stack.push()
     stack.assert_serves()
 
@@ -232,10 +229,8 @@ def test_an_engine_that_dies_and_starts_again(stack: Stack) -> None:
     """It dies when the files are written. The new one has the checkpoint's weights; its host's copy is of use."""
     stack.train()
     pid = stack.engine._server.pid
-    stack.ranks.on_way = lambda folder: os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"engine 0: pause: .*killed by SIGKILL"):
-        stack.push()
-    stack.ranks.on_way = lambda folder: None
+        stack.push(on_way=lambda folder: os.kill(pid, signal.SIGKILL))
     stack.engine.shutdown()
     stack.engine.start()
     assert stack.engine.weight_version() == "0"

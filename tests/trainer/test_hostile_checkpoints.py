@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint
 
 from fusionrl.base.file_hashes import facts_of
-from fusionrl.buffer.data_source import PromptSource
+from fusionrl.buffer.data_source import PromptSource, RolloutDataSourceWithBuffer
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.runtime.checkpoints import Checkpoints
@@ -194,7 +194,6 @@ _metadata_runs, _common_runs = _write("trainer/.metadata", pickle.dumps(Runs()))
 DAMAGED: dict[str, Mutate] = {
     # what the manifest says
     "manifest: cut off": _write(MANIFEST, b'{"rollout_id": 1, "fi'),
-    "manifest: a list": _write(MANIFEST, b"[]"),
     "manifest: nested 200,000 deep": _write(MANIFEST, NESTED),
     "manifest: a terabyte": lambda step: os.truncate(step / MANIFEST, 1 << 40),
     "manifest: a link": _moved_link(MANIFEST),
@@ -239,7 +238,6 @@ FORGED: dict[str, Mutate] = {
     "metadata.json: another backend": _set("trainer/metadata.json", "sharded_backend", to="zarr"),
     "metadata.json: no JSON": _write("trainer/metadata.json", b"{"),
     "fusionrl.json: counters of text": _set(DESCRIPTION, "counters", "skipped", to="0"),
-    "fusionrl.json: no counters": _drop(DESCRIPTION, "counters"),
     "fusionrl.json: no layout": _drop(DESCRIPTION, "layout"),
     "fusionrl.json: another model": _set(DESCRIPTION, "shape", "hidden_size", to=4096),
     "fusionrl.json: of a later format": _set(DESCRIPTION, "format", to=3),
@@ -289,8 +287,6 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(workers: LocalRanks, hf: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     """One checkpoint of two data-parallel ranks, with a data cursor."""
-    from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
-
     base = tmp_path_factory.mktemp("run")
     (base / "prompts.jsonl").write_text('{"input": "a"}\n{"input": "b"}\n')
     prompts = {"prompt_data": [str(base / "prompts.jsonl")], "rollout_shuffle": True}

@@ -9,6 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.test_parallel import assert_as_on_one_rank, assert_same, history
+from tests.trainer.test_train_hooks import HOOKS
 from tests.trainer.trainer_worker import Failed, Samples, config_of, weights
 
 NO_EXTRAS = {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
@@ -211,9 +212,6 @@ def test_a_pair_without_a_log_prob_is_left_out_and_counted(workers, hf):
         for index, part in zip(shard.fields["sample_index"], shard.split("advantages"), strict=False):
             assert np.isfinite(part).all()
             assert part.any() == (index < 4), "the third pair's answers have no gradient, wherever they are"
-
-
-HOOKS = "tests/trainer/train_hooks.py"
 
 
 @pytest.mark.parametrize(

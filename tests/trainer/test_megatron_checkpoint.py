@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
@@ -24,8 +25,6 @@ def convert(forkserver, tmp_path):
 @pytest.mark.parametrize("family", ["qwen2", "glm4_moe"])
 def test_there_and_back(workers, hf, tmp_path, convert, family):
     """Hugging Face → Megatron (the tool) → trainers at a layout that pads the vocabulary → Hugging Face (the tool)."""
-    from safetensors.torch import load_file
-
     folder, _ = hf(family, False, vocab_size=121)
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     flags = ("to-megatron", "--hf-checkpoint", str(folder), "--out", str(megatron), "--precision", "fp32")
@@ -39,16 +38,12 @@ def test_there_and_back(workers, hf, tmp_path, convert, family):
     other, _ = hf(family, False, vocab_size=121, seed=9)
     values = {"megatron_checkpoint": str(megatron)}
     workers.start(config_of(other, **values), TrainerLayout(2, tp=2, etp=2 if family == "glm4_moe" else 1))
-    got = workers.run(trainer_worker.weights)[0]
-    assert set(got) == set(want)
-    assert all(np.array_equal(got[name], tensor) for name, tensor in want.items())
+    np.testing.assert_equal(workers.run(trainer_worker.weights)[0], want)
 
     flags = ("to-hf", "--hf-checkpoint", str(folder), "--megatron-checkpoint", str(megatron), "--out", str(back))
     done = convert(*flags, "--precision", "fp32")
     assert done.returncode == 0, done.stderr
-    original, found = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
-    assert set(original) == set(found)
-    assert all(original[name].equal(found[name]) for name in original)
+    np.testing.assert_equal(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))
 
 
 def test_a_checkpoint_of_megatron_lm(workers, hf, tmp_path):
@@ -59,8 +54,7 @@ def test_a_checkpoint_of_megatron_lm(workers, hf, tmp_path):
     workers.run(save_as_megatron_lm, str(path))
     other, _ = hf("qwen3", True, vocab_size=121, seed=9)
     workers.start(config_of(other, megatron_checkpoint=str(path)), TrainerLayout(2, tp=2))
-    got = workers.run(trainer_worker.weights)[0]
-    assert all(np.array_equal(got[name], tensor) for name, tensor in want.items())
+    np.testing.assert_equal(workers.run(trainer_worker.weights)[0], want)
 
 
 def save_as_megatron_lm(actor, path: str) -> None:
@@ -121,13 +115,11 @@ def test_a_reference_in_torch_dist(workers, hf, tmp_path, convert):
     done = convert("to-megatron", "--hf-checkpoint", str(other), "--out", str(megatron), "--precision", "fp32")
     assert done.returncode == 0, done.stderr
     (shard,), layout = Samples(4, seed=47).shards(), TrainerLayout(2, tp=2)
-    found = {}
+    policies, references = [], []
     for ref_load in (other, megatron):
         workers.start(config_of(folder, use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(ref_load)), layout)
-        policy, reference = workers.call("score", shard)[0], workers.call("score", shard, "ref")[0]
-        found[ref_load] = policy, reference, workers.run(trainer_worker.weights)[0]
-    (policy, reference, weights), (policy_2, reference_2, weights_2) = found.values()
-    assert all(np.array_equal(tensor, weights_2[name]) for name, tensor in weights.items())
-    assert all(np.array_equal(a, b) for a, b in zip(policy, policy_2, strict=True))
-    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(reference, reference_2, strict=True))
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(policy, reference, strict=True))
+        policies.append((workers.call("score", shard)[0], workers.run(trainer_worker.weights)[0]))
+        references.append(np.concatenate(workers.call("score", shard, "ref")[0]))
+    np.testing.assert_equal(*policies)
+    assert np.abs(references[0] - references[1]).max() < 1e-6
+    assert np.abs(np.concatenate(policies[0][0]) - references[0]).max() > 1e-3

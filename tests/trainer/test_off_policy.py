@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,36 +26,34 @@ from tests.trainer.trainer_worker import Failed, Samples, config_of
 AHEAD = {"pipeline": "async", "rollout_batch_size": 6}
 
 
-def shard_of(has_log_probs: bool = True) -> TrainShard:
-    (shard,) = Samples(6, seed=21).shards(steps=2)
-    if not has_log_probs:
-        del shard.fields["rollout_log_probs"]
-    return shard
+@pytest.fixture
+def trained(workers, hf) -> Callable[..., tuple[dict[str, float], object]]:
+    """(metrics, state) after two steps."""
+
+    def train(has_log_probs: bool = True, **values) -> tuple[dict[str, float], object]:
+        (shard,) = Samples(6, seed=21).shards(steps=2)
+        if not has_log_probs:
+            del shard.fields["rollout_log_probs"]
+        workers.start(config_of(hf("llama", True)[0], lr=1e-2, **values))
+        return workers.train([shard]), workers.call("state_hashes")
+
+    return train
 
 
-def trained(workers, folder, shard: TrainShard, **values) -> tuple[dict[str, float], object]:
-    workers.start(config_of(folder, lr=1e-2, **values))
-    metrics = workers.train([shard])
-    return metrics, workers.call("state_hashes")
-
-
-def test_it_is_what_the_flag_does_bit_by_bit(workers, hf) -> None:
-    folder, _ = hf("llama", True)
-    by_default = trained(workers, folder, shard_of(), **AHEAD)
-    assert by_default == trained(workers, folder, shard_of(), use_tis=True)
+def test_it_is_what_the_flag_does_bit_by_bit(trained) -> None:
+    by_default = trained(**AHEAD)
+    assert by_default == trained(use_tis=True)
     # Two steps: the ratio is taken to log-probs of before the first, which are also those of the weights.
     assert by_default[0]["train/is_abs"] > 0.1 and np.isfinite(by_default[0]["train/is_ratio"])
-    off, on_policy = trained(workers, folder, shard_of(), **AHEAD, use_tis=False), trained(workers, folder, shard_of())
-    assert off == on_policy and off[1] != by_default[1]
+    off = trained(**AHEAD, use_tis=False)
+    assert off == trained() and off[1] != by_default[1]
     assert "train/is_ratio" not in off[0]
 
 
-def test_without_the_engines_log_probs_only_the_flag_is_an_error(workers, hf) -> None:
-    folder, _ = hf("llama", True)
-    plain = trained(workers, folder, shard_of(has_log_probs=False), **AHEAD, use_tis=False)
-    assert trained(workers, folder, shard_of(has_log_probs=False), **AHEAD) == plain
+def test_without_the_engines_log_probs_only_the_flag_is_an_error(trained) -> None:
+    assert trained(False, **AHEAD) == trained(False, **AHEAD, use_tis=False)
     with pytest.raises(Failed, match="--use-tis.*the rollout has no log-probs"):
-        trained(workers, folder, shard_of(has_log_probs=False), **AHEAD, use_tis=True)
+        trained(False, **AHEAD, use_tis=True)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +65,8 @@ def test_that_is_warned_of_once(values, is_warned: bool, monkeypatch: pytest.Mon
     config = Config.from_flat(values)
     whole = Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0])
     lacking = Sample(index=1, tokens=[1, 2], response_length=1)
-    warn_without_log_probs([whole], config)
-    assert weight_versions.take_warnings() == []
-    for _ in range(2):
-        warn_without_log_probs([whole, lacking], config)
+    for samples in ([whole], [whole, lacking], [whole, lacking]):
+        warn_without_log_probs(samples, config)
     found = weight_versions.take_warnings()
     assert len(found) == is_warned
     assert not found or ("sample 1 has no rollout_log_probs" in found[0] and "--no-use-tis" in found[0])
@@ -120,18 +117,19 @@ def test_versions_are_pushes_not_rollouts() -> None:
 def test_a_token_that_passes_the_buffer_is_refused_before_the_step(workers, hf) -> None:
     """A user's conversion runs after the Buffer's check; it brings other versions than those that were checked."""
     random = Samples(4, seed=3)
+    versions = [[7] * int(n) for n in random.response]
     group = [
-        Sample(index=i, group_index=20, tokens=random.tokens[i], response_length=int(n), weight_versions=[7] * int(n))
-        for i, n in enumerate(random.response)
+        Sample(index=i, group_index=20, tokens=random.tokens[i], response_length=len(own), weight_versions=own)
+        for i, own in enumerate(versions)
     ]
     check_bound([group], 7, KNOBS)
     data = {
-        "tokens": [sample.tokens for sample in group],
-        "response_lengths": [sample.response_length for sample in group],
+        "tokens": random.tokens,
+        "response_lengths": random.response.tolist(),
         "rewards": random.rewards.tolist(),
-        "sample_indices": [sample.index for sample in group],
+        "sample_indices": [0, 1, 2, 3],
         "rollout_log_probs": random.log_probs,
-        "weight_versions": [[7] * int(n - 1) + [3 if i == 2 else 7] for i, n in enumerate(random.response)],
+        "weight_versions": [*versions[:2], [*versions[2][:-1], 3], versions[3]],
     }
     samples, rewards, raw, _ = samples_of(data, group, "--custom-convert-samples-to-train-data-path")
     shard = built(samples, rewards, raw)

@@ -78,17 +78,15 @@ def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
 @pytest.mark.skipif(detect_device("auto") != "cuda", reason="no NVIDIA GPU on this machine")
 def test_the_optimizer_stays_on_the_host(workers, hf, tmp_path):
     """--optimizer-cpu-offload: the same numbers, saved and loaded, with the moments in host memory."""
-    folder, _ = hf("qwen3", False, **BIG)
-    samples = Samples(6, seed=2)
-    found = []
+    folder, shards, found, path = hf("qwen3", False, **BIG)[0], Samples(6, seed=2).shards(), [], str(tmp_path / "saved")
     for offload in (False, True):
         passed = {"optimizer": {"optimizer_cpu_offload": offload, "optimizer_offload_fraction": 1.0}}
         workers.start(config_of(folder, precision="bf16", passthrough=passed if offload else None))
-        losses = [workers.train(samples.shards(), None, step)["train/loss"] for step in range(3)]
-        workers.call("save", str(tmp_path / f"checkpoint-{offload}"), 2)
+        losses = [workers.train(shards, None, step)["train/loss"] for step in range(3)]
+        workers.call("save", path, 2)
         hashes = workers.call("state_hashes")
-        workers.train(samples.shards(), None, 3)
-        workers.call("load", str(tmp_path / f"checkpoint-{offload}"))
+        workers.train(shards, None, 3)
+        workers.call("load", path)
         assert workers.call("state_hashes") == hashes
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-2)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
+import torch
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
@@ -40,8 +42,7 @@ def assert_same(got, want, bound, family=""):
         assert list(weights) == list(got[1][0]), "every rank exports the same names in the same order"
         assert set(weights) == set(reference)
         for name, tensor in reference.items():
-            # A bias of keys that are not rotated changes no attention weight: its gradient is rounding, which Adam's
-            # division blows up to whole steps.
+            # A bias of keys that are not rotated changes no attention weight: its gradient is rounding.
             if not (family == "glm4" and name.endswith("k_proj.bias")):
                 off = np.abs(weights[name] - tensor)
                 # A gradient near 0 is rounding as well: one element in a thousand may be further off, on some CPUs.
@@ -114,10 +115,6 @@ def test_model_parallel_layouts(workers, hf, sizes, family, tied):
 
 def gradient_of_context_sum(actor):
     """Of a reducer that only adds up: autograd hands the sum a gradient that is one number, expanded."""
-    import warnings
-
-    import torch
-
     from fusionrl.trainer.context_parallel import sum_over_context_ranks
 
     values = torch.full((3,), actor.rank + 1.0, requires_grad=True)

@@ -12,7 +12,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of
-from tools.parity import checkpoint_gradients, run_logits
+from tools.parity import all_logits, checkpoint_gradients, run_logits
 
 FAMILIES = [(family, False) for family in hf_models.FAMILIES]
 FAMILIES += [(family, True) for family in ("llama", "qwen2", "qwen3")]
@@ -37,9 +37,8 @@ def assert_step_equals(workers, metrics, model, samples, mode, loss_bound, **opt
 
 
 def assert_scores(workers, shard, model, samples, **options) -> None:
-    with torch.no_grad():
-        want = [hf_models.response_log_probs(model, samples, i, **options)[0].numpy() for i in range(len(samples))]
-    assert np.abs(np.concatenate(workers.call("score", shard)[0]) - np.concatenate(want)).max() <= 1e-5
+    want = hf_models.all_log_probs(model, samples, **options)
+    assert np.abs(np.concatenate(workers.call("score", shard)[0]) - want).max() <= 1e-5
 
 
 SFT_BOUND, RL_BOUND = {"rel": 1e-5}, {"rel": 1e-4, "abs": 1e-6}
@@ -55,7 +54,7 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
     workers.start(config_of(folder, **flags, **common))
     (shard,) = samples.shards(micro=4)
 
-    packed = workers.run(trainer_worker.logits, shard, list(range(7)))[0]
+    (packed,) = workers.run(all_logits, shard, [list(range(7))])[0]
     with torch.no_grad():
         plain = [model(torch.tensor(t[:-1], dtype=torch.long)[None]).logits[0].numpy() for t in samples.tokens]
     assert np.abs(packed - np.concatenate(plain)).max() <= 1e-5

@@ -67,11 +67,8 @@ def test_the_memory_and_nsys(asked: list[tuple[object, ...]], tmp_path: Path) ->
     process, path = Profiled(), str(tmp_path / "profile")
     process.start_profile("memory")
     process.stop_profile("memory", path)
-    assert asked == [
-        ("history", ("max_entries", 1_000_000)),
-        ("snapshot", f"{path}.pickle"),
-        ("history", ("enabled", None)),
-    ]
+    begin, end = ("history", ("max_entries", 1_000_000)), ("history", ("enabled", None))
+    assert asked == [begin, ("snapshot", f"{path}.pickle"), end]
     asked.clear()
     process.start_profile("nsys")
     process.stop_profile("nsys", path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-import torch
 
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
@@ -13,38 +14,28 @@ from fusionrl.trainer.shard_pull import pull
 from tests.trainer.trainer_worker import Samples, config_of
 
 
-class Borders:
-    """In place of `TrainHooks`: notes the calls of a border."""
-
-    def __init__(self) -> None:
-        self.prefixes: list[str] = []
-
-    def before_log_probs(self, chunks, prefix: str) -> None:
-        self.prefixes.append(prefix)
-
-
 def scored(actor, shard, own: bool):
     """(columns that the stage added, the prefixes that hooks were told) on one rank."""
     from fusionrl.trainer.score import score
 
-    hooks = Borders()
+    prefixes = []
+    hooks = SimpleNamespace(before_log_probs=lambda chunks, prefix: prefixes.append(prefix))
     found = score(pull(shard), actor.scorer, hooks, policy=own, records=False)
     assert found.experts == {}
-    return {name: found.shard.fields[name] for name in found.shard.fields.keys() - shard.fields.keys()}, hooks.prefixes
+    return {name: found.shard.fields[name] for name in found.shard.fields.keys() - shard.fields.keys()}, prefixes
 
 
 @pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)], ids=str)
 def test_log_probs_of_policy_and_reference(workers, hf, layout):
-    from tests.trainer.hf_models import response_log_probs  # not in the ranks
+    from tests.trainer.hf_models import all_log_probs  # not in the ranks
 
     folder, model = hf("qwen3", True)
     reference, reference_model = hf("qwen3", True, seed=3)
     samples = Samples(5, seed=31, share=2)
     workers.start(config_of(folder, ref_load=str(reference), use_kl_loss=True, kl_loss_coef=0.1), layout)
     (shard,), mask, wanted = samples.shards(micro=2), np.concatenate(samples.mask), {}
-    with torch.no_grad():
-        for name, scorer in (("log_probs", model), ("ref_log_probs", reference_model)):
-            wanted[name] = mask * np.concatenate([response_log_probs(scorer, samples, i)[0].numpy() for i in range(5)])
+    for name, scorer in (("log_probs", model), ("ref_log_probs", reference_model)):
+        wanted[name] = mask * all_log_probs(scorer, samples)
     for own in (True, False):
         for columns, prefixes in workers.run(scored, shard, own):
             assert prefixes == (["ref_", ""] if own else ["ref_"])

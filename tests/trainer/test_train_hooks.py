@@ -16,12 +16,13 @@ HOOKS = "tests/trainer/train_hooks.py"
 CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:ppo_with_kl"}
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_a_custom_loss_has_the_gradients_of_the_same_built_in_one(workers, hf, sizes):
+@pytest.mark.parametrize(("sizes", "per_token"), [*(({x: 2}, True) for x in ("tp", "pp", "cp")), ({}, False)], ids=str)
+def test_a_custom_loss_has_the_gradients_of_the_same_built_in_one(workers, hf, sizes, per_token):
     folder, _ = hf("qwen3", False, vocab_size=121)
     samples = Samples(5, seed=41, vocab=121, share=2)
-    built_in = history(workers, folder, samples, TrainerLayout(1), steps=2)
-    custom = history(workers, folder, samples, TrainerLayout(2, **sizes), micro=2, steps=2, **CUSTOM)
+    values = {"steps": 2, "calculate_per_token_loss": per_token}
+    built_in = history(workers, folder, samples, TrainerLayout(1), **values)
+    custom = history(workers, folder, samples, TrainerLayout(2, **sizes), micro=2, **values, **CUSTOM)
     # A custom loss's own metrics are means over steps; the built-in kl_loss and entropy are pooled over tokens.
     shown = ("train/loss", "train/pg_loss", "train/grad_norm")
     for metrics, others in zip(custom[0], built_in[0], strict=True):
@@ -41,18 +42,8 @@ def test_a_custom_loss_without_starts_finds_its_samples(workers, hf, sizes, sequ
     as_in_slime = {**CUSTOM, "custom_loss_function_path": f"{HOOKS}:ppo_as_in_slime"}
     passthrough = {} if sequence_parallel else {"transformer": {"sequence_parallel": False}}
     custom = history(workers, folder, samples, layout, passthrough=passthrough, **as_in_slime)
-    for metrics, others in zip(custom[0], built_in[0], strict=True):
-        for name in ("train/grad_norm", "train/kl_loss", "train/entropy"):
-            assert metrics[name] == pytest.approx(others[name], rel=1e-5)
-    assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
-
-
-def test_sample_means_are_those_of_the_loss(workers, hf):
-    folder, _ = hf("llama", True)
-    samples = Samples(5, seed=42)
-    values = {"calculate_per_token_loss": False}
-    built_in = history(workers, folder, samples, TrainerLayout(1), **values)
-    custom = history(workers, folder, samples, TrainerLayout(2), micro=1, **values, **CUSTOM)
+    for name in ("train/grad_norm", "train/kl_loss", "train/entropy"):
+        assert [x[name] for x in custom[0]] == pytest.approx([x[name] for x in built_in[0]], rel=1e-5)
     assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
 
 
@@ -137,7 +128,7 @@ def test_mistakes_name_flag_and_function(workers, hf, flag, function, message):
 def test_the_file_of_the_rollout_is_named(workers, hf, tmp_path):
     """Its samples have prompt, answer and reward: a shard has tokens alone."""
     workers.start(config_of(hf("llama", True)[0], **CUSTOM | {"custom_loss_function_path": f"{HOOKS}:raises"}))
-    workers.run(trainer_worker.move_run, str(tmp_path))
+    workers.run(setattr, "run_dir", str(tmp_path))
     writer = RolloutWriter(tmp_path)
     paths = {(number, attempt): writer.write(number, attempt, []) for number, attempt in ((3, 1), (3, 2), (4, 1))}
     with pytest.raises(Failed) as caught:

@@ -49,11 +49,7 @@ def _summed(trained: Trained) -> Iterator[None]:
 
 
 def gradients(actor: Any) -> dict[str, np.ndarray]:
-    """Hugging Face name -> whole gradient of the last step, fp32; collective, the same on every rank.
-
-    Gradients are those that the optimizer saw: clipped where they were clipped. A tied embedding has the sum over
-    both of its uses.
-    """
+    """Hugging Face name -> whole gradient of the last step, fp32, on every rank; as the optimizer saw it: clipped."""
     import torch
 
     from fusionrl.models import families
@@ -84,19 +80,6 @@ def weights(actor: Any) -> dict[str, np.ndarray]:
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
 
 
-def logits(actor: Any, shard: TrainShard, samples: list[int]) -> np.ndarray:
-    """[tokens, vocab] logits of packed samples, without the last token of each."""
-    import torch
-
-    from fusionrl.trainer.micro_batches import build_micro_batch
-
-    batch = build_micro_batch(shard, samples, None, actor.batch_options)
-    model = actor.trained.chunks[0]
-    with torch.no_grad():
-        output = model(batch.tokens, batch.position_ids, None, labels=None, packed_seq_params=batch.layout)
-    return output[0].float().numpy()
-
-
 def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
     """Tokens that the model runs over for each micro-batch of the first step."""
     from fusionrl.trainer.micro_batches import build_micro_batches
@@ -109,11 +92,6 @@ def limit_files(actor: Any, rank: int, size: int, writer: bool = False) -> None:
     if actor.rank == rank:
         pid = actor._writer._process.pid if writer else os.getpid()
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-def move_run(actor: Any, folder: str) -> None:
-    """Let the rank look for the run's files in `folder`."""
-    actor.run_dir = folder
 
 
 def poison_gradient(actor: Any) -> None:
