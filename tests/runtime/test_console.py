@@ -71,10 +71,8 @@ def test_a_rollout_that_teaches_nothing(screen: io.StringIO, tmp_path: Path) -> 
     shown = screen.getvalue()
     assert "step 5: 2 samples" in shown and "\x1b" not in shown
     for text in (shown, (tmp_path / "driver.log").read_text()):
-        assert (
-            "WARNING" in text
-            and "step 5: this rollout teaches nothing beyond --use-kl-loss: all 2 groups have equal rewards" in text
-        )
+        assert "WARNING" in text
+        assert "step 5: this rollout teaches nothing beyond --use-kl-loss: all 2 groups have equal rewards" in text
         assert f"look: fusionrl show {tmp_path} --step 5 --all-equal" in text
 
 
