@@ -161,13 +161,11 @@ def test_terminate_kills_what_ignores_sigterm(start: Start, tmp_path: Path) -> N
     ignoring = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
     child = start(tmp_path / "log", ignoring, str(pids_file))
     pids = _family_pids(pids_file)
-    assert child.pid == pids[0]
-    assert child.alive()
+    assert child.pid == pids[0] and child.alive()
     begin = time.monotonic()
     child.terminate(timeout_s=0.3)
     assert 0.3 <= time.monotonic() - begin < 5.0
-    assert not child.alive()
-    assert not any(_running(pid) for pid in pids)
+    assert not child.alive() and not any(_running(pid) for pid in pids)
     child.terminate()
 
 
@@ -206,11 +204,11 @@ def test_wait_until_shows_status_and_log_of_a_dead_child(start: Start, tmp_path:
         child.wait_until(lambda: False, 60.0, "start of X")
     assert time.monotonic() - begin < 10.0
     message = str(error.value)
-    for part in ("start of X", "exit code 1", "no such weights", str(log)):
-        assert part in message
-    assert "earlier start" not in message
-    assert "earlier start" in log.read_text()
+    assert all(part in message for part in ("start of X", "exit code 1", "no such weights", str(log))), message
+    assert "earlier start" not in message and "earlier start" in log.read_text()
     assert not error.value.address_in_use
+    error = pickle.loads(pickle.dumps(ChildExited("engine 0: the process ended", "bind: Address already in use")))
+    assert str(error) == "engine 0: the process ended" and error.address_in_use
 
 
 def test_wait_until_times_out_and_there_may_be_no_such_command(tmp_path: Path) -> None:
@@ -265,12 +263,6 @@ def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
     finally:
         for thief in thieves:
             thief.close()
-
-
-def test_the_error_survives_the_way_to_another_process() -> None:
-    error = pickle.loads(pickle.dumps(ChildExited("engine 0: the process ended", "bind: Address already in use")))
-    assert isinstance(error, ChildExited)
-    assert str(error) == "engine 0: the process ended" and error.address_in_use
 
 
 def test_a_secret_is_read_by_the_command_and_shown_by_nothing(start: Start, tmp_path: Path) -> None:
