@@ -16,74 +16,80 @@ def say(args: Any, name: str) -> None:
         out.write(name + "\n")
 
 
-class Source(RolloutDataSourceWithBuffer):
+class data_source_path(RolloutDataSourceWithBuffer):
     def __init__(self, args: Any) -> None:
         say(args, "data_source_path")
         super().__init__(args)
 
 
-def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+def rollout_function_path(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     say(args, "rollout_function_path")
     data_source.add_samples(data_source.get_samples(1))  # so that there is something to filter in its buffer
     return plain_rollout(args, rollout_id, data_source, evaluation=evaluation)
 
 
-def evaluate(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+def eval_function_path(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     say(args, "eval_function_path")
     return plain_rollout(args, rollout_id, data_source, evaluation=evaluation)
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def custom_generate_function_path(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     say(args, "custom_generate_function_path")
     return await plain_generate(args, sample, sampling_params)
 
 
-async def rm(args: Any, sample: Sample, **kwargs: Any) -> float:
+async def custom_rm_path(args: Any, sample: Sample, **kwargs: Any) -> float:
     say(args, "custom_rm_path")
     return float(sample.response.strip() == sample.label) + 0.01 * sample.index
 
 
-def sample_hook(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
+def rollout_sample_hook_path(
+    args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False
+) -> None:
     say(args, "rollout_sample_hook_path")
     sample.metadata["hooked"] = True
 
 
-def dynamic_filter(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def dynamic_sampling_filter_path(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     say(args, "dynamic_sampling_filter_path")
     return DynamicFilterOutput(keep=True)
 
 
-def buffer_filter(args: Any, rollout_id: int | None, buffer: list[Any], num_samples: int) -> list[Any]:
+def buffer_filter_path(args: Any, rollout_id: int | None, buffer: list[Any], num_samples: int) -> list[Any]:
     say(args, "buffer_filter_path")
     return [buffer.pop(0) for _ in range(min(num_samples, len(buffer)))]
 
 
-def sample_filter(args: Any, groups: list[list[Sample]]) -> None:
+def rollout_sample_filter_path(args: Any, groups: list[list[Sample]]) -> None:
     say(args, "rollout_sample_filter_path")
     groups[0][0].remove_sample = True
 
 
-def all_samples(args: Any, groups: list[list[Sample]], get_samples: Any) -> None:
+def rollout_all_samples_process_path(args: Any, groups: list[list[Sample]], get_samples: Any) -> None:
     say(args, "rollout_all_samples_process_path")
 
 
-def log(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], time_s: float) -> bool:
+def custom_rollout_log_function_path(
+    rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], time_s: float
+) -> bool:
     say(args, "custom_rollout_log_function_path")
     return False
 
 
-def log_eval(rollout_id: int, args: Any, data: dict[str, Any], metrics: dict[str, Any]) -> bool:
+def custom_eval_rollout_log_function_path(
+    rollout_id: int, args: Any, data: dict[str, Any], metrics: dict[str, Any]
+) -> bool:
     say(args, "custom_eval_rollout_log_function_path")
     return False
 
 
-def post_process(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+def custom_reward_post_process_path(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     say(args, "custom_reward_post_process_path")
     raw = [float(sample.reward) for sample in samples]
     return raw, [value - 0.5 for value in raw]
 
 
-def convert(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+def custom_convert_samples_to_train_data_path(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     say(args, "custom_convert_samples_to_train_data_path")
     assert all(sample.metadata["hooked"] for sample in samples)
     return {
@@ -99,17 +105,17 @@ def convert(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+def custom_advantage_function_path(args: Any, rollout_data: dict[str, Any]) -> None:
     say(args, "custom_advantage_function_path")
     assert sum(not mask.any() for mask in rollout_data["loss_masks"]) <= 1
     rollout_data["returns"] = rollout_data["advantages"]
 
 
-def postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+def rollout_data_postprocess_path(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     say(args, "rollout_data_postprocess_path")
 
 
-def loss(args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any) -> Any:
+def custom_loss_function_path(args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any) -> Any:
     import torch
 
     from fusionrl.plugin_api import get_log_probs_and_entropy
@@ -124,57 +130,38 @@ def loss(args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any)
     return value, {"difference_of_mine": sum_of_sample_mean(difference)}
 
 
-def model_provider(pre_process: bool, post_process: bool, vp_stage: Any = None, *, args: Any, usual: Any) -> Any:
+def custom_model_provider_path(
+    pre_process: bool, post_process: bool, vp_stage: Any = None, *, args: Any, usual: Any
+) -> Any:
     say(args, "custom_model_provider_path")
     return usual()
 
 
-def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
+def custom_spec_path(args: Any, config: Any, vp_stage: Any) -> Any:
     from fusionrl.trainer.layers import local_block_spec
 
     say(args, "custom_spec_path")
     return local_block_spec(config, vp_stage)
 
 
-def megatron_init(args: Any) -> None:
+def custom_megatron_init_path(args: Any) -> None:
     say(args, "custom_megatron_init_path")
 
 
-def before_log_prob(args: Any, model: Any, store_prefix: str) -> None:
+def custom_megatron_before_log_prob_hook_path(args: Any, model: Any, store_prefix: str) -> None:
     say(args, "custom_megatron_before_log_prob_hook_path")
 
 
-def before_train_step(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+def custom_megatron_before_train_step_hook_path(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+) -> None:
     say(args, "custom_megatron_before_train_step_hook_path")
 
 
-def post_write(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+def custom_update_weight_post_write_path(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
     assert Path(version_dir, "manifest.json").is_file() and len(rollout_engines) == 1
     say(args, "custom_update_weight_post_write_path")
 
 
-HOOKS = {
-    "data_source_path": "Source",
-    "rollout_function_path": "rollout",
-    "eval_function_path": "evaluate",
-    "custom_generate_function_path": "generate",
-    "custom_rm_path": "rm",
-    "rollout_sample_hook_path": "sample_hook",
-    "dynamic_sampling_filter_path": "dynamic_filter",
-    "buffer_filter_path": "buffer_filter",
-    "rollout_sample_filter_path": "sample_filter",
-    "rollout_all_samples_process_path": "all_samples",
-    "custom_rollout_log_function_path": "log",
-    "custom_eval_rollout_log_function_path": "log_eval",
-    "custom_reward_post_process_path": "post_process",
-    "custom_convert_samples_to_train_data_path": "convert",
-    "custom_advantage_function_path": "advantages",
-    "rollout_data_postprocess_path": "postprocess",
-    "custom_loss_function_path": "loss",
-    "custom_model_provider_path": "model_provider",
-    "custom_spec_path": "layer_spec",
-    "custom_megatron_init_path": "megatron_init",
-    "custom_megatron_before_log_prob_hook_path": "before_log_prob",
-    "custom_megatron_before_train_step_hook_path": "before_train_step",
-    "custom_update_weight_post_write_path": "post_write",
-}
+HOOKS = {name: name for name in list(globals()) if name.endswith("_path")}
+"""Field of a flag → the function for it, which has the same name."""

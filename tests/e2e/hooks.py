@@ -68,14 +68,14 @@ def _newest_step(run_dir: str) -> int:
 
 
 def waits_or_fails(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
-    """Before a training step: from the tenth rollout on, wait while the file of FUSIONRL_TEST_FILE exists; raise at
+    """Before a training step: from the sixth rollout on, wait while the file of FUSIONRL_TEST_FILE exists; raise at
     the rollout and the optimizer step of FUSIONRL_TEST_FAILS_AT."""
     import os
     import time
 
     deadline = time.monotonic() + 120
     hold = os.environ.get("FUSIONRL_TEST_FILE", "")
-    while rollout_id >= 10 and hold and os.path.exists(hold) and time.monotonic() < deadline:
+    while rollout_id >= 5 and hold and os.path.exists(hold) and time.monotonic() < deadline:
         time.sleep(0.05)
     if os.environ.get("FUSIONRL_TEST_FAILS_AT") == f"{rollout_id} {step_id}":
         raise KeyError("no such column")
@@ -88,23 +88,11 @@ async def never(args: Any, sample: Any, **kwargs: Any) -> float:
     return float(sample.response == f"The answer is {sample.label}.")
 
 
-def slime_style_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """A synchronous rollout function with plain lists, as written for slime; rewards are left to the caller."""
-    return _by_requests(args, data_source, {"Authorization": f"Bearer {args.api_key}"})
-
-
-def keyless_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """The same, with a client that knows nothing of keys."""
-    return _by_requests(args, data_source, {})
-
-
 def soon_keyless_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """`slime_style_rollout`, and from the second rollout on `keyless_rollout`."""
-    function = keyless_rollout if rollout_id else slime_style_rollout
-    return function(args, rollout_id, data_source, evaluation)
+    """A synchronous rollout function with plain lists, as written for slime; rewards are left to the caller.
 
-
-def _by_requests(args: Any, data_source: Any, headers: dict[str, str]) -> Any:
+    From the second rollout on its client knows nothing of keys.
+    """
     import requests
 
     from fusionrl.data.tokenizer import load_tokenizer
@@ -122,7 +110,7 @@ def _by_requests(args: Any, data_source: Any, headers: dict[str, str]) -> Any:
                     "sampling_params": {"max_new_tokens": args.rollout_max_response_len, "temperature": 1.0},
                     "return_logprob": True,
                 },
-                headers=headers,
+                headers={} if rollout_id else {"Authorization": f"Bearer {args.api_key}"},
                 timeout=60,
             ).json()
             logprobs = answer["meta_info"]["output_token_logprobs"]
@@ -161,7 +149,8 @@ async def hostile_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
 
 
 def hostile_programs() -> list[tuple[str, Any]]:
-    """(program, label): every cheat, the forms of labels in turn, and every escape."""
+    """(program, label): of the cheats, with the forms of labels in turn, and of the escapes every fifth, and those at
+    the cost of the whole machine. All of them: tests/rewards/test_code_cheats.py, tests/sandbox/test_escapes.py."""
     import itertools
     import sys
     from pathlib import Path
@@ -173,4 +162,6 @@ def hostile_programs() -> list[tuple[str, Any]]:
     names = ("label", "folder", "source", "key", "unix", "abstract", "mark")
     targets = dict.fromkeys(names, "/etc/passwd") | {"pid": 1, "tcp": ["127.0.0.1", 1], "uid": 0}
     cheats = list(zip(CHEATS.values(), itertools.cycle(LABELS.values()), strict=False))
-    return cheats + [(program(escape, targets), LABELS["input"]) for escape in ESCAPES]
+    worst = ("fill the disk", "have a hundred processes", "leave a process behind", "signal the launcher")
+    escapes = [escape for number, escape in enumerate(ESCAPES) if number % 5 == 0 or escape.name in worst]
+    return cheats[::5] + [(program(escape, targets), LABELS["input"]) for escape in escapes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import io
 import json
 import os
 import re
@@ -16,8 +17,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionrl import cli
 from fusionrl.observe.glossary import undocumented
 from fusionrl.observe.rollouts import list_rollouts
+from tests.e2e.strangers import command_of
 
 TOKEN_VARIABLE = "FUSIONRL_TEST_TOKEN"
 
@@ -78,12 +81,12 @@ class Launched:
         deadline = time.monotonic() + grace_s
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        names = {pid: _command(pid) for pid in left}
+        names = {pid: command_of(pid) for pid in left}
         assert not left, f"processes left behind: {names}"
 
     def find(self, pattern: str) -> list[int]:
         """Living processes of the run whose command line matches."""
-        return [pid for pid in self.living() if re.search(pattern, _command(pid))]
+        return [pid for pid in self.living() if re.search(pattern, command_of(pid))]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
         """Wait until `condition`, while the run lives."""
@@ -92,13 +95,6 @@ class Launched:
             assert self.process.poll() is None, f"the run ended first:\n{self.output()[-3000:]}"
             assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.output()[-3000:]}"
             time.sleep(0.1)
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def launch(arguments: list[str], folder: Path, **env: str) -> Launched:
@@ -128,12 +124,11 @@ def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float =
     return launched
 
 
-def show(*arguments: str | Path) -> str:
-    """What `fusionrl show` prints."""
-    command = [sys.executable, "-m", "fusionrl.cli", "show", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def printed_by(*arguments: str | Path) -> str:
+    """What a short `fusionrl` command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert cli.main([str(argument) for argument in arguments]) == 0
+    return output.getvalue()
 
 
 def metrics_of(run_dir: Path, own: Collection[str] = ()) -> list[dict]:

@@ -9,13 +9,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fusionrl.observe.rollouts import read_rollouts
-
-
-def saved_samples(folder: Path) -> list[dict[str, Any]]:
-    """Every row, with the number of its rollout, which is the version of the weights that it was made with."""
-    return [row | {"rollout": row["rollout_id"]} for row in read_rollouts(folder, "train")]
-
 
 def check(rows: list[dict[str, Any]], model_folder: Path) -> None:
     """Fields run over the response; sampled tokens have the model's log-probs, others mask 0 and log-prob 0."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 6.0
 GRPC_METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.NodeManagerService/GetNodeStats",
@@ -50,11 +50,11 @@ def listeners(pids: set[int]) -> list[Listener]:
             address, port = fields[1].split(":")
             words = b"".join(struct.pack("<I", int(address[i : i + 8], 16)) for i in range(0, len(address), 8))
             pid = owners[fields[9]]
-            found.append(Listener(socket.inet_ntop(family, words), int(port, 16), pid, command(pid)))
+            found.append(Listener(socket.inet_ntop(family, words), int(port, 16), pid, command_of(pid)))
     return found
 
 
-def command(pid: int) -> str:
+def command_of(pid: int) -> str:
     """The command line of a process, or the title that it gave itself."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
-from tests.e2e.launch import metrics_of, run, show
+from tests.e2e.launch import metrics_of, printed_by, run
 
 pytestmark = pytest.mark.e2e
 
@@ -51,9 +51,10 @@ def check_warnings(output: str, folder: Path) -> None:
     assert len(re.findall(r"^step \d: 2 samples", output, re.MULTILINE)) == 3
     command = re.search(r"look: fusionrl show (.*)", output)
     assert command is not None
-    shown = show(*shlex.split(command[1]))
+    shown = printed_by("show", *shlex.split(command[1]))
     assert "step 1" in shown and "groups with equal rewards: 8" in shown and "5 of 8:" in shown
-    records = [json.loads(line) for line in show(folder, "--step", "1", "-n", "0", "--json").splitlines()]
+    shown = printed_by("show", folder, "--step", "1", "-n", "0", "--json")
+    records = [json.loads(line) for line in shown.splitlines()]
     assert len(records) == 32 and all(record["advantage"] == 0 for record in records)
     total = sum(record["mismatch"] * record["num_trained"] for record in records)
     tokens = sum(record["num_trained"] for record in records)

@@ -55,6 +55,10 @@ def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, 
     alone = ["--mode", "eval", "--device", "cpu", "--hf-checkpoint", str(final), *sets, "--input-key", "prompt"]
     alone += ["--label-key", "label", "--apply-chat-template", "--custom-rm-path", "tests/e2e/hooks.py:partial_credit"]
     run([*alone, "--rollout-max-response-len", "6", "--run-dir", str(tmp_path / "alone")], tmp_path)
+    (row,) = metrics_of(tmp_path / "alone")
+    assert 0 <= row["eval/held/accuracy"] <= 1 and row["eval/held/num_samples"] == 32
+    assert not list((tmp_path / "alone" / "logs").glob("trainer-*.log")), "eval starts no trainer"
+    assert undocumented_files(tmp_path / "alone") == []
     beside, in_turn = answers(folder, 5), answers(tmp_path / "alone", 0)
     assert len(beside) == 32
     assert [row["tokens"] for row in beside] == [row["tokens"] for row in in_turn]

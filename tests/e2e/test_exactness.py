@@ -1,4 +1,7 @@
-"""The same run twice, and a run that is killed and goes on, give the same numbers bit by bit."""
+"""The same run twice, and a run that is killed and goes on, give the same numbers bit by bit.
+
+Then resumes with other flags: what the metrics and the last message say.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,15 @@ from fusionrl.runtime.saver import compare_hashes
 from tests.e2e.launch import launch, metrics_of, run
 
 pytestmark = pytest.mark.e2e
-STEPS = 16
+STEPS = 8
+SAVES = ["--save-interval", "4", "--keep-checkpoints", "2", "--verify-checkpoints"]
 NUMBERS = ("train/loss", "train/grad_norm", "train/entropy", "train/logprob_k3", "train/num_tokens")
+
+
+def sft_flags(task: Path) -> list[str]:
+    """A supervised run, which needs no engine."""
+    flags = ["--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(task / "model"), "--input-key", "messages"]
+    return [*flags, "--prompt-data", str(task / "sft.jsonl")]
 
 
 def numbers(folder: Path) -> dict[int, list[float]]:
@@ -53,25 +63,16 @@ def attempts(folder: Path) -> set[int]:
     return {row["attempt"] for row in metrics_of(folder) if "train/loss" in row}
 
 
-def run_and_kill(flags: list[str], folder: Path) -> list[str]:
-    """One run from start to end, in `whole`, and one in `killed` that is killed in its middle; return its flags."""
-    flags = [*flags, "--num-rollout", str(STEPS), "--save-interval", "4", "--keep-checkpoints", "2"]
-    flags += ["--verify-checkpoints"]
+def run_whole(flags: list[str], folder: Path) -> list[str]:
+    """Run from start to end, in `whole`; return the flags of one in `killed` that ends in its middle."""
+    flags = [*flags, "--num-rollout", str(STEPS), *SAVES]
     run([*flags, "--run-dir", str(folder / "whole")], folder)
     steps = numbers(folder / "whole")
     assert sorted(steps) == list(range(1, STEPS + 1))
     assert len({tuple(values) for values in steps.values()}) > 1
 
     killed = [*flags, "--async-save", "--run-dir", str(folder / "killed"), "--resume"]
-    killed += ["--custom-megatron-before-train-step-hook-path", "tests/e2e/hooks.py:waits_or_fails"]
-    hold = folder / "hold"
-    hold.touch()
-    first = launch(killed, folder, FUSIONRL_TEST_FILE=str(hold))
-    first.wait_for(lambda: (folder / "killed" / "checkpoints" / "step_000008" / "manifest.json").is_file())
-    os.kill(first.process.pid, signal.SIGKILL)
-    first.wait()
-    first.assert_nothing_left()
-    return killed
+    return [*killed, "--custom-megatron-before-train-step-hook-path", "tests/e2e/hooks.py:waits_or_fails"]
 
 
 def assert_equal(folder: Path, num_attempts: int) -> None:
@@ -81,24 +82,23 @@ def assert_equal(folder: Path, num_attempts: int) -> None:
 
 
 def test_sft(task: Path, tmp_path: Path) -> None:
-    """Two ranks, two optimizer steps a rollout. After the kill a hook raises: before the first optimizer step of a
+    """Two ranks, two optimizer steps a rollout. A hook raises: before the first optimizer step of a
     rollout, and in the middle of the next one. The run saves its trained steps; a resume continues from there."""
-    flags = ["--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(task / "model"), "--input-key", "messages"]
-    flags += ["--prompt-data", str(task / "sft.jsonl"), "--rollout-batch-size", "64", "--rollout-shuffle"]
+    flags = [*sft_flags(task), "--rollout-batch-size", "64", "--rollout-shuffle"]
     flags += ["--actor-num-gpus-per-node", "2", "--num-steps-per-rollout", "2"]
-    killed = run_and_kill([*flags, "--lr", "1e-3", "--weight-decay", "0.01"], tmp_path)
-    failed = run(killed, tmp_path, code=1, FUSIONRL_TEST_FAILS_AT="10 0").output()
+    killed = run_whole([*flags, "--lr", "1e-3", "--weight-decay", "0.01"], tmp_path)
+    failed = run(killed, tmp_path, code=1, FUSIONRL_TEST_FAILS_AT="5 0").output()
     text = " ".join(failed.split())
     assert "failed: HookError: --custom-megatron-before-train-step-hook-path" in text and "no such column" in text
-    assert "the run ended after step 10; step_000010 has all of it: --resume continues from there" in text
+    assert "the run ended after step 5; step_000005 has all of it: --resume continues from there" in text
     command = re.search(r"to continue: fusionrl train (.*--resume)$", failed, re.MULTILINE)
     assert command is not None
     again = shlex.split(command[1])
-    text = " ".join(run(again, tmp_path, code=1, FUSIONRL_TEST_FAILS_AT="11 1").output().split())
-    assert "the trained steps could not be saved: the error interrupted the training of step 12" in text
-    assert "the run ended after step 11; step 11 is lost: --resume continues from step_000010" in text
+    text = " ".join(run(again, tmp_path, code=1, FUSIONRL_TEST_FAILS_AT="6 1").output().split())
+    assert "the trained steps could not be saved: the error interrupted the training of step 7" in text
+    assert "the run ended after step 6; step 6 is lost: --resume continues from step_000005" in text
     run(again, tmp_path)
-    assert_equal(tmp_path, 4)
+    assert_equal(tmp_path, 3)
 
 
 @pytest.mark.xdist_group("recorded")
@@ -112,12 +112,19 @@ def test_rl_on_recorded_rollouts(rl_flags: list[str], recorded: Path, tmp_path: 
     without = rl_flags[: rl_flags.index("--prompt-data")] + rl_flags[rl_flags.index("--prompt-data") + 2 :]
     flags = [*without, "--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
     train = ["--debug-train-only", "--load-debug-rollout-data", template, "--num-steps-per-rollout", "2"]
-    killed = run_and_kill([*flags, *train], tmp_path)
+    killed = run_whole([*flags, *train], tmp_path)
+    hold = tmp_path / "hold"
+    hold.touch()
+    first = launch(killed, tmp_path, FUSIONRL_TEST_FILE=str(hold))
+    first.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_000004" / "manifest.json").is_file())
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.wait()
+    first.assert_nothing_left()
     run(killed, tmp_path)
     assert_equal(tmp_path, 2)
     # Without Ray, in one process: every metric but the times.
     alone = [*flags, *train, "--num-rollout", str(STEPS), "--in-process", "--run-dir", str(tmp_path / "alone")]
-    run([*alone, "--save-interval", "4", "--keep-checkpoints", "2", "--verify-checkpoints"], tmp_path)
+    run([*alone, *SAVES], tmp_path)
     assert untimed(tmp_path / "alone") == untimed(tmp_path / "whole"), differing(tmp_path / "whole", tmp_path / "alone")
 
 
@@ -134,3 +141,38 @@ def test_a_resume_that_differs_is_an_error() -> None:
         )
     with pytest.raises(ValueError, match="the data cursor"):
         compare_hashes(checkpoint, {"buffer": "y", "trainers": ranks}, same_layout=False)
+
+
+def rates(folder: Path) -> dict[tuple[int, int], float]:
+    """(attempt, step) → learning rate."""
+    return {(row["attempt"], row["step"]): row["train/lr"] for row in metrics_of(folder) if "train/lr" in row}
+
+
+def test_runs_that_are_stopped_and_resumed_with_other_flags(task: Path, tmp_path: Path) -> None:
+    """Ctrl-C loses the steps after the newest checkpoint; SIGTERM saves first: test_security.py.
+
+    The flags of a resume decide the learning rate: a decay that is made longer goes on, and another --lr is the one
+    that is trained with.
+    """
+    folder = tmp_path / "run"
+    flags = [*sft_flags(task), "--rollout-batch-size", "8", "--verify-checkpoints", "--run-dir", str(folder)]
+    decay = ["--lr", "6e-3", "--lr-decay-style", "linear", "--save-interval", "1000"]
+    run([*flags, *decay, "--num-rollout", "3"], tmp_path)
+    short = ["--run-dir", str(folder), "--resume"]
+    longer = run([*short, "--num-rollout", "6"], tmp_path)
+    assert "--resume: --num-rollout 3 -> 6" in longer.output()
+    assert "linear decay of the learning rate ends at optimizer step 6" in longer.output().replace("\n", " ")
+
+    last = launch([*short, "--num-rollout", "100000", "--lr", "1e-2", "--lr-decay-style", "constant"], tmp_path)
+    last.wait_for(lambda: any(attempt == 3 for attempt, _ in rates(folder)))
+    os.kill(last.process.pid, signal.SIGINT)
+    assert last.wait() == 130
+    text = " ".join(last.output().split())
+    lost = r"interrupted after step (\d+); (steps 7-\1 are|step \1 is) lost: --resume continues from step_000006"
+    assert re.search(lost, text), text
+    assert f"to continue: fusionrl train --run-dir {folder} --resume" in text
+
+    found = rates(folder)
+    assert [found[1, step] for step in (1, 2, 3)] == pytest.approx([6e-3, 4e-3, 2e-3])
+    assert [found[2, step] for step in (4, 5, 6)] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert found[3, 7] == pytest.approx(1e-2)

@@ -74,7 +74,7 @@ def test_breakpoints_stop_in_the_terminal(rl_flags: list[str], tmp_path: Path) -
     flags += ["--loss-type", "custom_loss", "--custom-loss-function-path", f"{tmp_path}/mine.py:loss"]
     flags += ["--in-process", "--run-dir", str(tmp_path / "run")]
     token = uuid.uuid4().hex
-    terminal = Terminal([sys.executable, "-m", "fusionrl.cli", "train", *flags], token)
+    terminal = Terminal([sys.executable, "-m", "tests.warm_start", "train", *flags], token)
     terminal.expect(r"\(Pdb\) ")
     terminal.type("p 'label', sample.label, threading.active_count() > 1")
     assert "('label', " in terminal.expect(r"True\)\s+\(Pdb\) ")

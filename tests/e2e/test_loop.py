@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from fusionrl.observe.timeline.report import driver_shares, pools
 from fusionrl.observe.timeline.trace_file import build
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
 from fusionrl.observe.view.terminal import column_of, token_texts
-from tests.e2e.launch import metrics_of, run, samples_of_step, show, undocumented_files
+from tests.e2e.launch import metrics_of, printed_by, run, samples_of_step, undocumented_files
 from tests.observe.trace_format import faults
 from tests.observe.view_runs import unpack
 
@@ -33,17 +34,38 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("placement", ["apart-broadcast", pytest.param("colocated-ipc", marks=pytest.mark.cold)])
 def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> None:
-    """Two trainers and two engines: every push is confirmed, every token is stamped, the files are all there."""
+    """Two trainers and two engines: every push is confirmed, every token is stamped, the files are all there.
+
+    The colocated run has model, data and its own folder in one with spaces and a letter such as ï, a temporary folder
+    that is too long for sockets, and no home.
+    """
     transport, flags = PLACEMENTS[placement]
-    folder = tmp_path / "run"
+    folder, env = tmp_path / "run", dict[str, str]()
+    if placement == "colocated-ipc":
+        odd = tmp_path / "ein ï, und (mehr)"
+        rl_flags = [flag.replace(str(task), str(odd / "task")) for flag in rl_flags]
+        task = Path(shutil.copytree(task, odd / "task"))
+        folder, temporary = odd / "r un", odd / ("long-" * 20)
+        temporary.mkdir()
+        env = {"TMPDIR": str(temporary), "HOME": str(tmp_path / "none" / "here")}
     evaluation = ["--eval-interval", "2", "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
     launched = run(
         [*rl_flags, *flags, *evaluation, "--actor-num-gpus-per-node", "2", "--num-rollout", "3"]
         + ["--verify-weights", "always", "--run-dir", str(folder), "--num-steps-per-rollout", "2"]
         + ["--save-interval", "1", "--keep-checkpoints", "1", "--keep-best", "eval/held-out/accuracy"]
-        + ["--save-token-values", "--profile-steps", "2", "--peak-tflops", "0.05"],
+        + [
+            "--save-token-values",
+            "--profile-steps",
+            "2",
+            "--peak-tflops",
+            "0.05",
+            "--save-hf",
+            str(folder.with_name("h f")),
+        ],
         tmp_path,
+        **env,
     )
+    assert (folder.with_name("h f") / "model.safetensors").is_file()
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert f"by {transport}" in (folder / "plan.txt").read_text()
@@ -136,7 +158,7 @@ def _check_timeline(folder: Path) -> None:
 def _check_shown(folder: Path, rows: list[dict]) -> None:
     """`fusionrl show` has an advantage and a mismatch of every sample, and they are those of the metrics."""
     for row in rows[1:]:
-        shown = show(folder, "--step", str(row["step"]), "-n", "0", "--json")
+        shown = printed_by("show", folder, "--step", str(row["step"]), "-n", "0", "--json")
         records = [json.loads(line) for line in shown.splitlines()]
         assert len(records) == 32
         tokens = np.array([record["num_trained"] for record in records])
@@ -148,7 +170,7 @@ def _check_shown(folder: Path, rows: list[dict]) -> None:
         is_mean = np.abs(centered) < 1e-9  # a reward that equals its group's mean but for rounding
         assert (np.sign(advantages) == np.sign(centered))[~is_mean].all()
         assert (np.abs(advantages[is_mean]) < 1e-6).all()
-    worst = show(folder, "--worst", "-n", "1", "--eval", "held-out")
+    worst = printed_by("show", folder, "--worst", "-n", "1", "--eval", "held-out")
     assert "evaluation held-out at step 3" in worst and "advantage" not in worst
 
 
@@ -169,49 +191,3 @@ def _check_viewed(folder: Path, rows: list[dict]) -> None:
             assert np.abs(sample["gap"]).mean() == pytest.approx(mismatch, rel=0.02, abs=1e-9)
             entropies += column_of(sample, "entropy")
         assert np.mean(entropies) == pytest.approx(row["train/entropy"], rel=1e-3)
-
-
-def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
-    """Several samples for one prompt, masks by hand, attributes of one's own: all of it reaches the trainers."""
-    folder = tmp_path / "run"
-    functions = "tests/e2e/slime_functions.py"
-    flags = [*rl_flags, "--custom-generate-function-path", f"{functions}:two_answers"]
-    flags += ["--custom-rm-path", f"{functions}:reward", "--reward-key", "digits", "--num-rollout", "2", "--no-save"]
-    run([*flags, "--num-steps-per-rollout", "2", "--run-dir", str(folder)], tmp_path)
-    rows = [row for row in metrics_of(folder) if "train/loss" in row]
-    assert all(row["train/logprob_diff_mean"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
-    for rollout_id, row in enumerate(rows):
-        samples = samples_of_step(folder, rollout_id + 1)
-        assert len(samples) == 8 * 4 * 2
-        assert row["train/num_samples"] == 8 * 4, "two samples of one attempt are one"
-        attempts = [samples[i : i + 2] for i in range(0, len(samples), 2)]
-        assert row["train/masked_samples"] == sum(not any(map(any, (s["loss_mask"] for s in a))) for a in attempts)
-        assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
-        assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
-        assert all(s["weight_versions"] == [rollout_id] * s["response_length"] for s in samples), "post notes them"
-    trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in samples_of_step(folder, rollout_id + 1))
-    assert sum(row["train/num_tokens"] for row in rows) == trained
-    assert "my_own_setting" not in (folder / "config.json").read_text()
-
-
-SLIME_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
-
-
-def test_a_task_of_slime_s_runs_with_its_own_imports(rl_flags: list[str], tmp_path: Path) -> None:
-    """Rollout, evaluation, generation with fan-out and reward, all of a file that imports `slime`."""
-    folder, file = tmp_path / "run", "tests/e2e/slime_unchanged.py"
-    eval_rows = tmp_path / "eval.jsonl"
-    eval_rows.write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
-    flags = [*rl_flags, "--custom-generate-function-path", f"{file}:two_turns", "--custom-rm-path", f"{file}:reward"]
-    flags += ["--rollout-function-path", f"{file}:rollout", "--num-rollout", "2", "--no-save"]
-    flags += ["--eval-prompt-data", "mine", str(eval_rows), "--eval-interval", "1", "--eval-input-key", "prompt"]
-    flags += ["--num-steps-per-rollout", "1", "--run-dir", str(folder)]
-    run([*flags, "--dynamic-sampling-filter-path", SLIME_FILTER], tmp_path)
-    rows = [row for row in metrics_of(folder) if "train/loss" in row]
-    assert len(rows) == 2 and all(row["train/logprob_diff_mean"] < 1e-4 for row in rows)
-    for rollout_id in range(2):
-        samples = samples_of_step(folder, rollout_id + 1)
-        assert len(samples) == 8 * 4 * 2
-        assert all(len(s["loss_mask"]) == s["response_length"] == len(s["weight_versions"]) for s in samples)
-        assert all(version == rollout_id for s in samples for version in s["weight_versions"])
-    assert sum(any(name.startswith("eval/mine") for name in row) for row in metrics_of(folder)) >= 2

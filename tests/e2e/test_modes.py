@@ -60,24 +60,27 @@ def _loss_by_transformers(folder: Path, conversations: Path) -> float:
 
 
 def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
-    """sft -> reject-sampling -> sft on what it accepted -> eval, and rl with a function of a user in every place."""
-    sft = ["--mode", "sft", "--device", "cpu", "--lr", "1e-3", "--input-key", "messages", "--no-save"]
+    """sft -> reject-sampling -> sft on what it accepted -> rl with a function of a user in every place.
+
+    The mode eval: test_eval_engines.py.
+    """
+    sft = ["--mode", "sft", "--device", "cpu", "--lr", "2e-3", "--input-key", "messages", "--no-save"]
     run(
         [*sft, "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"), "--rollout-shuffle"]
-        + ["--num-rollout", "40", "--rollout-batch-size", "64", "--actor-num-gpus-per-node", "2"]
+        + ["--num-rollout", "20", "--rollout-batch-size", "64", "--actor-num-gpus-per-node", "2"]
         + ["--run-dir", str(tmp_path / "sft"), "--save-hf", str(tmp_path / "model")]
-        + ["--eval-prompt-data", "val", str(_validation_set(task, tmp_path)), "--eval-interval", "20"],
+        + ["--eval-prompt-data", "val", str(_validation_set(task, tmp_path)), "--eval-interval", "10"],
         tmp_path,
     )
     rows = metrics_of(tmp_path / "sft")
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses[-1] < 0.6 * losses[0]
     validation = {row["step"]: row["eval/val/loss"] for row in rows if "eval/val/loss" in row}
-    assert list(validation) == [0, 20, 40] and validation[40] < validation[20] < validation[0]
-    for step, model in ((0, task / "model"), (40, tmp_path / "model")):
+    assert list(validation) == [0, 10, 20] and validation[20] < validation[10] < validation[0]
+    for step, model in ((0, task / "model"), (20, tmp_path / "model")):
         assert validation[step] == pytest.approx(_loss_by_transformers(model, tmp_path / "val.jsonl"), rel=1e-4)
     assert not list((tmp_path / "sft" / "logs").glob("engine-*.log")), "sft starts no engine"
-    assert [file.step for file in list_rollouts(tmp_path / "sft")] == list(range(1, 41))
+    assert [file.step for file in list_rollouts(tmp_path / "sft")] == list(range(1, 21))
     assert not list((tmp_path / "sft").glob("checkpoints/*")), "--no-save writes no checkpoint"
 
     common = ["--device", "cpu", "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]
@@ -101,7 +104,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         [*sft, "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(accepted), "--num-rollout", "1"]
         + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--save-hf", str(tmp_path / "refined")]
         # A function that would fail the run if it were called: nothing has given it a place to write to.
-        + ["--rollout-data-postprocess-path", "tests/e2e/all_hooks.py:postprocess"],
+        + ["--rollout-data-postprocess-path", "tests/e2e/all_hooks.py:rollout_data_postprocess_path"],
         tmp_path,
     )
     said = "not called in --mode sft, where it has no policy loss: --rollout-data-postprocess-path"
@@ -109,12 +112,6 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "again")[0]["train/num_samples"] == 4
 
     common += ["--hf-checkpoint", str(tmp_path / "refined"), "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
-    common += ["--eval-temperature", "0"]
-    run([*common, "--mode", "eval", "--rm-type", "exact", "--run-dir", str(tmp_path / "eval")], tmp_path)
-    (row,) = metrics_of(tmp_path / "eval")
-    assert 0 <= row["eval/held-out/accuracy"] <= 1 and row["eval/held-out/num_samples"] == 32
-    assert not list((tmp_path / "eval" / "logs").glob("trainer-*.log")), "eval starts no trainer"
-
     seen = tmp_path / "seen"
     (tmp_path / "mine.yaml").write_text(f"seen: {seen}\n")
     run(
@@ -130,7 +127,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     for log, names in {"trainer-0.a1.log": IN_TRAINERS, "buffer.a1.log": set(HOOKS) - IN_TRAINERS}.items():
         text = (tmp_path / "rl" / "logs" / log).read_text()
         assert {line.removeprefix("printed by ") for line in text.splitlines() if "printed by" in line} == names
-    for name in ("sft", "reject", "eval", "rl"):
+    for name in ("sft", "reject", "rl"):
         assert not undocumented_files(tmp_path / name), "docs/reference/run-folder.md has no row for them"
     first, *steps = metrics_of(tmp_path / "rl", own=["train/difference_of_mine"])
     assert (first["perf/update_weights_density"], first["sync/full_hosts"]) == (1.0, 0.0)

@@ -1,4 +1,7 @@
-"""A whole run under a stranger's eyes: who listens and what is answered without a key, and where secrets are."""
+"""A whole run under a stranger's eyes: who listens and what is answered without a key, and where secrets are.
+
+Then one under a policy that writes nothing but cheats and escapes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ import psutil
 import pytest
 
 from fusionrl.observe.rollouts import read_rollouts
+from fusionrl.rewards.code_run import REASONS
+from tests.e2e.hooks import hostile_programs
 from tests.e2e.launch import Launched, launch, metrics_of, run
-from tests.e2e.strangers import Listener, answers_as_a_store, is_loopback, listeners, what_a_stranger_gets
+from tests.e2e.strangers import Listener, answers_as_a_store, command_of, is_loopback, listeners, what_a_stranger_gets
 
 pytestmark = pytest.mark.e2e
 
@@ -66,7 +71,7 @@ def _holders(pids: set[int], secret: str) -> dict[str, list[str]]:
         for place, holders in found.items():
             try:
                 if secret.encode() in Path(f"/proc/{pid}/{place}").read_bytes():
-                    holders.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+                    holders.append(command_of(pid)[:120])
             except OSError:
                 continue  # it ended meanwhile
     return found
@@ -108,7 +113,7 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
     flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "100000"]
     flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
     with launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL) as launched:
-        launched.wait_for(lambda: told.exists() and len(metrics_of(folder)) > 3, timeout_s=300)
+        launched.wait_for(lambda: told.exists() and len(metrics_of(folder)) > 2, timeout_s=300)
         pids = _processes(launched)
 
         asked = listeners(pids)
@@ -156,9 +161,13 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
         for place in (folder, private[0]):
             assert _files_with(place, secrets) == []
         num_lines = len(metrics_of(folder))
-        launched.wait_for(lambda: len(metrics_of(folder)) > num_lines + 2)
+        launched.wait_for(lambda: len(metrics_of(folder)) > num_lines)
         os.kill(launched.process.pid, signal.SIGTERM)
         assert launched.wait() == 143
+    text = " ".join(launched.output().split())
+    saved = re.search(r"terminated by SIGTERM after step (\d+); step_0*(\d+) has all of it", text)
+    assert saved is not None and saved[1] == saved[2], text
+    assert (folder / "checkpoints" / f"step_{int(saved[1]):06d}" / "manifest.json").is_file()
     assert not private[0].exists()
     assert _files_with(folder, secrets) == []
     assert "***" in (folder / "logs" / "engine-0.log").read_text(), "SGLang prints its arguments"
@@ -189,13 +198,6 @@ def test_a_client_with_and_one_without_a_key(rl_flags: list[str], tmp_path: Path
     assert "args.api_key" in output and "FUSIONRL_ROUTER_KEY" in output and "keyless_rollout" in output
 
 
-def test_a_router_without_a_key_lets_a_client_in(rl_flags: list[str], tmp_path: Path) -> None:
-    """With --router-api-key none, and by the router alone."""
-    flags = [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:keyless_rollout", "--num-rollout", "1"]
-    run([*flags, "--no-save", "--router-api-key", "none", "--run-dir", str(tmp_path / "open")], tmp_path)
-    assert metrics_of(tmp_path / "open")[-1]["train/logprob_diff_mean"] < 1e-4
-
-
 def _on_port(pids: set[int], port: int) -> list[Listener]:
     return [one for one in listeners(pids) if one.port == port and "RuntimeEnvAgent" in one.command]
 
@@ -208,5 +210,26 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _raylet(pids: set[int]) -> str:
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in pids]
-    return next(command for command in commands if "/raylet/raylet" in command)
+    return next(command for command in map(command_of, pids) if "/raylet/raylet" in command)
+
+
+def test_cheats_and_escapes_earn_nothing_and_the_run_goes_on(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
+    """The run comes to its end, each program scores 0, each has a reason."""
+    folder = tmp_path / "run"
+    num_programs = len(hostile_programs())
+    num_rollout, group = 2, 4
+    num_prompts = -(-num_programs // (num_rollout * group))
+    at = rl_flags.index("--custom-rm-path")
+    flags = [*rl_flags[:at], "--rm-type", "code_all", *rl_flags[at + 2 :]]
+    flags += ["--custom-generate-function-path", "tests/e2e/hooks.py:hostile_generate", "--allow-weak-sandbox"]
+    flags += ["--rollout-batch-size", str(num_prompts), "--num-rollout", str(num_rollout), "--no-save"]
+    run([*flags, "--run-dir", str(folder)], tmp_path, timeout_s=480.0)
+    assert "sandbox    " in (folder / "plan.txt").read_text()
+    rows = [row for row in metrics_of(folder) if "rollout/raw_reward" in row]
+    assert [row["rollout/raw_reward"] for row in rows] == [0.0] * num_rollout
+    counted = sum(row.get(f"rollout/code_failed/{reason}", 0) for row in rows for reason in REASONS)
+    assert counted == num_rollout * num_prompts * group >= num_programs
+    assert not any("rollout/reward_timeout" in row or "rollout/reward_crash" in row for row in rows)
+    saved = list(read_rollouts(folder, "train"))
+    assert {row["response"] for row in saved} == {f"```python\n{source}\n```" for source, _ in hostile_programs()}
+    assert all(len(row["metadata"]["code_failures"]) == 1 for row in saved)

@@ -12,9 +12,9 @@ from tests.e2e.launch import metrics_of, run
 pytestmark = pytest.mark.e2e
 
 HOOKS = """
+import aiohttp
 from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.agent import append_text, begin
-from fusionrl.plugin_api import post
 
 
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
@@ -41,7 +41,9 @@ async def by_hand(args, sample, sampling_params):
     prompt = sample.prompt_tokens.tolist()
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     params = dict(sampling_params, temperature=1.8)
-    answer = await post(url, {"input_ids": prompt, "sampling_params": params, "return_logprob": True})
+    payload = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    async with aiohttp.ClientSession() as client, client.post(url, json=payload) as response:  # it knows of no keys
+        answer = await response.json()
     entries = answer["meta_info"]["output_token_logprobs"]
     sample.tokens = prompt + [entry[1] for entry in entries]
     sample.response_length, sample.response = len(entries), answer["text"]
@@ -52,11 +54,15 @@ async def by_hand(args, sample, sampling_params):
 
 
 def test_the_mismatch_is_that_of_rounding(rl_flags: list[str], tmp_path: Path) -> None:
-    """Three functions: the product's own, one with two turns at two temperatures, one that sends its own request."""
+    """Three functions: the product's own, one with two turns at two temperatures, one that sends its own request.
+
+    The router asks for no key, so that one without is let in.
+    """
     hooks, folder = tmp_path / "mine.py", tmp_path / "run"
     hooks.write_text(HOOKS)
     own = ["--rollout-function-path", f"{hooks}:generate_rollout", "--rollout-max-context-len", "60"]
     own += ["--custom-generate-function-path", f"{hooks}:generate", "--num-rollout", "1", "--no-save", "--in-process"]
+    own += ["--router-api-key", "none"]
     run([*rl_flags, *own, "--run-dir", str(folder)], tmp_path)
     (step,) = [row for row in metrics_of(folder) if "train/logprob_diff_max" in row]
     assert 0 < step["train/logprob_diff_max"] < 2e-5

@@ -21,8 +21,6 @@ import psutil
 import pytest
 import torch
 
-from fusionrl.config.config import Config
-from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor
@@ -32,7 +30,6 @@ from fusionrl.engines.http import call
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import SharedBuffer, by_value
-from fusionrl.rollout.sglang_rollout import sampling_params, stream_generate
 from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3
 
@@ -43,7 +40,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROMPT = [5, 9, 33, 77, 100, 20]
-HOST = "127.0.0.1"
 
 
 @dataclass
@@ -87,10 +83,8 @@ def stack(forked_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("engine")
     paths = [make_tiny_qwen3(folder / f"model{seed}", seed) for seed in (0, 1)]
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths]
-    engine, router = (
-        real_engine(paths[0], folder, incremental_streaming_output=True),
-        Router(HOST, str(folder), api_key=KEY),
-    )
+    engine = real_engine(paths[0], folder, incremental_streaming_output=True)
+    router = Router("127.0.0.1", str(folder), api_key=KEY)
     try:
         with ThreadPoolExecutor() as pool:
             for started in (pool.submit(engine.start), pool.submit(router.start)):
@@ -105,8 +99,7 @@ def stack(forked_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_generates_with_the_model_s_log_probs(stack: Stack) -> None:
     stack.assert_serves(0, 0)
     generation = stack.generate()
-    assert generation.finish_reason == "length"
-    assert generation.prompt_tokens == len(PROMPT)
+    assert (generation.finish_reason, generation.prompt_tokens) == ("length", len(PROMPT))
     assert generation.cached_tokens > 0  # the prompt was there already
     stack.engine.flush_cache()
     assert stack.generate().cached_tokens == 0
@@ -117,16 +110,10 @@ def test_attends_whole_batches_and_says_so(stack: Stack) -> None:
     log = Path(stack.engine.spec.log_dir, "engine-0.log").read_text()
     assert "Attention backend: torch_batched" in log
     prompts = [[(7 * i + 3 * j) % 250 for j in range(1 + 5 * i)] for i in range(12)]
-    sampling = {"temperature": 1.0, "ignore_eos": True}
-
-    async def run() -> list[Generation]:
-        async with GenerateClient(stack.router.url, KEY, 120.0, 32) as client:
-            params = [{**sampling, "max_new_tokens": 3 + i} for i in range(len(prompts))]
-            requests = [{"input_ids": p, "sampling_params": q} for p, q in zip(prompts, params, strict=True)]
-            return list(await asyncio.gather(*map(client.generate, requests)))
-
     for _ in range(2):
-        for prompt, answer in zip(prompts, asyncio.run(run()), strict=True):
+        with ThreadPoolExecutor(12) as pool:
+            answers = [pool.submit(stack.generate, 3 + i, input_ids=prompt) for i, prompt in enumerate(prompts)]
+        for prompt, answer in zip(prompts, (one.result() for one in answers), strict=True):
             np.testing.assert_allclose(answer.log_probs, stack.log_probs(0, prompt, answer.tokens), atol=1e-4)
 
 
@@ -205,15 +192,6 @@ def test_a_refusal_has_endpoint_status_and_text(stack: Stack) -> None:
         stack.engine.destroy_weights_update_group("nobody")
     with pytest.raises(RuntimeError, match="/generate answered 400"):
         stack.generate(sampling_params={"temperature": -1.0})
-
-
-def test_a_worker_leaves_and_comes_back(stack: Stack) -> None:
-    stack.router.remove_worker(stack.engine.url)
-    assert stack.router.workers() == []
-    stack.router.remove_worker(stack.engine.url)
-    stack.router.add_worker(stack.engine.url, KEY)
-    assert [worker["url"] for worker in stack.router.workers()] == [stack.engine.url]
-    stack.assert_serves(0, 0)
 
 
 def test_pause_with_abort_answers_what_is_there(stack: Stack) -> None:
@@ -327,12 +305,6 @@ def test_weights_from_disk_and_memory_calls(stack: Stack) -> None:
     stack.assert_serves(1, 7)
 
 
-def text_of(stack: Stack, tokens: np.ndarray, skip: bool = True) -> str:
-    """By the tokenizer, which has fewer tokens than the model; SGLang shows the others as token 0."""
-    tokenizer = load_tokenizer(str(stack.paths[0]))
-    return tokenizer.decode(np.where(tokens < len(tokenizer), tokens, 0), skip_special_tokens=skip)
-
-
 def test_a_streamed_answer_is_the_whole_one_bit_by_bit(stack: Stack) -> None:
     """Greedy, through the router, with an end by length and one by a token; and its text is that of its tokens."""
 
@@ -341,6 +313,7 @@ def test_a_streamed_answer_is_the_whole_one_bit_by_bit(stack: Stack) -> None:
         async with client:
             return await client.generate({"input_ids": PROMPT, "sampling_params": {"temperature": 0.0} | params})
 
+    tokenizer = load_tokenizer(str(stack.paths[0]))
     first = stack.generate(100, sampling_params={"temperature": 0.0, "max_new_tokens": 100, "ignore_eos": True})
     for params in (
         {"max_new_tokens": 100, "ignore_eos": True, "skip_special_tokens": False},
@@ -355,7 +328,9 @@ def test_a_streamed_answer_is_the_whole_one_bit_by_bit(stack: Stack) -> None:
         assert whole.log_probs.tobytes() == streamed.log_probs.tobytes()
         for name in ("text", "finish_reason", "weight_versions", "prompt_tokens", "cached_tokens", "part"):
             assert getattr(whole, name) == getattr(streamed, name), name
-        assert text_of(stack, whole.tokens, params.get("skip_special_tokens", True)) == whole.text
+        # The tokenizer has fewer tokens than the model; SGLang shows the others as token 0.
+        tokens = np.where(whole.tokens < len(tokenizer), whole.tokens, 0)
+        assert tokenizer.decode(tokens, skip_special_tokens=params.get("skip_special_tokens", True)) == whole.text
 
 
 def test_a_stream_goes_on_through_a_weight_update(stack: Stack) -> None:
@@ -366,7 +341,7 @@ def test_a_stream_goes_on_through_a_weight_update(stack: Stack) -> None:
     async def stream() -> list[Generation]:
         pieces = []
         async with GenerateClient(stack.router.url, KEY, 120.0, 8) as client:
-            params = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
+            params = {"max_new_tokens": 600, "temperature": 1.0, "ignore_eos": True}
             async for piece in client.stream({"input_ids": PROMPT, "sampling_params": params}):
                 pieces.append(piece)
                 if len(pieces) == 5:
@@ -392,41 +367,11 @@ def test_a_stream_goes_on_through_a_weight_update(stack: Stack) -> None:
     tokens, log_probs = (np.concatenate([getattr(p, name) for p in pieces]) for name in ("tokens", "log_probs"))
     versions = np.concatenate([np.full(n, version) for piece in pieces for version, n in piece.weight_versions])
     (first, before), (second, after) = join(pieces).weight_versions
-    assert (first, second, before + after, len(tokens)) == (7, 8, 1500, 1500)
+    assert (first, second, before + after, len(tokens)) == (7, 8, 600, 600)
     assert versions.tolist() == [7] * before + [8] * after
     np.testing.assert_allclose(log_probs[:before], stack.log_probs(1, PROMPT, tokens)[:before], atol=1e-4)
     np.testing.assert_allclose(log_probs[before:], stack.log_probs(0, PROMPT, tokens)[before:], atol=1e-4)
     stack.assert_serves(0, 8)
-
-
-def test_a_generate_function_stops_early(stack: Stack) -> None:
-    """Leaving the loop of `stream_generate` ends the request on the engine, behind the router."""
-    args: Any = Config.from_flat(
-        {"hf_checkpoint": str(stack.paths[0]), "rollout_max_response_len": 1500, "rollout_ignore_eos": True}
-    ).to_args()
-
-    async def use() -> tuple[Sample, float]:
-        sample = Sample(prompt_tokens=np.array(PROMPT, np.int32))
-        async with GenerateClient(stack.router.url, KEY, 120.0, 8) as args.generate_client:
-            async with aclosing(stream_generate(args, sample, sampling_params(args))) as pieces:
-                async for piece in pieces:
-                    assert sample.tokens[-1] == piece.tokens[-1]
-                    if sample.response_length >= 20:
-                        break
-            left = time.monotonic()
-            while _load(stack.engine):
-                await asyncio.sleep(0.02)
-        return sample, time.monotonic() - left
-
-    sample, seconds = asyncio.run(use())
-    assert 20 <= sample.response_length < 200
-    assert seconds < 10
-    assert sample.status == Sample.Status.COMPLETED
-    sample.validate()
-    tokens = np.asarray(sample.tokens)[len(PROMPT) :]
-    assert sample.response and text_of(stack, tokens).startswith(sample.response)  # half a character is not shown yet
-    np.testing.assert_allclose(sample.rollout_log_probs, stack.log_probs(0, PROMPT, tokens), atol=1e-4)
-    assert set(sample.weight_versions) == {8}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])
@@ -454,6 +399,8 @@ def test_nothing_is_answered_from_the_cache_of_weights_before(stack: Stack, mode
         stack.engine.end_weight_update()
         stack.engine.resume()
         answers = [ask(), ask()]
+        stack.engine.pause("abort")
+        stack.engine.resume()
         before = running.result()
     answers.append(ask())  # the request that ran has given its own back
     if mode == "abort":
@@ -463,7 +410,7 @@ def test_nothing_is_answered_from_the_cache_of_weights_before(stack: Stack, mode
         want, stale = (stack.log_probs(which, prompt, answer.tokens) for which in (new, old))
         np.testing.assert_allclose(answer.log_probs, want, atol=1e-4)
         assert np.abs(want - stale).mean() > 0.1
-    assert (before.finish_reason, len(before.weight_versions)) == (("abort", 1) if mode == "abort" else ("length", 2))
+    assert (before.finish_reason, len(before.weight_versions)) == ("abort", 1 if mode == "abort" else 2)
 
 
 def test_only_a_token_is_waited_for_until_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,9 +456,9 @@ def test_a_hanging_engine_is_told_from_a_busy_one(stack: Stack) -> None:
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
     begin = time.monotonic()
-    assert "made no token within 3 s (--rollout-health-check-timeout)" in str(stack.engine.fault(3.0))
-    assert 3.0 <= time.monotonic() - begin < 8.0
-    assert "did not answer within 2 s (--rollout-health-check-tim" in str(stack.engine.fault(2.0, makes_tokens=False))
+    assert "made no token within 1 s (--rollout-health-check-timeout)" in str(stack.engine.fault(1.0))
+    assert 1.0 <= time.monotonic() - begin < 8.0
+    assert "did not answer within 1 s (--rollout-health-check-tim" in str(stack.engine.fault(1.0, makes_tokens=False))
     for pid in schedulers:
         os.kill(pid, signal.SIGCONT)
     assert stack.engine.fault(30.0) is None
@@ -519,7 +466,9 @@ def test_a_hanging_engine_is_told_from_a_busy_one(stack: Stack) -> None:
 
 
 def test_a_server_that_cannot_start_ends_with_its_log(tmp_path: Path) -> None:
-    engine = real_engine(tmp_path / "nothing here", tmp_path)
+    model = tmp_path / "nothing here"
+    model.mkdir()  # a server of what is no folder is no fork: it may look at the hub
+    engine = real_engine(model, tmp_path)
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         engine.start()
