@@ -7,8 +7,6 @@ logits differ, which other passes it takes, and what is logged of other engines 
 this process, which has imported SGLang.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The batched attention backend against SGLang's torch_native, over SGLang's own pools, a step after the other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

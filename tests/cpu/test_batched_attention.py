@@ -1,7 +1,5 @@
 """Attention of whole batches against attention computed request by request in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

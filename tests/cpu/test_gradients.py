@@ -1,7 +1,5 @@
 """Gradients of weights that Megatron-core's linear layers add in place on a CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

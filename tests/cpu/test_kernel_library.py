@@ -1,7 +1,5 @@
 """The library of kernels: compiled once for this user alone, never loaded where it is damaged, missed with a reason."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Our kernels against the formulas in float64: values, gradients, types, strides, threads, NaN; and a machine without
 them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

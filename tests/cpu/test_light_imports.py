@@ -1,7 +1,5 @@
 """A server on a CPU imports neither torch's compiler nor SymPy; a trainer is in `test_megatron_patches.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The shims of CUDA in a trainer without it leave the rest of torch as it was. A process of its own for all
 of it, as the shims are for good."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Code that a CPU runs in another way than other devices; "meta" stands for every device but a CPU."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

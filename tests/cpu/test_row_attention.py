@@ -1,7 +1,5 @@
 """Attention of a packed row by our own kernel, against the formula in float64 and against torch's attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Norms and rotary embeddings as single functions: values and gradients, against torch's and Megatron's formulas."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest

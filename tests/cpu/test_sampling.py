@@ -1,7 +1,5 @@
 """Tokens are drawn as often as their probabilities say, whatever the size of the vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

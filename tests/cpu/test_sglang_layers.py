@@ -1,7 +1,5 @@
 """SGLang's layers with our kernels against the same layers without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The import stand-ins: who gets them, and that they cannot be used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

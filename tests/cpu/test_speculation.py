@@ -1,7 +1,5 @@
 """Drafts of n-grams on a CPU: their trees, the walk through them, and attention within them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

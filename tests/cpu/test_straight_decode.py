@@ -1,7 +1,5 @@
 """Decode steps by the straight line and by SGLang's layers, in SGLang's own runner: equal bit by bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A process with a CUDA device imports nothing of the wing `cpu`. Here a decision stands for the device."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One function of a user for every hook; each writes down that the run called it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One tiny model and its task for every end-to-end test."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

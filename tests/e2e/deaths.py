@@ -1,7 +1,5 @@
 """Killing one process of a run: the run's error has to name it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -5,8 +5,6 @@ server of somebody else's lacks: its ranks, and the trainers, are met by torch's
 tell the version of the moment.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -4,8 +4,6 @@ Engines run `hold` in each forward pass (SGLang's `--forward-hooks`). A rollout'
 their answers until `let_go`. `noted_generate` says which rollout has begun, and whose tokens the Buffer has.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

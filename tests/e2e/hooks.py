@@ -1,7 +1,5 @@
 """Hooks of the end-to-end tests: what a user would plug in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

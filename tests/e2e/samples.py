@@ -1,7 +1,5 @@
 """The samples that a run has saved, against a model of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agents that a user could write, with the client packages of both protocols; `forget` makes every third compact."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

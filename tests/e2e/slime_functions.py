@@ -1,7 +1,5 @@
 """Functions as slime's users write them; only the line of the import differs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A task as slime's users write one, with slime's imports: rollout, evaluation, generation with fan-out, reward."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from argparse import Namespace

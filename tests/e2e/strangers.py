@@ -1,7 +1,5 @@
 """What a process without a key gets from a listening socket; and who listens, from /proc."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -4,8 +4,6 @@ A reward that raises: test_console.py. An engine that does not come up: tests/en
 is cut off: tests/models/test_hf_io.py.
 """
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a person sees while a run goes on, and after it, where there is nothing to learn, and then a mistake."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 SIGTERM to the driver: test_security.py. SIGINT to it: test_exactness.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A whole run whose evaluations have engines of their own: training goes on, and each result is of one version."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Then resumes with other flags: what the metrics and the last message say.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

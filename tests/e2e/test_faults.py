@@ -1,7 +1,5 @@
 """With --use-fault-tolerance a run outlives its engines. Without, its error names who died: tests/e2e/deaths.py."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What only a GPU can show: the loop in bf16 with CUDA IPC between trainer and engine on one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines that others have started work for a whole run, join it and leave it, and go on when it has ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

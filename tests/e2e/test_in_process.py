@@ -1,7 +1,5 @@
 """A whole run in one process, in a terminal: a breakpoint in a user's reward and in the loss stops there."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -4,8 +4,6 @@ Each ends when a process is killed, and its error names that one. Of others that
 engine's actor in test_saved_samples.py, its server in test_end_of_run.py.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

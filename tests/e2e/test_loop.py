@@ -3,8 +3,6 @@
 Then functions written for slime; a rollout function of its kind: test_security.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

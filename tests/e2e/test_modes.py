@@ -1,7 +1,5 @@
 """The modes besides rl, each run through the command line; one feeds the next."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs in which generation runs ahead: the bound holds, and a run that goes on loses and doubles no prompt."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 Samples of agents: test_sessions.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 Then one under a policy that writes nothing but cheats and escapes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Agents with the client packages of both protocols, trained two steps; every token is scored by transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions, whole tasks and launch scripts written for slime. A client by its own requests: test_security.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

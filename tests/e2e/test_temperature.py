@@ -1,7 +1,5 @@
 """Trainers score each token at the temperature at which it was sampled, also where a user's function changes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ pytestmark = pytest.mark.e2e
 
 HOOKS = """
 import aiohttp
+from fusionrl.plugin_api import post
 from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.agent import append_text, begin
 
@@ -41,9 +40,9 @@ async def by_hand(args, sample, sampling_params):
     prompt = sample.prompt_tokens.tolist()
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     params = dict(sampling_params, temperature=1.8)
-    payload = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-    async with aiohttp.ClientSession() as client, client.post(url, json=payload) as response:  # it knows of no keys
-        answer = await response.json()
+    answer = await post(url, {"input_ids": prompt, "sampling_params": params, "return_logprob": True})
+    async with aiohttp.ClientSession() as client, client.post(url, json={"input_ids": prompt}) as response:
+        response.raise_for_status()  # a client that knows of no keys
     entries = answer["meta_info"]["output_token_logprobs"]
     sample.tokens = prompt + [entry[1] for entry in entries]
     sample.response_length, sample.response = len(entries), answer["text"]

@@ -1,7 +1,5 @@
 """A run on two Ray nodes with engines of different sizes and flags; one spans both nodes, and is lost in between."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Answers that no engine should give, each a change of a good one: `MUTATIONS` has the kind of each."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 from typing import Any

@@ -1,7 +1,5 @@
 """A real SGLang engine on a CPU, and transformers' numbers to compare its own with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

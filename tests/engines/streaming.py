@@ -1,7 +1,5 @@
 """An HTTP engine that streams one known answer, and dies, hangs or refuses when a test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

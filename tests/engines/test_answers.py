@@ -1,7 +1,5 @@
 """Answers of engines that no engine should give: refused in one place, asked once more elsewhere, never trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import resource

@@ -1,7 +1,5 @@
 """GenerateClient against a small server that fails on demand."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Changes of tensors as bytes: out comes what went in, and damage is noticed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

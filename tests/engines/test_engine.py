@@ -1,7 +1,5 @@
 """One real SGLang server behind a real router, on a CPU: generation, control, weight updates, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Which engines of others a run takes, and the one message for those that it does not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Long answers are parsed in helper processes: the same arrays, whatever becomes of the processes."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """ChildProcess, port reservation: the failures are made to happen."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pickle

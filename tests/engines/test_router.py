@@ -1,7 +1,5 @@
 """The real router: before engines that die or hang, with and without a key, and where engines prefill or decode."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """Real engines with a reward model and with a teacher in them: their numbers are transformers'."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import Iterator

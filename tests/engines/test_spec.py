@@ -1,7 +1,5 @@
 """The command line and environment of an engine."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real SGLang engine on a CPU that speculates with n-grams: its log-probs are the model's, drafts or not."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Streamed answers: pieces in order, once each, also where the engine dies on the way."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 from typing import Any

@@ -1,7 +1,5 @@
 """What a push sends by value is a pickle that SGLang reads."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

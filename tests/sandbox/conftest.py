@@ -1,7 +1,5 @@
 """The sandbox in each mode, as each user."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 python driver.py      in {"code", "stdin", "limits"}, out the fields of the result, or {"error": …}
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -4,8 +4,6 @@ Each is run behind `PRELUDE`, which gives it the targets that the test has set u
 a failed attempt.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

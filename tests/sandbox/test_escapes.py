@@ -1,7 +1,5 @@
 """Programs that try to escape: in both modes, as root and as another user, and without a sandbox (they succeed)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Limits, results and cleaning up of the sandbox, for real, in both modes; escapes have a file of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The filter of system calls, by itself: its numbers against the headers of the system, and its branches."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

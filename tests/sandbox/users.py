@@ -1,7 +1,5 @@
 """The sandbox in each mode, and as each user that a test can be: root, another one, or whoever runs the tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Targets of a push at which something goes wrong. Ranks that are handed one import this, which takes no time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil

@@ -1,7 +1,5 @@
 """A rank of `LocalRanks` that pushes: `Pusher(pool, rank)` has the methods that the protocol calls on a trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.trainer.local_ranks import LocalRanks

@@ -1,7 +1,5 @@
 """Checksums of an engine's tensors, against the same tensors cut up by hand."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Handles of GPU memory name the GPU by its UUID, as the engine numbers its own."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import importlib.util

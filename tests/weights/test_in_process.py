@@ -1,7 +1,5 @@
 """Calls within one process: queued, overlapping and failing as those of Ray's actors."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """From when on engines stand still: not while they end what they compute."""
 
-from __future__ import annotations
-
 import threading
 import time
 

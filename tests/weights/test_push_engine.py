@@ -1,7 +1,5 @@
 """A push from real Megatron ranks to a real engine: what it then computes, and what follows when a rank is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A choice of `tools/push_matrix.py`: real engines and trainer ranks, through the code that a run pushes with."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pieces of a push that need no process: conversion in a bucket's place, the order of sends, waiting for calls."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """A push between real processes in real groups: every byte, in any layout; and what happens when one of them dies."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Threads of a push work on their rank's GPU."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import threading

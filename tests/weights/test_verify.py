@@ -1,7 +1,5 @@
 """The verification of a push, where an engine's answer says something strange of its weights."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
