@@ -7,8 +7,6 @@ own.
 `args` has slime's flat names. It is a copy: a hook may set attributes on it, and nothing written there reaches the run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer

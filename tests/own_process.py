@@ -1,7 +1,5 @@
 """Processes of a test: code that needs one of its own, as its imports are for good, and waits for others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command as a user types it: exit codes, all mistakes at once, soon, and without loading the stack."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Commands of the documentation that are run here, as the pages have them, and the flags that these pages name."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

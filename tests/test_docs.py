@@ -1,7 +1,5 @@
 """The documentation: the site builds, README leads into it, and the files that its pages name exist."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The last message of a run that was stopped: what is kept, what is lost, and the command that goes on."""
 
-from __future__ import annotations
-
 import io
 import logging
 from pathlib import Path

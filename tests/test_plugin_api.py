@@ -1,7 +1,5 @@
 """The names that slime's users import, and what they mean."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import copy

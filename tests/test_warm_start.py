@@ -1,7 +1,5 @@
 """Branches of a run that are forks of a nursery which several runs share."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -5,8 +5,6 @@ a second or two of a core and not ten. A process whose environment is another is
 of runs and of the nursery SGLang imports the models of all architectures of these tests.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

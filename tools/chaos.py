@@ -17,8 +17,6 @@ of the parts that they were to kill first was never killed. The runs follow from
 run N alone again; moments within it vary with the machine. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

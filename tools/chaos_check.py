@@ -4,8 +4,6 @@ Everything is read from what the run has saved (`rollouts/`, `metrics.jsonl`, `c
 run was to do (`Shape`). Each function returns its violations as sentences; no sentence, no violation.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

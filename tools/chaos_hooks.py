@@ -1,7 +1,5 @@
 """A user's functions in the runs of tools/chaos.py; what they decide follows from the prompt alone."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 from fusionrl.plugin_api import Sample

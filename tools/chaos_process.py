@@ -1,7 +1,5 @@
 """One attempt of a run: start it, kill a part of it at a chosen moment, wait for its end, and see what is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

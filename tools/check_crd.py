@@ -6,8 +6,6 @@ The API server drops fields that it does not know, with a warning at most; here 
 are in its repository, under ray-operator/config/crd/bases.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

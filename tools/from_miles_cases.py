@@ -4,8 +4,6 @@ The list has each function of examples/ that a flag, or a setting like one, name
 of miles, and each function of miles/rollout that a launch file names. A list of tools counts as a function.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

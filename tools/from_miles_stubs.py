@@ -1,7 +1,5 @@
 """The least of packages that examples of miles import, written anew from how the examples call them."""
 
-from __future__ import annotations
-
 from from_slime_stubs import STRANDS as STRANDS_OF_SLIME
 
 # miles asks for another version of the package: the same turns under other names.

@@ -1,7 +1,5 @@
 """The user-level functions of slime's examples and plug-ins, and how each is run: flags, data, servers, evidence."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -9,8 +9,6 @@ projects that are not installed are stood in for by empty ones, and named. The k
 signature; it is also checked against the call that the flag makes. Exits with 1 if fewer pass than --least.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.machinery

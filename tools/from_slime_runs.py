@@ -12,8 +12,6 @@ gradient, and the evidence is there that the functions did their work. One line 
 reason. Exits with 1 if fewer pass than --least.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -11,8 +11,6 @@ Every difference that is not stated there is printed, and the exit status is 1. 
 with the scores of both, for a look at what has changed; a reason is kept where the line has one.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

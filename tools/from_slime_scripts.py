@@ -12,8 +12,6 @@ are read all the same, and the line says which family is missing. A line "custom
 fusionrl has, which go into the file of --custom-config-path.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import collections

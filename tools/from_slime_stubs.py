@@ -4,8 +4,6 @@ The model writes what an agent would: calls of tools, answers, ends of thoughts.
 its random weights make likely, so that a few sampled tokens reach all branches of an example.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import threading

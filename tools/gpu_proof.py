@@ -9,8 +9,6 @@ A stage that has passed on this machine with these sources is not run again with
 run is named, with the reason. The exit status is 1 if a stage failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

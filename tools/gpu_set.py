@@ -6,8 +6,6 @@ It runs with the Python of that set. Steps run one after the other, in processes
 has a folder with its output, and DIR/results.jsonl a line. The exit status is 1 if a step failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

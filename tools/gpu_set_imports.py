@@ -4,8 +4,6 @@ The packages of OURS must import: trainers and engines on a CPU need them, or ha
 and found out here. The others are SGLang's; their messages without CUDA's driver are printed, and are not failures.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import signal

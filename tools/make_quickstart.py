@@ -11,8 +11,6 @@ numbers are split once by the seed: `eval` holds 512 of them, `sft` and `train` 
 accuracy on `eval` is always one on sums that no training has shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -16,8 +16,6 @@ them: without repetition the short sums, of which there are few (200 of two one-
 ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -6,8 +6,6 @@ For a first try of a launch command on a machine without a GPU: the model takes 
 template, runs in a second, and knows nothing. The folder `--of` needs no weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

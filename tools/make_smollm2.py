@@ -8,8 +8,6 @@ so the folder (538 MB: config, tokenizer with chat template, model.safetensors) 
 values, not the original ones. No network is used. A folder that is already complete is left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import shutil

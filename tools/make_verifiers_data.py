@@ -8,8 +8,6 @@ writes DIR/train.jsonl and, where the environment has data for evaluation, DIR/e
 that files of several environments can be put together.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

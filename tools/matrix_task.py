@@ -5,8 +5,6 @@ pushes. One token of its vocabulary is a whole tool call: it is sampled as often
 turns that end call the tool.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ megatron-core: name the file of a checkout of the same version. One line an opti
 default of the parser. docs/guides/from-slime.md says what fusionrl does with each.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

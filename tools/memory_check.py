@@ -13,8 +13,6 @@ Without a choice: all of them. All ranks are in this process: a process group th
 each rank its part of the model. Exit code 1 where a bound is passed. Three minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ those of transformers' autograd. With --logits, instead: every family's logits a
 one rank and divided. Exit code 1 where a bound is passed. Two to six minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The models and layouts of `tools/parity.py`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions that the runs of tools/pipeline_matrix.py plug in: a reward, and a tool that takes its time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from argparse import Namespace

@@ -14,8 +14,6 @@ async-partial. `--pauses N` measures instead how long engines stand still at a p
 turns. A row takes about a minute on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ micro-batches of one sequence; experts padded to an even share. Of rows that dif
 the first is kept: their peaks are the same. Figures are facts that were measured there; nothing here was run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

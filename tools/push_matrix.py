@@ -9,8 +9,6 @@ with the trainers', and the checksum of every tensor on every engine rank with t
 the trainers. Exit code 1 where one differs. About 5 minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

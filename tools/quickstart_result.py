@@ -3,8 +3,6 @@
 python tools/quickstart_result.py FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

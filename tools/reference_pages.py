@@ -4,8 +4,6 @@ python -m tools.reference_pages commands > docs/reference/commands.md
 python -m tools.reference_pages plugin_api > docs/reference/plugin_api.md
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType

@@ -8,8 +8,6 @@ without it, those that the package trl ships. One line a template: how many conv
 every way, and how many are refused, each refusal naming the field. Exits with 1 if a conversation has two renderings.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -5,8 +5,6 @@
 With --limits the exit code is 1 if a figure is over its limit; EXCEPTIONS names classes that may be larger.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import statistics

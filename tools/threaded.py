@@ -1,7 +1,5 @@
 """An object called as a Ray actor is, in threads of this process, for tools and tests that do without Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property

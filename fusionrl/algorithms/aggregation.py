@@ -1,7 +1,5 @@
 """Aggregation of the losses of tokens into one number."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -14,8 +14,6 @@ be multiplied by its weight. Methods as options (`CorrectionOptions`):
                         (arXiv 2110.00641; AReaL, arXiv 2505.24298)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language M
 Which tokens is decided once for a whole mini-batch, by `select`; the losses take the choice as `selected`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fusionrl.algorithms.policy_losses import PolicyLossOptions

@@ -1,7 +1,5 @@
 """Direct preference optimization: pairs of a chosen and a rejected answer. arXiv 2305.18290."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -6,8 +6,6 @@ docs/internals/extend.md has a complete example. Everything that the name of an 
 of its entry; no other code compares the name. Nothing here needs torch: the command line and the Buffer read the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Estimates of an evaluation: pass@k, and the error of a mean over samples that come in groups of one prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ A group stage runs in the Buffer, where all groups are known. Nothing here needs
 import it.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

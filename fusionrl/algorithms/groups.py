@@ -1,7 +1,5 @@
 """A rollout's samples in their groups, as advantages of whole samples see them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

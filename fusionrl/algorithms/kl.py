@@ -4,8 +4,6 @@ Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blo
 `x = log p_policy(token)` and `y = log p_reference(token)` of a token drawn from the policy:
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Two models' log-probs of the same tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 `policy_losses.py` has their functions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _RANGE = ("eps_clip", "eps_clip_high")

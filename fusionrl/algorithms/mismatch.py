@@ -1,7 +1,5 @@
 """Distance of the engine's log-probs from the trainer's for the same tokens under the same weights."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The warning about a mismatch of engine and trainer, with its likely causes. The driver's part: without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

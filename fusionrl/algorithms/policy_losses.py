@@ -4,8 +4,6 @@ A policy loss is a function of N flat tokens: (log-probs of the policy now, of t
 [N]; their sequences; options) -> (loss of each token [N], metrics: values of tokens [N], whose masked mean counts).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

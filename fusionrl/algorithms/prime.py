@@ -6,8 +6,6 @@ Source: PRIME (arXiv 2502.01456), after arXiv 2412.01981. The steps of one rollo
 `Responses.mean` of them, `leave_one_out` over all ranks' samples, `prime_advantages`, whitening.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import softplus
 

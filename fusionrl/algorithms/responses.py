@@ -1,7 +1,5 @@
 """The response tokens of a batch of samples, and which of them are trained on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Sums over sequences whose tokens stand flat in one tensor, and may be spread over context-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 All run over each sample's trained tokens; how untrained ones count: see `Responses`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

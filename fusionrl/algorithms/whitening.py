@@ -1,7 +1,5 @@
 """Whitening: mean 0 and deviation 1 over the trained tokens of a whole batch, however it is split over ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Files in the user's cache folder, for this user alone, of what takes longer to find out than to read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

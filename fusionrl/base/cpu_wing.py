@@ -3,8 +3,6 @@
 A process that has a CUDA device and the packages for it imports nothing of `fusionrl.cpu`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import sys

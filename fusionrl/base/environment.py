@@ -4,8 +4,6 @@ The shell that starts a run often holds keys: HF_TOKEN, WANDB_API_KEY, those of 
 its row of `NEEDS` and no others; other variables are inherited as usual.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence

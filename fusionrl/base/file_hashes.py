@@ -4,8 +4,6 @@ They find what was damaged, cut off, exchanged or left out. They are not a signa
 their hashes too, so what reads the files trusts none of them (`fusionrl.trainer.safe_load`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -8,8 +8,6 @@ Engines that others have started know nothing of meetings: the trainer says of t
 then dies, the others wait inside gloo's constructor; so the run's own members look there, too (`RevocableStore`).
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

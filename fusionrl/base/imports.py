@@ -1,7 +1,5 @@
 """Imports of large libraries, without the collections of garbage that they set off."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Suppress third-party logs while flags are checked."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

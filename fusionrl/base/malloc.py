@@ -4,8 +4,6 @@ By itself glibc gives large blocks back to the system when they are freed, and t
 page, each filled with zeros: for a tensor that a step makes and drops, that can take longer than to compute it.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of the two settings

@@ -1,7 +1,5 @@
 """Tables of Markdown pages that the code reads itself: a page for people and the data are one file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Only the node itself can tell which of its interfaces has an address: a process asks for its own, when it starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"

@@ -3,8 +3,6 @@
 Standard library alone: a program that runs for 30 ms uses it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The limit of open files: each request under way is a connection, and a connection is an open file."""
 
-from __future__ import annotations
-
 import resource
 
 _MOST = 1 << 20

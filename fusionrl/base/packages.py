@@ -3,8 +3,6 @@
 Packages of a run fit only in their pinned versions (docs/get-started/install.md), so a cure never says `pip install`.
 """
 
-from __future__ import annotations
-
 SETS = {
     "examples": ("bm25s", "blake3", "datasets", "langdetect", "math-verify", "pyarrow", "xxhash", "zstandard"),
     "trackers": ("tensorboard", "wandb"),

@@ -4,8 +4,6 @@ with waiting(lambda: pending):  # strings, or Ray references whose actor is know
     ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 

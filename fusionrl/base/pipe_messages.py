@@ -1,7 +1,5 @@
 """Messages between a process and a helper that it started: pickles, each behind its length."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Numbers in sentences."""
 
-from __future__ import annotations
-
 
 def counted(number: int, noun: str) -> str:
     """Return "1 node", "2 nodes", "0 nodes"."""

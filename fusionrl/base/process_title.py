@@ -1,7 +1,5 @@
 """The command line of a forked process, as `ps` shows it."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

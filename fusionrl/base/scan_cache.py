@@ -5,8 +5,6 @@ every installed package: a second of a core in each process that reads a tokeniz
 (`cache_files.py`), named by the sizes and times of the files and folders that they came from.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

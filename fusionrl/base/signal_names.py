@@ -1,7 +1,5 @@
 """Names of signals, also of those that Python's `signal.Signals` does not have."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -1,7 +1,5 @@
 """The folder for temporary files among which are sockets: their paths are short, and Ray reads them as ASCII."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The name, or the path, that a mistyped one may have meant."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ process (`kill -USR1`, or `is_forced`), the handler itself writes, in C: also wh
 threads may change the stacks meanwhile, and the process may crash.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

@@ -6,8 +6,6 @@ TCPStore is bound to its node's address in the cluster, and the kernel drops con
 (`PEERS_VARIABLE`). Who can run programs on a node can still connect.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -4,8 +4,6 @@ It is an asyncio actor, and this file holds its messages alone. Its control loop
 synchronous, so it runs in a thread, and status, metrics, abort and save answer while it does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

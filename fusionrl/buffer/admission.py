@@ -5,8 +5,6 @@ All groups of a function that says `keeps_groups = True` stay with the function 
 nothing, so do those that a thread of its own drew, as long as the thread lives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

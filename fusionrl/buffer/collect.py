@@ -1,7 +1,5 @@
 """Collection: the rollout function is called until there are enough groups; what it left undone is done here."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections import Counter

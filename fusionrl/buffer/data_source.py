@@ -3,8 +3,6 @@
 `PromptSource` owns the run's: its state as it is now, and as it was right after the last rollouts.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Evaluation sets: answered by the engines and scored, or in --mode sft made into shards for a loss; their metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The report stage: numbers, facts and a few samples of a rollout, for metrics.jsonl, warnings and the console."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each stage is a function of the stage before it, in a file of its own; users' fu
 between them. The collection is the only stage that waits for engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

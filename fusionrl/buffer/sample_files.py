@@ -3,8 +3,6 @@
 Values of single samples that trainers computed are written next to a rollout's file and in its order.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ It runs in a thread with an event loop of its own, and owns the controller's sta
 (`next_batch`, `trained`, `pushed`); generation and rewards continue meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import time

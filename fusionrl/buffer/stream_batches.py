@@ -6,8 +6,6 @@ the order in which it was drawn. So a function that keeps groups under way from 
 Which groups it keeps, and which it has dropped, is the rule of `fusionrl.buffer.admission`.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -1,7 +1,5 @@
 """The Buffer's messages about its stream (`stream.py`), under a pipeline that has one."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Metrics of a stream: the controller's state at a batch, tokens since the batch before, and how long was waited."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -5,8 +5,6 @@ state     of the controller (`State.to_dict`)
 groups    ordinal → {"blank": samples as they came from the data, "made": with answers and rewards, or "parked"}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict

@@ -1,7 +1,5 @@
 """A thread with its own event loop, and calls into it from other threads."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

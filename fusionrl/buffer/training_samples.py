@@ -1,7 +1,5 @@
 """The samples that are trained on: their rewards, and the choice of all, converted ones, or pairs for DPO."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

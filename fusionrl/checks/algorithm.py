@@ -1,7 +1,5 @@
 """Errors of the algorithm's flags."""
 
-from __future__ import annotations
-
 from fusionrl.algorithms.estimators import names_where, readers_of
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of, has_own_rollout

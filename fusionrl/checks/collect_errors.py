@@ -1,7 +1,5 @@
 """Collection of mistakes: all checks run, and all mistakes are listed at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ Each flag names its scopes where it is declared (`config.scopes`); a missing one
 value that only makes sense there.
 """
 
-from __future__ import annotations
-
 from fusionrl.config.config import Config
 from fusionrl.config.fields import FIELDS, GROUP_OF
 from fusionrl.config.groups.base import scopes_of

@@ -1,7 +1,5 @@
 """Checks of the evaluation sets and of what is kept by their results."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A name is looked up in the local cache first. A missing file is downloaded, if t
 not, the error says how to get it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -5,8 +5,6 @@ Megatron flag is passed through. What fusionrl's own flags may say is checked by
 `tests/checks/test_megatron.py` holds that Megatron agrees.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import traceback
 import warnings

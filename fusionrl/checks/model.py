@@ -1,7 +1,5 @@
 """Checks of --hf-checkpoint and other folders of weights, of the size of an engine, and of pushes by files."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Checks of modes, of --in-process, of the folders from which Ray starts workers, and of engines that only evaluate or
 that others start."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of what a run writes and reads again: its folder, paths with {rollout_id}."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

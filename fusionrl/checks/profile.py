@@ -1,7 +1,5 @@
 """Checks of --profile-…: steps and processes that the run has, and a tool that this machine has."""
 
-from __future__ import annotations
-
 import shutil
 
 from fusionrl.config.config import Config

@@ -1,7 +1,5 @@
 """Checks of rewards, of labels by the built-in reward, and of the sandbox for a model's programs."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks of the flags of a rollout: lengths of an answer, filters, sampling parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

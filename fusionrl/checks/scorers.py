@@ -1,7 +1,5 @@
 """Checks of the flags of reward models (--rm-*, --prm-*) and of a teacher (--opd-*), and of the folders they name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fusionrl.checks.model import size_errors

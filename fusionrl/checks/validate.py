@@ -3,8 +3,6 @@
 Each subject has a file in this room; a function `…_errors` returns messages that name flag, value and cure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors

@@ -1,7 +1,5 @@
 """Warnings of settings that are allowed but probably not meant, shown with the plan and when a run starts."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

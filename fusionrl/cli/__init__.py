@@ -1,7 +1,5 @@
 """The command `fusionrl`. Only the module of the command that is given is imported."""
 
-from __future__ import annotations
-
 import io
 import os
 import select

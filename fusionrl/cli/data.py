@@ -1,7 +1,5 @@
 """`fusionrl data check FILE… [flags]`: read prompt data, and list all that is wrong with it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The device of this machine, found without torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The message of a run that ended before its last step: the saved steps, and the command that resumes it."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fusionrl engines add|remove|list`: engines that you start yourself join and leave a live run."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

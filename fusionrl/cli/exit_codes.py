@@ -1,7 +1,5 @@
 """Exit codes of the command, and how it reports a user's mistakes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """`fusionrl flags [--template]`: the reference of all flags, or a file of them for --config."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fusionrl.config.reference import render_reference, render_template

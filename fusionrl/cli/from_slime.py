@@ -1,7 +1,5 @@
 """The function that shims of `fusionrl from-slime --shim` import; the wing `compat` has it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """`fusionrl plan`: check the flags of a run and print its plan; nothing is started."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fusionrl.checks.warnings import run_warnings

@@ -1,7 +1,5 @@
 """`fusionrl plan --cluster …`: the plan for a cluster elsewhere, from a config.json alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

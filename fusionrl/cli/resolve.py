@@ -1,7 +1,5 @@
 """From a command line to a checked configuration and its plan. All mistakes are found before anything starts."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@ A key has the names that share a cure, which names fusionrl flags (a test checks
 it. A name that is a flag here with another meaning is not in these tables.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 

@@ -1,7 +1,5 @@
 """Sizes that divide a count, for messages about one that does not."""
 
-from __future__ import annotations
-
 import math
 
 SHOWN = 6  # of many the nearest

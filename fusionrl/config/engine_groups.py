@@ -6,8 +6,6 @@ A group is a name, its devices, and SGLang flags that its engines get on top of 
 the policy's model and get the weights of every push that reaches them; docs/guides/engines.md explains the roles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -3,8 +3,6 @@
 docs/guides/evaluation.md shows the file, which has slime's form; its keys are the fields of `EvalSet`.
 """
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Mapping

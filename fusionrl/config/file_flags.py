@@ -4,8 +4,6 @@ A key is a flag's name, with dashes or underscores. It may stand under the name 
 in the config.json that a run writes, which is read back in this way too.
 """
 
-from __future__ import annotations
-
 import json
 import typing
 from collections.abc import Collection

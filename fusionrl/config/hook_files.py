@@ -14,8 +14,6 @@ next to a hook hides a standard one from the hook's other files; within a packag
 Python finds by itself, because the folder is in sys.path, keeps its own name: no module is loaded twice.
 """
 
-from __future__ import annotations
-
 import builtins
 import hashlib
 import importlib

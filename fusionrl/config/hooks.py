@@ -4,8 +4,6 @@ A hook is loaded when the command starts, before Ray does, and again by name in 
 finds modules next to a hook's file; `user_code` reports what a hook raises.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The command line, generated from the groups. All mistakes are reported together."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

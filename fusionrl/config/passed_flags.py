@@ -1,7 +1,5 @@
 """Flags without a field in fusionrl: passed through to SGLang, the router and Megatron-core, or refused with a cure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Flags that only `fusionrl plan` has."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

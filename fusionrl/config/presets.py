@@ -1,7 +1,5 @@
 """`--algorithm NAME`: the flags of a published algorithm; a flag that the user also passes overrides the preset."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

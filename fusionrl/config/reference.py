@@ -1,7 +1,5 @@
 """Generated texts on flags: the page docs/reference/flags.md, and the file of `fusionrl flags --template`. Pure."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import typing

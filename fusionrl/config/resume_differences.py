@@ -1,7 +1,5 @@
 """The flags in which a resumed run differs from its earlier part. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Spelling of on/off flags: `--x` and `--no-x`; a field `no_x` is one flag, `--no-x`, which turns it on."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ describes the options that are plain (a number, a text, a switch, with or withou
 and every value that it would refuse, is for the package's own parser, and so every message is the package's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Errors of a user's functions: whose fault it was, where in the user's own files, and at which samples."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

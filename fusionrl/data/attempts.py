@@ -5,8 +5,6 @@ A generate function may return several samples for one (segments of a conversati
 weighs the same whatever the number of its samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

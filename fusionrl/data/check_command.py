@@ -1,7 +1,5 @@
 """`fusionrl data check`: everything that is wrong with prompt data, with its place."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

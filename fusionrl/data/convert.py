@@ -1,7 +1,5 @@
 """Samples from the return value of a user's conversion function (slime's dict of lists)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Findings about rows, grouped by cause: one line a cause, with the number of rows and the first three of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Where a set stands is one number, how many of its prompts were drawn, and everyt
 set's epoch and offset, its order in that epoch (with the seed), and the set that is drawn next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Fields of `Sample` that are more than plain attributes, and slime's counts of a sample's requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self

@@ -13,8 +13,6 @@ In a checkpoint, JSON gives back each value with its type, and arrays bit by bit
 and an object of another kind, which a hook may have put there, is stored as `to_jsonable` has it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

@@ -5,8 +5,6 @@ array a field; `FIELDS` says for each field over what it runs. A value that a us
 (one dict a sample) or through a column of its own, `extra`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

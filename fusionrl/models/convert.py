@@ -3,8 +3,6 @@
 `split(join(tensors))` is what a tensor-parallel rank loads; `take_apart(gather(parts))` what is exported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ A block's scale is its largest |value| / 448, the largest number of float8_e4m3f
 is exact; with ue8m0 the next power of two (DeepSeek-V3, arXiv:2412.19437, 3.3; DeepSeek-V3.1 for ue8m0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The quantisation of a checkpoint: weights that engines hold in fp8, block by block. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

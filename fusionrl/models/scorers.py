@@ -1,7 +1,5 @@
 """Models that score what the policy samples, a reward model and a teacher: what their Hugging Face folders say."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

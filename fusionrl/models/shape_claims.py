@@ -1,7 +1,5 @@
 """Compare the model shape in a launch script's Megatron-LM flags with config.json. Pure."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Checks of a Hugging Face folder's weight files by their headers: milliseconds, before anything starts."""
 
-from __future__ import annotations
-
 import functools
 import json
 import struct

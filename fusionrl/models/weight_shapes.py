@@ -1,7 +1,5 @@
 """A checkpoint's config.json against the shapes in the headers of its .safetensors files. Pure; reads headers only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

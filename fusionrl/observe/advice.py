@@ -4,8 +4,6 @@ The Buffer gathers `RolloutFacts`; the driver asks `Watches` after each rollout 
 answers. Pure: nothing here knows flags beyond their names, nor a file.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass

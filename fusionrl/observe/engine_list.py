@@ -5,8 +5,6 @@ starts engines (a person, a scheduler's script, `fusionrl engines`) writes it, a
 `engines.json` is written by the run.
 """
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import json

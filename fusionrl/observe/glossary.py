@@ -8,8 +8,6 @@ Tests compare the table with the code (tests/observe/test_glossary.py) and with 
 (tests/e2e/launch.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ What a driver or a card does not support is None, never an error: a laptop's car
 GPU (MIG) has no utilisation. Without a driver there is no `Nvml`, and a run continues without its numbers.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Turns what a step hands over (Python, numpy, torch) into what JSON can hold; imports neither library."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

@@ -1,7 +1,5 @@
 """An HTTP server for the page of `fusionrl view --serve` and for Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

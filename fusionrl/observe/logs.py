@@ -4,8 +4,6 @@ The file gets all our messages at the chosen level, and the libraries' warnings.
 the libraries' warnings, of which it shows only errors.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

@@ -7,8 +7,6 @@ resumed run appends to the same file: `read_metrics` merges what two attempts wr
     {"step": 4, "attempt": 1, "time": 1760000009.456, "train/loss": null, "nonfinite": ["train/loss"]}
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ A line of the panel is a list of pieces (text, style). A piece that does not fit
 with those after it, so a narrow terminal loses the least important end of a line and never shows half a number.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

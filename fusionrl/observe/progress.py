@@ -10,8 +10,6 @@ rich redraws the panel in place. The cursor stays visible below it, so a killed 
 repair.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Text of models and data, made safe and short for a terminal or a log. Pure."""
 
-from __future__ import annotations
-
 import json
 import re
 

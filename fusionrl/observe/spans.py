@@ -16,8 +16,6 @@ A process calls `record_to` once. From then on each of its modules says where it
 Without `record_to` all of these do nothing. No span for a single token: a record costs some microseconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -1,7 +1,5 @@
 """Apply an event to the controller's state."""
 
-from __future__ import annotations
-
 from fusionrl.pipeline import events
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import Group, State, update_group

@@ -4,8 +4,6 @@ Three questions, answered from the state alone: may the trainers start something
 get more groups. Where the answer is no, a `Wait` gives the reason and the groups, so that a stalled run can show why.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Events of a pipeline, and the actions that the controller decides on. A started action is applied like an event."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

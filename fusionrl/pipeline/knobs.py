@@ -1,7 +1,5 @@
 """The controller's settings, and the pipelines, which are presets of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@
 --rollout-max-context-len 8192 --max-turns 8
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusionrl.rollout.agent import run_agent

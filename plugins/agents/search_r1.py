@@ -8,8 +8,6 @@ with <answer>…</answer>. Works with any prompt, chat template or none. The cor
 `title`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

@@ -6,8 +6,6 @@ All three get the reward of the final solution, so that the critic is paid for w
 share one group and its baseline.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -12,8 +12,6 @@ a new sample; all samples of one rollout share its reward. A row's metadata name
 have several.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

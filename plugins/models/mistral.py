@@ -6,8 +6,6 @@ and saving checkpoints, weight pushes, layouts, memory estimates and verificatio
 The name of the file is config.json's `model_type`. Nothing else has to be registered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fusionrl.models.families import parts

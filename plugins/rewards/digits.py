@@ -6,8 +6,6 @@
 whose samples are all wrong still says which of them were less wrong, so that few samples go a long way.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@
 The last number of the response counts: reasoning before it is free, a second guess after it is not.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusionrl.rewards.registry import grade

@@ -13,8 +13,6 @@ A row's metadata carries `source_dataset` (the name of the task), `entry` (what 
     no such tag         where the label is a number, the last number; else the whole text
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

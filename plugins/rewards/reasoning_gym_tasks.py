@@ -6,8 +6,6 @@ answers for right ones: puzzle24 does not compare the numbers of an answer with 
 game_of_life_halting takes any text, coin_flip a first digit, and complex_arithmetic `nan`.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -3,8 +3,6 @@
 --custom-rm-path plugins.rewards.rubric.reward
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

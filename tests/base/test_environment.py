@@ -1,7 +1,5 @@
 """Which secrets a process inherits: the table, the names, and processes that are really started."""
 
-from __future__ import annotations
-
 import collections
 import os
 import re

@@ -1,7 +1,5 @@
 """Members of a group meet in its store, and are let go when one of them never comes. The stores and groups are real."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import time

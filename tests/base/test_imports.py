@@ -1,7 +1,5 @@
 """Large libraries are imported without collections of garbage."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """A stand-in gives the names that are asked for, and everybody has the real module once somebody imports it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Memory that a process frees: kept where it asks for that, and given back when it says so."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

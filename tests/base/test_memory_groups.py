@@ -1,7 +1,5 @@
 """Limits of memory by control groups, and the kernel's kills, as both versions of control groups have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The interface of collectives: looked up by the process that uses it, on its own node."""
 
-from __future__ import annotations
-
 import os
 import socket
 

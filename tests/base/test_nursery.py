@@ -1,7 +1,5 @@
 """A nursery's forks are the processes that were asked for, and it gives no others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run opens as many files as its machine allows, and so do the processes that it starts."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

@@ -1,7 +1,5 @@
 """What transformers finds out when it is imported is kept, and found out anew when a file or a package changes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import sys

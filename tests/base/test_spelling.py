@@ -1,7 +1,5 @@
 """The path that a mistyped one may have meant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

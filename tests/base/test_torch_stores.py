@@ -1,7 +1,5 @@
 """Stores of process groups: joined by those who should, and by nobody else."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server that answers `/generate` at once, as SGLang does: `python -m tests.buffer.answer_server NUM_TOKENS`."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Rollout functions of a user's for tests of the stream: they make whole batches, in the ways that are known."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

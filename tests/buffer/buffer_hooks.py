@@ -1,7 +1,5 @@
 """Rollout, reward and filter functions of the Buffer's tests, and notes of how they were called."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

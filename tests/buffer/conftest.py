@@ -1,7 +1,5 @@
 """Buffers that the tests of this room share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions of a user's for tests of the stream: answers that take their time, by weights that change meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

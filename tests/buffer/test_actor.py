@@ -1,7 +1,5 @@
 """The Buffer: its control loop stays awake, hooks are applied once, a resume loses and doubles nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

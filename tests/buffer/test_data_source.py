@@ -1,7 +1,5 @@
 """The default data source: epochs, order, and a cursor that goes on exactly where it was saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The border to users' functions: what they find in `args`, and how often it is built."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Accepted samples: the best of each prompt, none twice, and every sample counted once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ As a program it prints a JSON line a rollout: bytes of the shards, bytes by whic
 of the process and of the helpers that it started and ended.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """Numbers about rollouts and evaluations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

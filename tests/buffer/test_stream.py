@@ -1,7 +1,5 @@
 """The stream: generation runs ahead under a bound, and nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

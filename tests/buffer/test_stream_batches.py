@@ -1,7 +1,5 @@
 """Rollout functions of a user's own under the controller: the bound holds, whatever they keep under way."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

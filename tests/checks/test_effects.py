@@ -1,7 +1,5 @@
 """Flags that were given and do nothing are named with the reason; those that act are not."""
 
-from __future__ import annotations
-
 import itertools
 import typing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines that only evaluate (--eval-num-gpus) or that others have started; what --in-process refuses."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of the Hugging Face Hub: found in a cache of the real layout, downloaded from a Hub, or refused at once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

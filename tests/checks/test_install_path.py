@@ -1,7 +1,5 @@
 """Paths with white space: refused at once where Ray could not start, and taken everywhere else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Labels that a built-in reward cannot grade with are found before the run, by the reward's own parser."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts that a model has no positions for are found before the run: to the token, and in seconds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

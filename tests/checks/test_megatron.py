@@ -1,7 +1,5 @@
 """What Megatron would refuse later is refused on the plan, by the flag; what the plan accepts, Megatron accepts."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """--profile-…: what is profiled, and what is refused before a run starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every sampling flag of rollouts and evaluations, at its bounds and beyond, against SGLang's own checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

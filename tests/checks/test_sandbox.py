@@ -1,7 +1,5 @@
 """Which runs need the sandbox, and what is said where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checks over several flags and over the files they name: each mistake is found before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

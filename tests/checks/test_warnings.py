@@ -1,7 +1,5 @@
 """Settings that are allowed and probably not meant are warned about, before the run and in the plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

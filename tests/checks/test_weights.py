@@ -1,7 +1,5 @@
 """config.json against the files' headers: each size that disagrees is found, and a model that is fine passes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """Values that a flag takes."""
 
-from __future__ import annotations
-
 import typing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags that others set: the default loss of tokens of older weights, and the presets of --algorithm."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

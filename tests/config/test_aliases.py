@@ -1,7 +1,5 @@
 """Names of other trainers are answered with the flag that they stand for, at once and without the stack."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`--config FILE`: every kind of flag round-trips, the command line goes first, and each mistake has its line."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--engine-group: reading the groups, and the devices that follow from them."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusionrl.config import upstream_flags

@@ -1,7 +1,5 @@
 """Evaluation sets: what the flags give, what the file of --eval-config changes, and what it may not hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

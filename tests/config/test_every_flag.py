@@ -1,7 +1,5 @@
 """Every flag in every spelling: the field gets the value that the help promises, and a mistake is one message."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

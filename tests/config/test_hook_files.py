@@ -1,7 +1,5 @@
 """Hooks given as files: what they import beside them, in this process and in others."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

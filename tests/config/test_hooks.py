@@ -1,7 +1,5 @@
 """Hooks: how they are found, and what is said of one that cannot be loaded or called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line: what it turns into; every mistake on it is listed at once with flag, value and cure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pydantic

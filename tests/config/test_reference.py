@@ -1,7 +1,5 @@
 """docs/reference: flags.md is made from the groups; hooks.md has every hook, and its examples fit their hooks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A resume says in which flags it differs from the run that it goes on with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusionrl.config.config import Config, PassThrough

@@ -1,7 +1,5 @@
 """SGLang's flags from a file are those of its own parser; what the file cannot say is SGLang's to say."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

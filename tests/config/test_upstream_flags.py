@@ -1,7 +1,5 @@
 """Flags of SGLang, its router and Megatron-core, typed by upstream's own declarations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors of a user's functions: their own lines of the traceback, and the samples that they were at."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attempts that come back as several samples: group statistics, denominators, metrics and filters count attempts."""
 
-from __future__ import annotations
-
 import copy
 from argparse import Namespace
 from typing import Any

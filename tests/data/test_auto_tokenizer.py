@@ -1,7 +1,5 @@
 """A tokenizer is read without transformers' models and torch, and everything else of transformers works as usual."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

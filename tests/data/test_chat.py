@@ -1,7 +1,5 @@
 """Loss masks of conversations: what the assistant says and its end marker, whatever the template is."""
 
-from __future__ import annotations
-
 import importlib.util
 import typing
 from pathlib import Path

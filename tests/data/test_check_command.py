@@ -1,7 +1,5 @@
 """`fusionrl data check`: every mistake of every kind, with its place, and what stands there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Removed and masked samples in the loss's denominators: the papers' formulas, by loops in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Mixtures: exact proportions, epochs of their own, and nothing but counts to restore."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from fractions import Fraction

@@ -11,8 +11,6 @@ The three ways to read data must agree on what is refused. Nothing raises anythi
 more than LIMIT_S seconds.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Prompts from files: rendered, tokenized, with labels and metadata; nothing is skipped in silence."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types

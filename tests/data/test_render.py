@@ -1,7 +1,5 @@
 """One conversation, written in several ways, is rendered in one; a field that a template leaves out is named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `--prompt-data` may name: files of each format, folders of Hugging Face data sets, and slices of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`Sample`: a response's fields stay aligned, are lists to a hook and arrays to the rest, and survive a file."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import copy

@@ -1,7 +1,5 @@
 """Samples whose numbers cannot be trained on are refused where they come in."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

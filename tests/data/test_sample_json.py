@@ -1,7 +1,5 @@
 """Samples in a checkpoint come back as they were: types, arrays bit by bit, and what hooks added."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The temperature of a sample: noted where it is sampled, resolved where it is trained on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is known of a tokenizer without loading it: its template, its special tokens, and what the template refuses."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

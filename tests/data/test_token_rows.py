@@ -1,7 +1,5 @@
 """Rows of tokens: read by --mode sft as they stand, and refused where they cannot be trained on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Train shards, and what a user's conversion function returns: fields join and split; wrong sizes are refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

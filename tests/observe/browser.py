@@ -1,7 +1,5 @@
 """A headless Chromium for tests, asked over its DevTools protocol. Where there is none, tests of pages are skipped."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

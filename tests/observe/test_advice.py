@@ -1,7 +1,5 @@
 """Warnings about rollouts: said when they hold, silent when they do not, and not at every step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Curves: what is drawn for which keys, and that smoothing is the average it says it is."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

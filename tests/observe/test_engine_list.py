@@ -1,7 +1,5 @@
 """The list of engines that are wanted in a run, which people and schedulers write."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The glossary of metrics against the code that reports them. Whole runs compare it in tests/e2e/launch.py."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

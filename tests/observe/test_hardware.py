@@ -1,7 +1,5 @@
 """Numbers of GPUs by the real nvidia-ml-py, of a library that is compiled here; and host memory of real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Run folders that somebody else prepared: opened as they are, or refused in one line; never written through."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Logging: who speaks on the terminal, who only in the file."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """metrics.jsonl: what is appended, what a kill leaves, and which line counts after a resume."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

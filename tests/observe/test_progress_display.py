@@ -1,7 +1,5 @@
 """The progress display: content, width, one panel that is redrawn, fall-backs."""
 
-from __future__ import annotations
-
 import io
 import re
 

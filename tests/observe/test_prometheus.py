@@ -1,7 +1,5 @@
 """`fusionrl track --to prometheus`, and the dashboard that reads what it serves."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

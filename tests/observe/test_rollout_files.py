@@ -1,7 +1,5 @@
 """Rollout files: whole or absent, never overwritten, readable by any JSON reader."""
 
-from __future__ import annotations
-
 import enum
 import json
 import os

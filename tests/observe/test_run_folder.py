@@ -1,7 +1,5 @@
 """The run's folder: one live run at a time, a dead one's place taken over, nothing overwritten."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

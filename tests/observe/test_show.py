@@ -1,7 +1,5 @@
 """`fusionrl show`: the right samples, safe for a terminal, readable by programs, quick on big files."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

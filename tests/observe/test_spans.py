@@ -1,7 +1,5 @@
 """The record of what a process does: complete, nested, visible from outside, cheap, and never in a run's way."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Real processes give their stacks, also one that blocks Python's lock; one that is stopped holds nobody up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

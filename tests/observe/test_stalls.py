@@ -1,7 +1,5 @@
 """When the watchdog speaks, and what it says. Both are pure: the clock is told."""
 
-from __future__ import annotations
-
 from fusionrl.observe.rollouts import as_ranges
 from fusionrl.observe.stalls.message import (
     EndedPhase,

@@ -1,7 +1,5 @@
 """`fusionrl timeline`: the file keeps the rules of its format, and the report says where the time went."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

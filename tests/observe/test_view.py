@@ -1,7 +1,5 @@
 """`fusionrl view`: what the page holds, under its limit of bytes, and one sample in the terminal."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The page of `fusionrl view` in a real browser: views, clicks, keys, hostile texts, size, light and dark."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

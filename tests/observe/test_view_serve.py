@@ -1,7 +1,5 @@
 """`fusionrl view --serve`: newest state at each reload, samples on demand, and nothing for strangers."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import struct

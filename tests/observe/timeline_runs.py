@@ -1,7 +1,5 @@
 """A run's folder with a timeline in which every time is known: two steps of ten seconds, on one machine or on two."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 From https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Runs for the tests of `fusionrl view`, written by the writers of real runs."""
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

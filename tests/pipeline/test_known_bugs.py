@@ -1,7 +1,5 @@
 """What broke elsewhere, replayed by the name of its report; `test_properties.py` has more of them."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The controller's invariants, whatever happens and in whatever order."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 It begins what is decided, and everything else happens in a random order.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import get_args

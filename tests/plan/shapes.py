@@ -1,7 +1,5 @@
 """Models that several tests plan for, as their config.json has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SMALL: dict[str, Any] = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}

@@ -1,7 +1,5 @@
 """The shards of a rollout, as a list."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

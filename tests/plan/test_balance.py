@@ -1,7 +1,5 @@
 """Who trains what: bounds that must hold on any input, and figures against brute force."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import replace

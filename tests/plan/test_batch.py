@@ -1,7 +1,5 @@
 """Batch arithmetic and packing: nothing lost, nothing doubled, as many micro-batches on every rank."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`fusionrl plan --cluster`: a plan for devices elsewhere, from a config.json alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The GPUs of this machine, as far as CUDA_VISIBLE_DEVICES shows them. The driver's library is a fake."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

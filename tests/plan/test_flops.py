@@ -1,7 +1,5 @@
 """FLOPs of a model, against a count of the matrix products that torch does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

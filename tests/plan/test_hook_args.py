@@ -1,7 +1,5 @@
 """slime's names in `args` have the run's values."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer's layout: Megatron's order of ranks; sizes that cannot be, or that the model does not divide into."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

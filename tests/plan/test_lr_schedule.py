@@ -1,7 +1,5 @@
 """The note on a warm-up says what the optimizer's schedule does."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory estimate: its parts by hand, its verdict, and the change that it proposes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

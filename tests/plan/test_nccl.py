@@ -1,7 +1,5 @@
 """NCCL's settings of a push by broadcast: trainers have those that an SGLang server ends up with."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """The knobs of a run, and what does not go together with them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

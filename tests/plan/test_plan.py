@@ -1,7 +1,5 @@
 """The plan: where engines and trainers go, how many steps there are, and what memory they take."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a weight push: who feeds whom, what travels together, in which order; simulated over random layouts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

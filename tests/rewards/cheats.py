@@ -3,8 +3,6 @@
 `f(20)` is 314159265, which no program here can know.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 EXPECTED = 314159265

@@ -1,7 +1,5 @@
 """Mathematical answers with the score that a person gives, scored by every built-in mathematical reward."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The code reward on right, wrong and dishonest programs, run in the sandbox."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from decimal import Decimal, localcontext

@@ -1,7 +1,5 @@
 """Cheats score 0 in every form of a test; honest programs of every kind still score 1."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

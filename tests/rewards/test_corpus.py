@@ -3,8 +3,6 @@
 `tools/from_slime_scores.py --slime DIR` scores it again with the graders of a checkout.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

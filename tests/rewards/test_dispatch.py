@@ -1,7 +1,5 @@
 """From a sample to its reward: by whom it is scored, and what is said when that goes wrong."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

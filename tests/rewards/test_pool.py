@@ -1,7 +1,5 @@
 """Reward functions that hang, block or die: each costs its own sample's reward, and no more time than allowed."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The rewards of reasoning-gym's tasks: each label is right, no answer is run, and no wrong answer is taken."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

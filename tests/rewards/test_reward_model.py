@@ -1,7 +1,5 @@
 """A reward model's engine that fails, refuses or hangs; what it computes is in tests/engines/test_scorers.py."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

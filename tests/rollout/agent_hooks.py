@@ -1,7 +1,5 @@
 """Tools of the agent tests."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An HTTP engine that says what a test wrote down, and notes what it was asked; and SGLang's own, on a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

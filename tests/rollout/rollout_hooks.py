@@ -1,7 +1,5 @@
 """Generate, reward and filter functions of the rollout tests, and notes of how they were called."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import os

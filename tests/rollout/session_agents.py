@@ -1,7 +1,5 @@
 """Agents of the session tests, as their authors write them: with the client packages, and with bare HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Rollout functions as slime's users write them, with its imports: each runs its coroutines in another way."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

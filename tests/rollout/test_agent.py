@@ -1,7 +1,5 @@
 """The agent loop against a scripted HTTP engine: tokens, masks, log-probs and versions of whole samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The agents of plugins/agents against a scripted HTTP engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

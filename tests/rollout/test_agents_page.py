@@ -1,7 +1,5 @@
 """docs/guides/agents.md: its files run as they stand and print what it shows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Filters, and the forms in which rollout functions may return their samples."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

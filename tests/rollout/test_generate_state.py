@@ -1,7 +1,5 @@
 """Whom a `GenerateState` speaks of where a rollout and an evaluation are open at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from argparse import Namespace

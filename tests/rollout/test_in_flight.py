@@ -1,7 +1,5 @@
 """Samples that are under way, in words, for a person who looks at a run that stands still. The clock is fake."""
 
-from __future__ import annotations
-
 import pytest
 
 from fusionrl.data.sample import Sample

@@ -1,7 +1,5 @@
 """Functions and classes that take one `input`, as miles calls them, behind the calls that fusionrl makes."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the client packages demand: payloads of their types, cut and empty turns, and calls that can be sent back."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator

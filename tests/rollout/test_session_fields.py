@@ -1,7 +1,5 @@
 """Every field of the protocols' requests: taken, decided by the run, bookkeeping, or refused by its name."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents behind the session proxy, against a scripted HTTP engine: what clients get, and every token of a sample."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

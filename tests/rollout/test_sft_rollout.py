@@ -1,7 +1,5 @@
 """Rollouts of supervised training: conversations and prompt-response pairs as samples."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The default rollout's loop, with a generate function that needs no engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Functions with slime's imports and idioms, against an HTTP engine: any thread, any event loop."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

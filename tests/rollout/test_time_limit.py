@@ -1,7 +1,5 @@
 """--sample-timeout, whatever the function does when it is ended."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

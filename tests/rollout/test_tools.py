@@ -1,7 +1,5 @@
 """The tools: Python in the sandbox, and search against BM25 computed by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Turns over a real SGLang server: the log-probs of a sample are those of one forward pass over all of it."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Environments of `verifiers` by our engines: tokens, masks, log-probs, versions and the rubric's score."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Weight versions of samples whose function asks the engines by `post` and knows nothing of versions."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import copy

@@ -1,7 +1,5 @@
 """Environments of the tests, written with the classes of verifiers over local data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import verifiers as vf

@@ -1,7 +1,5 @@
 """One cluster of Ray's for the files of the group "ray": their actors are forks of a nursery, as those of a run."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Engines that act as a file says, and a router that notes what it is told. Ray is real, the engines are not."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

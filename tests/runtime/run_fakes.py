@@ -1,7 +1,5 @@
 """Actors, reporter and saver that only note what they are asked."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

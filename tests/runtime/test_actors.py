@@ -1,7 +1,5 @@
 """Actors: what a launcher gives them and refuses, whose death is told how, and what is written before they end."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

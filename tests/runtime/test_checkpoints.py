@@ -1,7 +1,5 @@
 """Checkpoints: published whole or not at all, whatever happens while one is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the driver says of a step stands on the console and in the log."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator

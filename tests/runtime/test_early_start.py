@@ -1,7 +1,5 @@
 """What begins before the flags are checked: what the mode needs, under the guard, until it is closed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """An engine that only evaluates dies: what the pool of engines does. Ray is real, engines and routers are not."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """GPUs as Ray gives them out, by the names of CUDA_VISIBLE_DEVICES. Ray is real, the GPUs are names alone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

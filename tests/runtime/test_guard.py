@@ -1,7 +1,5 @@
 """The guard ends what carries the run's token, when the driver is killed and when it closes; nothing else."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A step's numbers of the machines: pooled over processes, and by device. Actors are plain objects, Ray is a fake."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

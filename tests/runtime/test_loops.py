@@ -1,7 +1,5 @@
 """A step's end: what is recorded and saved when a stop request comes in the middle of it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

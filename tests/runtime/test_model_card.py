@@ -1,7 +1,5 @@
 """The model card beside --save-hf: what it says, what it keeps to itself, and that its command repeats the run."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from types import SimpleNamespace

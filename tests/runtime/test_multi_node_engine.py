@@ -1,8 +1,6 @@
 """An engine over several nodes: its parts, and what becomes of it when one of them ends. Ray and processes are real,
 the servers are a few lines that answer health checks."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """Profiles are begun and ended with their steps, and what goes wrong with one does not end the run."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

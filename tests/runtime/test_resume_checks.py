@@ -1,7 +1,5 @@
 """A resume that cannot work is refused before anything starts, by `fusionrl plan` as by `train`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

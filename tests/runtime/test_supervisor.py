@@ -1,7 +1,5 @@
 """While trainers work or engines generate: a stop request is heard, and an engine that dies is noticed. Ray is real."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The watchdog of a driver whose main thread waits: it speaks, writes the stacks, and ends the wait. Without Ray."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

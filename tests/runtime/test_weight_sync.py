@@ -1,7 +1,5 @@
 """Which engines a push goes to, and which are verified after it."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from pathlib import Path
 from types import SimpleNamespace

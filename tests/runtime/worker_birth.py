@@ -1,7 +1,5 @@
 """As `fusionrl.runtime.worker_fork`, with the classes of the tests' actors imported."""
 
-from __future__ import annotations
-
 import tests.runtime.fakes
 import tests.runtime.test_engine_pool
 import tests.runtime.test_multi_node_engine

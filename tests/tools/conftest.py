@@ -1,7 +1,5 @@
 """Programs of tools/ in the process of a test: their imports take seconds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """tools/bench/loss.py: what it measures with, and that both sides make the same values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """tools/bench/pipelines.py: a pipeline over paced engines, the slow tool, and the table that goes on."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import asdict

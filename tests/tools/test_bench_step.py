@@ -1,7 +1,5 @@
 """tools/bench/step.py: its step asks the actors as the driver does; the bare rows, the engine alone, the report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import threading

@@ -1,7 +1,5 @@
 """tools/chaos.py: which runs it makes, and how it sees a hang, a silent end and a process that stays."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tools/chaos_check.py on made-up runs: a prompt that is lost, doubled or too old is seen, a good run is not blamed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """tools/bench/engine_model.py and lengths.py: when modelled tokens come."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """tools/from_slime_check.py on a checkout of our own making."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """tools/from_slime_runs.py: what it refuses, how it judges a run, and the stubs that examples talk to."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The program that reads the launch files of checkouts: each file is counted once, and each refusal has its reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

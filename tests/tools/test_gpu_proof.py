@@ -1,7 +1,5 @@
 """The program that runs on a machine with GPUs: its stages, records and page. Its commands run here at tiny sizes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

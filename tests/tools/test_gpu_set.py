@@ -1,7 +1,5 @@
 """What runs on the GPU requirement set without a GPU: the command, its steps, and pins that agree."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The quickstart folder is what the framework reads: a loadable model, disjoint splits, a short template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

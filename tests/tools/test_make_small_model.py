@@ -1,7 +1,5 @@
 """A small model of a large one's config.json: of the same family, read by fusionrl, with the large one's tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

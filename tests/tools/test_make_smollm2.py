@@ -1,7 +1,5 @@
 """make_smollm2: says what is missing, leaves a complete folder and a stranger's folder alone."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Defaults that differ between Megatron's parser and its classes are found, and the page has those of the classes."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A choice of tools/memory_check.py: the estimate against Megatron's own buffers and autograd's own tensors."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

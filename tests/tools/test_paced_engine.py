@@ -1,7 +1,5 @@
 """tools/bench/paced_engine.py: SGLang's protocol, as our client and the router use it, without a model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

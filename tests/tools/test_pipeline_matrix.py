@@ -1,7 +1,5 @@
 """tools/pipeline_matrix.py: which rows fail, the weights of each version, a model that can call a tool."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Generated data of reasoning-gym: disjoint splits, right labels, several tasks, and flags."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

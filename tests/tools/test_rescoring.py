@@ -1,7 +1,5 @@
 """The re-scorer of tools/pipeline_matrix.py: one changed log-prob, wrong version or token that is too old is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

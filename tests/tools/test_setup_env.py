@@ -1,7 +1,5 @@
 """setup-env.sh: clear errors, and nothing done for mistakes. (Its installing is tested by every CI run.)"""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import os

@@ -1,7 +1,5 @@
 """The limits on the sizes of files, functions and classes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

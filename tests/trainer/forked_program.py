@@ -1,7 +1,5 @@
 """A Python program in a fork of the ranks' forkserver, which has imported Megatron: a start saves 4 s of a core."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models, and the losses that transformers' autograd computes on them."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

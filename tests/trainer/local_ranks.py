@@ -1,7 +1,5 @@
 """Processes on this machine that hold one trainer rank after the other, without Ray: starting one costs seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """All that a trainer rank imports, in the right order; `tests.trainer.local_ranks` forks its processes after it."""
 
-from __future__ import annotations
-
 import warnings
 
 from fusionrl.base import cpu_wing

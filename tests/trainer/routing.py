@@ -1,7 +1,5 @@
 """What tests of routing replay run in a rank, a hook that disturbs routers, and routing forced on transformers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

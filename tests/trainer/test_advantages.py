@@ -1,7 +1,5 @@
 """Advantages in the trainers: the same at every layout, and those of the formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Checkpoints: a run that is stopped and goes on is, bit by bit, the run that was not stopped."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

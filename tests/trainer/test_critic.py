@@ -1,7 +1,5 @@
 """PPO's critic: its values, GAE from them, and its training, at every layout; and further sets of weights."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

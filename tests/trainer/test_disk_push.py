@@ -1,7 +1,5 @@
 """Weight pushes by files, from two trainer ranks to an engine: what it serves then, and after what goes wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

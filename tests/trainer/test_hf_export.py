@@ -1,7 +1,5 @@
 """Weights in and out of Hugging Face folders through the trainer, and out of it to engines."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import ChainMap

@@ -1,7 +1,5 @@
 """Damaged and prepared checkpoints are loaded as they were or refused in one line: no code runs, nothing waits."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

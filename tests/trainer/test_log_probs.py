@@ -1,7 +1,5 @@
 """Chunked log-probs and entropies against torch's log_softmax in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

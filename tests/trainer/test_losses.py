@@ -1,7 +1,5 @@
 """Every loss: no split over micro-batches, data-parallel and context-parallel ranks changes its gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Weights of Megatron checkpoints: read at any layout, converted both ways."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

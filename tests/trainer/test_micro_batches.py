@@ -1,7 +1,5 @@
 """The stage pack: rows, shares of the loss, and one step after the other."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

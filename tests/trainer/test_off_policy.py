@@ -1,7 +1,5 @@
 """Pipelines that run ahead: their default loss is --use-tis; what is older than the bound is not trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

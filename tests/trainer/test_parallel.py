@@ -1,7 +1,5 @@
 """No split over micro-batches or ranks changes a loss, a gradient or what is exported."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 

@@ -1,7 +1,5 @@
 """The trainer against transformers: logits, log-probs, gradients and optimizer steps."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """PRIME: the reward model's training on outcomes, and the advantages from its rewards, at every layout."""
 
-from __future__ import annotations
-
 import math
 from collections import ChainMap
 

@@ -1,7 +1,5 @@
 """A trainer's profiles, torch's and those of a GPU, and Megatron's timers as spans in the timeline."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

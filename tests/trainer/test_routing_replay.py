@@ -1,7 +1,5 @@
 """Routing replay: updates send each token to the recorded experts, whatever the routers have become."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What training finds out about single samples is the same in every layout, and what a reference computes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

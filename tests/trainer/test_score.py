@@ -1,7 +1,5 @@
 """The stages pull (a shard of its own, with other trainers' columns) and score (log-probs that are needed)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Metrics of a rollout of several optimizer steps, against loops in float64 over its tokens and samples."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Transformer Engine's layers, built without a device: their parameters are those that our rules name."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """A user's functions in the trainers: what they get, what they may change, and what is said of their mistakes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Versions of the weights as files: what two ranks write, what a host makes of it, and what becomes of damage."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

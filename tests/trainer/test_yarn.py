@@ -1,7 +1,5 @@
 """YaRN's frequencies are those of transformers and of SGLang's engines, number by number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions of a user's in the trainers, for tests."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ same engine: same prompts, number of tokens and sampling, and an empty cache of 
 bytes ready before the clock starts, and looks for no more in the answers than their number of tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -5,8 +5,6 @@ plus the larger of two: reading the weights and the KV cache from memory, and th
 request. All running requests get their tokens at one pace, so one count of tokens, `progress`, serves them all.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Lengths of modelled answers: the same for the same prompt in every run, and so for every pipeline."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Sequence

@@ -17,8 +17,6 @@ gradient's difference over its norm. Exit code 1 where ours needs over 1.35 of p
 beyond the gradients, or differs by more than 1e-4 (bf16: 2e-2).
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

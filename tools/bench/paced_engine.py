@@ -7,8 +7,6 @@ standard input ends. A modelled second takes `--time-scale` seconds; an answer o
 `--token-scale` tokens. `GET /report` of any of them tells what all have done.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -23,8 +23,6 @@ table of what is there. On two cores a run of `full` takes about 8 minutes (on-p
 (stream, async-partial), the supervised model of a seed 2: 32 minutes for a seed, about 95 for three.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

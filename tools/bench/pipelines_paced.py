@@ -3,8 +3,6 @@
 See `tools/bench/pipelines.py`, whose part (b) this is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -8,8 +8,6 @@ rollout has twice the quickstart's samples and optimizer steps, and a run has a 
 bring on-policy nothing (without the tool, seed 1: 0.69, 0.76, 0.82, 0.86, 0.84 after 8, 16, 24, 32, 40).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

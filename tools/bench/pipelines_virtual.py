@@ -4,8 +4,6 @@ It says how long steps would take if the control plane took no time at all: for 
 how much of a step over paced engines is the control plane's own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any

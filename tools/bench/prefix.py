@@ -7,8 +7,6 @@ tokens, every response token trained on. Both ways run in processes of their own
 tokens that the model runs over, seconds (median) and peak memory of the plain way, and both as a ratio plain / shared.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

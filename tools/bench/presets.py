@@ -7,8 +7,6 @@ accuracy before and after with the seconds spent in rollout steps (starting up a
 curves go to OUT/accuracy.png, the figures to OUT/presets.json. A preset that has figures in OUT is not run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

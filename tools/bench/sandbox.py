@@ -7,8 +7,6 @@ Each round grades the same programs once with each checkout, in a process of its
 round to round. Printed are the median seconds of a test and the ratio of the sums over all rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

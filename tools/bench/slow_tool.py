@@ -4,8 +4,6 @@ Half of the calls take less than 0.5 s, one in a hundred over 8 s; after 10 s th
 depends on its prompt's place in the data and its own in the group, so every pipeline waits equally long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -15,8 +15,6 @@ and for each checkout the CPU seconds of each kind of process until the first st
 what it does after the last look is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

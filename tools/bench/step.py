@@ -16,8 +16,6 @@ to them: medians over the turns of the ratio within a turn. Generation is compar
 packing, forward, backward, optimizer) with the forward and backward pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

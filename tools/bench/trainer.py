@@ -10,8 +10,6 @@ The peak is the vendor's for bf16 without sparsity on GPUs that are known here, 
 elsewhere. Prints one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ so that there is a gradient. Prints one JSON line; `seconds_per_step` holds ever
 included.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -17,8 +17,6 @@ raw memcpy       the same bytes from buffer to buffer
 one receiver, CUDA IPC, gloo broadcasts of CUDA tensors, and the device's copy for comparison.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The reward of the proof's runs: an untrained model, too, gets different ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """The machine of a proof, and the sources: results of another machine, or of other sources, are not taken over."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Records of the proof: a JSON line a stage, and rows of docs/results/gpu-results.md."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -7,8 +7,6 @@ refusal must end the making of the group in seconds, and not at a time limit. Th
 before the first broadcast, which then brings every byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

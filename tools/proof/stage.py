@@ -1,7 +1,5 @@
 """One stage of the proof: a command in a process group of its own, at most two minutes, and figures read from it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The stages of the proof, most valuable first. Each shows what no machine without a GPU can."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Data and models of the stages: the quickstart's task and a model with experts, made from a seed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

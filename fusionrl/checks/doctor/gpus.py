@@ -1,7 +1,5 @@
 """The GPUs of this machine, asked through NVML: driver, memory errors, throttling, who else uses them."""
 
-from __future__ import annotations
-
 import os
 from types import ModuleType
 

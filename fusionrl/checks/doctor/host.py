@@ -3,8 +3,6 @@
 Functions take `root`, below which /proc and /sys are read: "/" but in tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

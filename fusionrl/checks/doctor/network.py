@@ -1,7 +1,5 @@
 """Names and ways between processes: host name, interfaces, proxies."""
 
-from __future__ import annotations
-
 import os
 import socket
 import urllib.request

@@ -1,7 +1,5 @@
 """Checks of the installed packages: their versions, imports, and agreement between nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 The label is tried in several common forms, as no flag says which one the reward looks for; --gold names another.
 """
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 For a slime user's programs that run next to a run and import `slime`, such as a reward server.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ The script runs in the sandbox, where the programs that it calls are recorded in
 other programs (`$(date)`) or from the environment stays in the printed command as the script has it, and is named.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The base of all groups of flags, and the declaration of a flag with the runs in which it acts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Annotated, Any

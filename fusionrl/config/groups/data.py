@@ -1,7 +1,5 @@
 """Prompts to train and to evaluate on: DataGroup, EvalGroup."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import field_serializer, field_validator

@@ -1,7 +1,5 @@
 """The model and the push of its weights: ModelGroup, WeightsGroup."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fusionrl.config import scopes

@@ -1,7 +1,5 @@
 """Answers and their rewards: RolloutGroup, RewardGroup, RejectSamplingGroup."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fusionrl.config import scopes

@@ -1,7 +1,5 @@
 """Optimizer steps: TrainGroup."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fusionrl.config import scopes

@@ -1,7 +1,5 @@
 """Llama 2 and 3, SmolLM2 and what else config.json calls llama, and the dense families that are near it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from fusionrl.models.families import parts

@@ -1,7 +1,5 @@
 """The families with mixtures of experts: Mixtral, Qwen's, GLM-4.5 and 4.6, and DeepSeek's with latent attention."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from fusionrl.models.families import parts

@@ -4,8 +4,6 @@ A phase is late after max(floor, 5 x its median), and then again after pauses th
 One that has never ended has no median; it is given 5 x the floor. The caller passes the time.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ the Buffer and its reward processes, engines and their schedulers, whose output 
 has to be asked who they are, who may not answer.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

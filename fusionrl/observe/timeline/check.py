@@ -4,8 +4,6 @@ Of the same times there are three measurements: spans (monotonic clock, the driv
 metrics (clocks of their own, in driver and Buffer), and when each row of metrics.jsonl was written (the wall clock).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

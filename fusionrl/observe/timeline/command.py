@@ -1,7 +1,5 @@
 """`fusionrl timeline`: flags, the file, the report."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the offset of then, between those that the driver measured before and after; wit
 `steps_of` says which sample was trained in which step.
 """
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The report of a timeline: shares of the time, idle pools, the slowest rank, and what each step is bound by."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The file of a timeline: the Trace Event Format (JSON), which ui.perfetto.dev and chrome://tracing open."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import re

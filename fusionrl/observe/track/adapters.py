@@ -4,8 +4,6 @@ Each opens or continues a run of the tracker and takes lines in order. `run_id` 
 on with it later. Metrics keep their names and steps, and their times where the tracker takes one.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """`fusionrl view`: flags, and what is printed."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

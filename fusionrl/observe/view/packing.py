@@ -1,7 +1,5 @@
 """Numbers and JSON made small: what the page carries, and how its script unpacks it again."""
 
-from __future__ import annotations
-
 import base64
 import math
 import zlib

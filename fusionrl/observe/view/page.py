@@ -4,8 +4,6 @@
 the address can connect: its path has a random part.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

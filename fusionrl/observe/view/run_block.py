@@ -1,7 +1,5 @@
 """A run for the page: its metrics, its files, and the samples of as many of its steps as there is room for."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

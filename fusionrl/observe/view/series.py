@@ -1,7 +1,5 @@
 """The metrics of a run in columns, and the steps at which one of them jumps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The samples of a rollout file, packed for the page: numbers of all, texts and tokens of as many as there is room."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """One sample in a terminal, its tokens coloured by one of their values. Pure."""
 
-from __future__ import annotations
-
 import codecs
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`fusionrl doctor` on a machine: each fault that is planted is found, with its cure."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`fusionrl doctor` on a cluster: planted faults, and the order of questions; e2e/test_two_nodes.py has real nodes."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """`fusionrl doctor` on a command line: model, data, tokenizer and reward; planted faults, and silence without one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

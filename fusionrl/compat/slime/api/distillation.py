@@ -1,7 +1,5 @@
 """Names of `slime.rollout.on_policy_distillation`: a teacher behind --rm-url scores the tokens."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

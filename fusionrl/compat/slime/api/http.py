@@ -3,8 +3,6 @@
 `post` is `fusionrl.rollout.engine_post.post`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Such a function gets whole responses on every context-parallel rank, so there is
 that was written for a rank's part of them runs unchanged, with the same values. Shapes are [t], values of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Names of `miles.rollout`: its generate functions, its default rollout as a class, and a filter."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Names of `slime.rollout.rm_hub` without a function of their own in `fusionrl.rewards`."""
 
-from __future__ import annotations
-
 from fusionrl.rewards import math_utils
 
 

@@ -1,7 +1,5 @@
 """Names of `slime.rollout` that take about one line of fusionrl, and those that call a user's function."""
 
-from __future__ import annotations
-
 import abc
 import asyncio
 import time

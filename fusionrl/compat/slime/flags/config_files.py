@@ -1,7 +1,5 @@
 """Flags for the files that slime reads by --sglang-config and --megatron-config-path. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from fusionrl.compat.slime.flags.translate import as_text, flag_groups

@@ -4,8 +4,6 @@ slime adds the values of --custom-config-path to the `args` of hooks, next to th
 that file has those flags, too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """slime's defaults that differ from ours and change training, and a launch at the size of a laptop. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ A flag that fusionrl has needs no entry. DIFFERS lists those whose meaning or de
 to `flags.md`, and copy the page to docs/reference/from-slime-flags.md.
 """
 
-from __future__ import annotations
-
 import enum
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Translate slime's command line to fusionrl flags. Pure, except that it looks into folders of weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ first: a name is looked up in the table, and imported, when it is first used. So
 and imports neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.abc import Loader

@@ -8,8 +8,6 @@ A row names modules, names in them, and where these are here: `module`, or `modu
 Behind it stands how they differ; without a place, why they are absent, and what to use or write instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

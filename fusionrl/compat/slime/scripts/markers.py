@@ -4,8 +4,6 @@ Such a part (`${NAME}`, `$(date)`) stays in the text as the script has it, betwe
 command can have it back.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -5,8 +5,6 @@ is unpacked below a folder, the box, that is the root of the author's machine: p
 front, and the caller takes it away again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
