@@ -66,14 +66,14 @@ def _newest_step(run_dir: str) -> int:
 
 
 def waits_or_fails(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
-    """Before a training step: from the sixth rollout on, wait while the file of FUSIONRL_TEST_FILE exists; raise at
+    """Before a training step: from the eighth rollout on, wait while the file of FUSIONRL_TEST_FILE exists; raise at
     the rollout and the optimizer step of FUSIONRL_TEST_FAILS_AT."""
     import os
     import time
 
     deadline = time.monotonic() + 120
     hold = os.environ.get("FUSIONRL_TEST_FILE", "")
-    while rollout_id >= 5 and hold and os.path.exists(hold) and time.monotonic() < deadline:
+    while rollout_id >= 7 and hold and os.path.exists(hold) and time.monotonic() < deadline:
         time.sleep(0.05)
     if os.environ.get("FUSIONRL_TEST_FAILS_AT") == f"{rollout_id} {step_id}":
         raise KeyError("no such column")
