@@ -10,12 +10,15 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGUSR1
 _STDERR = 2
 _THREAD = "stacks"  # as the kernel knows it
 _PR_SET_NAME = 15
+# A process may be about to run another program, with its parent's handler until then: the signal would end that.
+_YOUNG_S = 5.0
 
 
 def answer_with_stacks() -> None:
@@ -53,8 +56,10 @@ def ask_for_stacks(pid: int, *, is_forced: bool = False) -> bool:
     if not answers_with_stacks(pid):
         return False
     try:
-        thread = None if is_forced else _thread_of(pid)
-        if thread is None:
+        thread = _thread_of(pid)
+        if thread is None and _age_s(pid) < _YOUNG_S:
+            return False
+        if thread is None or is_forced:
             os.kill(pid, STACK_SIGNAL)
             return True
         return bool(ctypes.CDLL(None).tgkill(pid, thread, int(STACK_SIGNAL)) == 0)
@@ -68,3 +73,9 @@ def _thread_of(pid: int) -> int | None:
         if name.read_text().rstrip("\n") == _THREAD:
             return int(name.parent.name)
     return None
+
+
+def _age_s(pid: int) -> float:
+    """Return for how long a process has lived."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

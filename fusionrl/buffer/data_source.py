@@ -3,6 +3,8 @@
 `PromptSource` owns the run's: its state as it is now, and as it was right after the last rollouts.
 """
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import json
@@ -10,12 +12,10 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.stream_saved import SavedStream, blanks
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, load_function, user_code
 from fusionrl.config.run_parts import has_own_source, reads_prompts
@@ -26,6 +26,10 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_json import SetState, SourceState, pack, pack_sample, unpack, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.json_values import write_atomically
+
+if TYPE_CHECKING:  # users' hooks import this module, too, and need neither
+    from fusionrl.buffer.hook_border import HookBorder
+    from fusionrl.buffer.stream_saved import SavedStream
 
 
 class RolloutDataSourceWithBuffer:
@@ -348,6 +352,8 @@ class PromptSource:
 
     def take_back(self) -> None:
         """Without a stream: let the prompts that one had under way at the checkpoint come first."""
+        from fusionrl.buffer.stream_saved import blanks  # users' hooks import this module, and need it not
+
         if (stream := self.take_stream()) is not None and (groups := blanks(stream)):
             self.take_in(groups)
 

@@ -1,5 +1,6 @@
 """Staleness of samples: the versions of the weights that sampled their tokens, the bound on them, and metrics.
 
+Staleness of a token is how many trained rollouts lie between the weights that sampled it and those that train on it.
 A token's version counts the rollouts that its weights were trained on; the controller's counts pushes, of which there
 may be one for several rollouts. `StepStaleness` counts optimizer steps, of which a rollout may have several.
 """

@@ -84,6 +84,7 @@ def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ sampling
+# The rules of `SamplingParams.verify` and `normalize` in SGLang that the bounds of the flags leave open.
 MAX_STOPS = 32  # SGLang's MAX_STOP_COUNT
 _ROLLOUT_FLAGS = {
     "top_k": "--rollout-top-k",

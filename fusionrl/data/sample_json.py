@@ -1,4 +1,4 @@
-"""Samples in files and checkpoints, and the check that their values can be trained on. Pure.
+"""Samples in files and checkpoints, and the check that their values can be trained on.
 
 In a checkpoint, JSON gives back each value with its type, and arrays bit by bit.
 

@@ -12,9 +12,12 @@ def as_text(value: object) -> str:
     """A prompt, a response or a label as text; of messages each one's role and content on lines of its own."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "content" in part for part in value):
-        return "\n".join(f"{part.get('role', '')}: {part['content']}" for part in value)
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "role" in part for part in value):
+        return "\n".join(f"{part['role']}: {part.get('content', '')}" for part in value)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON does not have, a value that contains itself
+        return str(value)
 
 
 def visible(text: str, keep_lines: bool = False) -> str:

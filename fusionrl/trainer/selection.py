@@ -80,11 +80,13 @@ def pair_advantages(
     """DPO: set the advantages with which a policy gradient of the step's samples is the gradient of DPO's loss.
 
     A sample's sign (+1 chosen, -1 rejected) is its reward, and its pair its group. With h the log ratio of the chosen
-    less that of the rejected, before the step, the loss's derivative by a log-prob of the chosen is `-beta ((1 - e)
-    sigmoid(-beta h) - e sigmoid(beta h))`, and of the rejected its opposite. The weights `constant` 1 divide by the
-    number of samples; hence the factor samples / pairs for the mean over pairs. So a pair need not stand in one
-    micro-batch, nor on one rank. A pair with an answer without a trained token counts nothing. Returns the metrics of
-    `pair_slopes`; `pairs_excluded` counts pairs with such an answer, or with a log-prob that is not finite.
+    less that of the rejected, before the step, the loss's derivative by a log-prob of the chosen is
+    `-beta ((1 - e) sigmoid(-beta h) - e sigmoid(beta h))`, and of the rejected its opposite. The weights `constant` 1
+    divide by the number of samples; hence the factor samples / pairs for the mean over pairs. So a pair need not stand
+    in one micro-batch, nor on one rank. A pair with an answer without a trained token counts nothing.
+
+    Returns the metrics of `pair_slopes`; `pairs_excluded` counts pairs with such an answer, or with a log-prob that is
+    not finite.
     """
     gaps = np.where(shard.fields["loss_mask"] > 0, log_probs - shard.fields["ref_log_probs"], 0.0)
     parts = np.split(gaps.astype(np.float64), np.cumsum(shard.response_lengths)[:-1])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import requests
 
 from fusionrl.base.environment import extended_environment
+from fusionrl.engines.process import PortReservation
 from fusionrl.observe.engine_list import read_states
 from tests.e2e.launch import launch, metrics_of, printed_by, run, samples_of_step
 from tests.engines.real_engine import KEY, real_engine
@@ -47,9 +47,8 @@ class Server:
 @pytest.fixture
 def servers(task: Path, tmp_path: Path, engine_branch: EngineBranch) -> Iterator[list[Server]]:
     """One as somebody else starts it, and one as a run starts its own, which is a fork and takes less time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port, log = free.getsockname()[1], tmp_path / "server.log"
+    reserved, log = PortReservation("127.0.0.1"), tmp_path / "server.log"
+    port = reserved.port
     env = {**os.environ, "FUSIONRL_ENGINE_KEY": KEY, "FUSIONRL_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     env |= {"TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.e2e.guest_server", str(port), str(task / "model")]
@@ -60,6 +59,7 @@ def servers(task: Path, tmp_path: Path, engine_branch: EngineBranch) -> Iterator
             url = engine.start()
         yield [Server(f"http://127.0.0.1:{port}", log), Server(url, tmp_path / "engine-0.log")]
     finally:
+        reserved.release()
         process.send_signal(signal.SIGTERM)
         engine.shutdown()
         process.wait(60)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl import cli
+from fusionrl.engines.process import PortReservation
 from fusionrl.observe.glossary import entry_of
 from fusionrl.observe.metrics import Line, MetricsSink
 from fusionrl.observe.run_dir import RunDir
@@ -26,12 +27,6 @@ def get(port: int, path: str = "/metrics", host: str = "127.0.0.1") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Host": host})
     with urllib.request.urlopen(request, timeout=20) as answer:
         return str(answer.read().decode())
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def test_the_newest_values_are_served() -> None:
@@ -57,8 +52,8 @@ def test_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins before the first step, shows each, and ends with the run; it remembers nothing."""
     monkeypatch.setattr("fusionrl.observe.track.command._POLL_S", 0.05)
     monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
-    port, run = free_port(), tmp_path / "run"
-    held = RunDir(run)
+    reserved, run = PortReservation("127.0.0.1"), tmp_path / "run"
+    port, held = reserved.port, RunDir(run)
     args = ["track", str(run), "--to", "prometheus", "--follow", "--address", f"127.0.0.1:{port}"]
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(cli.main(args)))
@@ -73,6 +68,7 @@ def test_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     wait_until(is_served)
+    reserved.release()
     held.close()
     thread.join(20)
     assert codes == [0] and not (run / "trackers.json").exists()

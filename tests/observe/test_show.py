@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from fusionrl import cli
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.safe_text import as_text
 from fusionrl.observe.show import sample_table
 from tests.observe.view_runs import sample
 from tests.own_process import run_code
@@ -231,3 +232,17 @@ def test_the_table_of_a_step() -> None:
         assert "so it is 42" in lines[1] and lines[1].rstrip().endswith("question")
         assert "4096+" in lines[2] and lines[2].count("答") > 5, "the end of the answer"
         assert "0!" in lines[3]
+
+
+def test_a_prompt_as_text() -> None:
+    """Also of a tool conversation, whose assistant says nothing; a value that JSON cannot write ends nobody's run."""
+    loop: list[object] = []
+    loop.append(loop)
+    messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "tool_calls": []}]
+    assert [as_text(value) for value in ("a", messages, {"a": 1}, {(1,): 2}, loop)] == [
+        "a",
+        "user: 4?\nassistant: ",
+        '{"a": 1}',
+        "{(1,): 2}",
+        "[[...]]",
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base.stack_signal import ask_for_stacks
+from fusionrl.base.stack_signal import answers_with_stacks, ask_for_stacks
 from fusionrl.observe.stalls.processes import ProcessState, look
 from tests.own_process import wait_until
 
@@ -42,6 +42,12 @@ def busy():
 for _ in range(3):
     threading.Thread(target=busy, daemon=True).start()
 print("ready", flush=True)
+time.sleep(60)
+"""
+FORKING = """
+import os, sys, time
+child = os.fork()
+print(child or "ready", flush=True)
 time.sleep(60)
 """
 Start = Callable[..., int]
@@ -86,6 +92,17 @@ def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tm
     assert (found[silent].stacks, os.kill(silent, 0)) == ("", None)  # it has no handler: it was not asked, and lives
     assert not ask_for_stacks(silent) and not ask_for_stacks(2**22 + 1)
     assert "blocked" in found[blocked].render() and "has not answered" in found[silent].render()
+
+
+def test_a_child_that_may_run_another_program_is_not_asked(start: Start) -> None:
+    """It has its parent's handler until it does, as `lscpu` of an engine that starts, and the signal would end that."""
+    parent = start("engine-0", FORKING)
+    (child,) = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+    try:
+        assert answers_with_stacks(child) and not ask_for_stacks(child) and not ask_for_stacks(child, is_forced=True)
+        assert ask_for_stacks(parent)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_process_at_work_survives_the_question(start: Start, tmp_path: Path) -> None:

@@ -320,6 +320,9 @@ def trace_files(run: Path, attempt: int, steps: range | None) -> Iterator[tuple[
 def read_trace(path: Path, process: str, recorded: RunRecord) -> dict[str, list[Span]]:
     """Return the name of a thread, or of a stream of a GPU, → its spans on the timeline's clock.
 
+    A trace's times come from the wall clock of its machine. The record of the same process has that clock and the
+    monotonic one at its beginning, from which the timeline's times come.
+
     Raises:
         ValueError: the file cannot be read.
     """

@@ -1,7 +1,7 @@
 """The HTML file: style, packed data and scripts in one, and a policy that lets it load nothing and run nothing else.
 
-`Pages` serves it from this machine: newest state at each reload, and samples read when they are looked at. Only who has
-the address can connect: its path has a random part.
+`Pages` serves it from this machine: newest state at each reload, and samples read when they are looked at. Only this
+machine can connect, and only who has the address: its path has a random part.
 """
 
 import base64

@@ -77,12 +77,15 @@ def names_in(cell: str) -> list[str]:
 
 def rows_of(title: str) -> list[list[str]]:
     """Return the rows of a section of the page."""
-    return [cells for section, cells in table_rows(PAGE) if section == title]
+    rows = [cells for section, cells in table_rows(PAGE) if section == title]
+    assert rows, f"flags.md has no rows under {title!r}"
+    return rows
 
 
 def _read(title: str, kind: Kind) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for flags, values, text, *neutral in rows_of(title):
+        assert values in _ARITY, f"flags.md, {flags}: values {values!r}; it is one of {', '.join(_ARITY)}"
         entry = Entry(kind, _ARITY[values], text, tuple(codes("".join(neutral))))
         entries |= dict.fromkeys(names_in(flags), entry)
     return entries

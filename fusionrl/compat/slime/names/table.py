@@ -62,6 +62,7 @@ def _read(page: str) -> tuple[dict[str, Names], dict[str, Absent]]:
         for path in codes(module):
             entries = {name: _entry(name, place.strip("`"), text) for name in codes(names)}
             modules.setdefault(path, {}).update(entries)
+    assert modules and absent, "names.md lacks one of its tables"
     return modules, absent
 
 
