@@ -1,7 +1,6 @@
 """Mistakes that show only when a run runs: one clear message, the right exit code, nothing left behind.
 
-A reward that raises: test_console.py. An engine that does not come up: tests/engines/test_engine.py. A checkpoint that
-is cut off: tests/models/test_hf_io.py.
+A reward that raises: test_console.py. A checkpoint that is cut off: tests/models/test_hf_io.py.
 """
 
 import socket
@@ -15,8 +14,8 @@ from tests.e2e.launch import run
 pytestmark = pytest.mark.e2e
 
 
-def _last_lines(text: str) -> str:
-    return "\n".join(text.rstrip().splitlines()[-12:])
+def _last_lines(text: str, count: int = 12) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
 
 
 def test_files_beside_hooks_in_every_process(rl_flags: list[str], tmp_path: Path) -> None:
@@ -61,6 +60,14 @@ BESIDE = {
         "def divide(number):\n    return number / 0\n",
     ),
 }
+
+
+def test_an_engine_that_does_not_come_up(rl_flags: list[str], tmp_path: Path) -> None:
+    """The console ends with the end of the server's log."""
+    flags = [*rl_flags, "--num-rollout", "1", "--sglang-tokenizer-path", str(tmp_path / "nowhere")]
+    launched = run([*flags, "--run-dir", str(tmp_path / "run")], tmp_path, code=1)
+    last = _last_lines(launched.output(), 60)
+    assert "engine-0.log" in last and "nowhere" in last
 
 
 def test_a_router_port_in_use(rl_flags: list[str], tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_task_of_slime_s_runs_with_its_own_imports(rl_flags: list[str], tmp_pa
     flags = [*rl_flags, "--custom-generate-function-path", f"{file}:two_turns", "--custom-rm-path", f"{file}:reward"]
     flags += ["--rollout-function-path", f"{file}:rollout", "--num-rollout", "2", "--no-save"]
     flags += ["--eval-prompt-data", "mine", str(eval_rows), "--eval-interval", "1", "--eval-input-key", "prompt"]
-    flags += ["--num-steps-per-rollout", "1", "--run-dir", str(folder), "--in-process"]
+    flags += ["--num-steps-per-rollout", "1", "--run-dir", str(folder)]
     run([*flags, "--dynamic-sampling-filter-path", SLIME_FILTER], tmp_path)
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert len(rows) == 2 and all(row["train/logprob_diff_mean"] < 1e-4 for row in rows)
