@@ -127,6 +127,17 @@ def test_recompute_as_megatrons_flags_say() -> None:
     assert by_two[1] > full[1] > none[1]  # layers are alive again in backward
 
 
+def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
+    """As Transformer Engine adds them; local layers, which cannot, keep the largest gradient on its way."""
+
+    def sizes(options: ActivationOptions, **fields: Any) -> Any:
+        return trainer_memory(DENSE, TrainerLayout(1), BatchOptions(64, 1), BF16, options, fields)
+
+    local, fusion = replace(FUSED, impl="local"), {"gradient_accumulation_fusion": True}
+    assert sizes(FUSED) != sizes(FUSED, **fusion)
+    assert sizes(local) == sizes(local, **fusion)
+
+
 def test_a_busy_experts_rank_keeps_more() -> None:
     layout, uneven = TrainerLayout(8, ep=8), replace(FUSED, imbalance=1.5)
     even, busy = (layer_bytes(QWEN3_30B, layout, options, has_experts=True) for options in (FUSED, uneven))
@@ -169,6 +180,15 @@ def test_phases_that_alternate_are_not_summed() -> None:
     assert offloaded == pytest.approx(8 * (parts["weights"] + parts["optimizer"]), abs=8 * 2 * 64 * 2**20)
     assert offloaded % (64 * 2**20) == 0, "blocks of pinned memory"
     assert dict(kept.host_bars[0].parts)["offloaded trainers"] == 0
+
+
+def test_the_parts_that_are_shown_add_up() -> None:
+    memory = plan(QWEN3_30B, 141, **EIGHT, colocate=True).memory
+    for bar in (*memory.device_bars, *memory.host_bars):
+        total, _, parts = bar.describe().partition(" GiB = ")
+        figures = [float(part.rsplit(" ", 1)[1]) for part in parts.split(" + ")]
+        # Each figure is rounded to three digits, or to a tenth.
+        assert sum(figures) == pytest.approx(float(total), abs=0.05 * (len(figures) + 1)), bar.describe()
 
 
 @pytest.mark.parametrize(
@@ -375,6 +395,13 @@ def test_a_reward_model_has_a_score_in_place_of_the_output_layer(tmp_path: Path)
     ((_, engine),) = made.scorers
     assert engine.weights == 4 * (DENSE.num_parameters - 512 * 64 + 64)
     assert any(line.startswith("a device of an engine of the reward model: ") for line in made.lines())
+
+
+def test_an_fp8_teacher_counts_as_fp8(tmp_path: Path) -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    folders = [folder(tmp_path / name, LARGE | raw) for name, raw in (("bf16", {}), ("fp8", fp8))]
+    (_, plain), (_, half) = (report(80, **teacher(path)).scorers[0] for path in folders)
+    assert 0.5 < half.weights / plain.weights < 0.56  # the embeddings stay in bf16
 
 
 @pytest.mark.parametrize(("raw", "reason"), [({"model_type": "gemma2"}, "gemma2"), (None, "config.json is missing")])

@@ -24,7 +24,8 @@ BASE: dict[str, Any] = {"rollout_batch_size": 8, "num_rollout": 3}
 def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, passed: Any = None, **values: Any) -> Plan:
     config = Config.from_flat({k: v for k, v in (BASE | values).items() if v is not None}, passed)
     made = make_plan(config, SHAPE, device=device, num_prompts=num_prompts, num_cores=num_cores)
-    assert render_plan(made, config).count("\n") >= 5
+    text = render_plan(made, config)
+    assert text.count("\n") >= 5 and not re.search(r"\b1 \w+s\b", text), text
     return made
 
 
@@ -43,6 +44,8 @@ def test_apart_and_colocated() -> None:
     made = plan(actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
     assert fields(made, PLACES) == ((0, 1), ((2, 3), (4, 5)), 6, False, "broadcast", "gloo", "fp32", "fp32")
     assert "turns " not in text_of(made)
+    no_cache = "; no prefix cache, for --pause-generation-mode in_place"
+    assert no_cache not in text_of(made) and no_cache in text_of(made, pause_generation_mode="in_place")
     made = plan("cuda", actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
     assert fields(made, PLACES) == ((0, 1, 2, 3), ((0, 1), (2, 3)), 4, True, "ipc", "nccl", "bf16", "bf16")
     assert "turns      engines start alone, then trainers; " in text_of(made)
