@@ -1,4 +1,4 @@
-"""A push from real Megatron ranks to a real engine: what it then computes, and what follows when a rank is killed."""
+"""A push from real Megatron ranks to a real engine: what it then computes, and what follows when one side is killed."""
 
 import asyncio
 import importlib.util
@@ -57,6 +57,15 @@ def push(trainers: list[Any], target: EngineTarget, version: int) -> dict[str, f
     )
 
 
+def assert_ends(trainers: list[Any], target: EngineTarget, attached: AttachedEngine, victim: int, who: str) -> None:
+    """A push in whose middle a process is killed ends in time, and names it."""
+    faulty = Faulty(attached, "update_weights_from_distributed", 2, victim)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=who):
+        push(trainers, replace(target, handle=Threaded(faulty)), 100)
+    assert time.monotonic() - start < LIMIT_S
+
+
 def assert_serves(engine: EngineActor, path: Path, version: int) -> None:
     """Its log-probs are transformers' of the weights in `path`; a cache of other weights would show."""
     from transformers import AutoModelForCausalLM
@@ -73,12 +82,12 @@ def assert_serves(engine: EngineActor, path: Path, version: int) -> None:
     assert answer.weight_versions == [(version, 8)]
 
 
-def test_an_engine_goes_on_when_a_rank_is_killed_in_the_middle_of_a_push(
+def test_the_next_push_works_whoever_is_killed_in_the_middle_of_one(
     forked_engines: None, models: list[Path], forkserver: None, tmp_path: Path
 ) -> None:
-    """Before from two stages over the weights of another model; afterwards from other ranks.
+    """First the engine, which starts again; then a rank, whose engine goes on with other ranks.
 
-    An engine that is killed: test_push_processes.py. Every executor: test_push_matrix.py.
+    Before that from two stages over the weights of another model. Every executor: test_push_matrix.py.
     """
     first, second = LocalRanks(2), LocalRanks(2)
     engine = real_engine(models[0], tmp_path)
@@ -93,12 +102,20 @@ def test_an_engine_goes_on_when_a_rank_is_killed_in_the_middle_of_a_push(
         assert_serves(engine, models[1], 1)
         assert metrics["sync/buckets"] > 2 and metrics["sync/transfer_s"] <= metrics["sync/pause_s"]
 
+        assert engine._server is not None
+        server = psutil.Process(engine._server.pid)
+        family = [server, *server.children(recursive=True)]
+        assert_ends(trainers, target, attached, server.pid, "engine 0")
+        assert not psutil.wait_procs(family, timeout=30)[1], "its processes end with it"
+        engine.shutdown()
+        engine.start()
+        attached = AttachedEngine(0, engine.url, 1, KEY)
+        target = EngineTarget(0, Threaded(attached), "", (0,), num_restarts=1)
+        push(trainers, target, 2)
+        assert_serves(engine, models[1], 2)
+
         survivor, victim = first.run(process_id)
-        faulty = Faulty(attached, "update_weights_from_distributed", 2, victim)
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="trainer"):
-            push(trainers, replace(target, handle=Threaded(faulty)), 100)
-        assert time.monotonic() - start < LIMIT_S
+        assert_ends(trainers, target, attached, victim, "trainer")
         psutil.Process(survivor).kill()  # as the run, which ends
         second.start(config_of(models[0]), TrainerLayout(2, pp=2))
         push(pushers(second), target, 3)

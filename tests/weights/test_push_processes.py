@@ -173,7 +173,7 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
     layout = TrainerLayout(4, tp=2, pp=2) if transport == "broadcast" else TrainerLayout(2, pp=2)
     with Ranks(RankOptions(shape, layout, buffer_size=3_000, timeout_s=LIMIT_S)) as ranks:
         version, made = 0, set[int]()
-        for phase in PHASES if transport == "broadcast" else ("begin", "middle"):
+        for phase in PHASES if transport == "broadcast" else ("begin", "first bucket", "end"):
             with Receivers([1, 1], hashes=True) as receivers:
                 dying = receivers.processes[0][0].process
                 # Both are other processes than those of the phase before.
@@ -227,7 +227,7 @@ def test_a_trainer_rank_that_dies_ends_the_push() -> None:
     options = RankOptions(shape, TrainerLayout(4, tp=2, pp=2), buffer_size=3_000, timeout_s=LIMIT_S)
     with Receivers([1, 1], hashes=True) as receivers, ExitStack() as stack:
         ranks = stack.enter_context(Ranks(options))
-        for version, phase in enumerate(("joining", "middle", "end"), start=1):
+        for version, phase in enumerate(("joining", "first bucket", "middle", "end"), start=1):
             # A rank of the second stage that only sends its parts to the source there.
             targets = struck(receivers, phase, 1, ranks.processes[3].pid, "broadcast")
             start = time.monotonic()
