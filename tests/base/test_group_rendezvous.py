@@ -1,6 +1,7 @@
 """Members of a group meet in its store, and are let go when one of them never comes. The stores and groups are real."""
 
 import functools
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from fusionrl.base.environment import FOLDER_VARIABLE
 from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, CalledOff, attend, call_off, connecting, meet
 from fusionrl.base.torch_stores import create_group_store, join_group_store
 from fusionrl.engines import rendezvous
-from tests.trainer.forked_program import ForkedProgram
 
 HOST, LONG_S = "127.0.0.1", 1800.0
 
@@ -140,19 +140,21 @@ os._exit(0)  # gloo's threads, still alive at an exit, abort the process now and
 """
 
 
-def test_a_guest_that_knows_only_torch_joins_and_gets_every_byte(
-    forkserver: None, tcp_store: Any, tmp_path: Path
-) -> None:
+def test_a_guest_that_knows_only_torch_joins_and_gets_every_byte(tcp_store: Any) -> None:
     """Its store is torch's own, ours can be called off: both lay their keys out in the same way."""
     store, name = tcp_store, f"{MIXED_GROUP}c"
-    guest = ForkedProgram(["-c", GUEST, HOST, str(store.port), name], tmp_path)
-    attend(store, 1)
-    meet(store, 0, 2, 60.0)
-    group = made_group(store, name, 0, 2)
-    assert list(group_rendezvous._kept) == [name]
-    dist.broadcast(torch.arange(4.0), src=0, group=group)
-    assert guest.wait(60).returncode == 0
-    dist.destroy_process_group(group)
+    guest = subprocess.Popen([sys.executable, "-c", GUEST, HOST, str(store.port), name])
+    try:
+        attend(store, 1)
+        meet(store, 0, 2, 60.0)
+        group = made_group(store, name, 0, 2)
+        assert list(group_rendezvous._kept) == [name]
+        dist.broadcast(torch.arange(4.0), src=0, group=group)
+        assert guest.wait(60) == 0
+        dist.destroy_process_group(group)
+    finally:
+        guest.kill()
+        guest.wait()
 
 
 @pytest.mark.parametrize(("backend", "is_connected"), [("nccl", True), ("gloo", False)])
