@@ -136,6 +136,8 @@ def test_a_hook_sees_all_groups_also_those_that_the_filter_refused(stream: Make)
     refused = [label for batch in seen for label in batch[4:]]
     assert refused and not any(label % 2 for label in refused)
     assert len({label for batch in trained for label in batch if label % 2}) == 16
+    num_dropped = sum(found["pipeline/tokens_dropped"] for found in running.metrics)
+    assert num_dropped == len(refused) * GROUP * LENGTH
 
 
 @pytest.mark.parametrize(
