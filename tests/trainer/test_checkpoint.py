@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.checkpoint_io import WriterProcess
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of
 
@@ -205,6 +206,14 @@ def test_a_writer_that_is_killed_is_an_error(workers, hf, tmp_path):
     with pytest.raises(Failed, match=r"rank 1 could not write .*the process that writes checkpoints is gone"):
         workers.call("save", str(path), 1)
     assert workers.call("load", str(path))[0]["rollout_id"] == 0
+
+
+def test_a_writer_ends_when_it_is_closed():
+    """That of the tests' ranks stays for their next actor; see `local_ranks.py`."""
+    writer = WriterProcess()
+    assert writer._process.poll() is None
+    writer.close()
+    assert writer._process.returncode == -signal.SIGKILL
 
 
 # --- what rank 0 alone does, without trainers ---
