@@ -1,4 +1,7 @@
-"""A Python program in a fork of the ranks' forkserver, which has imported Megatron: a start saves 4 s of a core."""
+"""A Python program in a fork of the ranks' forkserver, which has imported Megatron: a start saves 4 s of a core.
+
+For programs whose imports are not what is tested.
+"""
 
 import multiprocessing
 import os

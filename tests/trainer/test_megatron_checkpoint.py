@@ -1,5 +1,7 @@
 """Weights of Megatron checkpoints: read at any layout, converted both ways."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,10 @@ def test_there_and_back(workers, hf, tmp_path, convert, family):
     folder, _ = hf(family, False, vocab_size=121)
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     flags = ("to-megatron", "--hf-checkpoint", str(folder), "--out", str(megatron), "--precision", "fp32")
-    done = convert(*flags)
+    if family == "qwen2":  # as started from a shell
+        done = subprocess.run([sys.executable, TOOL, *flags], capture_output=True, text=True, timeout=300)
+    else:
+        done = convert(*flags)
     assert done.returncode == 0, done.stderr
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
 
