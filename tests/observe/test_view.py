@@ -153,6 +153,16 @@ def test_a_page_holds_the_whole_of_a_small_run(tmp_path: Path, capsys: Capsys) -
     assert used <= facts["vocabulary"].keys()
 
 
+def test_no_text_of_a_run_leaves_its_data(tmp_path: Path, capsys: Capsys) -> None:
+    evil = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
+    run = write_run(tmp_path / "a<b>&c", [[sample(0, prompt=evil, response=evil)]])
+    view(capsys, run, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "onerror" not in text and "a<b>" not in text and "<title>a&lt;b&gt;&amp;c" in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None and policy[1].startswith("default-src 'none'; script-src 'sha256-")
+
+
 def test_the_limit_holds_and_what_is_left_out_is_said(tmp_path: Path, capsys: Capsys) -> None:
     rng = np.random.default_rng(0)
     seeds = [range(100 * step, 100 * step + 12) for step in range(8)]
