@@ -152,7 +152,9 @@ for name, module in list(sys.modules.items()):
     # answers with something that equals everything
     "equals everything": _equal(),
     "is an int that equals everything": _equal("int", "5"),
+    "is a float that equals everything": _equal("float", "5"),
     "is a str that equals everything": _equal("str", "'5'"),
+    "is a list that equals everything": _equal("list", "[5]"),
     "is a dict that equals everything": _equal("dict", "{5: 5}"),
     "claims to be an int": "class C:\n    __class__ = int\n    def __int__(self): raise SystemExit(0)\n"
     "    def __eq__(self, o): return True\ndef f(x): return C()",
@@ -243,6 +245,7 @@ if os.fork() == 0:
 def f(x): return 2
 """,
     # breaks the reader
+    "answers with 5,000 digits": "def f(x): return 10 ** 5000\nprint('1' * 5000)",
     "answers with a million digits": "def f(x): return 1 << 4_000_000\nprint('1' * 1_000_000)",
     "nests deeply": "def f(x):\n    value = []\n    for _ in range(100_000): value = [value]\n    return value\n"
     "print('[' * 100_000)",

@@ -28,8 +28,8 @@ def test_the_task_itself_can_be_solved() -> None:
 
 
 def forms_of(name: str) -> list[str]:
-    """Forms of the test for a cheat: for an odd answer each comparison, else each way to run a test."""
-    is_odd = name.startswith(("equals", "is a", "claims", "answers with"))
+    """Forms of the test for a cheat: all where an answer or a helper is odd or forged, else each way to run a test."""
+    is_odd = name.startswith(("equals", "is a", "claims", "answers", "replaces", "defines", "says", "writes"))
     return list(LABELS) if is_odd else ["assert", "judged", "input"]
 
 
@@ -74,6 +74,7 @@ def test_failures_are_counted_by_reason() -> None:
         ("raise SystemExit(0)", "no_answer"),
         ("def f(): return 10 ** 5000", "wrong"),
         ("import os\nos.write(3, b'[' * 100000 + b'\\n'); os._exit(0)", "output"),
+        ("import os\nos.write(3, b'9' * 5000 + b'\\n'); os._exit(0)", "output"),
         ("import os\nos.write(3, b'\\xff\\n'); os._exit(0)", "output"),
     ):
         assert grade_share(block(source), ["assert f() == 3"]).failures == {reason: 1}, source
