@@ -81,6 +81,8 @@ def test_what_changes_its_process_gets_one_of_its_own(monkeypatch: Patch, capsys
     files = [path for path in (ROOT / "fusionrl").rglob("*.py") if path.name != "__main__.py"]
     assert set(ALONE) <= names and not set(PIECES) & names and len(names) + len(PIECES) == len(files)
     assert all((ROOT / (name.replace(".", "/") + ".py")).is_file() for name in PIECES)
+    assert str(imports.error_of("fusionrl.no_such")).startswith("ModuleNotFoundError: ")
+    assert imports.error_of("json") is None
     alone, here = Mock(return_value=0), Mock(return_value=None)
     monkeypatch.setattr(imports, "failed_in", alone)
     monkeypatch.setattr(imports, "error_of", here)
