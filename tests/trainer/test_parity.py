@@ -138,6 +138,11 @@ def test_a_prompt_that_samples_share_is_computed_once(workers, hf, high):
     assert_scores(workers, shard, model, samples)
     metrics = workers.train([shard])
     assert_step_equals(workers, metrics, model, samples, "rl", RL_BOUND, entropy_coef=0.05)
+    shared = workers.run(trainer_worker.gradients)[0]
+    workers.start(config_of(folder, share_prompts=False, entropy_coef=0.05))
+    assert workers.run(trainer_worker.num_packed_tokens, shard)[0] == [int(samples.total.sum()) - 10]
+    workers.train([shard])
+    assert_close(workers.run(trainer_worker.gradients)[0], shared, 1e-6)
 
 
 def test_adam_steps_equal_torch(workers, hf):
