@@ -5,7 +5,14 @@ import torch
 
 from tests.trainer.local_ranks import LocalRanks
 
-torch.set_num_threads(1)  # models this small keep further threads waiting for each other, and the other core busy
+
+@pytest.fixture(scope="module", autouse=True)  # of a package it would end with the session, as this folder is none
+def one_thread() -> Iterator[None]:
+    """Models this small keep further threads waiting for each other, and the other core busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
