@@ -72,9 +72,11 @@ class SharedNursery:
         variables = self.variables()
         names = [name for name in os.environ if name not in self.environment and not name.startswith("PYTEST_")]
         added = {name: os.environ.pop(name) for name in names}
-        with extended_environment(variables):
-            yield
-        os.environ.update(added)
+        try:
+            with extended_environment(variables):
+                yield
+        finally:
+            os.environ.update(added)
 
     def close(self) -> None:
         """End what this worker has started."""

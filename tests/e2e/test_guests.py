@@ -53,16 +53,21 @@ def servers(task: Path, tmp_path: Path, engine_branch: EngineBranch) -> Iterator
     env |= {"TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.e2e.guest_server", str(port), str(task / "model")]
     process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=env)
-    engine = real_engine(task / "model", tmp_path)
     try:
-        with extended_environment(engine_branch.variables):
-            url = engine.start()
-        yield [Server(f"http://127.0.0.1:{port}", log), Server(url, tmp_path / "engine-0.log")]
+        engine = real_engine(task / "model", tmp_path)
+        try:
+            with extended_environment(engine_branch.variables):
+                url = engine.start()
+            yield [Server(f"http://127.0.0.1:{port}", log), Server(url, tmp_path / "engine-0.log")]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            engine.shutdown()
     finally:
         reserved.release()
-        process.send_signal(signal.SIGTERM)
-        engine.shutdown()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
 
 
 def test_engines_of_others_join_and_leave_a_run(rl_flags: list[str], servers: list[Server], tmp_path: Path) -> None:
