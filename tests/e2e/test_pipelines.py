@@ -39,14 +39,15 @@ def _stops_a_rank(launched: Launched, folder: Path) -> bool:
     return NOT_THERE in launched.output()
 
 
-def raises_in_a_reward(flags: list[str], folder: Path, tmp_path: Path) -> None:
-    """Run until a reward raises while groups are under way: the trained steps are saved first.
+def raises_in_a_reward(flags: list[str], folder: Path, tmp_path: Path) -> int:
+    """Run until a reward raises while groups are under way, and return the trained steps, which are saved first.
 
     Samples from 96 on are admitted after the first push, and the fourth step needs them.
     """
     failed = run([*flags, "--num-rollout", str(NUM_STEPS)], tmp_path, code=1, FUSIONRL_TEST_SAMPLE="96").output()
     done = max(row["step"] for row in metrics_of(folder))
     assert 1 <= done < 4 and f"step_{done:06d} has all of it" in " ".join(failed.split()), failed[-3000:]
+    return done
 
 
 def stops_a_trainer(flags: list[str], folder: Path, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_pipeline(
     given += ["--custom-rm-path", "tests/e2e/hooks.py:fails_late"]
     go_on = ["--save-interval", "1", "--num-rollout", str(NUM_STEPS), "--resume"]
     if pipeline == "async-partial":
-        raises_in_a_reward(given, folder, tmp_path)
+        done = raises_in_a_reward(given, folder, tmp_path)
         loses_an_engine([*given, *go_on], folder, tmp_path)
     elif pipeline == "async":
         stops_a_trainer(given, folder, tmp_path)
@@ -115,8 +116,11 @@ def test_a_pipeline(
     if pipeline == "async-partial":  # every token is of the version that it claims; tools/pipeline_matrix.py has more
         versions = checkpoint_versions(folder, task / "model")  # without those before the rescue
         lost = set(range(NUM_STEPS)) - set(versions)
+        assert lost == set(range(1, done))
         samples = [sample for sample in saved_samples(folder) if lost.isdisjoint(sample.versions.tolist())]
         found = rescore(samples, versions, max_staleness=bound)
-        assert found.told() == [] and found.samples >= 3 * 8 * 4
+        assert found.told() == [] and found.samples == len(samples)
+        # Step 1 is of version 0; from step done + bound + 1 on, no token is older than version `done`.
+        assert len(samples) >= 8 * 4 * (1 + NUM_STEPS - done - bound)
         assert found.stale_tokens > 0 and found.spanning > 0
         assert sum(row["pipeline/tokens_prefilled_again"] for row in rows) > 0
