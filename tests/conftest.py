@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tests.warm_nursery import EngineBranch, SharedNursery
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """Of whole runs (`tests/e2e/launch.py`), before a test has changed it: what a nursery imports depends on it."""
 # How long an example takes is a matter of what else runs; what has a limit in seconds is marked `timed`.

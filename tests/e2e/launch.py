@@ -109,8 +109,6 @@ def launch(arguments: list[str], folder: Path, **env: str) -> Launched:
         env={**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", **env},
         cwd=Path(__file__).parents[2],
         start_new_session=True,
-        # A shell's background job ignores SIGINT, and hands that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     return Launched(process, output, token)
 

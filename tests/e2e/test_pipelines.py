@@ -76,9 +76,11 @@ def test_a_pipeline(
 ) -> None:
     """A run that ends in its middle, and one that goes on with it."""
     folder = tmp_path / "run"
+    # A rescued run begins with groups that it has: answers span versions again some steps later.
+    num_steps = NUM_STEPS + 2 if pipeline == "async-partial" else NUM_STEPS
     given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--verify-checkpoints"]
     given += ["--custom-rm-path", "tests/e2e/hooks.py:fails_late"]
-    go_on = ["--save-interval", "1", "--num-rollout", str(NUM_STEPS), "--resume"]
+    go_on = ["--save-interval", "1", "--num-rollout", str(num_steps), "--resume"]
     if pipeline == "async-partial":
         done = raises_in_a_reward(given, folder, tmp_path)
         loses_an_engine([*given, *go_on], folder, tmp_path)
@@ -89,14 +91,14 @@ def test_a_pipeline(
         run([*given, "--colocate", "--save-interval", "1", "--num-rollout", "2"], tmp_path)
         run([*given, *go_on], tmp_path)
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
-    assert sorted({row["step"] for row in rows}) == list(range(1, NUM_STEPS + 1))
+    assert sorted({row["step"] for row in rows}) == list(range(1, num_steps + 1))
     if pipeline == "async-partial":
-        assert len(train_steps(folder)) == NUM_STEPS, "none is trained twice"
+        assert len(train_steps(folder)) == num_steps, "none is trained twice"
     ages = [row["rollout/staleness/token_max"] for row in rows]
     interval = 4 if pipeline == "stream" else 1
     assert max(ages) <= bound * interval and (bound == 0 or max(ages) >= 1)
     prompts = trained_prompts(folder)
-    assert len(prompts) == len(set(prompts)) == 8 * NUM_STEPS
+    assert len(prompts) == len(set(prompts)) == 8 * num_steps
     # The loss corrects for them by default, and the numbers tell what became of the tokens.
     assert all("train/is_ratio" in row for row in rows)
     died = next((row for row in reversed(rows) if row["attempt"] == 1), None)  # the last step before a trainer died
@@ -115,12 +117,12 @@ def test_a_pipeline(
     assert gaps and max(gaps) < 1e-4
     if pipeline == "async-partial":  # every token is of the version that it claims; tools/pipeline_matrix.py has more
         versions = checkpoint_versions(folder, task / "model")  # without those before the rescue
-        lost = set(range(NUM_STEPS)) - set(versions)
+        lost = set(range(num_steps)) - set(versions)
         assert lost == set(range(1, done))
         samples = [sample for sample in saved_samples(folder) if lost.isdisjoint(sample.versions.tolist())]
         found = rescore(samples, versions, max_staleness=bound)
         assert found.told() == [] and found.samples == len(samples)
         # Step 1 is of version 0; from step done + bound + 1 on, no token is older than version `done`.
-        assert len(samples) >= 8 * 4 * (1 + NUM_STEPS - done - bound)
+        assert len(samples) >= 8 * 4 * (1 + num_steps - done - bound)
         assert found.stale_tokens > 0 and found.spanning > 0
         assert sum(row["pipeline/tokens_prefilled_again"] for row in rows) > 0
