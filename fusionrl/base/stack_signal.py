@@ -17,7 +17,8 @@ STACK_SIGNAL = signal.SIGUSR1
 _STDERR = 2
 _THREAD = "stacks"  # as the kernel knows it
 _PR_SET_NAME = 15
-# A process may be about to run another program, with its parent's handler until then: the signal would end that.
+# A young process may be a fork that is about to run another program. Until then it has its parent's handler; the
+# signal would end the program.
 _YOUNG_S = 5.0
 
 
@@ -49,7 +50,7 @@ def answers_with_stacks(pid: int) -> bool:
 
 
 def ask_for_stacks(pid: int, *, is_forced: bool = False) -> bool:
-    """Send the signal to a process that answers it. Returns whether it was sent.
+    """Send the signal to a process that answers it. Returns whether it was sent: not to a young fork.
 
     is_forced  for a process that has not answered: it may hold Python's lock
     """
@@ -76,6 +77,6 @@ def _thread_of(pid: int) -> int | None:
 
 
 def _age_s(pid: int) -> float:
-    """Return for how long a process has lived."""
+    """Return the seconds since a process started. Raises OSError if it has ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -27,7 +27,7 @@ from fusionrl.data.sample_json import SetState, SourceState, pack, pack_sample, 
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.json_values import write_atomically
 
-if TYPE_CHECKING:  # users' hooks import this module, too, and need neither
+if TYPE_CHECKING:  # users' hooks import this module too, and would wait for these imports
     from fusionrl.buffer.hook_border import HookBorder
     from fusionrl.buffer.stream_saved import SavedStream
 
@@ -352,7 +352,7 @@ class PromptSource:
 
     def take_back(self) -> None:
         """Without a stream: let the prompts that one had under way at the checkpoint come first."""
-        from fusionrl.buffer.stream_saved import blanks  # users' hooks import this module, and need it not
+        from fusionrl.buffer.stream_saved import blanks  # users' hooks import this module
 
         if (stream := self.take_stream()) is not None and (groups := blanks(stream)):
             self.take_in(groups)

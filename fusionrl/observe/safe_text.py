@@ -6,14 +6,15 @@ import re
 # Control characters (ESC and the 8-bit CSI among them), line and paragraph separators, embeddings and overrides of the
 # writing direction, and halves of surrogate pairs, which no encoding can write.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_SPOKEN = {"role", "content"}  # a message has one of them, or both
 
 
 def as_text(value: object) -> str:
     """A prompt, a response or a label as text; of messages each one's role and content on lines of its own."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "role" in part for part in value):
-        return "\n".join(f"{part['role']}: {part.get('content', '')}" for part in value)
+    if isinstance(value, list) and value and all(isinstance(part, dict) and _SPOKEN & part.keys() for part in value):
+        return "\n".join(f"{part.get('role', '')}: {part.get('content', '')}" for part in value)
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):  # keys that JSON does not have, a value that contains itself

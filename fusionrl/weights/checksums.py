@@ -139,7 +139,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_size: int) -> torch.Tensor:
-    """What an engine's rank has of a Hugging Face tensor; key and value heads are repeated if fewer than ranks."""
+    """Cut out an engine rank's part of a Hugging Face tensor; key and value heads are repeated if fewer than ranks."""
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return pad(tensor, (0, 0, 0, -tensor.size(0) % _VOCABULARY_MULTIPLE)).chunk(tp_size)[rank]
     module = name.rpartition(".")[0].rpartition(".")[2]

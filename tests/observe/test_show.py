@@ -239,9 +239,10 @@ def test_a_prompt_as_text() -> None:
     loop: list[object] = []
     loop.append(loop)
     messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "tool_calls": []}]
-    assert [as_text(value) for value in ("a", messages, {"a": 1}, {(1,): 2}, loop)] == [
+    assert [as_text(value) for value in ("a", messages, [{"content": "5"}], {"a": 1}, {(1,): 2}, loop)] == [
         "a",
         "user: 4?\nassistant: ",
+        ": 5",
         '{"a": 1}',
         "{(1,): 2}",
         "[[...]]",

@@ -98,5 +98,5 @@ REFUSED = _read("Not here", Kind.REFUSED)
 TABLE: dict[str, Entry] = SHAPES | RENAMED | NO_EFFECT | REFUSED
 SECRETS = frozenset({"wandb_key"})  # neither shown nor kept
 
-# Flags of ours that do otherwise: how.
+# What fusionrl does with a flag of the same name, where slime does something else.
 DIFFERS = {name: text for flag, text in rows_of("Same name, different behaviour") for name in names_in(flag)}

@@ -167,7 +167,7 @@ def _rename(flag: _Given, names: dict[str, _Given], result: Translated) -> None:
             result.notes.append(f"{flag.shown}: it is --custom-spec-path {path}")
         return
     entry = RENAMED[flag.name]
-    assert entry.text.startswith("--") and ":" not in entry.text, entry.text  # words to a reader are no flags
+    assert entry.text.startswith("--") and ":" not in entry.text, entry.text  # a remark is not a command line
     written = [*entry.text.split(), *(flag.values if entry.arity else [])]
     result.argv += written
     result.notes.append(f"{flag.shown}: it is {' '.join(written)}")
