@@ -235,7 +235,7 @@ def test_the_table_of_a_step() -> None:
 
 
 def test_a_prompt_as_text() -> None:
-    """Also of a tool conversation, whose assistant says nothing; a value that JSON cannot write ends nobody's run."""
+    """Also of a tool conversation, whose assistant says nothing, and of a value that JSON cannot write."""
     loop: list[object] = []
     loop.append(loop)
     messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "tool_calls": []}]

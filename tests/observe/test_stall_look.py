@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.base import stack_signal
 from fusionrl.base.stack_signal import answers_with_stacks, ask_for_stacks
 from fusionrl.observe.stalls.processes import ProcessState, look
 from tests.own_process import wait_until
@@ -45,7 +46,7 @@ print("ready", flush=True)
 time.sleep(60)
 """
 FORKING = """
-import os, sys, time
+import os, time
 child = os.fork()
 print(child or "ready", flush=True)
 time.sleep(60)
@@ -94,13 +95,16 @@ def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tm
     assert "blocked" in found[blocked].render() and "has not answered" in found[silent].render()
 
 
-def test_a_child_that_may_run_another_program_is_not_asked(start: Start) -> None:
-    """It has its parent's handler until it does, as `lscpu` of an engine that starts, and the signal would end that."""
+def test_a_child_that_may_run_another_program_is_not_asked(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it has its parent's handler; the signal would end the program, as the `lscpu` of a starting engine."""
+    monkeypatch.setattr(stack_signal, "_YOUNG_S", 600.0)
     parent = start("engine-0", FORKING)
     (child,) = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
     try:
         assert answers_with_stacks(child) and not ask_for_stacks(child) and not ask_for_stacks(child, is_forced=True)
         assert ask_for_stacks(parent)
+        monkeypatch.setattr(stack_signal, "_YOUNG_S", 0.0)
+        assert ask_for_stacks(child) and os.kill(child, 0) is None, "a fork that has stayed answers, and lives"
     finally:
         os.kill(child, signal.SIGKILL)
 
