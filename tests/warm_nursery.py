@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from fusionrl.base.process_title import ROOM
 from fusionrl.config.config import Config
 from fusionrl.runtime.early_start import EARLY_LINE, start_nursery
 from fusionrl.runtime.nursery_order import engine_branch
-from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_order
+from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, driver_branch, warm_order
 
 # Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`.
 ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3ForSequenceClassification"]
@@ -105,6 +106,7 @@ class SharedNursery:
         environment |= {ROOM_VARIABLE: " " * ROOM}  # branches get only what it lacks
         with patch.dict(os.environ, environment, clear=True):
             order = warm_order(config, home, key, _FREE)
+            order = replace(order, branches=[*order.branches, driver_branch(home, _FREE)])
             nursery = start_nursery(home, EARLY_LINE + order.to_line())
         self._own.append((nursery, home))
         while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:

@@ -15,8 +15,9 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,76 @@ def serve_branch(arguments: list[str]) -> NoReturn:
     nursery.serve(imported, socket.socket(fileno=_LISTENER), order.key)
 
 
+DRIVER = "driver"
+"""Socket of the branch whose forks are drivers."""
+
+
+def driver_branch(folder: Path, free: Sequence[str]) -> Branch:
+    """A branch whose forks are `fusionrl train`: its imports are two seconds of a core."""
+    modules = ["fusionrl.cli.resolve", "fusionrl.cli.plan", "fusionrl.runtime.run", "fusionrl.runtime.ray_imports"]
+    modules += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
+    # A nursery is told of its libraries' devices and threads, and a driver has none of them.
+    told = ["CUDA_VISIBLE_DEVICES", "MKL_CBWR", "OPENBLAS_NUM_THREADS", "PYTHONPATH"]
+    return Branch(str(folder / DRIVER), modules, "tests.warm_start:drive", kept=[""], free=[*_OWN, *told, *free])
+
+
+def drive(arguments: list[str]) -> None:
+    """Be `fusionrl ARGUMENTS…` in a fork; before them, the file that gets the exit code and the variables."""
+    status, names, *argv = arguments
+    for name in set(os.environ) - set(names.split(",")):  # of imports: a run's own nursery makes them, too
+        del os.environ[name]
+    _show_environment()
+    set_title(f"{sys.executable} -m tests.warm_start {' '.join(argv)}")
+    end = os._exit
+
+    def exit_with(code: int) -> NoReturn:
+        Path(status).write_text(str(code))
+        end(code)
+
+    os._exit = exit_with
+    sys.argv = [__file__, *argv]
+    raise SystemExit(_warm_main()(argv))
+
+
+def _warm_main() -> Callable[[Sequence[str]], int]:
+    """The command line, whose runs begin with forks; its modules import the class by its name."""
+    import fusionrl.cli.train
+
+    fusionrl.cli.train.EarlyStart = WarmStart  # type: ignore[misc, attr-defined]
+    return fusionrl.cli.main
+
+
+class ForkedDriver:
+    """A driver that is a fork, with what tests call of `subprocess.Popen`."""
+
+    def __init__(self, argv: Sequence[str], output: int, environment: Mapping[str, str], status: Path) -> None:
+        """Raises OSError if no nursery is there, or it must not give one. `output`: its file."""
+        folder, self._status = Path(environment[WARM_VARIABLE]), status
+        with open(os.devnull, "rb") as nothing:
+            files = (nothing.fileno(), output, output)
+            key = (folder / "key").read_text()
+            self.pid = ask(str(folder / DRIVER), key, [str(status), ",".join(environment), *argv], environment, files)
+        self.returncode: int | None = None
+        self._process = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        """Exit code; None: it lives."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code; that of a driver that was killed is -SIGKILL."""
+        if self.returncode is None:
+            end = select.poll()
+            end.register(self._process, select.POLLIN)
+            if not end.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired("fusionrl", timeout or 0)
+            os.close(self._process)
+            self.returncode = int(self._status.read_text()) if self._status.exists() else -signal.SIGKILL
+        return self.returncode
+
+
 def _show_environment() -> None:
     """Show this process's present environment where the system shows the one that it was started with.
 
@@ -182,8 +253,6 @@ def _show_environment() -> None:
 
 
 if __name__ == "__main__":
-    if WARM_VARIABLE in os.environ:
-        early_start.EarlyStart = WarmStart  # type: ignore[misc]
-    from fusionrl.cli import main  # imports the class by its name
+    from fusionrl.cli import main
 
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit((_warm_main() if WARM_VARIABLE in os.environ else main)(sys.argv[1:]))

@@ -21,6 +21,7 @@ from fusionrl import cli
 from fusionrl.observe.glossary import undocumented
 from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.strangers import command_of
+from tests.warm_start import ForkedDriver
 
 TOKEN_VARIABLE = "FUSIONRL_TEST_TOKEN"
 
@@ -32,7 +33,7 @@ class Launched:
     As a context manager it kills a run that has not ended, and then checks that nothing is left.
     """
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedDriver
     output_path: Path
     token: str
 
@@ -101,15 +102,22 @@ def launch(arguments: list[str], folder: Path, **env: str) -> Launched:
     """Start `fusionrl train` with `arguments` from the repository's root, its processes as forks where it may be so."""
     token = uuid.uuid4().hex
     output = folder / f"output-{token[:6]}.txt"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm_start", "train", *arguments],
-        stdout=output.open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", **env},
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,
-    )
+    environment = {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", **env}
+    argv, root = ["train", *arguments], Path(__file__).parents[2]
+    with output.open("w") as file, contextlib.chdir(root):
+        try:
+            process: subprocess.Popen[str] | ForkedDriver = ForkedDriver(
+                argv, file.fileno(), environment, folder / f"status-{token[:6]}"
+            )
+        except (OSError, KeyError):  # a cold start, or a variable with which imports must be made anew
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_start", *argv],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
     return Launched(process, output, token)
 
 
