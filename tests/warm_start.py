@@ -185,7 +185,7 @@ def drive(arguments: list[str]) -> None:
     for name in set(os.environ) - set(names.split(",")):  # of imports: a run's own nursery makes them, too
         del os.environ[name]
     _show_environment()
-    set_title(f"{sys.executable} -m tests.warm_start {' '.join(argv)}")
+    set_title(f"tests.warm_start {' '.join(argv)}")
     end = os._exit
 
     def exit_with(code: int) -> NoReturn:

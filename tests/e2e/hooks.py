@@ -56,6 +56,15 @@ async def late(args: Any, sample: Any, sampling_params: Any) -> Any:
     return await generate(args, sample, sampling_params)
 
 
+async def overlong_ahead(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """Eight more tokens for a prompt whose turn it is; up to 400 for one of a later rollout, which is cut off thus."""
+    from fusionrl.plugin_api import generate
+
+    is_ahead = sample.index // 32 > args.rollout_id
+    most = 400 if is_ahead else sample.response_length + 8
+    return await generate(args, sample, dict(sampling_params, max_new_tokens=most, ignore_eos=True))
+
+
 def _newest_step(run_dir: str) -> int:
     import re
     from pathlib import Path

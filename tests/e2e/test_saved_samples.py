@@ -26,8 +26,8 @@ def test_partial_rollouts(task: Path, rl_flags: list[str], tmp_path: Path) -> No
     """
     folder = tmp_path / "run"
     flags = [*rl_flags, "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--over-sampling-batch-size", "16"]
-    # Few at a time, and long enough that answers end when they do: some are always under way when a rollout ends.
-    flags += ["--rollout-max-response-len", "96", "--sglang-max-running-requests", "16"]
+    flags += ["--rollout-max-response-len", "450"]
+    flags += ["--custom-generate-function-path", "tests/e2e/hooks.py:overlong_ahead"]
     flags += ["--num-rollout", "100", "--lr", "0", "--no-save"]
     launched = launch([*flags, "--run-dir", str(folder)], tmp_path)
     # The run has shown all it can after three rollouts; a death of an engine's actor ends it.
@@ -42,12 +42,8 @@ def test_partial_rollouts(task: Path, rl_flags: list[str], tmp_path: Path) -> No
     assert mixed
     for row in rows:  # only what this rollout sampled is trained on; of a sibling finished in an earlier one nothing
         assert row["loss_mask"] == [int(version == row["rollout_id"]) for version in row["weight_versions"]]
-    # Where the first rewards are slow, whole groups wait for the next rollout, which then may have nothing to train on.
-    trained = {
-        row["step"]: row["rollout/staleness/token_max"] for row in metrics if "rollout/staleness/token_max" in row
-    }
-    assert len(trained) >= 2 and set(trained.values()) == {0}
-    assert set(trained) == {row["rollout_id"] + 1 for row in rows if any(row["loss_mask"])}
+    trained = [row["rollout/staleness/token_max"] for row in metrics if "rollout/staleness/token_max" in row]
+    assert trained == [0, 0, 0]
 
 
 def make_teacher(policy: Path, path: Path) -> Path:
