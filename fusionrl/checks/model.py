@@ -5,10 +5,9 @@ import os
 from pathlib import Path
 
 from fusionrl.base.packages import install_hint
-from fusionrl.checks.collect_errors import attempt
+from fusionrl.base.wording import attempt, dividing
 from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
 from fusionrl.config.config import Config
-from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of

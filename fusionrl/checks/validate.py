@@ -5,8 +5,8 @@ Each subject has a file in this room; a function `…_errors` returns messages t
 
 from dataclasses import dataclass
 
+from fusionrl.base.wording import attempt
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
-from fusionrl.checks.collect_errors import attempt
 from fusionrl.checks.data import check_prompts
 from fusionrl.checks.effects import effect_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors

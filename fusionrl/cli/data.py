@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from fusionrl.base.log_suppression import quiet
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.lengths import conversation_limit, file_length_errors

@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _examined(argv: Sequence[str]) -> Examined:
-    from fusionrl.checks.collect_errors import attempt
+    from fusionrl.base.wording import attempt
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.warnings import flag_warnings
     from fusionrl.cli.device import detect_device

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from fusionrl.checks.collect_errors import attempt
+from fusionrl.base.wording import attempt
 from fusionrl.checks.hub import HubError, find_model, is_model_name
 from fusionrl.checks.validate import validate_flags
 from fusionrl.checks.warnings import flag_warnings

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fusionrl.base.log_suppression import quiet
-from fusionrl.checks.collect_errors import attempt
+from fusionrl.base.wording import attempt
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.outputs import first_start_warning, resume_folder_errors
 from fusionrl.checks.profile import profile_errors, profile_plan_errors

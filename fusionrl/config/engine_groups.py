@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fusionrl.base.wording import dividing
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
-from fusionrl.config.divisors import dividing
 
 FLAG = "--engine-group"
 GroupRole = Literal["generate", "prefill", "decode", "eval"]

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
 from fusionrl.observe.run_dir import holds_run, last_config

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from fusionrl.base.plurals import counted
-from fusionrl.config.divisors import dividing
+from fusionrl.base.wording import counted, dividing
 
 
 @dataclass(frozen=True)

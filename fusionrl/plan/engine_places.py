@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from fusionrl.base.wording import dividing
 from fusionrl.config.config import Config
-from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import FLAG, eval_group, serving_groups
 from fusionrl.config.run_parts import uses_engines, uses_trainers
 

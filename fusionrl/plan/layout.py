@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from fusionrl.config.divisors import dividing
+from fusionrl.base.wording import dividing
 from fusionrl.config.hooks import flag_of
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fusionrl.algorithms.estimators import Role
+from fusionrl.base.wording import dividing
 from fusionrl.config.config import Config
-from fusionrl.config.divisors import dividing
 from fusionrl.config.engine_groups import EngineGroup, engine_groups
 from fusionrl.config.run_parts import is_streamed, uses_trainers
 from fusionrl.models.quantization import BlockFp8

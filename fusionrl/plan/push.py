@@ -19,7 +19,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.models.families.rules import Rule, Sizes
 from fusionrl.models.quantization import SCALE, BlockFp8
 from fusionrl.plan.layout import TrainerLayout, stage_layers

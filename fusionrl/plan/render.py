@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fusionrl.base.environment import hide_passwords, is_secret
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import flag_of

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.profile import ProfileOrder

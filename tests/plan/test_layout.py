@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fusionrl.base.wording import SHOWN, dividing, divisors
 from fusionrl.config.config import Config
-from fusionrl.config.divisors import SHOWN, dividing, divisors
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.plan import plan_errors

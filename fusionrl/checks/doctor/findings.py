@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 
 Status = Literal["fact", "warning", "fault"]
 _MARKS: dict[Status, str] = {"fact": "  ok  ", "warning": " warn ", "fault": "FAULT "}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base.network_interfaces import collective_interfaces
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.checks.doctor.gpus import gpu_findings
 from fusionrl.checks.doctor.host import (

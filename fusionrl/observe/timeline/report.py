@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fusionrl.base.plurals import counted
+from fusionrl.base.wording import counted
 from fusionrl.observe.timeline.records import BUFFER, DRIVER, RunRecord, SampleCourse, Span
 
 OTHER = "other"

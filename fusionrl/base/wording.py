@@ -1,8 +1,16 @@
-"""Sizes that divide a count, for messages about one that does not."""
+"""Words of messages: counts with their nouns, sizes that divide a count, and mistakes that are listed at once."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 SHOWN = 6  # of many the nearest
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 node", "2 nodes", "0 nodes"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def divisors(count: int) -> list[int]:
@@ -20,3 +28,12 @@ def dividing(count: int, target: int, *, at_least: int = 1, at_most: int | None 
     nearest = sorted(sorted(fitting, key=lambda size: abs(size - target))[:SHOWN])
     *first, last = [str(size) for size in nearest] or ["none"]
     return f"sizes that divide {count}: " + (f"{', '.join(first)} and {last}" if first else last)
+
+
+def attempt(errors: list[str], check: Callable[[], T]) -> T | None:
+    """Return what `check` returns, or None with the message of its `ValueError` in `errors`."""
+    try:
+        return check()
+    except ValueError as error:
+        errors.append(str(error))
+        return None
