@@ -48,7 +48,7 @@ class EngineActor(EngineControl):
             return self.url
         self._has_update_sessions, self._is_paused_in_place = None, False
         num_ports = 3 if self.spec.meets_decoders else 2
-        self._server = start_on_free_ports(self.spec.host, num_ports, self._spawn, self._wait_ready)
+        self._server = start_on_free_ports([self.spec.host] * num_ports, self._spawn, self._wait_ready)
         if self.spec.role == "reward-model":
             self._clear_head_bias()
         self._shared_memory |= shared_memory_of(self._server.pid)
@@ -233,5 +233,5 @@ class EnginePart(EngineActor):
             return self._server
 
         self.shutdown(0.0)  # of a try before this one
-        self._server = start_on_free_ports(self.spec.host, 1, spawn, lambda server: self._wait_for(server, "/health"))
+        self._server = start_on_free_ports([self.spec.host], spawn, lambda server: self._wait_for(server, "/health"))
         self._shared_memory |= shared_memory_of(self._server.pid)

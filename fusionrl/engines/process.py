@@ -148,7 +148,8 @@ class ChildProcess:
         end = f"the end of it:\n{tail}" if tail.strip() else "it is empty"
         status, kills = self.exit_status(), self._memory_kills.sentence()
         ended = f"{purpose}: the process ended ({status}). " + (f"{kills}. " if kills else "")
-        return ChildExited(f"{ended}Its log is {self.log_path}; {end}", tail)
+        # A backtrace may stand between the cause and the end.
+        return ChildExited(f"{ended}Its log is {self.log_path}; {end}", self.log_tail(10_000))
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float, purpose: str) -> None:
         """Call `predicate` until it is true.
@@ -218,18 +219,17 @@ class PortReservation:
 
 
 def start_on_free_ports(
-    host: str,
-    num_ports: int,
+    hosts: Sequence[str],
     start: Callable[[list[int]], ChildProcess],
     wait_ready: Callable[[ChildProcess], None],
 ) -> ChildProcess:
-    """Start a server on `num_ports` reserved ports of `host` and wait until it answers.
+    """Start a server on reserved ports, one of each of `hosts`, and wait until it answers.
 
     A start that fails because one of the ports was taken all the same is repeated on other ports, up to three times in
     all; any other failure is raised at once, the child ended.
     """
     for is_last in (False, False, True):
-        reservations = [PortReservation(host) for _ in range(num_ports)]
+        reservations = [PortReservation(host) for host in hosts]
         try:
             child = start([reservation.port for reservation in reservations])
             try:

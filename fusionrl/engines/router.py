@@ -73,7 +73,7 @@ class Router:
         ):
             if port is not None:
                 PortReservation(host, port, flag=flag).release()
-        self._process = start_on_free_ports(self._host, 2, self._spawn, self._wait_ready)
+        self._process = start_on_free_ports([self._host, self._prometheus_host], self._spawn, self._wait_ready)
         return self.url
 
     def _spawn(self, ports: list[int]) -> ChildProcess:

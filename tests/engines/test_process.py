@@ -234,7 +234,15 @@ def test_a_reserved_port_is_refused_to_others_and_free_for_the_server() -> None:
 def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
     thieves: list[socket.socket] = []
     tried: list[int] = []
-    server = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
+    # A long backtrace follows the error.
+    server = """
+import socket, sys, time
+try:
+    s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+except OSError as error:
+    sys.exit(f"{error}" + "\\n at a frame" * 60)
+time.sleep(600)
+"""
 
     def start(ports: list[int]) -> ChildProcess:
         tried.extend(ports)
@@ -255,7 +263,7 @@ def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
         child.wait_until(ready, 20.0, "start")
 
     try:
-        with start_on_free_ports("127.0.0.1", 1, start, wait_ready) as child:
+        with start_on_free_ports(["127.0.0.1"], start, wait_ready) as child:
             assert child.alive()
             assert len(tried) >= 2  # another program of this machine may hold the second port
     finally:

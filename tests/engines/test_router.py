@@ -174,3 +174,11 @@ def test_an_engine_that_does_neither_is_refused(router: Router) -> None:
             await asyncio.to_thread(router.add_worker, url)
 
     serve(Half("null"), use)
+
+
+def test_each_port_is_reserved_where_it_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests by the node's address, metrics by the loopback's, where another process may have the same number."""
+    hosts: list[str] = []
+    monkeypatch.setattr("fusionrl.engines.router.start_on_free_ports", lambda asked, *_: hosts.extend(asked))
+    Router("192.0.2.1", str(tmp_path)).start()
+    assert hosts == ["192.0.2.1", "127.0.0.1"]
