@@ -167,14 +167,19 @@ def test_ctrl_c_ends_a_training_at_once(supervisor: Supervisor, worker: Any, sto
 
 
 def test_a_stop_request_ends_a_rollout_and_hides_neither_an_error_nor_a_death(supervisor, worker, tmp_path) -> None:
+    def failed() -> Any:
+        ref = worker.fail.remote()
+        assert ray.wait([ref], timeout=60)[0]
+        return ref
+
     later(os.kill, os.getpid(), signal.SIGTERM)
     with pytest.raises(Terminated):
         supervisor.wait(worker.work.remote(30.0))
     with pytest.raises(OSError, match="Connection closed"):
-        supervisor.wait(worker.fail.remote())
+        supervisor.wait(failed())
     (tmp_path / "1").touch()
     with pytest.raises(RuntimeError, match="engine 1"):
-        supervisor.wait(worker.fail.remote())
+        supervisor.wait(failed())
 
 
 def test_devices_that_are_missing_or_taken_are_counted() -> None:
