@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def _answer(listener: Listener) -> str | None:
         return what_a_stranger_gets(listener)
     except (ConnectionRefusedError, ConnectionResetError):  # the latter at the moment when it goes
         return None
+
+
+def _answers(asked: Sequence[Listener]) -> dict[Listener, str | None]:
+    """All are asked at once: gloo's are silent, and each question to one takes the whole timeout."""
+    with ThreadPoolExecutor(len(asked) or 1) as pool:
+        return dict(zip(asked, pool.map(_answer, asked), strict=True))
 
 
 def _processes(launched: Launched) -> set[int]:
@@ -115,9 +122,8 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
         pids = _processes(launched)
 
         asked = listeners(pids)
-        with ThreadPoolExecutor(len(asked)) as pool:  # gloo's are silent: each question to one takes the whole timeout
-            answers = list(pool.map(_answer, asked))
-        gone = {listener for listener, answer in zip(asked, answers, strict=True) if answer is None}
+        answers = _answers(asked)
+        gone = {listener for listener, answer in answers.items() if answer is None}
         assert not gone & set(listeners(pids)), (
             f"listen and refuse: {gone}"
         )  # else workers of Ray's that ended meanwhile
@@ -126,10 +132,15 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
         assert is_loopback(sleeper.address)
         launched.wait_for(lambda: bool(_on_port(pids, sleeper.port)))
         assert [what_a_stranger_gets(agent) for agent in _on_port(pids, sleeper.port)] == ["HTTP: 401"]
-        found: dict[tuple[str, str], list[Listener]] = {}
-        for listener, answer in zip(asked, answers, strict=True):
-            if answer is not None:
-                found.setdefault((_kind(listener, answer), answer), []).append(listener)
+        for _ in range(5):
+            found: dict[tuple[str, str], list[Listener]] = {}
+            for listener, answer in answers.items():
+                if answer is not None:
+                    found.setdefault((_kind(listener, answer), answer), []).append(listener)
+            if _documented() <= set(found):
+                break
+            # On a busy machine one that answers late is taken for a silent one.
+            answers |= _answers([listener for listener, answer in answers.items() if answer == "no answer"])
         exposed = [one for group in found.values() for one in group if not is_loopback(one.address)]
         assert not exposed, exposed
         assert set(found) == _documented(), "\n".join(f"{one}: {len(found[one])}" for one in sorted(found))
