@@ -171,18 +171,18 @@ DRIVER = "driver"
 
 
 def driver_branch(folder: Path, free: Sequence[str]) -> Branch:
-    """A branch whose forks are `fusionrl train`: its imports are two seconds of a core."""
+    """A branch whose forks are `fusionrl train`: a driver's imports take a core two seconds."""
     modules = ["fusionrl.cli.resolve", "fusionrl.cli.plan", "fusionrl.runtime.run", "fusionrl.runtime.ray_imports"]
     modules += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
-    # A nursery is told of its libraries' devices and threads, and a driver has none of them.
-    told = ["CUDA_VISIBLE_DEVICES", "MKL_CBWR", "OPENBLAS_NUM_THREADS", "PYTHONPATH"]
-    return Branch(str(folder / DRIVER), modules, "tests.warm_start:drive", kept=[""], free=[*_OWN, *told, *free])
+    # Variables of devices and threads, which a nursery gets and a driver does not.
+    others = ["CUDA_VISIBLE_DEVICES", "MKL_CBWR", "OPENBLAS_NUM_THREADS", "PYTHONPATH"]
+    return Branch(str(folder / DRIVER), modules, "tests.warm_start:drive", kept=[""], free=[*_OWN, *others, *free])
 
 
 def drive(arguments: list[str]) -> None:
-    """Be `fusionrl ARGUMENTS…` in a fork; before them, the file that gets the exit code and the variables."""
+    """Run a command line in a fork. `arguments`: file for the exit code, names of its variables, the command line."""
     status, names, *argv = arguments
-    for name in set(os.environ) - set(names.split(",")):  # of imports: a run's own nursery makes them, too
+    for name in set(os.environ) - set(names.split(",")):  # that imports have set
         del os.environ[name]
     _show_environment()
     set_title(f"tests.warm_start {' '.join(argv)}")

@@ -148,7 +148,7 @@ class ChildProcess:
         end = f"the end of it:\n{tail}" if tail.strip() else "it is empty"
         status, kills = self.exit_status(), self._memory_kills.sentence()
         ended = f"{purpose}: the process ended ({status}). " + (f"{kills}. " if kills else "")
-        # A backtrace may stand between the cause and the end.
+        # A backtrace may separate the cause, such as a taken port, from the end that the message shows.
         return ChildExited(f"{ended}Its log is {self.log_path}; {end}", self.log_tail(10_000))
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float, purpose: str) -> None:

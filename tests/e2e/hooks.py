@@ -57,7 +57,7 @@ async def late(args: Any, sample: Any, sampling_params: Any) -> Any:
 
 
 async def overlong_ahead(args: Any, sample: Any, sampling_params: Any) -> Any:
-    """Eight more tokens for a prompt whose turn it is; up to 400 for one of a later rollout, which is cut off thus."""
+    """Sample eight more tokens for a prompt of this rollout; up to 400 for one of the next, so that its end cuts it."""
     from fusionrl.plugin_api import generate
 
     is_ahead = sample.index // 32 > args.rollout_id

@@ -15,6 +15,7 @@ from tests.e2e.deaths import kill_and_check
 from tests.e2e.launch import launch, metrics_of, run
 from tests.e2e.samples import check, count_tool_answers
 from tests.tiny_model import make_classifier
+from tests.warm_start import ForkedDriver
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +31,7 @@ def test_partial_rollouts(task: Path, rl_flags: list[str], tmp_path: Path) -> No
     flags += ["--custom-generate-function-path", "tests/e2e/hooks.py:overlong_ahead"]
     flags += ["--num-rollout", "100", "--lr", "0", "--no-save"]
     launched = launch([*flags, "--run-dir", str(folder)], tmp_path)
+    assert isinstance(launched.process, ForkedDriver), "else each whole run of the suite takes two seconds longer"
     # The run has shown all it can after three rollouts; a death of an engine's actor ends it.
     died = ("engine-actor-0.a1.log", "engine 0 died: its process ")
     kill_and_check(launched, folder, lambda: len(metrics_of(folder)) > 3, *died)

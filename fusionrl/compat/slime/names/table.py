@@ -1,8 +1,8 @@
 """Every slime name that fusionrl knows, from `names.md`: module path → name → where it lives here, or why it does not.
 
-No name of a module in `ABSENT_MODULES` exists; an error reports any other name as unknown. Read against slime's public
-revision of August 2026, and the revision 31f1ca9 of its fork miles, which has all of slime's names too. To add a name,
-add a row, and copy the page to docs/reference/from-slime-names.md.
+No name of a module in `ABSENT_MODULES` exists; an error reports any other name as unknown. Read against the public
+revision of August 2026, and against miles 31f1ca9, a fork that has all of these names, too. To add a name, add a row,
+and copy the page to docs/reference/from-slime-names.md.
 
 A row names modules, names in them, and where these are here: `module`, or `module:name` where the name is another one.
 Behind it stands how they differ; without a place, why they are absent, and what to use or write instead.
