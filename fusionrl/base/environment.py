@@ -1,4 +1,4 @@
-"""The secrets that a process of a run inherits.
+"""The secrets that a process of a run inherits, and MKL's mode in it.
 
 The shell that starts a run often holds keys: HF_TOKEN, WANDB_API_KEY, those of a cloud. A process gets the secrets in
 its row of `NEEDS` and no others; other variables are inherited as usual.
@@ -22,6 +22,10 @@ _NAME = re.compile(
 _URL_WITH_PASSWORD = re.compile(r"((?<=[\w+.-])://[^/@\s:\[]*):(?!\d{1,5}/)(?:[^@\s:]|:(?!//))+@")
 _MARKS = ("FUSIONRL_RUN_TOKEN", "FUSIONRL_TEST_TOKEN")  # they mark the processes of a run, and open nothing
 _PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
+
+MKL_MODE = ("MKL_CBWR", "AUTO,STRICT")
+"""MKL's mode in which a row of a product has the same bits in every run and, on Intel's CPUs, whatever rows it is
+computed with; without STRICT the number of rows decides. MKL reads the variable once a process."""
 
 ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
 """The key of the engines, for functions of the user that ask them (`plugin_api.post`)."""

@@ -45,6 +45,14 @@ def imported_later(
 _stand_ins: dict[str, _StandIn] = {}  # by the name of the module
 
 
+def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
+    """Call `function` with module `name`: now if it is imported, else as soon as it is."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, AfterImport(name, function))
+
+
 class _StandIn(types.ModuleType):
     def __init__(self, name: str, called: Sequence[str], caught: Sequence[str], constants: Sequence[str]) -> None:
         super().__init__(name)

@@ -194,8 +194,7 @@ def _no_prompts(num_samples: int) -> list[list[Sample]]:
 
 def limits_of(plan: Plan) -> Limits:
     """Return the limits of the plan's model, against which numbers in samples are checked."""
-    moe = plan.shape.moe
-    return Limits(plan.shape.vocab_size, moe.num_experts if moe is not None else None)
+    return Limits(plan.shape.vocab_size, plan.shape.num_experts or None)
 
 
 def _number_group(group: list[Sample], position: int) -> None:

@@ -125,8 +125,8 @@ class HookBorder:
             rollout_num_engines=len(ends.engine_urls),
             vocab_size=shape.vocab_size,
             # (layers, experts of a token), where the engines are asked which experts they chose
-            routed_experts_size=(shape.num_layers, shape.moe.topk) if asks_for_experts and shape.moe else None,
-            num_experts=shape.moe.num_experts if shape.moe else None,
+            routed_experts_size=(shape.num_layers, shape.mixture.topk) if asks_for_experts and shape.mixture else None,
+            num_experts=shape.num_experts or None,
             save=str(self._run_dir / "checkpoints"),
             load=None,
             run_dir=str(self._run_dir),

@@ -70,9 +70,8 @@ def load_samples(pattern: str, rollout_id: int, plan: Plan) -> list[Sample]:
     path = Path(pattern.format(rollout_id=rollout_id))
     if not path.is_file():
         raise ValueError(f"--load-debug-rollout-data: there is no {path}")
-    moe = plan.shape.moe
     try:
-        return read_samples(path, plan.shape.vocab_size, moe.num_experts if moe is not None else None)
+        return read_samples(path, plan.shape.vocab_size, plan.shape.num_experts or None)
     except ValueError as error:
         raise ValueError(f"--load-debug-rollout-data: {error}") from error
 

@@ -188,7 +188,13 @@ def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
 
 
 def _check_lengths(sizes: _Sizes, indices: Sequence[int | None], balance: Balance) -> None:
-    padded = balance.padded(sizes.lengths)
+    padded, within = balance.padded(sizes.lengths), balance.dense_within
+    if within is not None and int(sizes.lengths.max(initial=0)) > within:
+        longest = int(sizes.lengths.argmax())
+        raise ValueError(
+            f"sample {indices[longest]} has {sizes.lengths[longest]} tokens, over the {within} (index_topk) up to which"
+            " this model attends to all, as trainers do; bound the length with --rollout-max-context-len"
+        )
     if int(padded.max(initial=0)) > balance.max_tokens:
         longest = int(padded.argmax())
         raise ValueError(

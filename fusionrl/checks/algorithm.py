@@ -89,7 +89,7 @@ def routing_errors(config: Config, shape: ModelShape | None) -> list[str]:
     if not (engine or a.use_routing_replay):
         return []
     flag = "--use-rollout-routing-replay" if engine else "--use-routing-replay"
-    if shape is not None and shape.moe is None:
+    if shape is not None and not shape.num_experts:
         errors.append(f"{flag}: the model of --hf-checkpoint has no experts to route to; leave the flag out")
     passed = config.passthrough.transformer
     for name, value in (("moe_router_fusion", True), ("overlap_moe_expert_parallel_comm", True)):

@@ -60,8 +60,10 @@ def length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     positions = _positions(config, shape)
     errors = _context_errors(config, positions)
     if config.run.mode == "sft":
-        return errors + _conversation_errors(config, positions)
-    return errors if has_own_rollout(config) else errors + _sample_errors(config, positions)
+        errors += _conversation_errors(config, positions)
+    elif not has_own_rollout(config):
+        errors += _sample_errors(config, positions)
+    return _explained(errors, shape)
 
 
 def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str]:
@@ -89,11 +91,19 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors, length = _context_errors(config, positions), rollout.rollout_max_response_len
     is_free = config.run.mode != "sft" and rollout.rollout_max_context_len is None
     if not is_free or length is None or has_own_rollout(config):
-        return errors
+        return _explained(errors, shape)
     limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
     if length >= positions:
-        return [*errors, f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.name}; lower it"]
-    return errors + _by_flags(config, length, [limit])
+        errors.append(f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.name}; lower it")
+        return _explained(errors, shape)
+    return _explained(errors + _by_flags(config, length, [limit]), shape)
+
+
+def _explained(errors: list[str], shape: ModelShape) -> list[str]:
+    """Say why a model takes fewer tokens than its config.json has positions."""
+    within = shape.attention[0].dense_within
+    why = f". Beyond index_topk {within} {shape.model_type} chooses keys (DSA), which no trainer here does"
+    return [error + why if within is not None and f"{within} positions" in error else error for error in errors]
 
 
 def _positions(config: Config, shape: ModelShape) -> int:

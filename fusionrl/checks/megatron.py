@@ -27,12 +27,13 @@ def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> lis
     cpu_wing.prepare_megatron()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    def transformer(config: Config) -> object:
+        fields = settings.transformer_fields(config, shape, plan)
+        return settings.transformer_class(fields)(**fields)
 
     builders: dict[str, Callable[[Config], object]] = {
-        "transformer": lambda fields: (MLATransformerConfig if shape.mla else TransformerConfig)(
-            **settings.transformer_fields(fields, shape, plan)
-        ),
+        "transformer": transformer,
         "optimizer": lambda fields: OptimizerConfig(**settings.optimizer_fields(fields, plan)),
         "ddp": lambda fields: DistributedDataParallelConfig(**settings.ddp_fields(fields)),
     }

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusionrl.base.packages import install_hint
@@ -11,11 +12,13 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.run_parts import uses_trainers
+from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.engines.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
+from fusionrl.models.families import get_family, kept
 from fusionrl.models.quantization import BlockFp8, read_quantization
+from fusionrl.models.rules import MTP
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
+from fusionrl.models.weight_files import INDEX, SINGLE, check_weight_files, is_megatron_folder, weights_folder
 from fusionrl.models.weight_shapes import shape_errors
 from fusionrl.plan.critic import auxiliary_role
 from fusionrl.plan.engine_places import check_engine_size
@@ -43,6 +46,8 @@ def checked_shape(config: Config) -> ModelShape:
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
     shape = read_model_shape(folder)
+    if config.train.enable_mtp_training:
+        shape = shape.with_mtp(config.train.mtp_num_layers or 1)
     engines = config.run.mode != "sft" and not config.run.debug_train_only
     if config.model.debug_random_weights:
         if config.model.megatron_checkpoint is not None:
@@ -52,11 +57,17 @@ def checked_shape(config: Config) -> ModelShape:
     elif engines or config.model.megatron_checkpoint is None:
         check_weight_files(folder)
     names = {path.name for path in Path(folder).iterdir()}
+    if config.checkpoint.save_hf is not None and kept(shape) is not None and names & {INDEX, SINGLE}:
+        try:
+            check_weight_files(folder)
+        except ValueError as error:
+            cure = "fetch them, or take the weights away to save the trained tensors alone"
+            raise ValueError(f"--save-hf: what is not trained comes from --hf-checkpoint. {error}; {cure}") from error
     if not names & TOKENIZERS:
         raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
     if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
         reference = read_model_shape(config.model.ref_load, "--ref-load")
-        if reference != shape:
+        if reference != shape.trunk:
             raise ValueError(f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint")
         check_weight_files(config.model.ref_load, "--ref-load")
     if config.model.megatron_checkpoint is not None and not Path(config.model.megatron_checkpoint).is_dir():
@@ -90,16 +101,55 @@ def engine_size_errors(config: Config, shape: ModelShape | None) -> list[str]:
     named = [(f"{FLAG} {group.name}: per_engine", group.per_engine) for group in groups]
     if all(group.role == "eval" for group in groups):
         named.append(("--rollout-num-gpus-per-engine", config.cluster.rollout_num_gpus_per_engine))
-    num_heads, per_node = shape.num_attention_heads if shape else None, config.cluster.num_gpus_per_node
-    return [error for flag, size in named for error in size_errors(flag, size, num_heads, per_node)]
+    heads: dict[str, int] = {}
+    if shape is not None:
+        heads = {name: count for kind in shape.attention for name, count in kind.divided(shape).items()}
+        heads.pop("key-value heads", None)  # engines copy them
+    per_node = config.cluster.num_gpus_per_node
+    return [error for flag, size in named for error in size_errors(flag, size, heads, per_node)]
 
 
-def size_errors(flag: str, size: int, num_heads: int | None, per_node: int) -> list[str]:
-    """List what is wrong with engines of `size` devices, for a model of so many attention heads (None: not known)."""
-    errors: list[str] = []
-    if num_heads and num_heads % size:
-        cure = dividing(num_heads, size)
-        errors.append(f"{flag} {size} does not divide the model's {num_heads} attention heads; {cure}")
+def unserved_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """List why engines do not serve the model, though trainers train it."""
+    if shape is None or not uses_engines(config):
+        return []
+    unserved = get_family(shape.model_type).unserved
+    reason = unserved(shape) if unserved is not None else None
+    return [f"--hf-checkpoint {config.model.hf_checkpoint}: {reason}; train it by --mode sft"] if reason else []
+
+
+def further_layer_errors(config: Config) -> list[str]:
+    """List Megatron checkpoints that lack layers of multi-token prediction, where such are trained.
+
+    Megatron-core would find no values for them, after everything has started.
+    """
+    model, algorithm = config.model, config.algorithm
+    teacher = algorithm.opd_teacher_load if algorithm.use_opd and algorithm.opd_type == "megatron" else None
+    loads = {"--megatron-checkpoint": model.megatron_checkpoint, "--ref-load": model.ref_load}
+    errors = []
+    for flag, path in (loads | {"--opd-teacher-load": teacher}).items():
+        if path is None or not config.train.enable_mtp_training or not is_megatron_folder(path):
+            continue
+        try:
+            names = (weights_folder(path, flag) / ".metadata").read_bytes()  # a pickle: it is searched, not loaded
+        except (OSError, ValueError) as error:
+            errors.append(str(error))
+            continue
+        count = config.train.mtp_num_layers or 1
+        if f"{MTP}{count - 1}.".encode() not in names:
+            is_start = flag == "--megatron-checkpoint"
+            cure = "leave out --enable-mtp-training" if is_start else "give a Hugging Face folder"
+            errors.append(f"{flag} {path}: it lacks layer {count - 1} of multi-token prediction; {cure}")
+    return errors
+
+
+def size_errors(flag: str, size: int, heads: Mapping[str, int], per_node: int) -> list[str]:
+    """List what is wrong with engines of `size` devices, for a model of so many heads of each name."""
+    errors = [
+        f"{flag} {size} does not divide the model's {count} {name}; {dividing(count, size)}"
+        for name, count in heads.items()
+        if count % size
+    ]
     attempt(errors, lambda: check_engine_size(flag, size, per_node))
     return errors
 
@@ -116,6 +166,8 @@ def weight_shape_errors(config: Config) -> list[str]:
             shape = read_model_shape(folder, flag)
             if flag == "--critic-load":
                 shape = shape.with_value_head()
+            elif flag == "--hf-checkpoint" and by_trainers and config.train.enable_mtp_training:
+                shape = shape.with_mtp(config.train.mtp_num_layers or 1)
             quantization = read_quantization(folder, flag) if by_trainers else None
             errors += shape_errors(folder, shape, flag, quantization=quantization, is_loaded=by_trainers)
         except (ValueError, OSError):

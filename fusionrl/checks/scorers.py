@@ -84,7 +84,7 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
         model = read_scorer(folder, "--opd-teacher-load")
         check_weight_files(folder, "--opd-teacher-load")
         # The trainers compute with the shape of the policy: a teacher replaces their weights for a while.
-        if not of_engine and shape is not None and read_model_shape(folder, "--opd-teacher-load") != shape:
+        if not of_engine and shape is not None and read_model_shape(folder, "--opd-teacher-load") != shape.trunk:
             errors.append(f"{where}: its shape differs from that of --hf-checkpoint; use --opd-type sglang")
     except ValueError as error:
         return [*errors, str(error)]
@@ -98,7 +98,8 @@ def _engine_errors(
     prefix: str, size: int, server_args: Mapping[str, object], model: ScorerModel, config: Config
 ) -> list[str]:
     per_node = config.cluster.num_gpus_per_node
-    errors = size_errors(f"{prefix}-num-gpus-per-engine", size, model.num_attention_heads, per_node)
+    heads = {"attention heads": model.num_attention_heads}
+    errors = size_errors(f"{prefix}-num-gpus-per-engine", size, heads, per_node)
     for name, value in server_args.items():
         values = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
         try:

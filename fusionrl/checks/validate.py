@@ -16,7 +16,9 @@ from fusionrl.checks.model import (
     checked_shape,
     disk_push_errors,
     engine_size_errors,
+    further_layer_errors,
     unreadable_errors,
+    unserved_errors,
     weight_shape_errors,
 )
 from fusionrl.checks.modes import guest_errors, in_process_errors, missing_flags, mode_errors, place_errors
@@ -67,7 +69,8 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
     errors += length_errors(config, shape) + template_errors(config) + _flag_errors(config, shape)
-    errors += keep_best_errors(config) + disk_push_errors(config) + _train_errors(config) + output_errors(config)
+    errors += keep_best_errors(config) + disk_push_errors(config) + further_layer_errors(config)
+    errors += _train_errors(config) + output_errors(config)
     return Checked(shape, num_prompts, quantization, tuple(warnings), sandbox), errors
 
 
@@ -77,7 +80,8 @@ def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _flag_errors(config: Config, shape: ModelShape | None) -> list[str]:
-    errors = engine_size_errors(config, shape) + rollout_errors(config) + mode_errors(config)
+    errors = engine_size_errors(config, shape) + unserved_errors(config, shape)
+    errors += rollout_errors(config) + mode_errors(config)
     errors += rollout_sampling_errors(config, None if shape is None else shape.vocab_size)
     errors += algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
     where = f"the config.json of --hf-checkpoint {config.model.hf_checkpoint}"

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from fusionrl.base.log_suppression import quiet
@@ -21,6 +22,7 @@ from fusionrl.config.resume_differences import difference_lines
 from fusionrl.config.slime_flags import translate_slime_flags
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.critic import auxiliary_config
+from fusionrl.plan.device_checks import check_fused_layers
 from fusionrl.plan.devices import this_machine
 from fusionrl.plan.lr_schedule import lr_decay_steps
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
@@ -98,22 +100,31 @@ def resume_lines(config: Config, plan: Plan) -> list[str]:
     return [*lines, end] if end else lines
 
 
+def _fused_version() -> str | None:
+    """The version of Transformer Engine that is installed here."""
+    try:
+        return metadata.version("transformer_engine")
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     if plan.layout is None:
         return []
-    groups = [("", config, plan.trainer_plan())]
+    groups = [("", config, plan.trainer_plan(), plan.shape)]
     if plan.auxiliary is not None:
         role = plan.auxiliary.role
-        groups.append((f"{role}-", auxiliary_config(config, role), plan.trainer_plan(role)))
+        groups.append((f"{role}-", auxiliary_config(config, role), plan.trainer_plan(role), plan.auxiliary.shape))
     errors: list[str] = []
     passed = config.passthrough
-    for prefix, part, own in groups:
+    for prefix, part, own, shape in groups:
         attempt(errors, partial(lr_decay_steps, part.train, own.num_steps, prefix))
+        attempt(errors, partial(check_fused_layers, part, shape, plan.device, own.precision, _fused_version()))
         if passed.transformer or passed.optimizer or passed.ddp:
             # Only now: the import takes seconds, unless the flags' types were asked for.
             with quiet():
                 from fusionrl.checks.megatron import megatron_errors
 
-                errors += megatron_errors(part, plan.shape, own)
+                errors += megatron_errors(part, shape, own)
     return list(dict.fromkeys(errors))

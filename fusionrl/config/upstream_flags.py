@@ -150,7 +150,9 @@ MEGATRON_OWNED = _by_field(
         " activation_func rotary_interleaved num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk"
         " moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups"
         " moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size"
-        " moe_shared_expert_gate multi_latent_attention",
+        " moe_shared_expert_gate multi_latent_attention attention_output_gate layernorm_zero_centered_gamma"
+        " linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads"
+        " linear_num_value_heads",
         "--calculate-per-token-loss": "calculate_per_token_loss",
         "the trainer": "finalize_model_grads_func variable_seq_lengths",
         "the trainer (Adam)": "optimizer",

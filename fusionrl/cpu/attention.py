@@ -2,8 +2,8 @@
 
 SGLang's `torch_native` computes one request at a time: a decode step of 256 requests and 4 layers is 1,024 times the
 same dozen small calls. `ATTENTION_BACKEND` attends the whole batch in a few calls a layer (`batched_attention.py`). It
-is a subclass of `torch_native` and leaves to it latent attention, encoders and cross attention, and a separate cache
-for layers with a sliding window. `torch_native` has no drafts of speculative decoding.
+is a subclass of `torch_native` and leaves to it encoders and cross attention, and a separate cache for layers with a
+sliding window. `torch_native` has no drafts of speculative decoding, and no sinks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,10 @@ def create(runner: ModelRunner) -> TorchNativeAttnBackend:
     from fusionrl.cpu import straight_decode
     from fusionrl.cpu.attention_backend import BatchedAttentionBackend
 
-    reason = None
-    if runner.use_mla_backend:
-        reason = "the model has latent attention"
-    elif isinstance(runner.token_to_kv_pool, SWAKVPool):
+    if isinstance(runner.token_to_kv_pool, SWAKVPool):
         reason = "layers with a sliding window have a cache of their own"
-    if reason is not None and getattr(runner.server_args, "speculative_algorithm", None):
-        raise ValueError(f"--speculative-algorithm: on a CPU not with this model, as {reason}; leave it out")
-    if reason is not None:
+        if getattr(runner.server_args, "speculative_algorithm", None):
+            raise ValueError(f"--speculative-algorithm: on a CPU not with this model, as {reason}; leave it out")
         logger.info("Attention backend: torch_native (%s)", reason)
         return TorchNativeAttnBackend(runner)
     logger.info("Attention backend: %s, whole batches at once", ATTENTION_BACKEND)

@@ -39,11 +39,13 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [requests, heads * size] of the newest tokens → the same shape, with the values' size."""
         if not self._is_ours(layer, forward_batch):
+            assert sinks is None, "no model has sinks in such layers"
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_extend(
         self,
@@ -53,20 +55,29 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [tokens, heads * size] of several new tokens a request → the same shape, with the values' size."""
         if forward_batch.forward_mode.is_target_verify():
-            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+            return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
         if not self._is_ours(layer, forward_batch) or layer.attn_type is AttentionType.ENCODER_ONLY:
+            assert sinks is None, "no model has sinks in such layers"
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     @staticmethod
     def _is_ours(layer: RadixAttention, batch: ForwardBatch) -> bool:
         return not layer.is_cross_attention and batch.encoder_lens is None and batch.spec_info is None
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        sinks: Tensor | None,
     ) -> Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
@@ -79,17 +90,18 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
                 *(query, keys, values, self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens),
                 scale=layer.scaling,
                 window=window if window is not None and window > -1 else None,
+                sinks=None if sinks is None else sinks.float().contiguous(),
             )
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         row_bytes = max(keys[0].numel(), values[0].numel()) * query.element_size()
         plan = self._plan(layer, batch, query.dtype, row_bytes)
-        out = attend(plan, query, keys, values, scale=layer.scaling)
+        out = attend(plan, query, keys, values, scale=layer.scaling, sinks=sinks)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch) -> bool:
         table, rows, lengths = self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
         types = (table.dtype, rows.dtype, lengths.dtype)
-        is_dense = all(tensor.is_contiguous() for tensor in (keys, values, table, rows, lengths))
+        is_dense = all(tensor.is_contiguous() for tensor in (keys, values[0], table, rows, lengths))
         is_shared = keys.size(2) == query.size(2) and query.size(1) % keys.size(1) == 0
         is_typed = types == (torch.int32, torch.int64, torch.int64)
         return is_typed and is_dense and is_shared and kernels.fit(query, keys, values)

@@ -230,14 +230,19 @@ def plan_trees(
     return AttentionPlan((Group(count, num_nodes, num_keys, None, slots.flatten(), mask, False),), None)
 
 
-def attend(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
-    """query [T, H, D] of the new tokens, keys [N, K, D] and values [N, K, V] of all slots → [T, H, V]."""
-    outs = [_attend(group, query, keys, values, scale) for group in plan.groups]
+def attend(
+    plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """query [T, H, D] of the new tokens, keys [N, K, D] and values [N, K, V] of all slots → [T, H, V].
+
+    `sinks` [H] are scores that take part in each softmax without a value.
+    """
+    outs = [_attend(group, query, keys, values, scale, sinks) for group in plan.groups]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if plan.places is None else out.index_select(0, plan.places)
 
 
-def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     count, num_queries = group.count, group.num_queries
     if group.tokens is not None:
         query = query.index_select(0, group.tokens)
@@ -250,10 +255,34 @@ def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: fl
     if num_queries == 1 and query.dtype is torch.float32:
         # Heads that share keys are queries of one head. (In bf16 torch's kernel is slower so.)
         query = query.view(count, num_groups, num_heads // num_groups, -1)
-        out = scaled_dot_product_attention(query, key, value, mask, scale=scale)
+        by_query = None if sinks is None else sinks.view(num_groups, -1)
+        out = _softmax_sums(query, key, value, mask, False, scale, by_query)
         return out.reshape(count, num_heads, -1)
     query = query.view(count, num_queries, num_heads, -1).transpose(1, 2)
-    out = scaled_dot_product_attention(
-        query, key, value, mask, is_causal=group.is_causal, scale=scale, enable_gqa=num_heads != num_groups
-    )
+    by_query = None if sinks is None else sinks[:, None]
+    out = _softmax_sums(query, key, value, mask, group.is_causal, scale, by_query)
     return out.transpose(1, 2).reshape(count * num_queries, num_heads, -1)
+
+
+def _softmax_sums(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query [count, heads, num_queries, D] → [count, heads, num_queries, V]; `sinks` [heads, num_queries, or 1]."""
+    repeat = query.size(1) // key.size(1)
+    if sinks is None:
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=repeat > 1
+        )
+    if repeat > 1:
+        key, value = (heads.repeat_interleave(repeat, 1) for heads in (key, value))
+    # The public function keeps the logarithm of the softmax's sum, by which a sink's share can be taken off, to itself.
+    out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return (out * torch.sigmoid(logs - sinks.float())[..., None]).to(out.dtype)

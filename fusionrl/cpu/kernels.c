@@ -375,10 +375,10 @@ INLINE float softmax(float *score, int64_t n) {
 }
 
 /* The attention of `count` queries of one key head over `length` keys, which are at table[0], table[1], ...; `row` has
- * place for the larger of `size` and `value_size`. */
+ * place for the larger of `size` and `value_size`. `sinks`: of each query a score without a key, or NULL. */
 INLINE void attend_one(const float *query, const void *keys, const void *values, int64_t key_step, int64_t value_step,
-                       const int32_t *table, int64_t length, float *scores, float *row, float *out, int64_t count,
-                       int64_t size, int64_t value_size, float scale, int half) {
+                       const int32_t *table, int64_t length, const float *sinks, float *scores, float *row, float *out,
+                       int64_t count, int64_t size, int64_t value_size, float scale, int half) {
     for (int64_t j = 0; j < length; j++) {
         fetch(keys, key_step, table, j, length, size, half);
         const float *key = cached(keys, key_step, table[j], row, size, half);
@@ -391,8 +391,12 @@ INLINE void attend_one(const float *query, const void *keys, const void *values,
             scores[g * length + j] = score * scale;
         }
     }
-    for (int64_t g = 0; g < count; g++)
-        softmax(scores + g * length, length);
+    for (int64_t g = 0; g < count; g++) {
+        float log_sum = softmax(scores + g * length, length);
+        float share = sinks ? 1.0f / (1.0f + expf(sinks[g] - log_sum)) : 1.0f;
+        for (int64_t j = 0; sinks && j < length; j++)
+            scores[g * length + j] *= share;
+    }
     memset(out, 0, (size_t)(count * value_size) * sizeof(float));
     for (int64_t j = 0; j < length; j++) {
         fetch(values, value_step, table, j, length, value_size, half);
@@ -409,16 +413,18 @@ INLINE void attend_one(const float *query, const void *keys, const void *values,
 /* One new token a request against the cache, read where it is: out [requests, heads, value_size].
  *
  * query   [requests, heads, size], requests `query_stride` apart
- * keys    [num_slots, groups, size], values [num_slots, groups, value_size]; `heads / groups` heads share a group
+ * keys    [num_slots, groups, size], values [num_slots, groups, value_size], slots `value_step` apart; `heads / groups`
+ *         heads share a group
  * table   [num_rows, num_columns], rows `table_stride` apart: the slots of request i are the first lengths[i] of row
  *         rows[i]
  * window  the token sees so many before itself; < 0: all
+ * sinks   [heads] scores that take part in each softmax without a value; NULL: none
  * Returns 0; 1: no memory; 2, with `out` unwritten: a row, a length or a slot is beyond its table. */
 int attend_decode(const void *query, int64_t query_stride, const void *keys, const void *values, const int32_t *table,
                   int64_t table_stride, int64_t num_rows, int64_t num_columns, const int64_t *rows,
-                  const int64_t *lengths, void *out, int64_t num_slots, int64_t requests, int64_t heads,
-                  int64_t groups, int64_t size, int64_t value_size, int64_t window, float scale, int half,
-                  int threads) {
+                  const int64_t *lengths, const float *sinks, void *out, int64_t num_slots, int64_t requests,
+                  int64_t heads, int64_t groups, int64_t size, int64_t value_size, int64_t value_step, int64_t window,
+                  float scale, int half, int threads) {
     int64_t count = heads / groups, longest = 0, work = 0;
     for (int64_t i = 0; i < requests; i++) {
         if (rows[i] < 0 || rows[i] >= num_rows || lengths[i] < 0 || lengths[i] > num_columns)
@@ -455,8 +461,8 @@ int attend_decode(const void *query, int64_t query_stride, const void *keys, con
             const float *asked = half ? queries : head;
             float *answered = half ? answers : to;
 #define ATTEND(SIZE, VALUE_SIZE, HALF)                                                                                 \
-    attend_one(asked, key, value, groups *size, groups *value_size, slots, length - first, scores, row, answered,      \
-               count, SIZE, VALUE_SIZE, scale, HALF)
+    attend_one(asked, key, value, groups *size, value_step, slots, length - first, sinks ? sinks + group * count : 0,  \
+               scores, row, answered, count, SIZE, VALUE_SIZE, scale, HALF)
 #define ATTEND_EITHER(SIZE, VALUE_SIZE)                                                                                \
     do {                                                                                                               \
         if (half)                                                                                                      \
@@ -506,9 +512,66 @@ int attend_new(void *qkv, const void *query_weight, const void *key_weight, floa
                           groups * size, groups * size, half, threads);
     if (!code)
         code = attend_decode(place, heads * size, keys, values, table, table_stride, num_rows, num_columns, rows,
-                             lengths, out, num_slots, requests, heads, groups, size, size, window, scale, half,
-                             threads);
+                             lengths, 0, out, num_slots, requests, heads, groups, size, size, groups * size, window,
+                             scale, half, threads);
     return code;
+}
+
+/* A head of a gated delta net in fp32, `scale` long. */
+INLINE void read_unit(const void *head, float *to, int64_t size, float scale, int half) {
+    float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t d = 0; d < size; d++)
+        squares += at(head, d, half) * at(head, d, half);
+    float factor = scale / sqrtf(squares + 1e-6f);
+#pragma omp simd
+    for (int64_t d = 0; d < size; d++)
+        to[d] = at(head, d, half) * factor;
+}
+
+/* One new token a request of gated delta nets, out [requests, value_heads, value_size]: a state is scaled, gets nearer to
+ * the token's value for its key, and is read by its query, in one pass over it.
+ *
+ * query        [requests, heads, size], key likewise, value [requests, value_heads, value_size]: of each, `strides` has
+ *              the step from request to request; `value_heads / heads` heads share a query and a key
+ * keep, share  [requests, value_heads] factor of the state, and part of the way to the value
+ * states       [num_slots, value_heads, value_size, size], slots `slot_step` apart; slots[i] is that of request i
+ * Returns 0; 1: no memory; 2, with nothing written: a slot is beyond the states. */
+int delta_decode(const void *query, const void *key, const void *value, const int64_t *strides, const float *keep,
+                 const float *share, float *states, int64_t slot_step, int64_t num_slots, const int64_t *slots,
+                 void *out, int64_t requests, int64_t heads, int64_t value_heads, int64_t size, int64_t value_size,
+                 int half, int threads) {
+    for (int64_t i = 0; i < requests; i++)
+        if (slots[i] < 0 || slots[i] >= num_slots)
+            return 2;
+    float *places = malloc(((size_t)threads * 2 * size + 1) * sizeof(float));
+    if (!places)
+        return 1;
+#pragma omp parallel for collapse(2) num_threads(threads) if (requests * value_heads * value_size * size > FEW)
+    for (int64_t i = 0; i < requests; i++)
+        for (int64_t head = 0; head < value_heads; head++) {
+            float *asked = places + omp_get_thread_num() * 2 * size, *known = asked + size;
+            int64_t group = head * heads / value_heads, number = i * value_heads + head;
+            read_unit(from(query, i * strides[0] + group * size, half), asked, size, 1.0f / sqrtf(size), half);
+            read_unit(from(key, i * strides[1] + group * size, half), known, size, 1.0f, half);
+            const void *values = from(value, i * strides[2] + head * value_size, half);
+            float *state = states + slots[i] * slot_step + head * value_size * size;
+            for (int64_t v = 0; v < value_size; v++) {
+                float *row = state + v * size, found = 0.0f, answer = 0.0f;
+#pragma omp simd reduction(+ : found)
+                for (int64_t d = 0; d < size; d++)
+                    found += row[d] * known[d];
+                float change = share[number] * (at(values, v, half) - keep[number] * found);
+#pragma omp simd reduction(+ : answer)
+                for (int64_t d = 0; d < size; d++) {
+                    row[d] = keep[number] * row[d] + change * known[d];
+                    answer += row[d] * asked[d];
+                }
+                put(out, number * value_size + v, answer, half);
+            }
+        }
+    free(places);
+    return 0;
 }
 
 /* Attention of a training step: short sequences, all of whose tokens ask, with the backward pass.
@@ -560,7 +623,7 @@ typedef struct {
     const int64_t *strides;
     const int32_t *places;
     const int64_t *starts, *firsts, *families;
-    int64_t longest, heads, groups, size, value_size;
+    int64_t longest, heads, groups, size, value_size, window;
     float scale;
     int half;
 } rows_of;
@@ -597,15 +660,22 @@ INLINE void read_heads(const void *x, const int64_t *strides, const int32_t *pla
     }
 }
 
-/* Softmax of the first `seen` of `width` products times `scale`, in their place, with zeros behind them; the log of its
- * sum. */
-INLINE float softmax_of(float *scores, int64_t seen, int64_t width, float scale) {
-#pragma omp simd
-    for (int64_t j = 0; j < seen; j++)
-        scores[j] *= scale; /* rounded before they are compared: else the largest may be below itself */
-    for (int64_t j = seen; j < width; j++)
+/* The first token that the one at place `own` of its sequence sees. */
+INLINE int64_t seen_from(const rows_of *of, int64_t own) {
+    return of->window >= 0 && own > of->window ? own - of->window : 0;
+}
+
+/* Softmax of the products from `begin` to `end` of `width`, times `scale`, in their place, with zeros around them; the
+ * log of its sum. */
+INLINE float softmax_of(float *scores, int64_t begin, int64_t end, int64_t width, float scale) {
+    for (int64_t j = 0; j < begin; j++)
         scores[j] = 0.0f;
-    return softmax(scores, seen);
+#pragma omp simd
+    for (int64_t j = begin; j < end; j++)
+        scores[j] *= scale; /* rounded before they are compared: else the largest may be below itself */
+    for (int64_t j = end; j < width; j++)
+        scores[j] = 0.0f;
+    return softmax(scores + begin, end - begin);
 }
 
 /* Memory of one thread, in floats: each part begins at a multiple of LANES. */
@@ -630,19 +700,21 @@ static void attend_family(const rows_of *of, int64_t family, int64_t group, void
         int64_t asked = (length - first) * count;
         for (int64_t begin = 0; begin < asked; begin += QUERIES) {
             int64_t present = asked - begin < QUERIES ? asked - begin : QUERIES;
-            int64_t seen = first + (begin + present - 1) / count + 1, width = ROUND(seen);
+            /* Keys before `low` are in no window of these queries; scores begin with that of key `low`. */
+            int64_t low = seen_from(of, first + begin / count) / LANES * LANES;
+            int64_t seen = first + (begin + present - 1) / count + 1 - low, width = ROUND(seen);
             memset(queries, 0, (size_t)(QUERIES * key_step) * sizeof(float));
             for (int64_t q = 0; q < present; q++) {
                 int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
                 read_head(head_of(of->query, strides, place, head, half), queries + q * key_step, size, half);
             }
-            multiply(queries, key_step, turned, columns, scores, columns, size, width);
+            multiply(queries, key_step, turned + low, columns, scores, columns, size, width);
             for (int64_t q = 0; q < present; q++) {
-                int64_t own = first + (begin + q) / count;
-                float log_sum = softmax_of(scores + q * columns, own + 1, width, of->scale);
+                int64_t own = first + (begin + q) / count, from_key = seen_from(of, own) - low;
+                float log_sum = softmax_of(scores + q * columns, from_key, own + 1 - low, width, of->scale);
                 logs[places[own] * of->heads + group * count + (begin + q) % count] = log_sum;
             }
-            multiply(scores, columns, values, value_step, answers, value_step, seen, value_step);
+            multiply(scores, columns, values + low * value_step, value_step, answers, value_step, seen, value_step);
             for (int64_t q = 0; q < present; q++) {
                 int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
                 void *to = into(out, (place * of->heads + head) * value_size, half);
@@ -678,7 +750,8 @@ static void attend_family_backward(const rows_of *of, int64_t family, int64_t gr
         int64_t asked = (length - first) * count;
         for (int64_t begin = 0; begin < asked; begin += QUERIES) {
             int64_t present = asked - begin < QUERIES ? asked - begin : QUERIES;
-            int64_t seen = first + (begin + present - 1) / count + 1, width = ROUND(seen);
+            int64_t low = seen_from(of, first + begin / count) / LANES * LANES;
+            int64_t seen = first + (begin + present - 1) / count + 1 - low, width = ROUND(seen);
             memset(queries, 0, (size_t)(QUERIES * key_step) * sizeof(float));
             memset(grads, 0, (size_t)(QUERIES * value_step) * sizeof(float));
             for (int64_t q = 0; q < present; q++) {
@@ -686,25 +759,28 @@ static void attend_family_backward(const rows_of *of, int64_t family, int64_t gr
                 read_head(head_of(of->query, strides, place, head, half), queries + q * key_step, size, half);
                 read_head(head_of(grad, grad_strides, place, head, half), grads + q * value_step, value_size, half);
             }
-            multiply(queries, key_step, turned, columns, scores, columns, size, width);
-            multiply(grads, value_step, turned_values, columns, of_scores, columns, value_size, width);
+            multiply(queries, key_step, turned + low, columns, scores, columns, size, width);
+            multiply(grads, value_step, turned_values + low, columns, of_scores, columns, value_size, width);
             for (int64_t q = 0; q < QUERIES; q++) {
-                int64_t own = first + (begin + q) / count, known = q < present ? own + 1 : 0;
+                int64_t own = first + (begin + q) / count, known = q < present ? own + 1 - low : 0;
+                int64_t from_key = known ? seen_from(of, own) - low : 0;
                 float *score = scores + q * columns, *of_score = of_scores + q * columns, product = 0.0f;
                 float log_sum = known ? logs[places[own] * of->heads + group * count + (begin + q) % count] : 0.0f;
+                for (int64_t j = 0; j < from_key; j++)
+                    score[j] = of_score[j] = 0.0f;
 #pragma omp simd reduction(+ : product)
-                for (int64_t j = 0; j < known; j++) {
+                for (int64_t j = from_key; j < known; j++) {
                     float below = score[j] * scale - log_sum;
                     score[j] = below < -87.0f ? 0.0f : exp_of(below);
                     product += score[j] * of_score[j];
                 }
 #pragma omp simd
-                for (int64_t j = 0; j < known; j++)
+                for (int64_t j = from_key; j < known; j++)
                     of_score[j] = score[j] * (of_score[j] - product) * scale;
                 for (int64_t j = known; j < width; j++)
                     score[j] = of_score[j] = 0.0f;
             }
-            multiply(of_scores, columns, keys, key_step, of_queries, key_step, seen, key_step);
+            multiply(of_scores, columns, keys + low * key_step, key_step, of_queries, key_step, seen, key_step);
             for (int64_t q = 0; q < present; q++) {
                 int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
                 void *to = into(grad_query, (place * of->heads + head) * size, half);
@@ -712,8 +788,8 @@ static void attend_family_backward(const rows_of *of, int64_t family, int64_t gr
                 for (int64_t d = 0; d < size; d++)
                     put(to, d, of_queries[q * key_step + d], half);
             }
-            add_outer(of_scores, columns, queries, key_step, of_keys, key_step, seen, key_step);
-            add_outer(scores, columns, grads, value_step, of_values, value_step, seen, value_step);
+            add_outer(of_scores, columns, queries, key_step, of_keys + low * key_step, key_step, seen, key_step);
+            add_outer(scores, columns, grads, value_step, of_values + low * value_step, value_step, seen, value_step);
         }
         for (int64_t j = 0; j < length; j++) {
             float *to_key = grad_key + (places[j] * of->groups + group) * size;
@@ -743,13 +819,14 @@ INLINE float *rows_memory(const rows_of *of, int threads) {
  * families  sequences families[i] .. families[i + 1] share tokens with each other, and with no others. A family is
  *           computed by one thread.
  * logs      [tokens, heads] log of the sum of each softmax, for the backward pass
+ * window    a token sees so many before itself; < 0: all
  * Tokens of no sequence are left as they are. Returns 0; 1: no memory. */
 int attend_rows(const void *query, const void *key, const void *value, const int64_t *strides, const int32_t *places,
                 const int64_t *starts, const int64_t *firsts, const int64_t *families, int64_t num_families,
                 int64_t longest, void *out, float *logs, int64_t heads, int64_t groups, int64_t size,
-                int64_t value_size, float scale, int half, int threads) {
-    rows_of of = {query,   key,   value,  strides, places, starts,     firsts, families,
-                  longest, heads, groups, size,    value_size, scale, half};
+                int64_t value_size, int64_t window, float scale, int half, int threads) {
+    rows_of of = {query,   key,   value,  strides, places,     starts, firsts, families,
+                  longest, heads, groups, size,    value_size, window, scale,  half};
     float *memory = rows_memory(&of, threads);
     if (!memory)
         return 1;
@@ -761,15 +838,16 @@ int attend_rows(const void *query, const void *key, const void *value, const int
     return 0;
 }
 
-/* The gradients of `attend_rows`, for that of `out`, which is dense. Those of keys [tokens, groups, size] and values
+/* The gradients of `attend_rows`, for that of `out`, which is dense. A softmax may have had more terms in its sum than
+ * these keys, without values: they are in `logs`. Those of keys [tokens, groups, size] and values
  * [tokens, groups, value_size] are fp32, whatever `half` says, and added to what is there. */
 int attend_rows_backward(const void *grad, const void *query, const void *key, const void *value,
                          const int64_t *strides, const int32_t *places, const int64_t *starts, const int64_t *firsts,
                          const int64_t *families, int64_t num_families, int64_t longest, const float *logs,
                          void *grad_query, float *grad_key, float *grad_value, int64_t heads, int64_t groups,
-                         int64_t size, int64_t value_size, float scale, int half, int threads) {
-    rows_of of = {query,   key,   value,  strides, places, starts,     firsts, families,
-                  longest, heads, groups, size,    value_size, scale, half};
+                         int64_t size, int64_t value_size, int64_t window, float scale, int half, int threads) {
+    rows_of of = {query,   key,   value,  strides, places,     starts, firsts, families,
+                  longest, heads, groups, size,    value_size, window, scale,  half};
     float *memory = rows_memory(&of, threads);
     if (!memory)
         return 1;

@@ -31,14 +31,15 @@ _ARGUMENTS = {
         [_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer, *[_long] * 4],
     ),
     "rotate_both": (c_int, [*[_pointer, _long, _long, _pointer] * 2, _pointer, _long, _pointer, _long, _long, _long]),
-    "attend_decode": (c_int, [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float]),
+    "attend_decode": (c_int, [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 4, *[_long] * 8, _float]),
     "attend_new": (
         c_int,
         [*[_pointer] * 3, _float, _pointer, _long, _long, *[_pointer] * 6, *[_long] * 3]
         + [*[_pointer] * 3, *[_long] * 6, _float],
     ),
-    "attend_rows": (c_int, [*[_pointer] * 8, _long, _long, _pointer, _pointer, *[_long] * 4, _float]),
-    "attend_rows_backward": (c_int, [*[_pointer] * 9, _long, _long, *[_pointer] * 4, *[_long] * 4, _float]),
+    "delta_decode": (c_int, [*[_pointer] * 7, _long, _long, *[_pointer] * 2, *[_long] * 5]),
+    "attend_rows": (c_int, [*[_pointer] * 8, _long, _long, _pointer, _pointer, *[_long] * 5, _float]),
+    "attend_rows_backward": (c_int, [*[_pointer] * 9, _long, _long, *[_pointer] * 4, *[_long] * 5, _float]),
 }
 
 
@@ -198,6 +199,7 @@ def attend_decode(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a request; keys and values are read where the cache has them.
 
@@ -207,6 +209,7 @@ def attend_decode(
     rows          [B] int64 row of the table, dense
     lengths       [B] int64 tokens of each request, the new one included, dense
     window        a token sees so many before itself; None: all
+    sinks         [H] fp32, dense: scores that take part in each softmax without a value
 
     Returns [B, H, V]. Raises IndexError if a row or a length is beyond the table, or a slot of it beyond the cache.
     """
@@ -215,8 +218,9 @@ def attend_decode(
     out = query.new_empty(count, heads, values.size(2))
     code = _library().attend_decode(
         *(query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
-        *(*table.shape, rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), keys.size(0), count, heads),
-        *(keys.size(1), size, values.size(2), -1 if window is None else window, scale),
+        *(*table.shape, rows.data_ptr(), lengths.data_ptr(), None if sinks is None else sinks.data_ptr()),
+        *(out.data_ptr(), keys.size(0), count, heads, keys.size(1), size, values.size(2), values.stride(0)),
+        *(-1 if window is None else window, scale),
         *(_is_half(query, keys, values), torch.get_num_threads()),
     )
     _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
@@ -272,6 +276,44 @@ def attend_new(
     return out
 
 
+def delta_decode(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, share: Tensor, states: Tensor, slots: Tensor
+) -> Tensor:
+    """One new token a request of gated delta nets, whose states it changes where they are.
+
+    Args:
+        query, key: [B, H, K], made of one length here; HV / H heads of values share one
+        value: [B, HV, V]
+        keep: [B, HV] fp32, the factor of the states
+        share: [B, HV] fp32, of the way to the value
+        states: [slots, HV, V, K] fp32, each slot dense
+        slots: [B] int64, each another one
+
+    Returns:
+        [B, HV, V]
+
+    Raises:
+        IndexError: a slot is beyond the states.
+    """
+    (count, heads, size), (_, value_heads, value_size) = query.shape, value.shape
+    assert key.shape == query.shape and value_heads % heads == 0
+    assert keep.shape == share.shape == (count, value_heads) and slots.shape == (count,)
+    assert states.shape[1:] == (value_heads, value_size, size) and states[0].is_contiguous()
+    for dense, dtype in ((keep, torch.float32), (share, torch.float32), (slots, torch.int64)):
+        assert dense.is_contiguous() and dense.dtype is dtype
+    assert states.dtype is torch.float32
+    parts = [part if part[0].is_contiguous() else part.contiguous() for part in (query, key, value)]
+    strides = torch.tensor([part.stride(0) for part in parts])
+    out = query.new_empty(value.shape)
+    code = _library().delta_decode(
+        *(*(part.data_ptr() for part in parts), strides.data_ptr(), keep.data_ptr(), share.data_ptr()),
+        *(states.data_ptr(), states.stride(0), len(states), slots.data_ptr(), out.data_ptr()),
+        *(count, heads, value_heads, size, value_size, _is_half(*parts), torch.get_num_threads()),
+    )
+    _check(code, "a slot is beyond the states")
+    return out
+
+
 @dataclass(frozen=True)
 class RowTable:
     """Where the sequences of a packed row have their tokens; sequences that share tokens stand side by side.
@@ -299,11 +341,14 @@ class RowTable:
         return (*(tensor.data_ptr() for tensor in tensors), self.families.numel() - 1, self.longest)
 
 
-def attend_rows(query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float) -> tuple[Tensor, Tensor]:
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Causal attention of the sequences in a packed row of T tokens; H / K heads share a key head.
 
     query       [T, H, D]
     key, value  [T, K, D], [T, K, V]
+    window      a token sees so many before itself; None: all
 
     Returns ([T, H, V], the logarithm of each softmax's sum [T, H] in fp32); 0 for tokens of no sequence.
     """
@@ -315,17 +360,27 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, table: RowTable, scal
     out, logs = new(count, heads, value_size), new(count, heads, dtype=torch.float32)
     code = _library().attend_rows(
         *(*(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers(), out.data_ptr()),
-        *(logs.data_ptr(), heads, groups, size, value_size, scale, _is_half(query, key, value)),
-        torch.get_num_threads(),
+        *(logs.data_ptr(), heads, groups, size, value_size, -1 if window is None else window, scale),
+        *(_is_half(query, key, value), torch.get_num_threads()),
     )
     _check(code, "")
     return out, logs
 
 
 def attend_rows_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, logs: Tensor, table: RowTable, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logs: Tensor,
+    table: RowTable,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of `attend_rows`, for that of its output [T, H, V]."""
+    """Gradients of queries, keys and values of `attend_rows`, for that of its output [T, H, V].
+
+    Where a softmax had more terms in its sum than the keys, without values, they are in `logs`.
+    """
     parts, strides = _heads(query, key, value)
     grad = grad.contiguous()
     new = query.new_empty if table.is_whole else query.new_zeros
@@ -335,8 +390,8 @@ def attend_rows_backward(
     code = _library().attend_rows_backward(
         *(grad.data_ptr(), *(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers()),
         *(logs.data_ptr(), of_query.data_ptr(), of_key.data_ptr(), of_value.data_ptr()),
-        *(query.size(1), key.size(1), query.size(2), value.size(2), scale, _is_half(grad, query, key, value)),
-        torch.get_num_threads(),
+        *(query.size(1), key.size(1), query.size(2), value.size(2), -1 if window is None else window, scale),
+        *(_is_half(grad, query, key, value), torch.get_num_threads()),
     )
     _check(code, "")
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)

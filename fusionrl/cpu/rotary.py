@@ -65,7 +65,7 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def patch(attention: ModuleType) -> None:
     """Let the attention of Megatron-core, the module that has it, turn packed queries and keys here."""
     original = attention.apply_rotary_pos_emb
-    last: list[_Angles] = []  # queries and keys of all layers have the same
+    last: list[_Angles] = []  # queries and keys of all layers have the same, or one of a few
 
     def apply(
         t: Tensor,
@@ -82,10 +82,12 @@ def patch(attention: ModuleType) -> None:
         if cu_seqlens is None or cp_group is None or cp_group.size() > 1 or not is_plain:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **more)
         made_of = (freqs, cu_seqlens, t.dtype)
-        if not last or not last[0].are_of(made_of, mscale):
+        known = next((angles for angles in last if angles.are_of(made_of, mscale)), None)
+        if known is None:
             angles = packed_angles(freqs, cu_seqlens.diff().tolist())
             cos, sin = ((part * mscale).to(t.dtype) for part in (angles.cos(), angles.sin()))
-            last[:] = [_Angles(made_of, mscale, cos, sin)]
-        return rotate(t, last[0].cos, last[0].sin)
+            known = _Angles(made_of, mscale, cos, sin)
+            last[:] = [known, *last[:1]]
+        return rotate(t, known.cos, known.sin)
 
     attention.apply_rotary_pos_emb = apply  # type: ignore[attr-defined]

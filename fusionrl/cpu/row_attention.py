@@ -55,23 +55,56 @@ def _ends(sizes: Sequence[int]) -> Tensor:
 
 
 class _RowAttention(torch.autograd.Function):
-    """query [T, H, D], key [T, K, D], value [T, K, V] → [T, H, V]."""
+    """query [T, H, D], key [T, K, D], value [T, K, V], sinks [H] or None → [T, H, V]."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float) -> Tensor:
-        out, logs = kernels.attend_rows(query, key, value, table, scale)
-        ctx.save_for_backward(query, key, value, logs)
-        ctx.table, ctx.scale = table, scale
+    def forward(
+        ctx: FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        table: RowTable,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        before = None if window is None else window - 1
+        out, logs = kernels.attend_rows(query, key, value, table, scale, before)
+        saved: tuple[Tensor, ...] = (query, key, value)
+        if sinks is not None:
+            scores = sinks.float()
+            out *= torch.sigmoid(logs - scores)[..., None]
+            logs = torch.logaddexp(logs, scores)
+            saved += (out, sinks)
+        ctx.save_for_backward(logs, *saved)
+        ctx.table, ctx.scale, ctx.before = table, scale, before
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, logs = ctx.saved_tensors
-        grads = kernels.attend_rows_backward(grad, query, key, value, logs, ctx.table, ctx.scale)
-        return *grads, None, None
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logs, query, key, value, *more = ctx.saved_tensors
+        grads = kernels.attend_rows_backward(grad, query, key, value, logs, ctx.table, ctx.scale, ctx.before)
+        of_sinks = None
+        if more:
+            out, sinks = more
+            share = torch.exp(sinks.float() - logs)
+            of_sinks = -(share * (grad * out).sum(-1, dtype=torch.float32)).sum(0).to(sinks.dtype)
+        return *grads, of_sinks, None, None, None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float) -> Tensor:
-    """Attention of each sequence of the row to itself: [T, H, V]; 0 for tokens of no sequence."""
-    return cast("Tensor", _RowAttention.apply(query, key, value, table, scale))
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: RowTable,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of each sequence of the row to itself: [T, H, V]; 0 for tokens of no sequence.
+
+    window  tokens that a token sees, itself included; None: all before it
+    sinks   [H] scores that take part in each softmax without a value
+    """
+    return cast("Tensor", _RowAttention.apply(query, key, value, sinks, table, scale, window))

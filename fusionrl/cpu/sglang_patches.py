@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusionrl.cpu import attention, sampling, sglang_layers
+from fusionrl.cpu import attention, sampling, sglang_layers, sglang_models
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -18,6 +18,7 @@ def register(*, speculates: bool) -> None:
     attention.register()
     name_device()
     sglang_layers.register()
+    sglang_models.register()
     _sleep_while_paused()
     sampling.register()
     if speculates:

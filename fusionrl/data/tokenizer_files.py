@@ -169,8 +169,11 @@ def read_end_tokens(folder: str | Path) -> set[int]:
     """Read the tokens that end an answer by `eos_token_id` of a model's files; engines stop at each of them."""
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _object(Path(folder) / name).get("eos_token_id")
-        ends |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
+        whole = _object(Path(folder) / name)
+        text = whole.get("text_config")  # of a multimodal model
+        for part in (whole, text if isinstance(text, dict) else {}):
+            value = part.get("eos_token_id")
+            ends |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
     return ends
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from fusionrl.base.socket_folder import socket_folder
@@ -18,6 +19,7 @@ from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
+from fusionrl.models.engine_config import text_view
 from fusionrl.models.scorers import read_scorer
 from fusionrl.models.weight_files import stored_tensors
 
@@ -64,12 +66,16 @@ class EngineActor(EngineControl):
         # SGLang leaves a handful of sockets in the temporary folder.
         parent = socket_folder(_MAX_TMPDIR_BYTES, "the engine's sockets are")
         self._scratch = tempfile.TemporaryDirectory(prefix="sglang-", dir=parent, ignore_cleanup_errors=True)
-        env = server_environment(self.spec)
+        folder, draft = self.spec.model_path, self.spec.server_args.get("speculative_draft_model_path")
+        has_draft = draft is not None and Path(str(draft)).resolve() != Path(folder).resolve()
+        view = text_view(folder, Path(self._scratch.name, "model"), is_filled=has_draft)
+        spec = replace(self.spec, model_path=view)
+        env = server_environment(spec)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
         env["TMPDIR"] = self._scratch.name
         self.url = base_url(self.spec.host, port)
         return ChildProcess(
-            server_command(self.spec, port, nccl_port, meeting, bootstrap_port),
+            server_command(spec, port, nccl_port, meeting, bootstrap_port),
             os.path.join(self.spec.log_dir, self.spec.log_name),
             env=env,
             secret=self.spec.api_key,

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from fusionrl.engines.control import EngineControl
 from fusionrl.engines.http import EndpointError, as_list, as_object
-from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.models.engine_config import engine_fields
+from fusionrl.models.shape import ModelShape, differences, read_model_shape
 
 OLDEST = (0, 5, 17)
 """Of SGLang's versions, whose weight updates are those that a push sends."""
@@ -29,6 +30,7 @@ class EngineRequirements:
     flags: dict[str, object] = field(default_factory=dict)  # ServerArgs fields that the run's own engines need
     # Others that are the same for all engines, also where the run does not set them (None).
     alike: dict[str, object] = field(default_factory=dict)
+    overrides: dict[str, object] = field(default_factory=dict)  # of the run's own engines (json_model_override_args)
     wait_s: float = 0.0  # time in which a server that is still starting has to answer
     by_ipc: bool = False  # weights go by CUDA IPC, from the trainer on an engine's own GPU
     only_here: bool = False  # weights go by broadcast, in a run that listens on loopback alone
@@ -139,7 +141,7 @@ def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: E
         errors.append(f"its SGLang is {version}; a push needs {'.'.join(map(str, OLDEST))} or later")
     if not model.get("is_generation", True):
         errors.append("it does not generate")
-    errors += _other_model(model, expected)
+    errors += _other_model(model, expected) or _other_reading(model, args, expected)
     dtype = args.get("dtype")
     if dtype == "auto":
         dtype = _dtype_of(str(model.get("model_path"))) or "a precision that cannot be read here (--dtype auto)"
@@ -193,12 +195,26 @@ def _other_model(model: Mapping[str, object], expected: EngineRequirements) -> l
     if not Path(path, "config.json").is_file():  # on another host, or a version of the weights that is gone
         return []
     try:
-        shape = read_model_shape(path).model_dump()
+        shape = read_model_shape(path).trunk
     except ValueError as error:
         return [f"{message}: {error}"]
-    differing = [name for name, value in expected.shape.model_dump().items() if shape[name] != value]
-    facts = ", ".join(f"{name} {shape[name]}, not {getattr(expected.shape, name)}" for name in differing[:3])
-    return [f"{message} ({facts})"] if differing else []
+    facts = [f"{name} {theirs}, not {ours}" for name, theirs, ours in differences(shape, expected.shape.trunk)]
+    return [f"{message} ({', '.join(facts[:3])})"] if facts else []
+
+
+def _other_reading(model: Mapping[str, object], args: Mapping[str, object], expected: EngineRequirements) -> list[str]:
+    """The message where it reads its config.json otherwise than the run's own engines do, which get such fields."""
+    path, told = str(model.get("model_path")), args.get("json_model_override_args")
+    given = json.loads(str(told or "{}"))
+    fields = engine_fields(path if Path(path, "config.json").is_file() else expected.model_path)
+    fields = {name: value for name, value in fields.items() if name != "architectures"} | expected.overrides
+    missing = {name: value for name, value in fields.items() if name not in given or given[name] != value}
+    if not missing:
+        return []
+    return [
+        "SGLang reads its config.json otherwise than trainers do; start it with --json-model-override-args"
+        f" '{json.dumps(given | missing)}', as this run's own engines are"
+    ]
 
 
 def _out_of_reach(url: str, expected: EngineRequirements) -> str | None:

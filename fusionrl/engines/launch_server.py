@@ -16,7 +16,7 @@ from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.malloc import keep_freed
 from fusionrl.base.stack_signal import answer_with_stacks
-from fusionrl.engines import rendezvous, stream_versions
+from fusionrl.engines import model_checks, rendezvous, stream_versions
 
 _OF_SCHEDULERS = (
     "sglang.srt.managers.tp_worker",
@@ -74,11 +74,16 @@ def import_server() -> None:
 def import_model() -> None:
     """Import what a scheduler imports as it starts, and the files of the one model that the environment leaves."""
     with _light():
+        if _is_on_cpu():
+            from fusionrl.cpu import delta_rule
+
+            delta_rule.register()  # models take the functions as they are imported
         import sglang.srt.models.registry  # noqa: F401
 
         for name in _OF_SCHEDULERS:
             with suppress(ImportError):  # another version of SGLang has it elsewhere, or does without it
                 importlib.import_module(name)
+        import fusionrl.models.shape  # noqa: F401  # of `model_checks`
 
 
 @contextmanager
@@ -128,6 +133,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
+    model_checks.register()
     if _is_on_cpu():
         from fusionrl.cpu import sglang_patches
 
@@ -145,5 +151,6 @@ if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where th
     rendezvous.install()
     answer_with_stacks()
     stream_versions.register()
+    model_checks.register()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -15,6 +15,8 @@ from fusionrl.base.environment import child_environment
 from fusionrl.base.network_interfaces import collective_interfaces
 from fusionrl.engines.launch_server import DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE
+from fusionrl.models.engine_config import engine_fields
+from fusionrl.models.published import text_config
 from fusionrl.models.scorers import read_scorer
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
@@ -34,7 +36,9 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,
     "max_total_tokens": 32768,
     "max_running_requests": 256,
+    "max_mamba_cache_size": 768,  # states of delta nets: with a prefix cache SGLang counts on three a request
     "skip_server_warmup": True,
+    "disable_hybrid_swa_memory": True,  # the backend has no cache of its own for layers with a window
 }
 # In fp32, on a GPU: what SGLang chooses by itself (FlashAttention 3 on Hopper, FlashInfer elsewhere) takes 16 bits at
 # most, and so do its fused norms and rotary embeddings, in whose place torch's own come (`server_environment`).
@@ -130,6 +134,9 @@ def server_command(
         "disaggregation_bootstrap_port": bootstrap_port,
         **(spanning if meeting is not None else {}),
     }
+    if fields := engine_fields(spec.model_path):
+        own = json.loads(arguments.get("json_model_override_args") or "{}")
+        arguments["json_model_override_args"] = fields | own
     if spec.device == "cpu" and spec.role == "engine":
         arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or ()), LOADER]
     if spec.device == "cuda":
@@ -174,6 +181,7 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     # the next rollout's requests over it: hundreds of resets at once.
     env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(24 * 3600))
     env.setdefault("SGLANG_LOG_MS", "1")  # milliseconds in the log, from which the timeline has the engine's load
+    env.setdefault("SGLANG_MAMBA_CONV_DTYPE", spec.dtype)  # else bf16, whatever the model's type
     env |= collective_interfaces(spec.host, env)
     if spec.num_nodes > 1:
         env[NODES_VARIABLE] = str(spec.num_nodes)
@@ -234,7 +242,8 @@ def _skip_other_models(env: dict[str, str], model_path: str) -> None:
     package = importlib.util.find_spec("sglang")
     if "SGLANG_DISABLED_MODEL_ARCHS" in env or not config.is_file() or package is None or package.origin is None:
         return
-    architectures = json.loads(config.read_text()).get("architectures") or []
+    raw = {**text_config(json.loads(config.read_text())), **engine_fields(model_path)}
+    architectures = raw.get("architectures") or []
     files = sorted(Path(package.origin).parent.glob("srt/models/*.py"))
     texts = {file.stem: file.read_text(errors="replace") for file in files if file.stem != "__init__"}
     names = "|".join(re.escape(name) for name in architectures) or "$."

@@ -7,8 +7,9 @@ collective over tensor and pipeline ranks that gives whole tensors one at a time
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from fusionrl.models import convert, families
 from fusionrl.models.fp8 import dequantize
-from fusionrl.models.quantization import SCALE, read_quantization
-from fusionrl.models.shape import ModelShape
-from fusionrl.models.weight_files import INDEX, SINGLE, stored_tensor, tensor_files
+from fusionrl.models.mxfp4 import dequantize as dequantize_mxfp4
+from fusionrl.models.published import Place, form_of, places, text_config
+from fusionrl.models.quantization import BLOCKS, SCALE, SCALES, mxfp4_sizes, read_quantization
+from fusionrl.models.rules import MTP, HfConfig
+from fusionrl.models.shape import ModelShape, read_text_config
+from fusionrl.models.weight_files import INDEX, SINGLE, StoredTensor, stored_tensor, tensor_files
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -32,7 +36,9 @@ _WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", 
 
 
 class HFReader:
-    """Tensors of a Hugging Face folder by name, each read at its first use; those in block-wise fp8 as fp32.
+    """Tensors of a Hugging Face folder by the text model's names, each read at its first use.
+
+    Those in block-wise fp8 or MXFP4 are fp32.
 
     Raises (on construction and by `get`):
         ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be
@@ -44,31 +50,53 @@ class HFReader:
         self._open: dict[Path, safe_open] = {}
         self._files = tensor_files(folder, flag)
         has_config = (self.folder / "config.json").is_file()
+        text: HfConfig = read_text_config(folder, flag) if has_config else {}
+        self._places, self.form = places(self._files, text), form_of(text)
         self.quantization = read_quantization(folder, flag) if has_config else None
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._files)
+        """Names of all tensors, of one in MXFP4 its own."""
+        stacks = {name.removesuffix(BLOCKS) for name in self._files if name.endswith(BLOCKS)}
+        return set(self._places) - {name + end for name in stacks for end in (BLOCKS, SCALES)} | stacks
+
+    def place(self, name: str) -> Place:
+        """Where the files have the tensor `name`."""
+        return self._places.get(name, Place(name))
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """The tensor of the files that has the tensor `name`; None: there is none."""
+        file = self._files.get(self.place(name).name)
+        return None if file is None else stored_tensor(file, self.place(name).name, self.flag)
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """Sizes of the tensor `name` as its file has them."""
+        stored = self.stored(name)
+        return () if stored is None else self.place(name).own(stored.sizes)
 
     def get(self, name: str, shape: Sequence[int], dim: int = 0, part: slice | None = None) -> Tensor:
         """The tensor `name`, which must have `shape`; of dimension `dim` only `part` is read, if that is given."""
-        file = self._files.get(name)
+        if name + BLOCKS in self._files and dim == 0:
+            values, scales = mxfp4_sizes(tuple(shape))
+            parts = self.get(name + BLOCKS, values, 0, part), self.get(name + SCALES, scales, 0, part)
+            return dequantize_mxfp4(*parts).transpose(1, 2)
+        place = self.place(name)
+        file = self._files.get(place.name)
         try:
-            stored = None if file is None else stored_tensor(file, name, self.flag)
+            stored = self.stored(name)
             if file is None or stored is None:
                 raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
-            if stored.sizes != tuple(shape):
+            if stored.sizes != (whole := place.whole(tuple(shape))):
                 raise ValueError(
-                    f"{self.flag} {file}: tensor {name} has shape {stored.sizes}; by config.json it is {tuple(shape)}"
+                    f"{self.flag} {file}: tensor {place.name} has shape {stored.sizes}; by config.json it is {whole}"
                 )
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            if part is None or part == slice(0, shape[dim]):
-                tensor = self._open[file].get_tensor(name)
+            index = place.taken(tuple(shape), dim, part)
+            if index is None:
+                tensor = self._open[file].get_tensor(place.name)
             else:
-                rows = self._open[file].get_slice(name)
-                tensor = rows[part] if dim == 0 else rows[:, part]
+                tensor = self._open[file].get_slice(place.name)[index]
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{self.flag} {file}: tensor {name} cannot be read ({error}); fetch it again") from error
         if self.quantization is None or name not in self.quantization.names:
@@ -78,21 +106,25 @@ class HFReader:
         return dequantize(tensor, scales, self.quantization.block, (start, 0) if dim == 0 else (0, start))
 
 
-def read_part(reader: HFReader, rule: families.Rule, shape: ModelShape, rank: int, size: int) -> Tensor:
+def read_part(reader: HFReader, rule: families.Rule, rank: int, size: int) -> Tensor:
     """Read the part of a rule's tensor that tensor-parallel `rank` of `size` holds, and no more than that.
 
     Equal to `convert.split(rule, convert.join(rule, whole tensors), rank, size)`: joining keeps the order of rows
-    within each rank's share of them, because ranks hold whole query groups and the same rows of gate and up.
+    within each rank's share of them, because ranks hold whole groups and the same rows of gate and up.
     """
     tensors = []
     for name, sizes in rule.hf.items():
         if rule.optional and name not in reader.names:
             assert rule.split == "replicated"
             tensors.append(torch.zeros(sizes))
+        elif rule.stack:
+            assert rule.expert is not None
+            one = slice(rule.expert, rule.expert + 1)
+            tensors.append(reader.get(name, rule.stored[name], 0, one)[0])
         else:
-            share = rule.share(sizes, rank, size)
+            share = rule.share(rank, size, name)
             tensors.append(convert.joined([reader.get(name, sizes, share.dim, part) for part in share.slices], share))
-    return convert.join(rule, tensors, shape, size)
+    return convert.join(rule, tensors, size)
 
 
 def local_tensors(
@@ -100,14 +132,15 @@ def local_tensors(
 ) -> Iterator[tuple[str, families.Rule, torch.Tensor]]:
     """(Megatron name as the whole model numbers it, rule, tensor) of this rank's part.
 
-    Parameters, and the buffers that the family's table has (a balancing bias of the router).
+    Parameters, and the buffers that the family's table has (a balancing bias of the router). By the shape's `trunk`
+    without layers of multi-token prediction.
     """
     from megatron.core import parallel_state
 
     first_expert = 0
-    if shape.moe is not None:
+    if shape.num_experts:
         ep_size = parallel_state.get_expert_model_parallel_world_size()
-        first_expert = parallel_state.get_expert_model_parallel_rank() * (shape.moe.num_experts // ep_size)
+        first_expert = parallel_state.get_expert_model_parallel_rank() * (shape.num_experts // ep_size)
     rules = families.model_rules(shape)
     for chunk in chunks:
         module = chunk
@@ -117,7 +150,8 @@ def local_tensors(
         first_layer = layers[0].layer_number - 1 if len(layers) else 0
         for name, param in module.named_parameters():
             name = families.canonical_name(name, first_layer, first_expert)
-            yield name, families.rule_of(name, shape), param
+            if shape.mtp_layers or not name.startswith(MTP):
+                yield name, families.rule_of(name, shape), param
         for name, buffer in module.named_buffers():
             name = families.canonical_name(name, first_layer, first_expert)
             if name in rules:
@@ -140,7 +174,7 @@ def read_local_weights(
         )
     for name, rule, tensor in local_tensors(chunks, shape):
         group = _split_group(rule)
-        part = read_part(reader, rule, shape, group.rank(), group.size())
+        part = read_part(reader, rule, group.rank(), group.size())
         assert part.shape == tensor.shape, f"{name}: {tuple(part.shape)} for a tensor of {tuple(tensor.shape)}"
         yield tensor, part
 
@@ -180,8 +214,8 @@ def iter_hf_tensors(
     """(Hugging Face name, whole tensor) of the model, in one order that is the same on every rank.
 
     Collective over tensor-, expert- and pipeline-parallel ranks: every rank must exhaust it. Few tensors stand whole
-    at a time: one, or one expert of each expert-parallel rank. The order is that of `families.hf_shapes`, but that the
-    experts with the same place on their ranks come together.
+    at a time: one, or one expert of each expert-parallel rank; of a stack, all experts of a layer. The order is that of
+    `families.hf_shapes`, but that the experts with the same place on their ranks come together.
 
     `value_of`: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
     """
@@ -190,7 +224,7 @@ def iter_hf_tensors(
     gather_params(model_chunks)
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
-    experts_per_rank = shape.moe.num_experts // ep_group.size() if shape.moe else 1
+    experts_per_rank = shape.num_experts // ep_group.size() or 1
     local = {name: tensor for name, _, tensor in local_tensors(model_chunks, shape)}
     stages: list[set[str]] = [set(local)]
     if pp_group.size() > 1:
@@ -201,33 +235,57 @@ def iter_hf_tensors(
     for rule in rules.values():
         same_place, mine = [rule], rule
         if rule.expert is not None:
-            if rule.expert >= experts_per_rank:
-                continue  # comes with the one of the same place on the first rank
+            if rule.expert >= (1 if rule.stack else experts_per_rank):
+                continue  # comes with the one of the same place on the first rank, or with the first of its stack
             numbers = range(rule.expert, experts_per_rank * ep_group.size(), experts_per_rank)
-            start, end = rule.megatron.split(f".local_experts.{rule.expert}.")
-            same_place = [rules[f"{start}.local_experts.{number}.{end}"] for number in numbers]
+            same_place = [rules[rule.of_expert(number)] for number in numbers]
             mine = same_place[ep_group.rank()]
         owner = next(index for index, names in enumerate(stages) if mine.megatron in names)
         tensors: list[Tensor] | None = None
-        if owner == pp_group.rank():
-            tensor = local[mine.megatron]
-            full = _whole(rule, (tensor if value_of is None or rule.buffer else value_of(tensor)).detach())
+        if owner == pp_group.rank() and rule.stack:
+            tensors = [_stacked(rule, lambda name: (rules[name], _value(local[name], value_of)), ep_group)]
+        elif owner == pp_group.rank():
+            full = _whole(rule, _value(local[mine.megatron], None if rule.buffer else value_of))
             wholes = [full] if rule.expert is None else _all_gather(full, ep_group)
             tensors = [
                 part
                 for placed, gathered in zip(same_place, wholes, strict=True)
-                for part in convert.take_apart(placed, gathered, shape)
+                for part in convert.take_apart(placed, gathered)
             ]
-        names = [(hf, sizes) for placed in same_place for hf, sizes in placed.hf.items()]
+        names = {hf: sizes for placed in same_place for hf, sizes in placed.stored.items()}
         if pp_group.size() > 1:
             if tensors is None:
-                dtype = torch.float32 if rule.buffer or value_of is not None else transformer_config.params_dtype
-                tensors = [torch.empty(sizes, dtype=dtype, device=device) for _, sizes in names]
+                dtype = torch.float32 if rule.is_fp32 or value_of is not None else transformer_config.params_dtype
+                tensors = [torch.empty(sizes, dtype=dtype, device=device) for sizes in names.values()]
             tensors = [tensor.contiguous() for tensor in tensors]
             for tensor in tensors:
                 dist.broadcast(tensor, src=dist.get_global_rank(pp_group, owner), group=pp_group)
         assert tensors is not None
-        yield from zip((hf for hf, _ in names), tensors, strict=True)
+        yield from zip(names, tensors, strict=True)
+
+
+def _value(tensor: Tensor, value_of: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return (tensor if value_of is None else value_of(tensor)).detach()
+
+
+def _stacked(
+    rule: families.Rule, held: Callable[[str], tuple[families.Rule, Tensor]], ep_group: dist.ProcessGroup
+) -> Tensor:
+    """The stack whose first expert's rule is `rule`: each rank puts its experts in and gives them to the others.
+
+    `held`: Megatron name of one of this rank's → (its rule, its value).
+    """
+    size, place = rule.stack // ep_group.size(), ep_group.rank()
+    _, value = held(rule.of_expert(place * size))
+    (sizes,) = rule.stored.values()
+    full = value.new_empty(sizes)
+    for rank, part in enumerate(full.split(size)):
+        if rank == place:
+            for number, expert in enumerate(part, place * size):
+                expert.copy_(convert.take_apart(*held(rule.of_expert(number)))[0])
+        if ep_group.size() > 1:
+            dist.broadcast(part, dist.get_global_rank(ep_group, rank), group=ep_group)
+    return full
 
 
 def _whole(rule: families.Rule, part: Tensor) -> Tensor:
@@ -249,12 +307,16 @@ def save_hf(
     *,
     write: bool,
     max_file_bytes: int = 5 * 1024**3,
+    kept: re.Pattern[str] | None = None,
 ) -> None:
     """Write `tensors` as a Hugging Face folder, with the config and tokenizer files of the folder `source`.
 
+    Tensors of `source` with a name like `kept` that are not among them are written as they are stored there.
+
     Every rank iterates `tensors`; the one with `write` writes, into a temporary folder that is renamed at
     the end, so that a folder of that name is always complete. Files are split, and an index written, beyond
-    `max_file_bytes`. config.json gets the dtype of the tensors.
+    `max_file_bytes`. config.json gets the dtype of the tensors. A published multimodal model is written as `source`
+    has it, with the tensors that do not belong to the text model.
     """
     path = Path(path)
     if not write:
@@ -266,23 +328,36 @@ def save_hf(
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    reader = published_reader(source)
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     pending_bytes = total_bytes = 0
-    dtype = torch.float32
+    dtypes: list[torch.dtype] = []
+
+    def with_kept() -> Iterator[tuple[str, Tensor]]:
+        names = set()
+        for name, tensor in tensors:
+            names.add(name)
+            dtypes.append(tensor.dtype)
+            yield name, tensor
+        if kept is not None and _has_weights(source):  # or its config.json alone
+            yield from kept_tensors(source, kept, names, dtypes[-1])
 
     def flush() -> None:
         save_file(pending, partial / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
         files.append(list(pending))
         pending.clear()
 
-    for name, tensor in tensors:
+    written = with_kept()
+    if reader is not None:
+        written = as_stored(_unrounded(written, reader), reader)
+    for name, tensor in written:
         num_bytes = tensor.numel() * tensor.element_size()
         if pending and pending_bytes + num_bytes > max_file_bytes:
             flush()
             pending_bytes = 0
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        pending_bytes, total_bytes, dtype = pending_bytes + num_bytes, total_bytes + num_bytes, tensor.dtype
+        pending_bytes, total_bytes = pending_bytes + num_bytes, total_bytes + num_bytes
     flush()
     if len(files) == 1:
         (partial / "part-0.safetensors").rename(partial / SINGLE)
@@ -294,8 +369,67 @@ def save_hf(
             weight_map.update(dict.fromkeys(names, final))
         text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
         (partial / INDEX).write_text(text + "\n", encoding="utf-8")
-    copy_companions(Path(source), partial, str(dtype).removeprefix("torch."))
+    copy_companions(Path(source), partial, str(dtypes[-1]).removeprefix("torch."))
     partial.rename(path)
+
+
+def kept_tensors(
+    source: str | Path, kept: re.Pattern[str], written: set[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of `source` that are not `written` and have a name like `kept`; those in fp8 as `dtype`."""
+    reader = HFReader(source)
+    quantized = reader.quantization.names if reader.quantization is not None else frozenset()
+    for name in sorted(reader.names - written - {name + SCALE for name in quantized}):
+        if kept.fullmatch(name):
+            tensor = reader.get(name, reader.sizes(name))
+            yield name, tensor.to(dtype) if name in quantized else tensor
+
+
+def published_reader(source: str | Path) -> HFReader | None:
+    """A reader of `source`, if its files may have another form than a text model's; None: write the text model's."""
+    is_published = form_of(read_text_config(source, "--hf-checkpoint")) is not None
+    return HFReader(source) if is_published and _has_weights(source) else None
+
+
+def _has_weights(folder: str | Path) -> bool:
+    return any(Path(folder, name).is_file() for name in (INDEX, SINGLE))
+
+
+def as_stored(tensors: Iterable[tuple[str, Tensor]], reader: HFReader) -> Iterator[tuple[str, Tensor]]:
+    """The text model's tensors under the names of the reader's files, and those of experts packed as there."""
+    packed: dict[str, Tensor] = {}
+    num_left: dict[str, int] = {}
+    for name, tensor in tensors:
+        place, sizes = reader.place(name), tuple(tensor.shape)
+        if place.expert is None:
+            yield place.name, tensor
+            continue
+        if place.name not in packed:
+            packed[place.name] = torch.empty(place.whole(sizes), dtype=tensor.dtype)
+            num_left[place.name] = place.num_experts * place.num_parts
+        packed[place.name][place.taken(sizes)] = tensor.detach().cpu()
+        num_left[place.name] -= 1
+        if not num_left[place.name]:
+            yield place.name, packed.pop(place.name)
+    assert not packed, "packed experts are left over"
+
+
+def _unrounded(tensors: Iterable[tuple[str, Tensor]], reader: HFReader) -> Iterator[tuple[str, Tensor]]:
+    """The same, but in the files' fp32 where they have that of a tensor and it is this one when rounded."""
+    for name, tensor in tensors:
+        stored = reader.stored(name)
+        if stored is not None and stored.dtype == "F32" and tensor.dtype != torch.float32:
+            whole = reader.get(name, tensor.shape)
+            tensor = whole if torch.equal(whole.to(tensor.dtype), tensor.cpu()) else tensor
+        yield name, tensor
+
+
+def untrained_tensors(reader: HFReader, written: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a multimodal model's files that do not belong to the text model, but those `written` already."""
+    if reader.form is not None:
+        names = {name for name in reader.names if reader.place(name).name in written}
+        untrained = kept_tensors(reader.folder, re.compile(reader.form.untrained), names, torch.float32)
+        yield from as_stored(untrained, reader)
 
 
 def copy_companions(source: Path, target: Path, dtype: str) -> None:
@@ -303,7 +437,12 @@ def copy_companions(source: Path, target: Path, dtype: str) -> None:
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)  # the tensors are whole again
+    if published_reader(source) is None:
+        config = dict(text_config(config))
     # transformers 5 writes "dtype", transformers 4 "torch_dtype".
     config["dtype" if "torch_dtype" not in config else "torch_dtype"] = dtype
+    text = config.get("text_config", {})
+    for part in (config, text):
+        part.pop("quantization_config", None)  # the tensors are whole again
+    text.update({name: dtype for name in ("dtype", "torch_dtype") if name in text})
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

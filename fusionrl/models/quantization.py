@@ -1,17 +1,44 @@
-"""The quantisation of a checkpoint: weights that engines hold in fp8, block by block. Pure."""
+"""The quantisation of a checkpoint: weights that engines hold in fp8, block by block; MXFP4, which is read. Pure."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.models import families
-from fusionrl.models.families.hf_config import HfConfig
-from fusionrl.models.shape import ModelShape, read_hf_config, read_json_object, shape_from_hf_config
+from fusionrl.models.published import places, text_config
+from fusionrl.models.rules import HfConfig, Sizes
+from fusionrl.models.shape import ModelShape, read_json_object, read_text_config, shape_from_hf_config
 from fusionrl.models.weight_files import stored_tensors
 
 SCALE = "_scale_inv"
 """Ending of the name of a weight's scales, as DeepSeek-V3's checkpoints began it."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the names of a stack's values and scales in MXFP4 (`models/mxfp4.py`)."""
 _CURE = "give the bf16 checkpoint, or one in block-wise fp8 (quant_method fp8 with weight_block_size)"
+
+
+def is_mxfp4(raw: HfConfig) -> bool:
+    """Return whether a folder's config.json says that its experts are in MXFP4."""
+    quantization = raw.get("quantization_config")
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+
+
+def mxfp4_sizes(sizes: Sizes) -> tuple[Sizes, Sizes]:
+    """Sizes of the values and of the scales of a stack of `sizes` [experts, in, out]."""
+    experts, columns, rows = sizes
+    return (experts, rows, columns // 32, 16), (experts, rows, columns // 32)
+
+
+def as_stored(expected: Mapping[str, Sizes], stored: Container[str]) -> dict[str, Sizes]:
+    """`expected`, name → sizes, with what is `stored` in MXFP4 under the names and sizes that it is stored in."""
+    names: dict[str, Sizes] = {}
+    for name, sizes in expected.items():
+        if name + BLOCKS in stored:
+            names[name + BLOCKS], names[name + SCALES] = mxfp4_sizes(sizes)
+        else:
+            names[name] = sizes
+    return names
 
 
 @dataclass(frozen=True)
@@ -34,17 +61,18 @@ class BlockFp8:
 
 
 def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> BlockFp8 | None:
-    """The quantisation of the model in `folder`; None: it has none.
+    """The quantisation in which the model in `folder` is pushed; None: in none, as one in MXFP4.
 
     Which weights are quantised is what its files have scales of: `modules_to_not_convert` (`ignored_layers`) says the
     same, and is only checked.
     """
-    quantization = read_hf_config(folder, flag).get("quantization_config")
-    if not quantization:
+    text = read_text_config(folder, flag)
+    quantization = text.get("quantization_config")
+    if not quantization or is_mxfp4(text):
         return None
     where = f"{flag} {folder}: its config.json has a quantization_config with"
     block = _checked_block(quantization, where)
-    names = stored_tensors(folder, flag)
+    names = places(stored_tensors(folder, flag), text)
     quantized = frozenset(name for name in names if name + SCALE in names)
     if not quantized:
         raise ValueError(f"{where} quant_method fp8, but none of its tensors has scales (…{SCALE}); {_CURE}")
@@ -66,17 +94,20 @@ def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[Mod
     if not file.is_file():
         raise ValueError(f"{flag} {path}: config.json is missing; give one, or a folder that has one")
     raw = read_json_object(file, f"{flag} {path}: it")
-    shape, quantization = shape_from_hf_config(raw, f"{flag} {path}"), raw.get("quantization_config")
-    if not isinstance(quantization, Mapping) or not quantization:
+    shape, quantization = shape_from_hf_config(raw, f"{flag} {path}"), text_config(raw).get("quantization_config")
+    if not isinstance(quantization, Mapping) or not quantization or is_mxfp4(raw):
         return shape, None
     block = _checked_block(quantization, f"{flag} {path}: its config.json has a quantization_config with")
     ignored = _unconverted(quantization)
     names = frozenset(
         name
         for name, sizes in families.hf_shapes(shape).items()
-        if len(sizes) == 2 and "_proj" in name and not any(f".{entry}." in f".{name}" for entry in ignored)
+        if len(sizes) == 2 and _PROJECTION.search(name) and not any(f".{entry}." in f".{name}" for entry in ignored)
     )
     return shape, BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", names)
+
+
+_PROJECTION = re.compile(r"_proj|\.experts\.\d+\.w[123]\.")
 
 
 def _unconverted(quantization: HfConfig) -> list[str]:

@@ -3,65 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
 
 from fusionrl.base.spelling import hint
 from fusionrl.models import families
-from fusionrl.models.families.hf_config import HfConfig
-from fusionrl.models.yarn import check_yarn
+from fusionrl.models.kinds import Attention, Dense, Experts, Full, Kind, Latent, Mlp
+from fusionrl.models.published import text_config
+from fusionrl.models.rules import HfConfig
+from fusionrl.models.yarn import check_yarn, is_yarn
 
 
-class MoEShape(BaseModel):
-    """A mixture of experts.
-
-    layers                  the layers that have one; the others have a dense MLP
-    norm_topk_prob          the chosen experts' weights sum to `scaling_factor`
-    expert_bias             a bias of the choice alone (DeepSeek-V3); no gradient reaches it
-    num_groups, group_topk  experts are chosen from the best `group_topk` of `num_groups` groups
-    shared_ffn_hidden_size  width of the expert that every token passes; 0: there is none
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    num_experts: int = Field(gt=0)
-    topk: int = Field(gt=0)
-    ffn_hidden_size: int = Field(gt=0)
-    layers: tuple[int, ...]
-    norm_topk_prob: bool
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    expert_bias: bool = False
-    scaling_factor: float = 1.0
-    num_groups: int = Field(default=1, gt=0)
-    group_topk: int = Field(default=1, gt=0)
-    shared_ffn_hidden_size: int = Field(default=0, ge=0)
-    shared_gate: bool = False
+def _of_its_class(value: object) -> object:
+    """A kind out of what `model_dump` made of it, whichever class it is of; others as they are."""
+    if not isinstance(value, Mapping):
+        return value
+    classes = {kind.model_fields["kind"].default: kind for kind in reversed([*Kind.classes()])}
+    return classes[value["kind"]](**value)
 
 
-class MLAShape(BaseModel):
-    """Multi-head latent attention: ranks of the compressed queries (None: not compressed) and keys and values."""
-
-    model_config = ConfigDict(frozen=True)
-
-    q_lora_rank: int | None = Field(default=None, gt=0)
-    kv_lora_rank: int = Field(gt=0)
-    qk_head_dim: int = Field(gt=0)
-    qk_pos_emb_head_dim: int = Field(gt=0)
-    v_head_dim: int = Field(gt=0)
+_AnyAttention = Annotated[SerializeAsAny[Attention], BeforeValidator(_of_its_class)]
+_AnyMlp = Annotated[SerializeAsAny[Mlp], BeforeValidator(_of_its_class)]
 
 
 class ModelShape(BaseModel):
     """Sizes of a decoder, under Hugging Face's names where it has one.
 
+    attention, mlp      the kind of each layer; a single kind: that of all layers (`models/kinds`)
     head_dim            of queries and keys
     rope_scaling        as config.json has it
     rotary_percent      share of a head's dimensions that is rotated
     rotary_interleaved  pairs of neighbours are rotated, not halves
-    output_norms        norms also after attention and after the MLP (GLM-4)
+    width_norm          the norms of q and k are over all heads at once (OLMo 2)
+    input_norms         norms before attention and before the MLP
+    zero_centered_norms  norms multiply by 1 + weight (Gemma, Qwen3.5)
+    output_norms        norms after attention and after the MLP (GLM-4)
+    activation          of the gate of an MLP
+    softmax_scale       of scores, where it is not that of head_dim
+    embedding_scale     what embeddings are multiplied by; residual_scale: what attention and MLP give; logits_scale:
+                        what logits are divided by (Granite)
     value_head          a value for each position in place of logits: a critic
+    mtp_layers          layers of multi-token prediction that are trained with it
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -83,31 +68,128 @@ class ModelShape(BaseModel):
     qk_layernorm: bool = False
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    width_norm: bool = False
+    input_norms: bool = True
+    zero_centered_norms: bool = False
     output_norms: bool = False
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    softmax_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     value_head: bool = False
-    moe: MoEShape | None = None
-    mla: MLAShape | None = None
+    mtp_layers: int = 0
+    attention: tuple[_AnyAttention, ...]
+    mlp: tuple[_AnyMlp, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_layers(cls, values: Mapping[str, object]) -> dict[str, object]:
+        """One kind for all layers, or none; and `moe` and `mla` of shapes that earlier versions saved."""
+        fields = dict(values)
+        latent, mixture = fields.pop("mla", None), fields.pop("moe", None)
+        count = fields.get("num_layers")
+        count = count if isinstance(count, int) else 0
+        if isinstance(latent, Mapping):
+            fields["attention"] = Latent(**latent)
+        if isinstance(mixture, Mapping):
+            experts = Experts(**{name: value for name, value in mixture.items() if name != "layers"})
+            fields["mlp"] = tuple(experts if layer in mixture["layers"] else Dense() for layer in range(count))
+        for name, default in (("attention", Full()), ("mlp", Dense())):
+            kind = fields.setdefault(name, default)
+            if isinstance(kind, Kind):
+                fields[name] = (kind,) * count
+        return fields
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> ModelShape:
+        if not len(self.attention) == len(self.mlp) == self.num_layers:
+            raise ValueError(f"kinds of {len(self.attention)} and {len(self.mlp)} of {self.num_layers} layers")
+        if len({mlp for mlp in self.mlp if mlp.num_experts}) > 1:
+            raise ValueError("layers with different mixtures; Megatron has one configuration for all")
+        if len({kind.window for kind in self.attention} - {None}) > 1:
+            raise ValueError("layers with windows of different sizes; Megatron has one configuration for all")
+        return self
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())
+        # Of a few fields: shapes are compared where these are equal.
+        return hash((self.model_type, self.num_layers, self.hidden_size, self.vocab_size, self.value_head))
 
     def with_value_head(self) -> ModelShape:
         """The same decoder as a critic; its embedding has no output layer to be tied to."""
         return self.model_copy(update={"value_head": True, "tie_word_embeddings": False})
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether this layer has experts in place of the dense MLP."""
-        return self.moe is not None and layer in self.moe.layers
+    def with_mtp(self, count: int) -> ModelShape:
+        """The same decoder with `count` layers of multi-token prediction. Raises ValueError: its family has no such."""
+        names = families.get_family(self.model_type).mtp
+        if names is None:
+            raise ValueError(f"--enable-mtp-training: a {self.model_type} model has no such layers here; leave it out")
+        if count > names.most:
+            raise ValueError(f"--mtp-num-layers {count}: a {self.model_type} model has at most {names.most}")
+        return self.model_copy(update={"mtp_layers": count})
 
     @property
-    def has_dense_mlp(self) -> bool:
-        """Return whether some layer has a dense MLP."""
-        return self.moe is None or len(self.moe.layers) < self.num_layers
+    def trunk(self) -> ModelShape:
+        """The same decoder without them."""
+        return self.model_copy(update={"mtp_layers": 0}) if self.mtp_layers else self
+
+    @property
+    def mtp_kinds(self) -> tuple[Attention, Mlp]:
+        """The kinds of a layer of multi-token prediction: the decoder's last of those that attend to all tokens."""
+        return next(kind for kind in reversed(self.attention) if kind.pair_flops(self)), self.mlp[-1]
+
+    @property
+    def longer(self) -> ModelShape:
+        """A decoder that has these layers as further ones of its own."""
+        if not self.mtp_layers:
+            return self
+        attention, mlp = self.mtp_kinds
+        count = self.mtp_layers
+        layers = {"attention": (*self.attention, *[attention] * count), "mlp": (*self.mlp, *[mlp] * count)}
+        return self.model_copy(update=layers | {"num_layers": self.num_layers + count, "mtp_layers": 0})
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Each kind that some layer has, once: those of attention, then those of MLPs."""
+        return (*dict.fromkeys(self.attention), *dict.fromkeys(self.mlp))
+
+    @property
+    def kind_fields(self) -> dict[str, object]:
+        """Fields of TransformerConfig that the kinds add."""
+        return {name: value for kind in self.kinds for name, value in kind.fields(self).items()}
+
+    @property
+    def may_share_prompts(self) -> bool:
+        """Whether siblings' prompts may be computed once: every kind says whether it can.
+
+        A layer of multi-token prediction reads the token after a prompt at its last place: siblings differ there.
+        """
+        return not self.mtp_layers and all(kind.may_share_prompts for kind in set(self.attention))
+
+    @property
+    def logit_bound(self) -> float:
+        """Largest difference of a logit to transformers in fp32 that rounding explains."""
+        return max(kind.logit_bound for kind in set(self.attention))
+
+    @property
+    def mixture(self) -> Experts | None:
+        """The mixture of the layers that have one; all have the same."""
+        return next((mlp for mlp in self.mlp if isinstance(mlp, Experts)), None)
 
     @property
     def num_experts(self) -> int:
         """Routed experts of a layer that has some; 0: the model has none."""
-        return self.moe.num_experts if self.moe else 0
+        return max((mlp.num_experts for mlp in self.mlp), default=0)
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether it has experts that expert tensor parallelism may divide."""
+        return self.num_experts > 0 and not any(mlp.has_whole_experts for mlp in self.mlp)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(layer for layer, mlp in enumerate(self.mlp) if mlp.num_experts)
 
     @property
     def num_parameters(self) -> int:
@@ -119,7 +201,7 @@ class ModelShape(BaseModel):
         """Parameters that one token passes: of the experts, those that a token is routed to."""
         rules = [rule for rule in families.model_rules(self).values() if not rule.buffer]
         routed = sum(rule.numel for rule in rules if rule.expert is not None)
-        share = self.moe.topk / self.moe.num_experts if self.moe else 0.0
+        share = self.mixture.topk / self.num_experts if self.mixture else 0.0
         return sum(rule.numel for rule in rules) - routed + round(routed * share)
 
 
@@ -132,14 +214,28 @@ def shape_difference(path: str | Path, saved: Mapping[str, Any], shape: ModelSha
     Raises:
         KeyError, TypeError, ValueError: another version wrote `saved`.
     """
-    before = ModelShape(**saved).model_dump()
-    for name, value in shape.model_dump().items():
-        if before[name] != value:
+    for name, before, now in differences(ModelShape(**saved), shape):
+        if name == "mtp_layers":
             return (
-                f"checkpoint {path}: its model has {name} {before[name]!r}, --hf-checkpoint "
-                f"has {value!r}; give the model that the run was started with"
+                f"checkpoint {path}: it has {before} layers of multi-token prediction, this run {now}; give"
+                " --enable-mtp-training and --mtp-num-layers as the run was started with, or leave them out as there"
             )
+        return (
+            f"checkpoint {path}: its model has {name} {before!r}, --hf-checkpoint "
+            f"has {now!r}; give the model that the run was started with"
+        )
     return None
+
+
+def differences(first: ModelShape, second: ModelShape) -> Iterator[tuple[str, object, object]]:
+    """(field, its value in the first, in the second) where they differ; of the kinds of layers the first that does."""
+    ours, theirs = first.model_dump(), second.model_dump()
+    for name in (name for name, value in ours.items() if theirs[name] != value):
+        if name not in ("attention", "mlp"):
+            yield name, ours[name], theirs[name]
+        elif first.num_layers == second.num_layers:
+            pairs = enumerate(zip(ours[name], theirs[name], strict=True))
+            yield next((f"{name} of layer {layer}", *pair) for layer, pair in pairs if pair[0] != pair[1])
 
 
 def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
@@ -158,6 +254,15 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
     return read_json_object(path, f"{flag} {folder}: config.json")
 
 
+def read_text_config(folder: str | Path, flag: str) -> HfConfig:
+    """`folder`/config.json, as the text model's own folder would have it."""
+    raw = read_hf_config(folder, flag)
+    try:
+        return text_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{flag} {folder}: {error}") from error
+
+
 def read_json_object(file: Path, subject: str) -> dict[str, Any]:
     """Read a file that has a JSON object. `subject`: how messages name it."""
     try:
@@ -172,37 +277,41 @@ def read_json_object(file: Path, subject: str) -> dict[str, Any]:
 def shape_from_hf_config(raw: HfConfig, where: str = "config.json") -> ModelShape:
     """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE)."""
     try:
+        raw = text_config(raw)
         family = families.get_family(raw.get("model_type", ""))
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
         if raw.get("use_sliding_window"):
-            raise ValueError("sliding-window attention is not supported")
-        fields = family.read(raw)
-        if isinstance(moe := fields.get("moe"), dict) and not moe["layers"]:
-            del fields["moe"]  # every layer is one of the dense ones
-        _check_rope(fields, family.model_type)
+            raise ValueError("use_sliding_window is not supported: SGLang ignores it, and would disagree with trainers")
+        fields = family.read(family.filled(raw))
+        scaling = fields["rope_scaling"]
+        if scaling is not None and not isinstance(scaling, Mapping):
+            raise TypeError(f"rope_scaling is {scaling!r}")
+        shape = ModelShape(model_type=family.model_type, **fields)
+        _check_rope(shape)
     except KeyError as error:
         raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    except ValidationError as error:
+        reasons = [str(one["ctx"]["error"]) for one in error.errors() if one["type"] == "value_error"]
+        raise ValueError(f"{where}: config.json has {'; '.join(reasons) or _sizes(raw)}") from error
     except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
-    try:
-        return ModelShape(model_type=family.model_type, **fields)
-    except ValidationError as error:
-        raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return shape
 
 
-def _check_rope(fields: Mapping[str, Any], model_type: str) -> None:
-    scaling = fields["rope_scaling"]
-    if scaling is not None and not isinstance(scaling, Mapping):
-        raise TypeError(f"rope_scaling is {scaling!r}")
-    kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
-    takes_yarn = "mla" in fields or model_type.startswith("qwen")
-    known = ("default", *["yarn"] * takes_yarn, *["llama3"] * ("mla" not in fields))
-    if scaling and kind == "yarn" and takes_yarn and "mla" not in fields:
-        check_yarn(scaling, fields.get("rotary_percent", 1.0))
-    if kind not in known:
+def _check_rope(shape: ModelShape) -> None:
+    scaling = shape.rope_scaling
+    if not scaling:
+        return
+    types = {name for kind in set(shape.attention) for name in kind.rope_types}
+    if families.get_family(shape.model_type).yarn:
+        types.add("yarn")
+        if is_yarn(scaling):
+            check_yarn(scaling, shape.rotary_percent)
+    known = [name for name in ("default", "yarn", "llama3", "linear") if name in types]
+    if scaling.get("rope_type", scaling.get("type")) not in known:
         raise ValueError(f"rope_scaling {scaling} is not supported; supported are {' and '.join(known)}")
 
 

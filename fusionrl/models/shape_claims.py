@@ -2,80 +2,114 @@
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping
 
 from fusionrl.models.shape import ModelShape
 
 # The value of the flag that would be right, by a model's shape; None: the flag says nothing of such a model.
-_Right = Callable[[ModelShape], "bool | int | float | str | list[int] | None"]
+_Right = Callable[[ModelShape], "bool | int | float | str | list[int] | tuple[int, int] | None"]
 
 
 def _scaling(name: str, default: float) -> _Right:
     return lambda shape: float((shape.rope_scaling or {}).get(name, default))
 
 
-def _of_mla(name: str) -> _Right:
-    return lambda shape: None if shape.mla is None else getattr(shape.mla, name)
+def _field(name: str, default: bool | int | float | None = None) -> _Right:
+    """What the kinds of the layers say of a field of TransformerConfig, or `default` if nothing."""
+    return lambda shape: shape.kind_fields.get(name) or default  # type: ignore[return-value]
 
 
-def _of_moe(name: str) -> _Right:
-    return lambda shape: 0 if shape.moe is None else getattr(shape.moe, name)
+def _is_latent(shape: ModelShape) -> bool:
+    return "multi_latent_attention" in shape.kind_fields
 
 
+def _unless_latent(name: str) -> _Right:
+    """A field of the shape that latent attention has in a way of its own."""
+    return lambda shape: None if _is_latent(shape) else getattr(shape, name)
+
+
+def _of_kind(name: str) -> _Right:
+    """A size of the first kind of attention that has it."""
+    return lambda shape: next((getattr(kind, name) for kind in shape.attention if hasattr(kind, name)), None)
+
+
+def _attention_every(shape: ModelShape) -> int | None:
+    """After how many layers the first comes that attends, where some do not."""
+    attends = [kind.pair_flops(shape) > 0 for kind in shape.attention]
+    return None if all(attends) else attends.index(True) + 1 if any(attends) else len(attends)
+
+
+def _window(shape: ModelShape) -> tuple[int, int] | None:
+    """Tokens up to one that it sees, and after it."""
+    size = next((kind.window for kind in shape.attention if kind.window is not None), None)
+    return None if size is None else (size, 0)
+
+
+def _narrow_layers(shape: ModelShape) -> list[int] | None:
+    narrow = [int(kind.window is not None) for kind in shape.attention]
+    return narrow if any(narrow) else None
+
+
+_OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 RIGHT_VALUES: dict[str, _Right] = {
     "num_layers": lambda s: s.num_layers,
     "hidden_size": lambda s: s.hidden_size,
-    "ffn_hidden_size": lambda s: s.ffn_hidden_size if s.has_dense_mlp else None,
+    "ffn_hidden_size": lambda s: s.ffn_hidden_size if len(s.expert_layers) < s.num_layers else None,
     "num_attention_heads": lambda s: s.num_attention_heads,
     "group_query_attention": lambda s: s.num_query_groups < s.num_attention_heads,
     "num_query_groups": lambda s: s.num_query_groups,
-    "kv_channels": lambda s: None if s.mla is not None else s.head_dim,
+    "kv_channels": _unless_latent("head_dim"),
     "normalization": lambda s: "RMSNorm",
     "norm_epsilon": lambda s: s.rms_norm_eps,
     "layernorm_epsilon": lambda s: s.rms_norm_eps,
-    "swiglu": lambda s: True,
-    "disable_bias_linear": lambda s: True,
-    "add_qkv_bias": lambda s: None if s.mla is not None else s.attention_bias,
-    "qk_layernorm": lambda s: True if s.mla is not None else s.qk_layernorm,
+    "swiglu": lambda s: s.activation in ("silu", "quick_gelu"),  # the latter is gpt-oss, gated as well
+    "disable_bias_linear": lambda s: not _field("add_bias_linear", False)(s),
+    "add_qkv_bias": _unless_latent("attention_bias"),
+    "qk_layernorm": lambda s: _is_latent(s) or s.qk_layernorm,
     "untie_embeddings_and_output_weights": lambda s: not s.tie_word_embeddings,
     "post_self_attn_layernorm": lambda s: s.output_norms,
     "post_mlp_layernorm": lambda s: s.output_norms,
-    "apply_layernorm_1p": lambda s: False,
-    "attention_output_gate": lambda s: False,
-    "use_gated_attention": lambda s: False,
+    "apply_layernorm_1p": lambda s: s.zero_centered_norms,
+    "attention_output_gate": _field("attention_output_gate", False),
+    "use_gated_attention": _field("attention_output_gate", False),
     "position_embedding_type": lambda s: "rope",
     "use_rotary_position_embeddings": lambda s: True,
     "no_position_embedding": lambda s: True,
     "rotary_base": lambda s: s.rope_theta,
-    "rotary_percent": lambda s: None if s.mla is not None else s.rotary_percent,
-    "rotary_interleaved": lambda s: None if s.mla is not None else s.rotary_interleaved,
+    "rotary_percent": _unless_latent("rotary_percent"),
+    "rotary_interleaved": _unless_latent("rotary_interleaved"),
     "use_rope_scaling": lambda s: bool(s.rope_scaling),
     "rope_scaling_factor": _scaling("factor", 1.0),
     "rotary_scaling_factor": _scaling("factor", 1.0),
     "mscale": lambda s: _scaling("mscale", 1.0)(s) if s.rope_scaling else None,
     "mscale_all_dim": lambda s: _scaling("mscale_all_dim", 1.0)(s) if s.rope_scaling else None,
-    "multi_latent_attention": lambda s: s.mla is not None,
-    "q_lora_rank": _of_mla("q_lora_rank"),
-    "kv_lora_rank": _of_mla("kv_lora_rank"),
-    "qk_head_dim": _of_mla("qk_head_dim"),
-    "qk_pos_emb_head_dim": _of_mla("qk_pos_emb_head_dim"),
-    "v_head_dim": _of_mla("v_head_dim"),
-    "num_experts": _of_moe("num_experts"),
-    "moe_layer_freq": lambda s: [int(s.has_experts(layer)) for layer in range(s.num_layers)],
-    "moe_ffn_hidden_size": _of_moe("ffn_hidden_size"),
-    "moe_router_topk": _of_moe("topk"),
-    "moe_shared_expert_intermediate_size": _of_moe("shared_ffn_hidden_size"),
-    "moe_shared_expert_gate": lambda s: s.moe is not None and s.moe.shared_gate,
-    "moe_router_score_function": lambda s: s.moe.score_function if s.moe is not None else None,
+    "multi_latent_attention": _is_latent,
+    **{name: _field(name) for name in _OF_LATENT},
+    "window_size": _window,
+    "window_attn_skip_freq": _narrow_layers,
+    "softmax_type": lambda s: "learnable" if any(getattr(kind, "sinks", False) for kind in s.attention) else "vanilla",
+    "linear_attention_freq": _attention_every,
+    "linear_conv_kernel_dim": _of_kind("conv_size"),
+    "linear_key_head_dim": _of_kind("key_dim"),
+    "linear_value_head_dim": _of_kind("value_dim"),
+    "linear_num_key_heads": _of_kind("key_heads"),
+    "linear_num_value_heads": _of_kind("value_heads"),
+    "num_experts": _field("num_moe_experts", 0),
+    "moe_layer_freq": lambda s: [int(layer in s.expert_layers) for layer in range(s.num_layers)],
+    "moe_ffn_hidden_size": _field("moe_ffn_hidden_size", 0),
+    "moe_router_topk": _field("moe_router_topk", 0),
+    "moe_shared_expert_intermediate_size": _field("moe_shared_expert_intermediate_size", 0),
+    "moe_shared_expert_gate": _field("moe_shared_expert_gate", False),
+    "moe_router_score_function": _field("moe_router_score_function"),
     "moe_router_pre_softmax": lambda s: (
-        None if s.moe is None or s.moe.score_function == "sigmoid" else not s.moe.norm_topk_prob
+        _field("moe_router_pre_softmax", False)(s) if _field("moe_router_score_function")(s) == "softmax" else None
     ),
-    "moe_router_enable_expert_bias": lambda s: s.moe is not None and s.moe.expert_bias,
-    "moe_router_num_groups": lambda s: 1 if s.moe is None else s.moe.num_groups,
-    "moe_router_group_topk": lambda s: 1 if s.moe is None else s.moe.group_topk,
-    "moe_router_topk_scaling_factor": lambda s: 1.0 if s.moe is None else s.moe.scaling_factor,
+    "moe_router_enable_expert_bias": _field("moe_router_enable_expert_bias", False),
+    "moe_router_num_groups": _field("moe_router_num_groups", 1),
+    "moe_router_group_topk": _field("moe_router_group_topk", 1),
+    "moe_router_topk_scaling_factor": _field("moe_router_topk_scaling_factor", 1.0),
 }
-_OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def claim_errors(shape: ModelShape, claims: Mapping[str, object], where: str = "config.json") -> list[str]:
@@ -92,13 +126,14 @@ def claim_errors(shape: ModelShape, claims: Mapping[str, object], where: str = "
             right = RIGHT_VALUES[name](shape)
         else:
             continue
-        if right is None and not (name in _OF_LATENT and shape.mla is None):
+        has_none = name == "window_size" or (name in _OF_LATENT and not _is_latent(shape))
+        if right is None and not has_none:
             continue
-        if right is None or not _is_equal(value, right):
+        if right is None or not _is_equal(name, value, right):
             flag = "--" + name.replace("_", "-")
             flag_text = flag if value is True else f"{flag} {value}"
             errors.append(
-                f"{flag_text}: {where} has {_shown(right, value is True)}; leave the flag out, or give its model"
+                f"{flag_text}: {where} has {_shown(name, right, value is True)}; leave the flag out, or give its model"
             )
     return errors
 
@@ -113,11 +148,16 @@ def _is_vocabulary(claims: Mapping[str, object], size: int) -> bool:
     return claimed == size or (divisor > 0 and claimed < size <= -(-claimed // divisor) * divisor)
 
 
-def _is_equal(value: object, right: bool | int | float | str | list[int] | object) -> bool:
+def _is_equal(name: str, value: object, right: bool | int | float | str | list[int] | object) -> bool:
     if isinstance(right, bool) or value is True:
         return value is True and bool(right)
     if isinstance(right, list):
-        return layer_pattern(str(value), len(right)) == right
+        every, count = str(value), len(right)
+        if name == "window_attn_skip_freq" and every.isdecimal() and int(every):  # each Nth sees all
+            return right == [int((layer + 1) % int(every) != 0) for layer in range(count)]
+        return layer_pattern(every, count) == right
+    if isinstance(right, tuple):  # scripts give sliding_window, which counts the token itself, or one less
+        return re.sub(r"[() ]", "", str(value)) in (f"{right[0]},0", f"{right[0] - 1},0")
     if isinstance(right, int | float):
         try:
             return abs(float(str(value)) - right) <= 1e-9 * abs(right)
@@ -126,10 +166,12 @@ def _is_equal(value: object, right: bool | int | float | str | list[int] | objec
     return str(value).lower() == str(right).lower()
 
 
-def _shown(right: object, is_switch: bool) -> str:
+def _shown(name: str, right: object, is_switch: bool) -> str:
     if is_switch:
         return "none of it"
-    return json.dumps(right) if isinstance(right, list) else "no latent attention" if right is None else str(right)
+    if right is None:
+        return "no window" if name == "window_size" else "no latent attention"
+    return json.dumps(right) if isinstance(right, list) else str(right)
 
 
 def layer_pattern(text: str, num_layers: int) -> list[int] | None:

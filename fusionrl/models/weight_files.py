@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from fusionrl.base.file_hashes import plain_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Where Megatron-LM says which checkpoint of a folder is the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -25,8 +28,35 @@ class StoredTensor:
 def is_megatron_folder(folder: str | Path) -> bool:
     """Return whether the weights there are a checkpoint of Megatron-LM's (torch_dist), slime's or our own."""
     path = Path(folder)
-    marks = ("latest_checkpointed_iteration.txt", ".metadata", "trainer/.metadata")
+    marks = (TRACKER, ".metadata", "trainer/.metadata")
     return any((path / mark).is_file() for mark in marks)
+
+
+def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
+    """The folder with Megatron's files: `path` itself, `path`/trainer of a run's checkpoint, or what
+    latest_checkpointed_iteration.txt in `path` names (iter_0000010 or release), as Megatron-LM and slime write it.
+
+    Raises ValueError if no Megatron checkpoint is there, or one in another format.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {path}: there is no such folder")
+    tracker = folder / TRACKER
+    candidates = [folder, folder / "trainer"]
+    if tracker.is_file():
+        latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"release|[0-9]{1,9}", latest):
+            raise ValueError(f"{flag} {path}: {TRACKER} holds {latest[:40]!r}, no number and not release")
+        candidates = [folder / (latest if latest == "release" else f"iter_{int(latest):07d}")]
+    for candidate in candidates:
+        if (candidate / ".metadata").is_file():
+            return candidate
+    if any(list(candidate.glob("mp_rank_*")) for candidate in candidates):
+        raise ValueError(
+            f"{flag} {path}: it is in Megatron's older format (mp_rank_* folders); "
+            "save it again with --ckpt-format torch_dist"
+        )
+    raise ValueError(f"{flag} {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
 
 
 def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> None:

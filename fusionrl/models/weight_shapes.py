@@ -5,8 +5,9 @@ from pathlib import Path
 
 from fusionrl.models import families
 from fusionrl.models.families import Sizes
-from fusionrl.models.quantization import SCALE, BlockFp8
-from fusionrl.models.shape import ModelShape, read_hf_config
+from fusionrl.models.published import Place, places
+from fusionrl.models.quantization import SCALE, BlockFp8, as_stored, is_mxfp4
+from fusionrl.models.shape import ModelShape, read_text_config
 from fusionrl.models.weight_files import StoredTensor, stored_tensors
 
 
@@ -23,14 +24,18 @@ def shape_errors(
     Scales of `quantization` are checked too. `is_loaded`: trainers load the folder, so tensors that it lacks, or that
     the model does not have, are mistakes as well.
     """
-    raw, stored = read_hf_config(folder, flag), stored_tensors(folder, flag)
+    raw, stored = read_text_config(folder, flag), stored_tensors(folder, flag)
     expected = families.hf_shapes(shape)
     optional = {name for rule in families.model_rules(shape).values() if rule.optional for name in rule.hf}
     if quantization is not None:
         expected |= {
             n + SCALE: quantization.scale_shape(expected[n]) for n in tuple(expected) if n in quantization.names
         }
-    is_packed = _packed(stored) if raw.get("quantization_config") and quantization is None else lambda name: False
+    where = places(stored, raw)
+    found = {name: where.get(name, Place(name)) for name in expected}
+    expected = as_stored({place.name: place.whole(expected[name]) for name, place in found.items()}, stored)
+    has_other = raw.get("quantization_config") and quantization is None and not is_mxfp4(raw)
+    is_packed = _packed(stored) if has_other else lambda name: False
     wrong = _wrong_shapes(flag, raw, expected, stored, is_packed)
     if wrong or not is_loaded:
         return wrong
@@ -94,5 +99,5 @@ def _first(names: list[str]) -> str:
 def _model(shape: ModelShape) -> str:
     """Describe the model that config.json describes, by the sizes that decide which tensors there are."""
     tied = "tied" if shape.tie_word_embeddings else "untied"
-    experts = f", {shape.moe.num_experts} experts" if shape.moe else ""
+    experts = f", {shape.num_experts} experts" if shape.num_experts else ""
     return f"config.json describes a {shape.model_type} of {shape.num_layers} layers{experts}, with {tied} embeddings"

@@ -79,7 +79,9 @@ def check_yarn(scaling: Mapping[str, object], rotary_percent: float) -> None:
     factor = scaling.get("factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
         raise ValueError(f"rope_scaling {scaling}: yarn needs a factor of at least 1")
-    if unknown := sorted(scaling.keys() - _KNOWN):
+    told = scaling.get("attention_factor")
+    is_usual = isinstance(told, float) and math.isclose(told, 0.1 * math.log(factor) + 1.0)  # as OLMo 3 writes it
+    if unknown := sorted(scaling.keys() - _KNOWN - ({"attention_factor"} if is_usual else set())):
         raise ValueError(
             f"rope_scaling {scaling}: SGLang and transformers read {', '.join(unknown)} in different ways; leave it out"
         )

@@ -8,6 +8,7 @@ keep to limits that are never passed (tokens, samples), and cost about the same.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,14 @@ Limits = Sequence[int]
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Floating-point operations of training one sequence of `n` tokens: `linear * n + quadratic * n ** 2`."""
+    """Floating-point operations of training one sequence of `n` tokens: `linear * n + quadratic * n ** 2`.
+
+    windows  (size, quadratic) of layers whose tokens see so many
+    """
 
     linear: float
     quadratic: float
+    windows: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> SequenceCost:
@@ -40,14 +45,20 @@ class SequenceCost:
         """
         embedding = shape.vocab_size * shape.hidden_size
         weights = shape.num_active_parameters - (0 if shape.tie_word_embeddings else embedding)
-        value_dim = shape.mla.v_head_dim if shape.mla else shape.head_dim
-        width = shape.num_attention_heads * (shape.head_dim + value_dim)
-        return cls(linear=6.0 * weights, quadratic=3.0 * width * shape.num_layers)
+        # Each layer of multi-token prediction reads the output layer once more, which gets no gradient of it.
+        further = shape.mtp_layers * (0 if shape.value_head else 4.0 * embedding)
+        attention = shape.longer.attention
+        linear = 6.0 * weights + sum(kind.token_flops(shape) for kind in attention) + further
+        pairs: defaultdict[int | None, float] = defaultdict(float)
+        for kind in attention:
+            pairs[kind.window] += kind.pair_flops(shape)
+        return cls(linear, pairs.pop(None, 0.0), tuple((size, part) for size, part in pairs.items() if size))
 
     def __call__(self, lengths: np.ndarray | Sequence[int]) -> np.ndarray:
         """[n] lengths → [n] costs, float64."""
         n = np.asarray(lengths, dtype=np.float64)
-        return self.linear * n + self.quadratic * n * n
+        within = (quadratic * (n**2 - np.maximum(n - size, 0.0) ** 2) for size, quadratic in self.windows)
+        return sum(within, self.linear * n + self.quadratic * n * n)
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Balance:
     stages         pipeline stages
     multiple       the number of micro-batches is a multiple of this
     share_prompts  whether the trainer computes the prompt of siblings in one micro-batch once
+    dense_within   tokens of a sample that trainers attend to as the model does (sparse attention); None: any
     """
 
     cost: SequenceCost
@@ -70,6 +82,7 @@ class Balance:
     stages: int = 1
     multiple: int = 1
     share_prompts: bool = False
+    dense_within: int | None = None
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Lengths as the trainer packs them."""

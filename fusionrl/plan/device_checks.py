@@ -8,6 +8,8 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.run_parts import asks_for_routing, uses_engines, uses_trainers
 from fusionrl.models.quantization import BlockFp8
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.defaults import layer_impl
 
 FP32_ATTENTION = ("torch_native", "triton", "flex_attention")
 """SGLang's attention on GPUs that takes fp32; FlashAttention and its like are compiled for 16 bits and less."""
@@ -17,7 +19,12 @@ _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_a
 
 
 def check_device(
-    config: Config, device: Literal["cpu", "cuda"], precision: str, rollout_dtype: str, quantization: BlockFp8 | None
+    config: Config,
+    shape: ModelShape,
+    device: Literal["cpu", "cuda"],
+    precision: str,
+    rollout_dtype: str,
+    quantization: BlockFp8 | None,
 ) -> None:
     """Refuse, by its flag, what the device cannot do."""
     if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
@@ -49,13 +56,40 @@ def check_device(
         if device == "cuda":
             _check_attention(args, prefix, rollout_dtype, config)
         elif uses_engines(config):
-            _check_speculation(engine_fields | args, prefix)
+            _check_speculation(engine_fields | args, prefix, shape)
     if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
         raise ValueError(
             f"--hf-checkpoint {config.model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU"
             f" alone, and in bf16; this would be on {device} with --rollout-dtype {rollout_dtype}: change these, or"
             " give the bf16 checkpoint"
         )
+
+
+def check_fused_layers(
+    config: Config, shape: ModelShape, device: Literal["cpu", "cuda"], precision: str, version: str | None
+) -> None:
+    """Refuse attention that Transformer Engine of this `version` (None: not installed) cannot do."""
+    impl = layer_impl(config.model.transformer_impl, device, version is not None, precision)
+    if device == "cpu" or impl == "local" or version is None:
+        return
+    major, minor = map(int, version.split(".")[:2])
+    for kind in dict.fromkeys(shape.attention):
+        if (major, minor) < kind.fused_since:
+            raise ValueError(
+                f"--transformer-impl {config.model.transformer_impl}: Transformer Engine {version} has no attention of"
+                f" the kind {kind.kind} of {shape.model_type}, version {'.'.join(map(str, kind.fused_since))} has;"
+                " use --transformer-impl local"
+            )
+
+
+def drafts_by_itself(config: Config) -> bool:
+    """Return whether engines speculate with the model's own layers of multi-token prediction."""
+    common = config.passthrough.sglang
+    settings = [common, *(common | group.server_args for group in engine_groups(config))]
+    return any(
+        args.get("speculative_algorithm") in ("EAGLE", "NEXTN") and not args.get("speculative_draft_model_path")
+        for args in settings
+    )
 
 
 def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str, config: Config) -> None:
@@ -73,7 +107,7 @@ def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str
             )
 
 
-def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
+def _check_speculation(args: Mapping[str, object], prefix: str, shape: ModelShape) -> None:
     """Refuse drafts that engines on a CPU cannot have; `args` are all SGLang fields of an engine."""
     drafter = args.get("speculative_algorithm")
     if drafter is None:
@@ -83,6 +117,8 @@ def _check_speculation(args: Mapping[str, object], prefix: str) -> None:
             f"{prefix}speculative-algorithm {drafter}: SGLang's engines on a CPU lack the kernels of a draft model;"
             f" use {' or '.join(CPU_DRAFTERS)}, or leave it out"
         )
+    if reason := next((kind.refuses_drafts for kind in shape.attention if kind.refuses_drafts), ""):
+        raise ValueError(f"{prefix}speculative-algorithm {drafter}: on a CPU {reason}; leave it out")
     backends = [str(name) for name in map(args.get, _ATTENTION_FIELDS) if name is not None]
     if set(backends) - {ATTENTION_BACKEND}:
         raise ValueError(

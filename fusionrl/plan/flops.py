@@ -12,22 +12,24 @@ from fusionrl.plan.devices import KINDS
 
 @dataclass(frozen=True)
 class Work:
-    """Sequences that are trained on: their number of tokens, prompts included, and the sum of the lengths' squares."""
+    """Sequences that are trained on: the tokens of each, prompts included."""
 
-    tokens: int = 0
-    squares: int = 0
+    lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> Work:
         """Of sequences with these numbers of tokens."""
-        lengths = list(lengths)
-        return cls(sum(lengths), sum(length**2 for length in lengths))
+        return cls(tuple(lengths))
+
+    @property
+    def tokens(self) -> int:
+        """Of all of them."""
+        return sum(self.lengths)
 
 
 def train_flops(shape: ModelShape, work: Work) -> float:
     """FLOPs of the optimizer steps on these sequences, each of which is trained on once."""
-    cost = SequenceCost.of_shape(shape)
-    return cost.linear * work.tokens + cost.quadratic * work.squares
+    return float(SequenceCost.of_shape(shape)(work.lengths).sum())
 
 
 def peak_flops(name: str, memory_bytes: float | None = None) -> float | None:

@@ -67,7 +67,7 @@ def slime_args(config: Config, plan: Plan) -> dict[str, object]:
 def _model(shape: ModelShape) -> Mapping[str, object]:
     """Sizes of the model, under Megatron's names; None for those of experts that it lacks."""
     values = {name: right(shape) for name, right in RIGHT_VALUES.items()}
-    if shape.moe is None:
+    if not shape.num_experts:
         values |= dict.fromkeys(name for name in values if name == "num_experts" or name.startswith("moe_"))
     return values | {
         "ffn_hidden_size": shape.ffn_hidden_size,
@@ -79,6 +79,6 @@ def _model(shape: ModelShape) -> Mapping[str, object]:
         "add_qkv_bias": shape.attention_bias,
         "moe_grouped_gemm": False,
         "moe_use_legacy_grouped_gemm": False,
-        "mtp_num_layers": None,
+        "mtp_num_layers": shape.mtp_layers or None,
         "fp16_lm_cross_entropy": False,
     }

@@ -11,6 +11,7 @@ from fusionrl.base.wording import dividing
 from fusionrl.config.hooks import flag_of
 
 if TYPE_CHECKING:
+    from fusionrl.config.config import Config
     from fusionrl.models.shape import ModelShape
 
 T = TypeVar("T")
@@ -137,29 +138,52 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
 
     tensor = "--tensor-model-parallel-size"
     expert, expert_tensor = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-    split = {"attention heads": shape.num_attention_heads}
-    if shape.num_query_groups != shape.num_attention_heads:
-        split["key-value heads"] = shape.num_query_groups
-    if shape.has_dense_mlp:
-        split["rows of the MLP (intermediate_size)"] = shape.ffn_hidden_size
-    if shape.moe is not None and shape.moe.shared_ffn_hidden_size:
-        split["rows of the shared expert"] = shape.moe.shared_ffn_hidden_size
-    divide(tensor, layout.tp, split)
-    if shape.moe is not None:
-        divide(expert, layout.ep, {"experts": shape.moe.num_experts})
-        rows = {"rows of an expert (moe_intermediate_size)": shape.moe.ffn_hidden_size}
-        divide(expert_tensor, layout.etp, rows)
+    divide(tensor, layout.tp, {name: count for kind in shape.kinds for name, count in kind.divided(shape).items()})
+    if shape.num_experts:
+        rows = max(mlp.expert_rows for mlp in shape.mlp)
+        divide(expert, layout.ep, {"experts": shape.num_experts})
+        divide(expert_tensor, layout.etp, {"rows of an expert (moe_intermediate_size)": rows})
     else:
         errors += [
             f"{flag} {size}: a {shape.model_type} model has no experts; leave it out"
             for flag, size in ((expert, layout.ep), (expert_tensor, layout.etp))
             if size > 1
         ]
-    if layout.tp > 1 and transformer.get("sequence_parallel") is False and (shape.moe or shape.mla):
-        needs = "experts need" if shape.moe else "latent attention needs"
-        errors.append(f"{tensor} {layout.tp}: {needs} sequence parallelism; leave --no-sequence-parallel out")
+    needs = [kind.needs_sequence_parallel for kind in shape.kinds if kind.needs_sequence_parallel]
+    if layout.tp > 1 and transformer.get("sequence_parallel") is False and needs:
+        errors.append(f"{tensor} {layout.tp}: {needs[-1]} sequence parallelism; leave --no-sequence-parallel out")
+    for kind in dict.fromkeys(shape.attention):
+        if layout.cp > 1 and not kind.may_context_parallel:
+            errors.append(
+                f"--context-parallel-size {layout.cp}: layers of the kind {kind.kind} cannot be divided so; give 1"
+            )
+    errors += [error for kind in shape.kinds for error in kind.layout_errors(shape, layout)]
     errors += _stage_errors(layout, shape, transformer)
     return errors
+
+
+def mtp_errors(config: Config, layout: TrainerLayout, shape: ModelShape) -> list[str]:
+    """List what does not go with training layers of multi-token prediction, one line each."""
+    if not shape.mtp_layers:
+        return []
+    model, algorithm = config.model, config.algorithm
+    reasons = {
+        "--loss-type custom_loss: it is given logits, and these layers need the built-in losses' choice of tokens": (
+            config.run.mode == "rl" and algorithm.loss_type == "custom_loss"
+        ),
+        "--custom-model-provider-path, --custom-spec-path: a user's model is built without these layers": bool(
+            model.custom_model_provider_path or model.custom_spec_path
+        ),
+        "--pipeline-model-parallel-layout: these layers stand on the last stage": (
+            config.passthrough.transformer.get("pipeline_model_parallel_layout") is not None
+        ),
+        "--overlap-grad-reduce on several pipeline stages: the last one's embedding has no gradient to wait for": bool(
+            layout.pp > 1 and config.passthrough.ddp.get("overlap_grad_reduce")
+        ),
+        f"--pipeline-model-parallel-size {layout.pp} with tied embeddings: Megatron-core would hold the output layer"
+        " and the embedding on the last stage apart": layout.pp > 1 and shape.tie_word_embeddings,
+    }
+    return [f"--enable-mtp-training with {reason}; leave one out" for reason, holds in reasons.items() if holds]
 
 
 def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[str, object]) -> list[list[int]] | None:

@@ -17,11 +17,11 @@ from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
-from fusionrl.plan.device_checks import check_device, check_placement
+from fusionrl.plan.device_checks import check_device, check_placement, drafts_by_itself
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_one_by_one
 from fusionrl.plan.hook_args import slime_args
-from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
+from fusionrl.plan.layout import TrainerLayout, model_errors, mtp_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.pipeline_knobs import knobs_of
@@ -54,6 +54,7 @@ class Plan:
     eval_bundles: tuple[tuple[int, ...], ...] = ()  # the same of engines that evaluate alone, numbered after the others
     groups: tuple[EngineGroup, ...] = ()  # of --engine-group, in the order of their engines
     quantization: BlockFp8 | None = None  # of the engines' weights
+    drafts: bool = False  # engines speculate with the model's layers of multi-token prediction
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
     engines_give_memory: bool = False  # while the trainers work
@@ -75,9 +76,14 @@ class Plan:
         return TrainerPlan(layout, self.device, self.precision, threads, steps, self.answers, self.knobs)
 
     @property
+    def pushed_shape(self) -> ModelShape:
+        """The part of the model that engines get: with layers of multi-token prediction where they draft with them."""
+        return self.shape if self.drafts else self.shape.trunk
+
+    @property
     def push_bytes(self) -> int:
         """Bytes that a weight push brings to each engine."""
-        tensors = push_tensors(self.shape, lambda _: 0, torch_name(self.rollout_dtype), self.quantization)
+        tensors = push_tensors(self.pushed_shape, lambda _: 0, torch_name(self.rollout_dtype), self.quantization)
         return sum(tensor.sent_bytes for tensor in tensors)
 
     @property
@@ -175,7 +181,7 @@ def _plan(
     cluster, model = config.cluster, config.model
     precision = trainer_precision(model.precision, device)
     rollout_dtype = precision_or(model.rollout_dtype, precision)
-    check_device(config, device, precision, rollout_dtype, quantization)
+    check_device(config, shape, device, precision, rollout_dtype, quantization)
     check_placement(config, device)
     layout = _checked_layout(config, shape)
     world_size = layout.world_size if layout else 0
@@ -217,6 +223,7 @@ def _plan(
         num_rollout=_num_rollout(config, num_prompts),
         train_num_threads=trainer_threads(cluster.train_num_threads, num_cores, local_ranks),
         quantization=quantization,
+        drafts=drafts_by_itself(config),
     )
     when = cluster.offload_train
     return replace(
@@ -254,6 +261,7 @@ def plan_errors(
         layout = _layout(config, shape)
         if layout and shape:
             layout_errors = model_errors(layout, shape, config.passthrough.transformer)
+            layout_errors += mtp_errors(config, layout, shape)
             errors += layout_errors
             if not layout_errors:
                 _check_saved(config, layout, shape)
@@ -285,7 +293,7 @@ def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> Au
     role_config, load = auxiliary_config(config, role), role_flag(config, role, "load")
     count = role_flag(config, role, "num_gpus")
     try:
-        shape = read_model_shape(load, f"--{role}-load") if load else shape
+        shape = read_model_shape(load, f"--{role}-load") if load else shape.trunk
         layout = _checked_layout(role_config, shape, count)
         assert layout is not None
     except ValueError as error:
@@ -307,7 +315,8 @@ def _layout(config: Config, shape: ModelShape | None, world_size: int | None = N
         pp=model.pipeline_model_parallel_size,
         cp=model.context_parallel_size,
         ep=model.expert_model_parallel_size,
-        etp=model.expert_tensor_parallel_size or (model.tensor_model_parallel_size if shape and shape.moe else 1),
+        etp=model.expert_tensor_parallel_size
+        or (model.tensor_model_parallel_size if shape and shape.divides_experts else 1),
         vpp=_virtual_size(config, shape),
     )
 
@@ -316,7 +325,7 @@ def _checked_layout(config: Config, shape: ModelShape, world_size: int | None = 
     """The layout, into which the model divides."""
     layout = _layout(config, shape, world_size)
     if layout:
-        if errors := model_errors(layout, shape, config.passthrough.transformer):
+        if errors := model_errors(layout, shape, config.passthrough.transformer) + mtp_errors(config, layout, shape):
             raise ValueError(errors[0])
         _check_saved(config, layout, shape)
     return layout
@@ -324,10 +333,10 @@ def _checked_layout(config: Config, shape: ModelShape, world_size: int | None = 
 
 def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> None:
     """Megatron's optimizer has a part for experts only on the stages that have some, and such states do not load."""
-    if shape.moe is None or config.checkpoint.no_save or layout.pp == 1:
+    if not shape.num_experts or config.checkpoint.no_save or layout.pp == 1:
         return
     stages = stage_layers(layout, shape.num_layers, config.passthrough.transformer) or []
-    without = [stage for stage, layers in enumerate(stages) if not any(map(shape.has_experts, layers))]
+    without = [stage for stage, layers in enumerate(stages) if not set(layers) & set(shape.expert_layers)]
     if without:
         raise ValueError(
             f"--pipeline-model-parallel-size {layout.pp}: stage {without[0]} (layers {stages[without[0]][0]} to"
@@ -376,8 +385,8 @@ def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
 
 
 def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: str) -> Balance:
-    # Transformer Engine's attention takes every sequence by itself, context parallelism cuts each one up, and latent
-    # attention makes its own rotary embeddings.
+    # Transformer Engine's attention takes every sequence by itself, context parallelism cuts each one up, and not every
+    # kind of attention can.
     precision = trainer_precision(config.model.precision, device)
     local = layer_impl(config.model.transformer_impl, device, True, precision) == "local"
     return Balance(
@@ -387,7 +396,8 @@ def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: s
         pad_to=sequence_multiple(layout.cp, layout.tp),
         stages=layout.pp,
         multiple=layout.pp if layout.vpp > 1 else 1,
-        share_prompts=config.train.share_prompts and local and layout.cp == 1 and shape.mla is None,
+        share_prompts=config.train.share_prompts and local and layout.cp == 1 and shape.may_share_prompts,
+        dense_within=shape.attention[0].dense_within,
     )
 
 

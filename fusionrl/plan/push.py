@@ -4,7 +4,8 @@ Pure: no tensor is touched.
 
 A *source* is the first rank of a group that holds some tensors in parts: the tensor-parallel ranks of a pipeline stage,
 or for experts the expert-tensor-parallel ranks of one expert-parallel rank. The others of the group send it their
-parts, bucket by bucket, so nothing is gathered over pipeline stages, over experts, or onto ranks that do not send.
+parts, bucket by bucket, so nothing is gathered over pipeline stages, over experts, or onto ranks that do not send. Only
+a stack, one tensor of all experts of a layer, is gathered over the expert-parallel ranks.
 
 Buckets are numbered over all sources, and every rank gathers in this order. Broadcasts also take turns in it: an engine
 receives one bucket at a time, and two engines that received from two sources in different orders would wait for each
@@ -20,8 +21,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from fusionrl.base.wording import counted
-from fusionrl.models.families.rules import Rule, Sizes
 from fusionrl.models.quantization import SCALE, BlockFp8
+from fusionrl.models.rules import Rule, Sizes
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class PushTensor:
     name: str
     shape: Sizes
     dtype: str  # torch's name of the precision that it is gathered in
-    rule: Rule  # of the Megatron tensor that it is a part of
+    rule: Rule  # of the Megatron tensor that it is a part of; of a stack `Rule.whole`
     part: int  # its place among the tensors of `rule`
     stage: int  # pipeline rank that holds it
     scales: Sizes | None = None  # of the fp32 scales that go with its values in fp8; None: it is sent as it is gathered
@@ -89,7 +90,7 @@ class PushTensor:
 
     def part_shape(self, rank: int, size: int) -> Sizes:
         """Return the part that tensor-parallel `rank` of `size` has (the vocabulary's padding is not sent)."""
-        share = self.rule.share(self.shape, rank, size)
+        share = self.rule.share(rank, size, self.name)
         return (*self.shape[: share.dim], share.length, *self.shape[share.dim + 1 :])
 
     def part_bytes(self, rank: int, size: int) -> int:
@@ -211,9 +212,12 @@ def push_tensors(
         return quantization.scale_shape(sizes) if quantization is not None and name in quantization.names else None
 
     return [
-        PushTensor(name, sizes, "float32" if rule.buffer else dtype, rule, part, stage_of(rule), scales(name, sizes))
+        PushTensor(
+            name, sizes, "float32" if rule.is_fp32 else dtype, rule.whole, part, stage_of(rule), scales(name, sizes)
+        )
         for rule in model_rules(shape).values()
-        for part, (name, sizes) in enumerate(rule.hf.items())
+        if not (rule.stack and rule.expert)
+        for part, (name, sizes) in enumerate(rule.stored.items())
     ]
 
 
@@ -238,8 +242,7 @@ def plan_push(
     """
     streams: dict[tuple[int, ...], list[PushTensor]] = {}
     for tensor in tensors:
-        part = None if tensor.expert is None else tensor.expert * layout.ep // num_experts
-        streams.setdefault(_members(layout, tensor.stage, part), []).append(tensor)
+        streams.setdefault(_members(layout, tensor, num_experts), []).append(tensor)
     cut: dict[int, list[tuple[tuple[int, ...], list[PushTensor]]]] = {}
     for members, stream in streams.items():
         # A few buffers in another precision would otherwise end a bucket in every layer.
@@ -254,13 +257,15 @@ def plan_push(
     return PushPlan(tuple(buckets), num_engines)
 
 
-def _members(layout: TrainerLayout, stage: int, expert_part: int | None) -> tuple[int, ...]:
-    """The ranks that hold tensors in parts, of the first replica."""
-    first = stage * (layout.world_size // layout.pp)
-    if expert_part is None:
-        return tuple(range(first, first + layout.tp))
-    first += layout.etp * expert_part
-    return tuple(range(first, first + layout.etp))
+def _members(layout: TrainerLayout, tensor: PushTensor, num_experts: int) -> tuple[int, ...]:
+    """The ranks that hold the tensor in parts, of the first replica."""
+    first, count = tensor.stage * (layout.world_size // layout.pp), layout.tp
+    if tensor.rule.stack:
+        count = layout.ep
+    elif tensor.expert is not None:
+        first += layout.etp * (tensor.expert * layout.ep // num_experts)
+        count = layout.etp
+    return tuple(range(first, first + count))
 
 
 def own_experts(tensor: PushTensor, target: EngineTarget, rank: int, num_experts: int) -> bool:
@@ -352,7 +357,7 @@ def planned_push(plan: Plan, config: Config) -> PushPlan | None:
     if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
         return None
     limit, dtype = config.weights.update_weight_buffer_size, torch_name(plan.rollout_dtype)
-    return plan_for_layout(plan.shape, plan.layout, plan.num_engines, limit, dtype, stages, plan.quantization)
+    return plan_for_layout(plan.pushed_shape, plan.layout, plan.num_engines, limit, dtype, stages, plan.quantization)
 
 
 def torch_name(precision: Literal["fp32", "bf16"]) -> str:

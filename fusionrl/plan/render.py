@@ -117,7 +117,7 @@ def _attention(plan: Plan, config: Config) -> str:
     """The attention backend of engines on a CPU, or one that the user chose; on a GPU SGLang chooses."""
     backend = config.passthrough.sglang.get("attention_backend")
     if backend is None and plan.device == "cpu":
-        backend = ATTENTION_BACKEND if plan.shape.mla is None else "torch_native"  # see `attention.create`
+        backend = ATTENTION_BACKEND
     return f"; attention {backend}" if backend else ""
 
 

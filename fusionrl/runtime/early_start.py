@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from fusionrl.base.environment import child_environment
+from fusionrl.base.environment import MKL_MODE, child_environment
 from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
 from fusionrl.base.process_title import ROOM
 from fusionrl.base.socket_folder import socket_folder
@@ -139,7 +139,7 @@ def nursery_environment() -> dict[str, str]:
     """Return the environment of a nursery that this process starts."""
     paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     env = child_environment("guard") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    env.setdefault("MKL_CBWR", "AUTO")  # see `Launcher`: MKL may read it before a fork is a trainer
+    env.setdefault(*MKL_MODE)  # MKL may read it before a fork is a trainer
     env["CUDA_VISIBLE_DEVICES"] = ""  # looking for a GPU before a fork breaks it in the fork
     # Libraries that start a thread a core and never change that; torch gets each fork's own number.
     return env | {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if not env.get(name)}

@@ -7,7 +7,9 @@ from typing import Literal
 
 from fusionrl.config.config import Config
 from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_command
+from fusionrl.config.run_parts import uses_trainers
 from fusionrl.engines.spec import EngineSpec
+from fusionrl.models.engine_config import pushed_arguments
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.ray_cluster import Bundle
@@ -109,18 +111,35 @@ _NOT_OFF = {
     "disable_radix_cache": "a pause in place needs it, or answers come from the weights before the push",
     "incremental_streaming_output": "--stream-responses reads in each event the new tokens alone",
 }
+# SGLang's runners of gpt-oss's experts that record no choice of experts; without the flag SGLang takes one of these.
+_SILENT = ("auto", "triton_kernel", "flashinfer_mxfp4")
 
 
 def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, object]:
     """Return the ServerArgs fields of a policy engine: the user's, and those that the run's other flags need."""
     group = plan.group_of(index)
     server_args = config.passthrough.sglang | (group.server_args if group is not None else {})
+    prefix = f"--engine-group {group.name}: " if group is not None else "--sglang-"
     if group is not None and group.role in ("prefill", "decode"):
         server_args["disaggregation_mode"] = group.role
     if plan.engines_give_memory:
         server_args.setdefault("enable_memory_saver", True)
     if config.algorithm.use_rollout_routing_replay and plan.device == "cuda":
         server_args.setdefault("enable_return_routed_experts", True)
+        is_stacked = any(mlp.has_whole_experts for mlp in plan.shape.mlp)  # gpt-oss
+        if is_stacked and server_args.setdefault("moe_runner_backend", "triton") in _SILENT:
+            raise ValueError(
+                f"{prefix}moe-runner-backend={server_args['moe_runner_backend']}: its kernel records no experts, which"
+                " --use-rollout-routing-replay asks engines for; leave it out"
+            )
+    if uses_trainers(config) and config.model.hf_checkpoint is not None:
+        pushed = pushed_arguments(config.model.hf_checkpoint, server_args.get("json_model_override_args"))
+        if pushed and (load_format := server_args.get("load_format", "dummy")) != "dummy":
+            raise ValueError(
+                f"{prefix}load-format={load_format}: --hf-checkpoint is in MXFP4, whose weights engines get from"
+                " trainers in another form; leave it out"
+            )
+        server_args |= pushed
     needed = {
         # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
         "disable_radix_cache": pause_mode(config, plan) == "in_place",
@@ -128,6 +147,5 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
     }
     for name in [name for name, is_needed in needed.items() if is_needed]:
         if not server_args.setdefault(name, True):
-            prefix = f"--engine-group {group.name}: " if group is not None else "--sglang-"
             raise ValueError(f"{prefix}{name.replace('_', '-')}=false: {_NOT_OFF[name]}; leave it out")
     return server_args

@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
@@ -26,6 +25,8 @@ from ray.actor import ActorHandle
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, ExternalEngineFacts, host_of
 from fusionrl.engines.router import Router
+from fusionrl.models.engine_config import engine_fields
+from fusionrl.models.shape import read_text_config
 from fusionrl.observe.engine_list import EngineState, add_wanted, read_wanted, write_states
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget
@@ -344,12 +345,14 @@ class ExternalEngineWorker(AttachedEngine):
 def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineRequirements:
     """Return what an external engine must match; `is_alone`: the whole run is on one machine."""
     folder = str(config.model.hf_checkpoint)
-    hf_config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    served = {**read_text_config(folder, "--hf-checkpoint"), **engine_fields(folder)}
     server_args = policy_server_args(config, plan, 0)
-    needed = {name: value for name, value in server_args.items() if name in _NEEDED and value}
+    # With another runner of experts an engine may record none of them.
+    names = (*_NEEDED, "moe_runner_backend") if server_args.get("enable_return_routed_experts") else _NEEDED
+    needed = {name: value for name, value in server_args.items() if name in names and value}
     # SGLang may write a quantised checkpoint's own method into its arguments.
     alike = {name: server_args.get(name) for name in _ALIKE if name != "quantization" or plan.quantization is None}
-    classes = tuple(hf_config.get("architectures") or ())
+    classes = tuple(served.get("architectures") or ())
     return EngineRequirements(
         folder,
         classes,
@@ -357,6 +360,7 @@ def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineReq
         TORCH_DTYPES[plan.rollout_dtype],
         needed,
         alike,
+        json.loads(str(server_args.get("json_model_override_args") or "{}")),
         wait_s=config.rollout.engine_start_timeout_s,
         by_ipc=plan.transport == "ipc" and plan.device == "cuda",
         only_here=plan.transport == "broadcast" and is_alone,

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from fusionrl.base.environment import (
     ENGINE_KEY,
     FOLDER_VARIABLE,
+    MKL_MODE,
     PEERS_VARIABLE,
     extended_environment,
     hook_secrets,
@@ -178,8 +179,8 @@ class Launcher:
 
     def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
         actors, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
-        # MKL promises the same bits from run to run in a stated mode alone; it costs nothing that can be measured.
-        threads["MKL_CBWR"] = os.environ.get("MKL_CBWR", "AUTO")
+        variable, mode = MKL_MODE
+        threads[variable] = os.environ.get(variable, mode)
         for rank, bundle in enumerate(self.bundles[number] for number in bundles):
             env = self._own_env()
             log = self._log(f"{role or 'trainer'}-{rank}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
+from fusionrl.base.environment import MKL_MODE
 from fusionrl.base.network_interfaces import LOOPBACK, collective_interfaces
 from fusionrl.base.open_files import raise_open_files
 from fusionrl.buffer.actor import BufferActor
@@ -42,7 +43,7 @@ class LocalLauncher(Launcher):
         os.environ.update(self._env())
         os.environ.update(collective_interfaces(LOOPBACK, os.environ))
         os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
-        os.environ.setdefault("MKL_CBWR", "AUTO")
+        os.environ.setdefault(*MKL_MODE)
         visible = os.environ.get(VARIABLE)
         for number in range(plan.num_bundles):
             gpu = Gpu(number, number) if plan.device == "cpu" else nth(visible, number)

@@ -13,7 +13,6 @@ import json
 import operator
 import os
 import random
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fusionrl.base.file_hashes import check_facts, facts_of
 from fusionrl.models.hf_io import gather_params
 from fusionrl.models.shape import ModelShape, shape_difference
+from fusionrl.models.weight_files import TRACKER, weights_folder
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
@@ -40,8 +40,6 @@ from fusionrl.trainer.safe_load import only_data
 DESCRIPTION = "fusionrl.json"
 FORMAT, WITHOUT_HASHES = 2, 1
 COUNTERS = {"rollout_id", "optimizer_steps", "skipped"}
-# Where Megatron-LM says which checkpoint of a folder is the newest.
-TRACKER = "latest_checkpointed_iteration.txt"
 # Values that are not shards. Megatron-core 0.19 writes them as one, but prefers this file if it exists.
 _COMMON = "common.pt"
 _BACKEND = "torch_dist"
@@ -320,33 +318,6 @@ def _reason(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()
     return (lines[-1] if lines else type(error).__name__)[:500]
-
-
-def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
-    """The folder with Megatron's files: `path` itself, `path`/trainer of a run's checkpoint, or what
-    latest_checkpointed_iteration.txt in `path` names (iter_0000010 or release), as Megatron-LM and slime write it.
-
-    Raises ValueError if no Megatron checkpoint is there, or one in another format.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {path}: there is no such folder")
-    tracker = folder / TRACKER
-    candidates = [folder, folder / "trainer"]
-    if tracker.is_file():
-        latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if not re.fullmatch(r"release|[0-9]{1,9}", latest):
-            raise ValueError(f"{flag} {path}: {TRACKER} holds {latest[:40]!r}, no number and not release")
-        candidates = [folder / (latest if latest == "release" else f"iter_{int(latest):07d}")]
-    for candidate in candidates:
-        if (candidate / ".metadata").is_file():
-            return candidate
-    if any(list(candidate.glob("mp_rank_*")) for candidate in candidates):
-        raise ValueError(
-            f"{flag} {path}: it is in Megatron's older format (mp_rank_* folders); "
-            "save it again with --ckpt-format torch_dist"
-        )
-    raise ValueError(f"{flag} {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
 
 
 def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megatron-checkpoint") -> None:

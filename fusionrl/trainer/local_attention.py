@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from fusionrl.trainer.attention_buckets import Bucket, Places
@@ -37,12 +38,14 @@ class PackedLayout(PackedSeqParams):
     table      the same sequences for our own kernel, where that is for them
     positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
                after the other; then Megatron sees one sequence, and rotary embeddings are taken by these
+    masks      of buckets in layers that need some, by the bucket's number and the window
     """
 
     lengths: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     table: RowTable | None = None
     positions: Tensor | None = None
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
 def _padded(x: Tensor, places: Places, count: int) -> Tensor:
@@ -54,11 +57,48 @@ def _padded(x: Tensor, places: Places, count: int) -> Tensor:
     return x.view(count, places.length, *x.shape[1:]).transpose(1, 2)
 
 
+def _mask(layout: PackedLayout, number: int, window: int | None, query: Tensor) -> Tensor:
+    """What is added to scores in a bucket, [queries' length, rows' length]: -inf where a query sees no key."""
+    key = number, window
+    if key not in layout.masks:
+        bucket = layout.buckets[number]
+        asking, length = bucket.queries.length, bucket.rows.length
+        back = torch.arange(length - asking, length)[:, None] - torch.arange(length)
+        hidden = (back < 0) | (back >= (length if window is None else window))
+        kept = torch.bfloat16 if query.dtype is torch.bfloat16 and query.is_cuda else torch.float32
+        layout.masks[key] = torch.zeros(asking, length).masked_fill(hidden, -torch.inf).to(query.device, kept)
+    return layout.masks[key]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One more key, which gives every query the score of its head [heads], and has a value of zeros.
+
+    Heads get eight numbers more, as kernels like it. Two of them hold the score, for which one of bf16 has too few
+    digits.
+    """
+    (count, *_), size = query.shape, query.size(-1)
+    high = scores.to(query.dtype)
+    numbers = torch.stack([high, (scores - high.float()).to(query.dtype)], -1)  # [heads, 2]
+    sink = F.pad(numbers, (size, 6))[None, :, None].expand(count, -1, -1, -1)
+    query, key = F.pad(query, (0, 8), value=1.0), torch.cat([sink, F.pad(key, (0, 8))], 2)
+    return query, key, F.pad(value, (0, size + 8 - value.size(-1), 1, 0)), F.pad(mask, (1, 0))
+
+
 class SDPACoreAttention(MegatronModule):
     """Causal attention over packed sequences, with grouped queries and zig-zag context parallelism.
 
     Context parallelism gathers keys and values of all ranks (in backward: reduce-scatters their gradients).
+
+    window     tokens that a token sees, itself included; None: all before it
+    has_sinks  each head has a score that takes part in its softmax without a value: `softmax_offset`, Megatron's name
+    own_scale  of scores, where layers have different ones
     """
+
+    window: ClassVar[int | None] = None
+    has_sinks: ClassVar[bool] = False
+    own_scale: ClassVar[float | None] = None
 
     def __init__(
         self,
@@ -74,12 +114,17 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
-        assert getattr(config, "softmax_type", "vanilla") == "vanilla"
-        assert config.window_size is None
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
-        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        scale = softmax_scale if self.own_scale is None else self.own_scale
+        self.scale = scale if scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if self.has_sinks:
+            heads = config.num_attention_heads // groups.tp.size()
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            self.tp_group = groups.tp
 
     def forward(
         self,
@@ -96,16 +141,21 @@ class SDPACoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedLayout), "packed sequences only"
         layout = packed_seq_params
         if self.cp_group is not None and self.cp_group.size() > 1:
+            assert self.window is None and not self.has_sinks, "refused by the kind"
             return self._context_parallel(query, key, value, layout)
         drops = self.training and self.dropout > 0
         if layout.table is not None and not drops:  # on a CPU only
             from fusionrl.cpu import kernels, row_attention
 
             if kernels.fit(query, key, value):
-                return row_attention.attend(query, key, value, layout.table, self.scale).flatten(1)
+                options = (layout.table, self.scale, self.window, self.softmax_offset)
+                return row_attention.attend(query, key, value, *options).flatten(1)
         out: Tensor | None = None
-        for bucket in layout.buckets:
-            results = self._bucket(query, key, value, bucket)
+        for number, bucket in enumerate(layout.buckets):
+            mask = bucket.mask
+            if self.window is not None or self.has_sinks:
+                mask = _mask(layout, number, self.window, query)
+            results = self._bucket(query, key, value, bucket, mask)
             if bucket.targets is None:
                 out = results
             else:
@@ -115,13 +165,13 @@ class SDPACoreAttention(MegatronModule):
             out = value[:, :1].expand(-1, query.size(1), -1) * 0 + (query.sum() + key.sum()) * 0
         return out.reshape(query.size(0), -1)
 
-    def _bucket(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
+    def _bucket(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, mask: Tensor | None) -> Tensor:
         padded = (
             _padded(query, bucket.queries, bucket.count),
             _padded(key, bucket.rows, bucket.count),
             _padded(value, bucket.rows, bucket.count),
         )
-        out = self._attend(*padded, bucket.mask).transpose(1, 2)  # [count, length, heads, d]
+        out = self._attend(*padded, mask).transpose(1, 2)  # [count, length, heads, d]
         out = out.reshape(-1, *out.shape[2:])
         return out if bucket.outputs is None else out.index_select(0, bucket.outputs)
 
@@ -132,10 +182,33 @@ class SDPACoreAttention(MegatronModule):
         repeat = query.size(1) // key.size(1)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        size = value.size(-1)
+        if self.softmax_offset is not None:
+            assert mask is not None
+            query, key, value, mask = _with_sinks(query, key, value, mask, self.softmax_offset.float() / self.scale)
         dropout = self.dropout if self.training else 0.0
         is_forked = dropout > 0 and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if is_forked else nullcontext():
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout, mask is None, scale=self.scale)
+            out = F.scaled_dot_product_attention(query, key, value, mask, dropout, mask is None, scale=self.scale)
+        return out[..., :size]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, object]:
+        """Return the state of a checkpoint: the sinks of this rank's heads."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()

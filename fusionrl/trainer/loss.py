@@ -43,6 +43,7 @@ class LossOptions:
     kl_coef          None: no KL term
     opsm_delta       None: no off-policy sequence masking
     needs_log_probs  the trainers' log-probs of before the first step, even where there is only one
+    mtp_factor       of the loss of layers of multi-token prediction
     """
 
     mode: str  # rl, sft, value: a critic's, or outcome: a process reward model's
@@ -60,6 +61,7 @@ class LossOptions:
     custom_policy_loss_path: str | None = None
     value_clip: float | None = None
     prm_beta: float = 0.0
+    mtp_factor: float = 0.0
 
     @classmethod
     def from_config(cls, config: Config, role: Role | None = None) -> LossOptions:
@@ -85,6 +87,7 @@ class LossOptions:
             or train.custom_advantage_function_path is not None
             or train.rollout_data_postprocess_path is not None,
             custom_policy_loss_path=a.custom_policy_loss_path,
+            mtp_factor=train.mtp_loss_scaling_factor,
         )
 
     @property

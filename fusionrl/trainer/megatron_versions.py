@@ -6,6 +6,8 @@
 | asynchronous saving | one way | two ways, `async_strategy`; "mcore" is the one that needs no other package |
 | an MLP in a layer's spec | a `ModuleSpec` | a function that builds it |
 | queries that are not compressed (MLA) | a norm of them is ignored | refused; their projection must be fused with one |
+| norms of queries and keys in a spec, without `qk_layernorm` | are built | are refused |
+| layers of multi-token prediction | have a `transformer_layer` | have a `mtp_model_layer`, and get a mask of padding |
 | groups of parameters in a checkpoint | found by what they hold | by their rates, too: a resume with others fails |
 | checkpoint values outside shards | common.pt | a shard, but common.pt where that is: it must be among the files |
 | the backend in a checkpoint's metadata.json | checked | not read: `trainer/checkpoint.py` checks it |
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.transformer import ModuleSpec
-    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.multi_latent_attention import QKNormConfigResolver
     from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -84,6 +86,13 @@ def save_request(state: Mapping[str, object], folder: str, metadata: Mapping[str
         content_metadata=dict(metadata),
         **more,
     )
+
+
+def mlp_submodules(layer: TransformerLayerSubmodules) -> MLPSubmodules:
+    """Submodules of the MLP in a layer's submodules."""
+    from megatron.core.transformer import ModuleSpec
+
+    return layer.mlp.submodules if isinstance(layer.mlp, ModuleSpec) else layer.mlp.keywords["submodules"]
 
 
 def set_mlp_module(layer: TransformerLayerSubmodules, module: type[MLP]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.multi_token import look_ahead
 from fusionrl.trainer.packed_batch import BatchOptions, MicroBatch, Selection
 from fusionrl.trainer.packed_row import pack_row
 from fusionrl.trainer.stages import Experts
@@ -93,6 +94,12 @@ def build_micro_batch(
     flat = {name: _join(parts, _COLUMNS.get(name, torch.float32)) for name, parts in columns.items()}
     chosen = torch.nonzero(row.local[flat["positions"]] >= 0)[:, 0]
     device = options.device
+    depths = range(1, options.mtp_layers + 1) if step is not None else ()
+    trained: list[np.ndarray] = []
+    if depths:
+        masks = present["loss_mask"]
+        trained = [prompt + np.flatnonzero(masks[i]) for i, prompt in zip(samples, prompts, strict=True)]
+    num_tokens = step.num_tokens if step is not None else 0
 
     def pick(name: str) -> Tensor:
         return flat[name][chosen].to(device)
@@ -107,6 +114,9 @@ def build_micro_batch(
             temperature=pick("temperatures") if is_hot else options.temperature,
             chunk_size=options.chunk_size,
             entropy_grad=options.entropy_grad,
+            ahead=tuple(
+                look_ahead(depth, row, [tokens[i] for i in samples], trained, num_tokens, device) for depth in depths
+            ),
         ),
         weights=pick("weights"),
         sequence_shares=pick("sequence_shares"),
@@ -117,7 +127,7 @@ def build_micro_batch(
         response_lengths=response_lengths,
         starts=[int(places[0]) if len(places) else 0 for places in row.rows[: len(samples)]],
         total_lengths=[int(shard.total_lengths[i]) for i in samples],
-        num_tokens=step.num_tokens if step is not None else 0,
+        num_tokens=num_tokens,
         num_samples=step.num_samples if step is not None else 0,
         experts=experts,
     )

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -35,6 +35,7 @@ from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.layers import block_spec, finish_layers
 from fusionrl.trainer.log_probs import chunked_log_probs
+from fusionrl.trainer.multi_token import Ahead, mtp_spec, predict_ahead
 from fusionrl.trainer.packed_batch import Selection
 from fusionrl.trainer.routing import RoutingReplay
 
@@ -47,6 +48,7 @@ class ChosenOutputs(GPTModel):
     """
 
     real_vocab_size: int
+    logits_scale: float = 1.0  # what logits are divided by
 
     def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[object, ...]:
         parts = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -59,12 +61,29 @@ class ChosenOutputs(GPTModel):
     def _postprocess(
         self, hidden_states: Tensor, *args: object, labels: Selection | None = None, **kwargs: object
     ) -> Tensor:
-        if labels is None or not self.post_process:
+        if not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=None, **kwargs)
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         else:
             weight = self.output_layer.weight
+        if labels is None:
+            if not self.mtp_process:
+                outputs = super()._postprocess(hidden_states, *args, labels=None, **kwargs)
+            else:  # Megatron's looks for labels of these layers
+                outputs = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
+            return outputs / self.logits_scale if self.logits_scale != 1.0 else outputs
+        if labels.ahead and self.training:
+
+            def of_layer(hidden: Tensor, work: Ahead) -> Tensor:
+                chosen = Selection(work.positions, work.targets, 1.0, labels.chunk_size)
+                return self._chosen(hidden, weight.detach(), chosen)[0]
+
+            predict_ahead(self, hidden_states, labels.ahead, kwargs, of_layer)
+        return torch.stack(self._chosen(hidden_states, weight, labels))
+
+    def _chosen(self, hidden_states: Tensor, weight: Tensor, labels: Selection) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [N] of chosen tokens."""
         group = self.pg_collection.tp
         # Every rank's gradient of the hidden states comes from its own part of the vocabulary: both branches
         # sum the parts in backward.
@@ -72,17 +91,16 @@ class ChosenOutputs(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        log_probs, entropy = chunked_log_probs(
+        return chunked_log_probs(
             hidden[:, 0].index_select(0, labels.positions),
             weight,
             labels.targets,
             vocab_size=self.real_vocab_size,
-            temperature=labels.temperature,
+            temperature=labels.temperature * self.logits_scale if self.logits_scale != 1.0 else labels.temperature,
             chunk_size=labels.chunk_size,
             entropy_grad=labels.entropy_grad,
             group=group,
         )
-        return torch.stack([log_probs, entropy])
 
 
 class ValueModel(ChosenOutputs):
@@ -148,7 +166,7 @@ def build_model(
         raise ValueError(errors[0])
     fields = settings.transformer_fields(config, shape, plan)
     try:
-        transformer = (MLATransformerConfig if shape.mla else TransformerConfig)(**fields)
+        transformer = settings.transformer_class(fields)(**fields)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
     chunks = []
@@ -198,6 +216,7 @@ def _build_chunk(
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rope_theta,
+            mtp_block_spec=mtp_spec(transformer, shape, place["vp_stage"]) if place["post_process"] else None,
             **place,
         )
 
@@ -219,15 +238,27 @@ def _checked_model(field: str, path: str, model: object) -> GPTModel:
     return model
 
 
+def mark_experts(model: torch.nn.Module, tensor_size: int) -> None:
+    """Tell Megatron which parameters are experts', `tensor_size` ranks of which hold an expert together.
+
+    It marks its own, and those only where experts are divided: a model would have two optimizers at some
+    expert-parallel sizes and one at others, and the state of one could not be loaded at the other. Any other parameter
+    in an expert would count in the norm of the gradients on the first tensor-parallel rank alone, though at size 1 the
+    ranks share its state like data-parallel ones. Megatron's mark of a bias for sequence parallelism would have its
+    gradient, which is summed over the expert's data-parallel ranks, summed over the tensor-parallel ones again.
+    """
+    for name, param in model.named_parameters():
+        if ".mlp.experts." in name:
+            param.allreduce = param.sequence_parallel = False
+            if tensor_size == 1:
+                param.tensor_model_parallel = True
+
+
 def _finished(
     model: GPTModel, transformer: TransformerConfig, shape: ModelShape, device: torch.device
 ) -> torch.nn.Module:
-    model.real_vocab_size = shape.vocab_size
-    for name, param in model.named_parameters():
-        # Megatron says so of experts only where they are divided. Then a model with experts has two optimizers at
-        # some expert-parallel sizes and one at others, and the state of one cannot be loaded at the other.
-        if ".mlp.experts." in name:
-            param.allreduce = False
+    model.real_vocab_size, model.logits_scale = shape.vocab_size, shape.logits_scale
+    mark_experts(model, parallel_state.get_expert_tensor_parallel_world_size())
     finish_layers(model, transformer, shape)
     if device.type == "cuda":
         model.cuda(device)
@@ -269,7 +300,10 @@ def build_training(
         DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
-    optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    _count_padding(chunks)
+    with torch.no_grad():  # else shards of fp32 are views with a gradient, which --optimizer-cpu-offload refuses
+        optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    _find_shards(optimizer)
     _start_state(optimizer)
 
     def finalize(model: Sequence[object], num_tokens: object = None, **kwargs: object) -> None:
@@ -298,6 +332,31 @@ def build_training(
         wd_incr_style="constant",
     )
     return Trained(chunks, transformer, optimizer, scheduler)
+
+
+def _count_padding(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Let checkpoints find the state of each parameter in buffers of several buckets.
+
+    Megatron-core 0.16.1 gathers that state without the padding between buckets, and looks it up by places that count
+    the padding: an embedding that the first and the last stage share, in a bucket of its own, is shifted and loses its
+    end (its own warning: "param range exceeds unpadded buffer").
+    """
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets[:-1]:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+            buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
+
+
+def _find_shards(optimizer: ChainedOptimizer) -> None:
+    """Let checkpoints find the shards of a model's parameters in fp32 and bf16: a group has those in fp32 first.
+
+    Megatron-core 0.16.1 looks for them in the order of its buffers.
+    """
+    for inner in optimizer.chained_optimizers:
+        for number, group in enumerate(getattr(inner, "opt_group_ranges", [])):
+            params = sorted(group["params"], key=lambda param: param.dtype is not torch.float32)
+            inner.model_param_group_index_map.update({param: (number, at) for at, param in enumerate(params)})
 
 
 def _start_state(optimizer: ChainedOptimizer) -> None:

@@ -95,7 +95,8 @@ class ModelRank:
         """The shape of the model that is trained."""
         if self.config.model.hf_checkpoint is None:
             raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
-        return read_model_shape(self.config.model.hf_checkpoint)
+        shape, train = read_model_shape(self.config.model.hf_checkpoint), self.config.train
+        return shape.with_mtp(train.mtp_num_layers or 1) if train.enable_mtp_training and self.role is None else shape
 
     @phase("setup")
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
@@ -193,10 +194,12 @@ class ModelRank:
 
         if not is_megatron_folder(folder):
             shape = read_model_shape(folder, flag)
-            if (shape.with_value_head() if self.shape.value_head else shape) != self.shape:
+            if (shape.with_value_head() if self.shape.value_head else shape) != self.shape.trunk:
                 raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
             self.reload()
-            self.weight_sets[name] = WeightSet(read_local_weights(folder, self.trained.chunks, self.shape, flag))
+            # Scoring needs no layers of multi-token prediction.
+            tensors = read_local_weights(folder, self.trained.chunks, self.shape.trunk, flag)
+            self.weight_sets[name] = WeightSet(tensors)
             return
         # It is read into the model, which then gets its weights back.
         self.keep_weights("current")
@@ -297,13 +300,14 @@ class ModelRank:
         """
         import torch.distributed as dist
 
+        from fusionrl.models import families
         from fusionrl.models.hf_io import iter_hf_tensors, save_hf
 
         self.reload()
         source = self.config.model.hf_checkpoint
         assert source is not None
         tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape)
-        save_hf(path, source, tensors, write=self.rank == 0)
+        save_hf(path, source, tensors, write=self.rank == 0, kept=families.kept(self.shape))
         dist.barrier()
 
     def state_hashes(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ from fusionrl.trainer.settings import aggregation_of, loss_length
 
 if TYPE_CHECKING:
     from fusionrl.trainer.model import Trained
+    from fusionrl.trainer.multi_token import Ahead
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Selection:
     positions  [N] in this rank's packed row, of the tokens that predict a chosen one
     targets    [N] the chosen tokens' ids
     temperature  what logits are divided by: one number, or [N]
+    ahead      what each layer of multi-token prediction computes in training
     """
 
     positions: Tensor
@@ -49,6 +51,7 @@ class Selection:
     temperature: float | Tensor
     chunk_size: int | None
     entropy_grad: bool = False
+    ahead: tuple[Ahead, ...] = ()
 
 
 @dataclass
@@ -101,10 +104,11 @@ class BatchOptions:
     has_sampled: the responses were sampled by the policy's engines.
     all_responses: choose every response token (scoring), not only those that are trained on.
     share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
-        embeddings are then given, which latent attention, with embeddings of its own, cannot take.
+        embeddings are then given. Each kind of attention says whether it can (`may_share_prompts`).
     aggregation: how tokens' losses become one, see `algorithms.aggregation`; with its constant.
     whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
     replay_layers: those whose routers choose the experts that the engine chose; None: no router does.
+    mtp_layers: layers of multi-token prediction, which look at tokens ahead.
     """
 
     slicing: Slicing
@@ -120,6 +124,7 @@ class BatchOptions:
     all_responses: bool = False
     whole_sequences: bool = False
     replay_layers: list[int] | None = None
+    mtp_layers: int = 0
 
     @classmethod
     def of(
@@ -149,11 +154,12 @@ class BatchOptions:
             has_sampled=is_sampled,
             chunk_size=config.train.log_probs_chunk_size,
             local_attention=trained.transformer.transformer_impl == "local",
-            share_prompts=config.train.share_prompts and shape.mla is None,
+            share_prompts=config.train.share_prompts and shape.may_share_prompts,
             aggregation="sequence_mean" if is_prm else aggregation_of(config),
             constant=loss_length(config),
             entropy_grad=is_policy and algorithm.entropy_coef > 0,
             whole_sequences=is_policy and algorithm.loss_type == "custom_loss",
+            mtp_layers=shape.mtp_layers,
             replay_layers=routing.layers if routing is not None and algorithm.use_rollout_routing_replay else None,
         )
 

@@ -41,8 +41,8 @@ class PolicyTrainer(PushSource):
         if algorithm.use_routing_replay or algorithm.use_rollout_routing_replay:
             from fusionrl.trainer.routing import RoutingReplay
 
-            assert self.shape.moe is not None, "the validation of flags asks for experts"
-            self.trained.routing = RoutingReplay(self.trained.chunks, self.shape.moe.topk, self.device)
+            assert self.shape.mixture is not None, "the validation of flags asks for experts"
+            self.trained.routing = RoutingReplay(self.trained.chunks, self.shape.mixture.topk, self.device)
         if needs_reference(algorithm):
             self._read_reference()
         if algorithm.use_opd and algorithm.opd_type == "megatron":

@@ -14,6 +14,7 @@ from fusionrl.trainer.trainer_base import TrainerBase
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+    from fusionrl.models.shape import ModelShape
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.export import Exporter
     from fusionrl.weights.remote_calls import SendReport, WriteReport
@@ -63,17 +64,18 @@ class PushSource(TrainerBase):
         from fusionrl.models.fp8 import held
         from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
 
-        tensors = held(self._exporter().full(), self.plan.quantization)
+        # A draft model has further layers in other tensors; a stale one is slow and never wrong.
+        tensors = held(self._exporter(self.shape.trunk).full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
         return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple)
 
-    def _exporter(self) -> Exporter:
+    def _exporter(self, shape: ModelShape | None = None) -> Exporter:
         from fusionrl.weights.export import Exporter
 
         return Exporter(
             self.trained.chunks,
             self.trained.transformer,
-            self.shape,
+            shape or self.plan.pushed_shape,
             self.layout,
             self.rank,
             "float32" if self.plan.rollout_dtype == "fp32" else "bfloat16",
@@ -106,10 +108,11 @@ class PushSource(TrainerBase):
             return self._disk
         import torch.distributed as dist
 
+        from fusionrl.models.hf_io import as_stored, published_reader
         from fusionrl.weights.disk import DiskOptions, DiskWriter
 
         weights, world_size = self.config.weights, self.layout.world_size
-        total = self.shape.num_parameters * (4 if self.plan.rollout_dtype == "fp32" else 2)
+        total = self.plan.pushed_shape.num_parameters * (4 if self.plan.rollout_dtype == "fp32" else 2)
         assert self.config.model.hf_checkpoint is not None
         options = DiskOptions(
             folder=weights.update_weight_disk_dir or str(Path(self.run_dir, "weights")),
@@ -121,7 +124,8 @@ class PushSource(TrainerBase):
             max_bytes=min(weights.update_weight_buffer_size, -(-total // world_size)),
         )
         group = dist.new_group(backend="gloo")
-        export = self._exporter().whole
+        whole, reader = self._exporter().whole, published_reader(options.source)
+        export = whole if reader is None else lambda: as_stored(whole(), reader)
         self._disk = DiskWriter(options, rank=self.rank, world_size=world_size, export=export, group=group)
         return self._disk
 

@@ -22,7 +22,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.models.shape import ModelShape, MoEShape
+from fusionrl.models.rules import MTP
+from fusionrl.models.shape import ModelShape
 
 Chosen = tuple[Tensor, Tensor]  # scores and numbers of experts, [tokens, topk]
 
@@ -38,7 +39,9 @@ class RoutingReplay:
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], topk: int, device: torch.device) -> None:
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        named = (item for chunk in chunks for item in chunk.named_modules())
+        # Those of layers of multi-token prediction are free: no engine says what they chose.
+        routers = [m for name, m in named if isinstance(m, TopKRouter) and f".{MTP}" not in f".{name}"]
         self.layers = [router.layer_number - 1 for router in routers]
         self.topk, self.device = topk, device
         self._experts: Tensor | None = None
@@ -98,7 +101,8 @@ def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:
 
     Raises ValueError, which names the field, the sample and what is expected.
     """
-    assert shape.moe is not None
+    mixture = shape.mixture
+    assert mixture is not None
     name = "rollout_routed_experts"
     if name not in shard.fields:
         raise ValueError(
@@ -106,27 +110,27 @@ def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:
             " flag out (--use-routing-replay needs no engine)"
         )
     experts = shard.fields[name]
-    want = (shape.num_layers, shape.moe.topk)
+    want = (shape.num_layers, mixture.topk)
     if shard.num_samples and experts.shape[1:] != want:
         raise ValueError(
             f"{FLAG}: {name} has {experts.shape[1]} layers of {experts.shape[2]} experts; the model has"
             f" {want[0]} layers (those without experts count) of {want[1]}"
         )
-    layers, ends = list(shape.moe.layers), np.cumsum(shard.total_lengths)
+    layers, ends = list(shape.expert_layers), np.cumsum(shard.total_lengths)
     for sample, (end, length) in enumerate(zip(ends, shard.total_lengths, strict=True)):
-        if message := _first_fault(experts[end - length : end, layers], shape.moe):
+        if message := _first_fault(experts[end - length : end, layers], layers, mixture.num_experts):
             raise ValueError(f"{FLAG}: {name} of sample {int(shard.fields['sample_index'][sample])}: {message}")
 
 
-def _first_fault(experts: np.ndarray, moe: MoEShape) -> str | None:
+def _first_fault(experts: np.ndarray, layers: list[int], num_experts: int) -> str | None:
     """experts [tokens, mixtures, topk]."""
     ordered = np.sort(experts, axis=-1)
     free = (experts == FREE).all(-1)
-    outside = ((ordered[..., 0] < 0) | (ordered[..., -1] >= moe.num_experts)) & ~free
+    outside = ((ordered[..., 0] < 0) | (ordered[..., -1] >= num_experts)) & ~free
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~free
-    for fault, problem in ((outside, f"an expert outside 0 … {moe.num_experts - 1}"), (twice, "an expert twice")):
+    for fault, problem in ((outside, f"an expert outside 0 … {num_experts - 1}"), (twice, "an expert twice")):
         if fault.any():
             token, layer = (int(i) for i in np.argwhere(fault)[0])
             choice = experts[token, layer].tolist()
-            return f"token {token} has {problem} in layer {moe.layers[layer]} ({choice}); was that layer recorded?"
+            return f"token {token} has {problem} in layer {layers[layer]} ({choice}); was that layer recorded?"
     return None

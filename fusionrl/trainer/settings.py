@@ -1,15 +1,25 @@
 """Values that the trainer derives from the configuration and its plan: device, layers, Megatron's, aggregation."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
-from fusionrl.models.yarn import Yarn, is_yarn
 from fusionrl.plan.defaults import Impl, layer_impl
 from fusionrl.plan.trainer_plan import TrainerPlan
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+_MAY_CHANGE = frozenset(("moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_router_dtype"))
+"""Fields of the kinds of layers that users may set: how a mixture is trained, not what it computes."""
 
 
 def rank_device(plan: TrainerPlan, rank: int, ordinal: int | None = None) -> torch.device:
@@ -60,9 +70,11 @@ def _is_users(config: Config) -> bool:
 def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> dict[str, object]:
     """Return the fields of TransformerConfig.
 
-    Raises ValueError for a passed-through field that a CPU run would be wrong with.
+    Raises ValueError for a passed-through field that the model has otherwise, or that a CPU run would be wrong with.
     """
-    import torch.nn.functional as F
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    from fusionrl.trainer.swiglu import ACTIVATIONS
 
     layout, impl = plan.layout, installed_impl(config, plan.device, plan.precision)
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
@@ -74,12 +86,15 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "num_query_groups": shape.num_query_groups,
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": shape.rms_norm_eps,
-        "qk_layernorm": shape.qk_layernorm,
+        # Megatron sums the gradients of norms of q and k over tensor-parallel ranks, which each hold a part of a norm
+        # over all heads.
+        "qk_layernorm": shape.qk_layernorm and not shape.width_norm,
         "add_qkv_bias": shape.attention_bias,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": quick_gelu if shape.activation == "quick_gelu" else ACTIVATIONS[shape.activation][0],
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,
@@ -113,78 +128,42 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "rotary_interleaved": shape.rotary_interleaved,
         "transformer_impl": impl,
     }
-    fields |= _expert_fields(shape, impl) | _latent_fields(shape) | _yarn_fields(shape)
+    fields |= shape.kind_fields
+    if shape.mtp_layers:
+        fields["mtp_num_layers"] = shape.mtp_layers
+    if shape.num_experts:
+        fields["moe_grouped_gemm"] = impl == "transformer_engine"
     passed = config.passthrough.transformer
+    _check_passed(passed, shape, plan)
     if plan.device == "cpu":
-        from fusionrl.cpu import megatron_patches
-
-        fields.update({name: value for name, (value, _) in megatron_patches.OVERRIDES.items()})
-        for name, (value, reason) in megatron_patches.OVERRIDES.items():
-            if name in passed and passed[name] != value:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(
-                    f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out"
-                )
+        fields.update({name: value for name, (value, _) in _cpu_overrides().items()})
     fields.update(passed)
     return fields
 
 
-def _expert_fields(shape: ModelShape, impl: str) -> dict[str, object]:
-    moe = shape.moe
-    if moe is None:
-        return {}
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_layer_freq": [int(layer in moe.layers) for layer in range(shape.num_layers)],
-        "moe_router_topk": moe.topk,
-        "moe_router_score_function": moe.score_function,
-        # Softmax over all experts, or over the chosen ones: the latter makes their weights sum to 1.
-        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.norm_topk_prob,
-        "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1.0 else None,
-        "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
-        "moe_router_group_topk": moe.group_topk if moe.num_groups > 1 else None,
-        "moe_router_enable_expert_bias": moe.expert_bias,
-        # The engines must choose the same experts: nothing moves the bias unless the user says so.
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": moe.shared_gate,
-        "moe_grouped_gemm": impl == "transformer_engine",
-    }
+def _cpu_overrides() -> Mapping[str, tuple[object, str]]:
+    from fusionrl.cpu import megatron_patches
+
+    return megatron_patches.OVERRIDES
 
 
-def _latent_fields(shape: ModelShape) -> dict[str, object]:
-    mla = shape.mla
-    if mla is None:
-        return {}
-    fields: dict[str, object] = mla.model_dump() | {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "rope_type": "rope",
-        "rotary_base": shape.rope_theta,
-    }
-    scaling = shape.rope_scaling
-    if scaling is not None and is_yarn(scaling):
-        fields |= {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": scaling["factor"],
-            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
-            "beta_fast": scaling.get("beta_fast", 32),
-            "beta_slow": scaling.get("beta_slow", 1),
-            "mscale": scaling.get("mscale", 1.0),
-            "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
-        }
-    return fields
+def _check_passed(passed: Mapping[str, object], shape: ModelShape, plan: TrainerPlan) -> None:
+    for name in sorted(passed.keys() & shape.kind_fields.keys() - _MAY_CHANGE):
+        raise ValueError(
+            f"--{name.replace('_', '-')} {passed[name]}: the config.json of --hf-checkpoint says"
+            f" {shape.kind_fields[name]}, and so engines compute; leave the flag out"
+        )
+    for name, (value, reason) in _cpu_overrides().items() if plan.device == "cpu" else ():
+        if name in passed and passed[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out")
 
 
-def _yarn_fields(shape: ModelShape) -> dict[str, object]:
-    """With YaRN queries and keys are longer; all of each is rotated, so scores grow by the square."""
-    if shape.mla is not None or shape.rope_scaling is None or not is_yarn(shape.rope_scaling):
-        return {}
-    yarn = Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
-    return {"softmax_scale": yarn.attention_factor**2 / shape.head_dim**0.5}
+def transformer_class(fields: Mapping[str, object]) -> type[TransformerConfig]:
+    """Return Megatron's class that has these fields."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    return MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.megatron_spans import settle
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.multi_token import further_loss
 from fusionrl.trainer.packed_batch import MicroBatch
 from fusionrl.trainer.process_groups import gathered
 from fusionrl.trainer.step_report import StepReport
@@ -99,6 +100,10 @@ class StepLoss:
             else:
                 # A critic gives values alone.
                 value, sums = micro_batch_loss(output[0], output[-1], batch, self.options, self.compare, self.hooks)
+                if batch.selection.ahead:
+                    further, total = further_loss(batch.selection.ahead)
+                    value = value + self.options.mtp_factor * further
+                    sums.token_sums["mtp_loss"] = total.double()
                 if self.options.mode == "rl":
                     sums.scores = output.detach()
         except HookError as error:

@@ -1,31 +1,29 @@
 """Checksums of what an engine should hold, by the engine's own tensor names.
 
-SGLang keeps query, key and value in one tensor, gate and up in another, the two down projections of latent attention in
-a third, all experts of a layer in two, pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP
-to one of `CPU_MULTIPLE`), and splits over its tensor parallel ranks. What it computes from the weights when they are
-loaded (the two halves of latent attention's `kv_b_proj`) only log-probs check. The hashes are those that its
-`/weights_checker` reports: `hash_tensor` of tensors in host memory, `hash_words` of those on a GPU.
+SGLang keeps some tensors in one (each kind of layer says which: `engine_tensors`) and all experts of a layer in two,
+pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP to one of `CPU_MULTIPLE`), and splits
+over its tensor parallel ranks. What it computes from the weights when they are loaded (the two halves of latent
+attention's `kv_b_proj`) only log-probs check. The hashes are those that its `/weights_checker` reports: `hash_tensor`
+of tensors in host memory, `hash_words` of those on a GPU.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.nn.functional import pad
 
+from fusionrl.models import families
 from fusionrl.models.shape import ModelShape
 
 CPU_MULTIPLE = 32
 _VOCABULARY_MULTIPLE = 64
-# Projection → the engine's tensor that it is a part of, which part, and of how many.
-_FUSED = {
-    **{name: ("qkv_proj", i, 3) for i, name in enumerate(("q_proj", "k_proj", "v_proj"))},
-    **{name: ("gate_up_proj", i, 2) for i, name in enumerate(("gate_proj", "up_proj"))},
-    **{name: ("fused_qkv_a_proj_with_mqa", i, 2) for i, name in enumerate(("q_a_proj", "kv_a_proj_with_mqa"))},
-}
-_MODULE = re.compile(r"(?P<prefix>.*)\.(?P<name>\w+)\.(?P<kind>weight|bias)")
+_MODULE = re.compile(r"(?P<prefix>.*\.layers\.(?P<layer>\d+)\..*)\.(?P<name>\w+)\.(?P<kind>weight|bias)")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight")
+# A stack of gpt-oss, [experts, in, rows] with rows of gate and of up that alternate, and its bias [experts, rows].
+_STACK = re.compile(r"(?P<prefix>.*\.experts)\.(?P<name>gate_up_proj|down_proj)(?P<bias>_bias)?")
 _EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}  # of the engine's w13; the others are in w2
 _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
 _COLUMNS = ("o_proj", "down_proj", "w2")
@@ -43,7 +41,15 @@ def engine_checksums(
     hash_of = hash_of or hash_tensor
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
     waiting: dict[str, dict[tuple[int, int], tuple[str, torch.Tensor]]] = {}
-    for name, full in tensors:
+    family = families.get_family(shape.model_type)
+    for name, full in _with_derived(tensors, shape):
+        if family.engine_fp32 and name.endswith(family.engine_fp32):
+            full = full.float()
+        if (match := _STACK.fullmatch(name)) is not None:
+            joined = "w13_weight" if match["name"] == "gate_up_proj" else "w2_weight"
+            for rank, held in enumerate(_stack_shards(match["name"], full, tp_size, mlp_multiple)):
+                ranks[rank][f"{match['prefix']}.{joined}{match['bias'] or ''}"] = hash_of(held)
+            continue
         target, place, num_parts = _place(name, shape)
         is_expert = _EXPERT.fullmatch(name) is not None
         tensor = _padded_mlp(name, full, mlp_multiple * tp_size)
@@ -55,6 +61,8 @@ def engine_checksums(
         experts: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for key in sorted(parts):
             experts.setdefault(key[0], []).append(parts[key])
+        for path in family.engine_paths:
+            target = target.replace(path, ".")
         for rank in range(tp_size):
             held = [
                 torch.cat([_shard(*part, shape, rank, tp_size) for part in of_expert]) for of_expert in experts.values()
@@ -64,21 +72,41 @@ def engine_checksums(
     return ranks
 
 
+def _stack_shards(name: str, stack: torch.Tensor, tp_size: int, mlp_multiple: int) -> list[torch.Tensor]:
+    """What each of an engine's ranks has of a stack: rows of gate and up, columns of down; the first, down's bias."""
+    tensor = stack.transpose(1, 2) if stack.dim() == 3 else stack
+    if name == "gate_up_proj":
+        rows = -tensor.size(1) % (2 * mlp_multiple * tp_size)
+        return list(pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, rows)).chunk(tp_size, 1))
+    if tensor.dim() == 2:
+        return [tensor, *[torch.zeros_like(tensor)] * (tp_size - 1)]
+    return list(pad(tensor, (0, -tensor.size(2) % (mlp_multiple * tp_size))).chunk(tp_size, 2))
+
+
+def _with_derived(tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensors`, and what an engine keeps in addition to the weight of a norm that multiplies by 1 + weight."""
+    has_copies = shape.zero_centered_norms and families.get_family(shape.model_type).engine_copies
+    for name, tensor in tensors:
+        yield name, tensor
+        if has_copies and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            yield f"{name.removesuffix('weight')}gemma_weight", tensor + 1
+
+
 def _place(name: str, shape: ModelShape) -> tuple[str, tuple[int, int], int]:
     """(the engine's tensor that a Hugging Face tensor is a part of, its expert and which part, number of parts)."""
     if (match := _EXPERT.fullmatch(name)) is not None:
-        assert shape.moe is not None
         expert, part = int(match["expert"]), _EXPERT_PARTS.get(match["name"])
         if part is None:
-            return f"{match['prefix']}.w2_weight", (expert, 0), shape.moe.num_experts
-        return f"{match['prefix']}.w13_weight", (expert, part), 2 * shape.moe.num_experts
-    match = _MODULE.fullmatch(name)
-    # With latent attention queries stand alone; where they are not compressed, so does the one down projection.
-    alone = () if shape.mla is None else ("q_proj", "" if shape.mla.q_lora_rank else "kv_a_proj_with_mqa")
-    if match is None or match["name"] not in _FUSED or match["name"] in alone:
-        return name, (0, 0), 1
-    fused, part, num_parts = _FUSED[match["name"]]
-    return f"{match['prefix']}.{fused}.{match['kind']}", (0, part), num_parts
+            return f"{match['prefix']}.w2_weight", (expert, 0), shape.num_experts
+        return f"{match['prefix']}.w13_weight", (expert, part), 2 * shape.num_experts
+    if (match := _MODULE.fullmatch(name)) is not None and families.get_family(shape.model_type).engines_join:
+        layer = int(match["layer"])
+        for kind in (shape.attention[layer], shape.mlp[layer]):
+            for joined, modules in kind.engine_tensors().items():
+                if match["name"] in modules:
+                    target = f"{match['prefix']}.{joined}.{match['kind']}"
+                    return target, (0, modules.index(match["name"])), len(modules)
+    return name, (0, 0), 1
 
 
 def _padded_mlp(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -138,16 +166,35 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ words >> 16
 
 
+def _module(name: str) -> str:
+    """The module that a tensor belongs to; a tensor that is neither weight nor bias has a name of its own."""
+    head, _, last = name.rpartition(".")
+    return head.rpartition(".")[2] if last in ("weight", "bias") else last
+
+
 def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_size: int) -> torch.Tensor:
     """Cut out an engine rank's part of a Hugging Face tensor; key and value heads are repeated if fewer than ranks."""
+    if _module(name) in families.get_family(shape.model_type).engine_whole:
+        return tensor
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return pad(tensor, (0, 0, 0, -tensor.size(0) % _VOCABULARY_MULTIPLE)).chunk(tp_size)[rank]
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    if module in ("k_proj", "v_proj") and shape.num_query_groups < tp_size:
+    module = _module(name)
+    if (match := _LAYER.search(name)) is not None:
+        kind = shape.attention[int(match[1])]
+        if (sections := kind.engine_rows(shape).get(module)) is not None:
+            return torch.cat([part.chunk(tp_size)[rank] for part in tensor.split(list(sections))])
+        if module in kind.engine_columns():
+            return tensor.chunk(tp_size, dim=1)[rank]
+    rows = (*_ROWS, *families.get_family(shape.model_type).engine_rows)
+    if module in ("k_proj", "v_proj", "k_norm") and module in rows and shape.num_query_groups < tp_size:
         group = rank * shape.num_query_groups // tp_size
         return tensor[group * shape.head_dim : (group + 1) * shape.head_dim]
+    if module == "qkv_proj":  # a checkpoint that has the three in one tensor
+        sizes = [shape.head_dim * count for count in (shape.num_attention_heads, *[shape.num_query_groups] * 2)]
+        parts = zip(("q_proj", "k_proj", "v_proj"), tensor.split(sizes), strict=True)
+        return torch.cat([_shard(f".{part}.weight", values, shape, rank, tp_size) for part, values in parts])
     if module == "gate_up_proj":  # a checkpoint that has the two in one tensor
         return torch.cat([half.chunk(tp_size)[rank] for half in tensor.chunk(2)])
     if module in _COLUMNS and tensor.dim() > 1:  # each rank has the whole bias
         return tensor.chunk(tp_size, dim=1)[rank]
-    return tensor.chunk(tp_size)[rank] if module in _ROWS else tensor
+    return tensor.chunk(tp_size)[rank] if module in rows else tensor

@@ -4,6 +4,7 @@
         manifest.json               see `Manifest`; what reads the version begins with it
         part-00000.safetensors ...  full: a Hugging Face folder with index and config; delta: each changed tensor's
                                     change (`fusionrl.engines.delta`) as an array of bytes
+        not-trained.safetensors     full, of a multimodal model: what does not belong to the text model
 
 A delta is against the version that was written before it. Its trainers keep that one in host memory, in the engines'
 precision: each rank the tensors that it writes.
@@ -25,10 +26,11 @@ from torch import Tensor
 
 from fusionrl.engines.delta import Encoding, checksum_of, encode
 from fusionrl.engines.local_copy import MANIFEST, Change, Manifest
-from fusionrl.models.hf_io import INDEX, copy_companions
+from fusionrl.models.hf_io import INDEX, copy_companions, published_reader, untrained_tensors
 from fusionrl.weights.gather import buckets, of_all_ranks
 from fusionrl.weights.remote_calls import WriteReport
 
+_UNTRAINED = "not-trained.safetensors"
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -54,7 +56,7 @@ class _Report:
     num_bytes: int = 0
     num_elements: int = 0
     num_changed: int = 0
-    dtype: str = ""
+    dtypes: set[str] = field(default_factory=set)
     error: str | None = None
 
 
@@ -122,7 +124,7 @@ class DiskWriter:
         name = f"part-{number:05d}.safetensors"
         self._write_file(partial / name, tensors, report)
         report.names[name] = list(tensors)
-        report.dtype = str(next(iter(tensors.values())).dtype)
+        report.dtypes |= {str(tensor.dtype) for tensor in tensors.values()}
         count = sum(tensor.numel() for tensor in tensors.values())
         report.num_elements += count
         report.num_changed += count
@@ -207,10 +209,16 @@ class DiskWriter:
             weight_map = {
                 name: file for rank_report in reports for file, names in rank_report.names.items() for name in names
             }
+            reader = published_reader(self.options.source)
+            if untrained := dict(untrained_tensors(reader, weight_map)) if reader is not None else {}:
+                (partial / _UNTRAINED).write_bytes(save(untrained, metadata={"format": "pt"}))
+                weight_map |= dict.fromkeys(untrained, _UNTRAINED)
             (partial / INDEX).write_text(
                 json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n", encoding="utf-8"
             )
-            dtype = next(rank_report.dtype for rank_report in reports if rank_report.dtype)
+            # Some tensors are in fp32 next to those of the model's type.
+            dtypes = {dtype for rank_report in reports for dtype in rank_report.dtypes} - {"torch.float32"}
+            dtype = min(dtypes, default="torch.float32")
             copy_companions(Path(self.options.source), partial, dtype.removeprefix("torch."))
             for path in partial.iterdir():
                 if path.name not in files:

@@ -42,8 +42,7 @@ class Exporter:
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """The same before anything is quantised."""
         self.reload()
-        # A router's balancing bias decides between experts whose scores are close: engines keep it in fp32, too.
-        exact = {name for rule in model_rules(self.shape).values() if rule.buffer for name in rule.hf}
+        exact = {name for rule in model_rules(self.shape).values() if rule.is_fp32 for name in rule.hf}
         for name, tensor in iter_hf_tensors(self.chunks, self.transformer, self.shape):
             yield name, tensor.detach().to(torch.float32 if name in exact else DTYPES[self.dtype])
 
@@ -52,7 +51,9 @@ class Exporter:
         own_names = {name for name, _, _ in local_tensors(self.chunks, self.shape)}
         names = of_all_ranks(own_names, self.layout.world_size, group)
         # An output layer that is tied to the embedding stands on the last stage as well.
-        stages = {name: self.layout.coordinates(rank).pp for rank, held in enumerate(names) for name in held}
+        # So does, with layers of multi-token prediction there, the embedding: the first stage's counts.
+        held = [(name, rank) for rank, own in enumerate(names) for name in own]
+        stages = {name: self.layout.coordinates(rank).pp for name, rank in reversed(held)}
         return push_tensors(self.shape, lambda rule: stages[rule.megatron], self.dtype, self.quantization)
 
     def settle(self) -> None:
@@ -66,6 +67,7 @@ class Exporter:
 
         parts = {name: (rule, tensor) for name, rule, tensor in local_tensors(self.chunks, self.shape)}
         groups = [parallel_state.get_tensor_model_parallel_group()]
-        if self.shape.moe is not None:
+        if self.shape.num_experts:
             groups.append(parallel_state.get_expert_tensor_parallel_group())
-        return PartGatherer(self.rank, plan, parts, self.shape, groups, self.device, mapped)
+            groups.append(parallel_state.get_expert_model_parallel_group())
+        return PartGatherer(self.rank, plan, parts, groups, self.device, mapped)

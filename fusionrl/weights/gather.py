@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fusionrl.models import convert
 from fusionrl.models.families import Rule
-from fusionrl.models.shape import ModelShape
 from fusionrl.plan.push import Bucket, PushPlan, PushTensor, are_together
 
 T = TypeVar("T")
@@ -104,7 +103,6 @@ class PartGatherer:
         rank: int,
         plan: PushPlan,
         parts: Mapping[str, tuple[Rule, Tensor]],
-        shape: ModelShape,
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         mapped: Mapping[int, Sequence[Tensor]],
@@ -112,7 +110,7 @@ class PartGatherer:
         """`parts`: Megatron name → (rule, what this rank holds of it); `groups`: the process groups of this rank over
         which tensors are divided; `mapped`: source → its buffers, where all members have them in their memory. Memory
         is allocated, and touched, here."""
-        self.rank, self.plan, self.own, self.shape = rank, plan, parts, shape
+        self.rank, self.plan, self.own = rank, plan, parts
         self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
         self.mapped = mapped
         # Bucket number → its place among its source's, which alternates between its buffers.
@@ -144,12 +142,12 @@ class PartGatherer:
         received = self._receive(bucket)
         full_tensors = [view for _, _, view in views_of(bucket, flat)]
         for tensor, full in zip(bucket.tensors, full_tensors, strict=True):
-            convert.fill(tensor.rule, full, self._part(tensor, size, full.size(0)), place, size)
+            self._fill(tensor, full, place, size)
         for sender_place, (work, parts) in enumerate(received, start=1):
             work.wait()
             for (tensor, part), full in zip(parts, full_tensors, strict=True):
                 if part is not None:
-                    convert.fill(tensor.rule, full, part, sender_place, size)
+                    convert.fill(tensor.rule, full, part, sender_place, size, tensor.name)
 
     def _fill_together(self, bucket: Bucket, flat: Tensor | None, place: int, size: int) -> None:
         """Each member writes into the source's buffer, between the source's word that it is free and its own that it is
@@ -164,8 +162,7 @@ class PartGatherer:
                 dist.send(self._token, member, group=group)
         for tensor, _, full in views_of(bucket, flat):
             if place == 0 or tensor.rule.split != "replicated":
-                part = self._part(tensor, size, tensor.part_shape(place, size)[0])
-                convert.fill(tensor.rule, full, part, place, size)
+                self._fill(tensor, full, place, size)
         if place > 0:
             dist.send(self._token, bucket.source, group=group)
             return
@@ -186,13 +183,32 @@ class PartGatherer:
 
     def _pack(self, bucket: Bucket, message: Tensor, place: int, size: int) -> None:
         for tensor, view in _parts(bucket, message, place):
-            if view is not None:
+            if view is None:
+                continue
+            if tensor.rule.stack:
+                self._put_experts(tensor, view, place * view.size(0))
+            else:
                 convert.copy_values(view, self._part(tensor, size, view.size(0)))
+
+    def _fill(self, tensor: PushTensor, full: Tensor, place: int, size: int) -> None:
+        """Copy what this rank, member `place` of `size`, has of a tensor into the whole one."""
+        if tensor.rule.stack:
+            self._put_experts(tensor, full, 0)
+            return
+        part = self._part(tensor, size, tensor.part_shape(place, size)[0])
+        convert.fill(tensor.rule, full, part, place, size, tensor.name)
+
+    def _put_experts(self, tensor: PushTensor, target: Tensor, first: int) -> None:
+        """Copy this rank's experts of a stack, one by one, into `target`, whose first expert is number `first`."""
+        for number in range(tensor.rule.stack):
+            if (name := tensor.rule.of_expert(number)) in self.own:
+                rule, value = self.own[name]
+                target[number - first].copy_(convert.take_apart(rule, value.detach())[0])
 
     def _part(self, tensor: PushTensor, size: int, rows: int) -> Tensor:
         """Return this rank's part of a tensor, without the padding of a vocabulary."""
         rule, value = self.own[tensor.rule.megatron]
-        part = convert.pieces(rule, value.detach(), self.shape, size)[tensor.part]
+        part = convert.pieces(rule, value.detach(), size)[tensor.part]
         return part[:rows] if rule.split == "rows" and rule.join == "copy" else part
 
 

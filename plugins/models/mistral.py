@@ -9,8 +9,7 @@ The name of the file is config.json's `model_type`. Nothing else has to be regis
 from collections.abc import Iterator
 
 from fusionrl.models.families import parts
-from fusionrl.models.families.hf_config import HfConfig
-from fusionrl.models.families.rules import Family, Rule
+from fusionrl.models.rules import Family, HfConfig, Rule
 from fusionrl.models.shape import ModelShape
 
 
@@ -21,13 +20,7 @@ def read(raw: HfConfig) -> dict[str, object]:
         ValueError: config.json switches something on that the trainers do not compute. A model that trains with a part
             left out would train wrongly, so refuse by name what the rules below do not have.
     """
-    window = raw.get("sliding_window")
-    longest = raw.get("max_position_embeddings", 0)
-    if window is not None and window < longest:
-        raise ValueError(
-            f"sliding_window {window} is not supported for mistral: trainers attend to all {longest} positions; a model"
-            " with sliding_window null is"
-        )
+    parts.refuse_window(raw)
     parts.refuse(raw, "attention_bias", "mlp_bias")
     # Nemo's heads are smaller than hidden_size / num_attention_heads; `common` reads head_dim where it is written.
     return parts.common(raw)
@@ -45,7 +38,7 @@ def layer(shape: ModelShape, number: int) -> Iterator[Rule]:
 
     yield from parts.norms(shape, number)
     # Three tensors of Hugging Face's in one of Megatron's, with the queries of each group before its keys and values
-    # ("qkv"); tensor-parallel ranks have parts of its rows.
+    # ("grouped"); tensor-parallel ranks have whole groups of its rows.
     yield Rule(
         f"{to}.self_attention.linear_qkv.weight",
         {
@@ -53,8 +46,9 @@ def layer(shape: ModelShape, number: int) -> Iterator[Rule]:
             f"{of}.self_attn.k_proj.weight": (keys, hidden),
             f"{of}.self_attn.v_proj.weight": (keys, hidden),
         },
-        "qkv",
+        "grouped",
         "rows",
+        groups=shape.num_query_groups,
     )
     # One tensor, copied; tensor-parallel ranks have parts of its columns.
     yield Rule(
@@ -65,4 +59,6 @@ def layer(shape: ModelShape, number: int) -> Iterator[Rule]:
     yield from parts.mlp(shape, number)
 
 
-FAMILY = Family("mistral", read, layer)
+# What transformers' class takes for fields that config.json lacks, where Llama's takes something else.
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+FAMILY = Family("mistral", read, layer, defaults=DEFAULTS)

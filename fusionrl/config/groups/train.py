@@ -44,6 +44,17 @@ class TrainGroup(Group):
     max_skipped_steps: int = of_training(
         5, "End the run after this many skipped steps in a row, whose loss or gradient is not finite.", ge=1
     )
+    enable_mtp_training: bool = of_training(
+        False,
+        "Train the checkpoint's layers of multi-token prediction, with which engines speculate, by the cross-entropy of"
+        " the trained tokens. No gradient of it reaches the rest of the model.",
+    )
+    mtp_num_layers: int | None = acting(scopes.TRAINS, scopes.FURTHER)(
+        None, "With --enable-mtp-training: how many of these layers, the first ones. Default: 1.", ge=1
+    )
+    mtp_loss_scaling_factor: float = acting(scopes.TRAINS, scopes.FURTHER)(
+        0.2, "With --enable-mtp-training: what their loss counts.", ge=0
+    )
     custom_advantage_function_path: str | None = of_policy(
         None, "Function that sets advantages (and returns) of a rank's samples in the trainers."
     )
@@ -58,8 +69,8 @@ class TrainGroup(Group):
     share_prompts: bool = of_trainers(
         True,
         "Compute a prompt that several samples of a micro-batch share only once, if this saves a quarter of"
-        " the tokens and the attention supports it (no Transformer Engine, context parallelism or latent attention)."
-        " Gradients are the same.",
+        " the tokens and the attention supports it (no Transformer Engine, context parallelism, latent attention or"
+        " delta nets). Gradients are the same.",
     )
     log_probs_chunk_size: int | None = of_trainers(
         None, "Tokens whose logits are computed at a time. Default: as many as fit 32 MiB.", ge=1

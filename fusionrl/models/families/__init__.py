@@ -1,7 +1,7 @@
 """Model families: each reads config.json and has the table of Hugging Face and Megatron names. Pure, without torch.
 
-A new family is an entry of `FAMILIES` in `llama.py` or `mixtures.py`, or your own file
-`plugins/models/<model_type>.py` with a `FAMILY` in it (docs/guides/models.md shows how).
+A new family is an entry of `FAMILIES` in one of the files here, or your own file
+`plugins/models/<model_type>.py` with a `FAMILY` in it (docs/guides/own-model.md shows how).
 """
 
 from __future__ import annotations
@@ -12,15 +12,32 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fusionrl.models.families import llama, mixtures, parts
-from fusionrl.models.families.rules import IGNORED, Family, Rule, Sizes, canonical_name
+from fusionrl.models.families import hybrids, llama, mixtures, parts, windows
+from fusionrl.models.rules import IGNORED, Family, Rule, Sizes, canonical_name
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
 
-__all__ = ["Family", "Rule", "canonical_name", "get_family", "hf_shapes", "ignored", "model_rules", "rule_of"]
+__all__ = ["Family", "Rule", "canonical_name", "get_family", "hf_shapes", "ignored", "kept", "model_rules", "rule_of"]
 
-BUILT_IN = {family.model_type: family for family in (*llama.FAMILIES, *mixtures.FAMILIES)}
+_FILES = (llama, mixtures, hybrids, windows)
+BUILT_IN = {family.model_type: family for file in _FILES for family in file.FAMILIES}
+PUBLISHED = {family.published.model_type: family for family in BUILT_IN.values() if family.published is not None}
+"""`model_type` of a multimodal model → the family of its text part."""
+
+_MOVED = ("fusionrl.models.families.rules", "fusionrl.models.families.hf_config")
+_MAMBA = "its Mamba layers: Megatron-core's train no packed sequences, and SGLang needs a GPU for them"
+_LLAMA4 = "it attends in chunks and scales what experts read; no trainer here does so, and SGLang needs a GPU for it"
+_GEMMA4 = "its heads have two sizes, and layers share keys; no trainer here does so, and SGLang needs a GPU for it"
+_CAPS = "it caps scores and logits (softcapping), which the trainers' attention does not"
+REFUSED = {
+    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
+    **dict.fromkeys(("nemotron_h", "granitemoehybrid", "falcon_h1", "jamba", "mamba2"), _MAMBA),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
+    "gemma2": _CAPS,
+    "cohere2": "log-probs of SGLang 0.5 and transformers differ by 0.2, so engines and trainers would disagree",
+}
+"""Model types that users request, and why they are not here. A file in plugins/models goes before."""
 
 
 def get_family(model_type: str) -> Family:
@@ -29,11 +46,19 @@ def get_family(model_type: str) -> Family:
         return BUILT_IN[model_type]
     module = f"plugins.models.{model_type}"
     if not isinstance(model_type, str) or not model_type.isidentifier() or not _is_there(module):
+        if isinstance(model_type, str) and model_type in REFUSED:
+            raise ValueError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
         raise ValueError(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(BUILT_IN)}, "
+            f"model_type {model_type!r} is not supported; supported are {', '.join((*BUILT_IN, *PUBLISHED))}, "
             "and what has a file in plugins/models"
         )
-    family = getattr(importlib.import_module(module), "FAMILY", None)
+    try:
+        family = getattr(importlib.import_module(module), "FAMILY", None)
+    except ModuleNotFoundError as error:
+        if error.name in _MOVED:  # an earlier version had it there
+            moved = f"plugins/models/{model_type}.py: {error.name} is now fusionrl.models.rules"
+            raise ValueError(f"{moved}; docs/guides/own-model.md shows how to write it") from error
+        raise
     if not isinstance(family, Family) or family.model_type != model_type:
         raise ValueError(f"plugins/models/{model_type}.py has no FAMILY = Family({model_type!r}, …)")
     return family
@@ -52,8 +77,9 @@ def model_rules(shape: ModelShape) -> dict[str, Rule]:
     family = get_family(shape.model_type)
     embedding, last = parts.ends(shape)
     layers = [rule for number in range(shape.num_layers) for rule in family.layer(shape, number)]
-    rules = {rule.megatron: rule for rule in (embedding, *layers, *last)}
-    assert len(rules) == len(layers) + 1 + len(last), "two rules for one tensor"
+    further = [rule for number in range(shape.mtp_layers) for rule in parts.mtp(shape, number, family)]
+    rules = {rule.megatron: rule for rule in (embedding, *layers, *last, *further)}
+    assert len(rules) == len(layers) + 1 + len(last) + len(further), "two rules for one tensor"
     return rules
 
 
@@ -67,11 +93,22 @@ def rule_of(name: str, shape: ModelShape) -> Rule:
 
 def hf_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Hugging Face name → shape, for the whole model, in the order of export."""
-    return {name: sizes for rule in model_rules(shape).values() for name, sizes in rule.hf.items()}
+    return {name: sizes for rule in model_rules(shape).values() for name, sizes in rule.stored.items()}
+
+
+def kept(shape: ModelShape) -> re.Pattern[str] | None:
+    """Names that its family's checkpoints carry and no tensor here is made of, so that saving passes them through."""
+    extra = None if shape.value_head else _carried(shape)
+    return None if extra is None else re.compile(extra)
 
 
 def ignored(shape: ModelShape) -> re.Pattern[str]:
     """Names that a checkpoint may have though no tensor here is made of them."""
-    extra = get_family(shape.model_type).ignored
-    more = "|" + extra.format(num_layers=shape.num_layers) if extra else ""
-    return re.compile(IGNORED + more)
+    extra = _carried(shape)
+    return re.compile(IGNORED if extra is None else f"{IGNORED}|{extra}")
+
+
+def _carried(shape: ModelShape) -> str | None:
+    family, count = get_family(shape.model_type), shape.num_layers
+    numbers = range(count, count + (family.mtp.most if family.mtp else 1))
+    return family.ignored and family.ignored.format(num_layers=count, further="|".join(map(str, numbers)))

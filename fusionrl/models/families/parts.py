@@ -1,17 +1,12 @@
-"""The parts of families: config.json into the shape, and the rules of a layer by its traits. Pure, without torch.
-
-A new kind of layer enters as a trait of `ModelShape` (`models/shape.py`), with its tensors here in `layer`, with its
-fields of TransformerConfig in `trainer/settings.py`, and with its modules in `trainer/layers.py`.
-"""
+"""The parts of families: config.json into the shape, and the rules of a layer by its kinds. Pure, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fusionrl.models.families.hf_config import HfConfig
-from fusionrl.models.families.rules import Rule
+from fusionrl.models.rules import LLAMA, MTP, Family, HfConfig, MtpNames, Names, Rule, norm
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
@@ -34,10 +29,17 @@ def common(raw: HfConfig) -> dict[str, object]:
         "vocab_size": raw["vocab_size"],
         "max_position_embeddings": raw.get("max_position_embeddings", 2048),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
+        "rope_theta": rope_theta(raw),
         "rope_scaling": scaling or None,
         "tie_word_embeddings": raw.get("tie_word_embeddings", False),
     }
+
+
+def rope_theta(raw: HfConfig) -> float:
+    """The base of rotary embeddings."""
+    rope: HfConfig = raw.get("rope_parameters") or {}
+    base: float = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    return base
 
 
 def num_experts(raw: HfConfig) -> int:
@@ -59,6 +61,46 @@ def refuse(raw: Mapping[str, object], *names: str) -> None:
             raise ValueError(f"{name} is not supported for {raw['model_type']}")
 
 
+def refuse_window(raw: HfConfig) -> None:
+    """Raise `ValueError` for a window of attention that is shorter than the longest text."""
+    window, longest = raw.get("sliding_window"), raw.get("max_position_embeddings", 0)
+    if window is not None and window < longest:
+        raise ValueError(
+            f"sliding_window {window} is not supported for {raw['model_type']}: SGLang ignores it and attends to all"
+            f" {longest} positions; a model with sliding_window null is"
+        )
+
+
+def window_size(raw: HfConfig, types: list[str], default: int) -> int:
+    """Tokens that layers of the type sliding_attention see. Raises ValueError: there are such, and no number of tokens.
+
+    default: where config.json lacks sliding_window.
+    """
+    size = raw.get("sliding_window", default)
+    if "sliding_attention" in types and (not isinstance(size, int) or size <= 0):
+        raise ValueError(
+            f"sliding_window {size!r} is not supported for {raw['model_type']} with layers of sliding_attention;"
+            " write a number of tokens, or layer_types of full_attention alone"
+        )
+    return size or default
+
+
+def rope_of(raw: HfConfig, layer_type: str) -> HfConfig:
+    """The rotary embeddings of layers of this type, as transformers 5 nests them; empty where they are not nested."""
+    nested: HfConfig | None = (raw.get("rope_parameters") or {}).get(layer_type)
+    return nested or {}
+
+
+def layer_types(raw: HfConfig, other: str, every: int) -> list[str]:
+    """The type of each layer; where config.json does not list them, every so many has full attention."""
+    count = raw["num_hidden_layers"]
+    usual = [other if (layer + 1) % every else "full_attention" for layer in range(count)]
+    types: list[str] = raw.get("layer_types") or usual
+    if unknown := sorted(set(types) - {other, "full_attention"}):
+        raise ValueError(f"layer_types {', '.join(unknown)} are not supported for {raw['model_type']}")
+    return types
+
+
 def ends(shape: ModelShape) -> tuple[Rule, list[Rule]]:
     """The embedding, and what comes after the last layer."""
     table = (shape.vocab_size, shape.hidden_size)
@@ -72,137 +114,64 @@ def ends(shape: ModelShape) -> tuple[Rule, list[Rule]]:
     return embedding, [norm] if shape.tie_word_embeddings else [norm, output]
 
 
-@dataclass(frozen=True)
-class Names:
-    """Hugging Face's names in a family's layers, where they are not Llama's.
-
-    experts  the module of a mixture
-    expert   gate, up and down projection of an expert
-    shared   the shared expert of a mixture
-    gate_up  gate and up of the dense MLP, where checkpoints have them in one tensor
-    """
-
-    experts: str = "mlp"
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "shared_experts"
-    gate_up: str | None = None
-
-
-LLAMA = Names()
-
-
 def layer(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule]:
-    """The rules of decoder layer `number`, by the traits of the shape."""
-    to, of = f"decoder.layers.{number}", f"model.layers.{number}"
-    yield from norms(shape, number)
-    yield from (attention if shape.mla is None else latent_attention)(shape, number)
+    """The rules of decoder layer `number`, by its kinds and the norms of the shape."""
+    to, of, h = f"decoder.layers.{number}", f"model.layers.{number}", shape.hidden_size
+    if shape.input_norms:
+        yield from norms(shape, number, names)
+    yield from attention(shape, number, names)
     if shape.output_norms:
-        yield norm(f"{to}.self_attention.output_norm", f"{of}.post_self_attn_layernorm", shape.hidden_size)
-    if shape.has_experts(number):
-        yield from experts(shape, number, names.experts, names.expert, names.shared)
-    else:
-        yield from mlp(shape, number, names)
+        yield norm(f"{to}.self_attention.output_norm", f"{of}.{names.norms[1]}", h)
+    yield from mlp(shape, number, names)
     if shape.output_norms:
-        yield norm(f"{to}.mlp.output_norm", f"{of}.post_mlp_layernorm", shape.hidden_size)
+        yield norm(f"{to}.mlp.output_norm", f"{of}.{names.norms[3]}", h)
 
 
-def norm(megatron: str, hf: str, size: int) -> Rule:
-    """The weight of one RMSNorm."""
-    return Rule(f"{megatron}.weight", {f"{hf}.weight": (size,)})
-
-
-def norms(shape: ModelShape, layer: int) -> Iterator[Rule]:
+def norms(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule]:
     """The two norms before attention and before the MLP."""
-    to, of = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    yield norm(f"{to}.input_layernorm", f"{of}.input_layernorm", shape.hidden_size)
-    yield norm(f"{to}.pre_mlp_layernorm", f"{of}.post_attention_layernorm", shape.hidden_size)
+    to, of = f"decoder.layers.{number}", f"model.layers.{number}"
+    yield norm(f"{to}.input_layernorm", f"{of}.{names.norms[0]}", shape.hidden_size)
+    yield norm(f"{to}.pre_mlp_layernorm", f"{of}.{names.norms[2]}", shape.hidden_size)
 
 
-def attention(shape: ModelShape, layer: int) -> Iterator[Rule]:
-    """Self-attention with grouped queries; biases of q, k, v and norms of q, k where the shape has them."""
-    to, of = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
-    h, d = shape.hidden_size, shape.head_dim
-    rows = {"q": shape.num_attention_heads * d, "k": shape.num_query_groups * d, "v": shape.num_query_groups * d}
-    weights = {f"{of}.{x}_proj.weight": (size, h) for x, size in rows.items()}
-    yield Rule(f"{to}.linear_qkv.weight", weights, "qkv", "rows")
-    if shape.attention_bias:
-        biases = {f"{of}.{x}_proj.bias": (size,) for x, size in rows.items()}
-        yield Rule(f"{to}.linear_qkv.bias", biases, "qkv", "rows")
-    if shape.qk_layernorm:
-        yield norm(f"{to}.q_layernorm", f"{of}.q_norm", d)
-        yield norm(f"{to}.k_layernorm", f"{of}.k_norm", d)
-    yield Rule(f"{to}.linear_proj.weight", {f"{of}.o_proj.weight": (h, rows["q"])}, split="columns")
+def attention(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule]:
+    """The attention of decoder layer `number`, of whatever kind."""
+    return shape.attention[number].rules(shape, number, names)
 
 
-def latent_attention(shape: ModelShape, layer: int) -> Iterator[Rule]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); the down projections stand whole on every rank."""
-    mla = shape.mla
-    assert mla is not None
-    to, of = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
-    h, heads = shape.hidden_size, shape.num_attention_heads
-    q_rows = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-    down = {f"{of}.kv_a_proj_with_mqa.weight": (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, h)}
-    if mla.q_lora_rank is None:
-        yield Rule(f"{to}.linear_q_proj.weight", {f"{of}.q_proj.weight": (q_rows, h)}, split="rows")
-    else:
-        # Next to each other, and so in one bucket of a push: SGLang joins the two, and drops one that comes alone.
-        yield Rule(f"{to}.linear_q_down_proj.weight", {f"{of}.q_a_proj.weight": (mla.q_lora_rank, h)})
-    yield Rule(f"{to}.linear_kv_down_proj.weight", down)
-    if mla.q_lora_rank is not None:
-        yield norm(f"{to}.q_layernorm", f"{of}.q_a_layernorm", mla.q_lora_rank)
-        up = {f"{of}.q_b_proj.weight": (q_rows, mla.q_lora_rank)}
-        yield Rule(f"{to}.linear_q_up_proj.weight", up, split="rows")
-    yield norm(f"{to}.kv_layernorm", f"{of}.kv_a_layernorm", mla.kv_lora_rank)
-    up = {f"{of}.kv_b_proj.weight": (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)}
-    yield Rule(f"{to}.linear_kv_up_proj.weight", up, split="rows")
-    out = {f"{of}.o_proj.weight": (h, heads * mla.v_head_dim)}
-    yield Rule(f"{to}.linear_proj.weight", out, split="columns")
+def mlp(shape: ModelShape, number: int, names: Names = LLAMA) -> Iterator[Rule]:
+    """The MLP of decoder layer `number`, dense or of experts."""
+    return shape.mlp[number].rules(shape, number, names)
 
 
-def gated_mlp(
-    to: str, of: str, hidden: int, ffn: int, names: tuple[str, str, str] = LLAMA.expert, expert: int | None = None
-) -> Iterator[Rule]:
-    """A gated MLP under Megatron's prefix `to` and Hugging Face's `of`; `names` are gate, up, down."""
-    gate, up, down = (f"{of}.{name}.weight" for name in names)
-    yield Rule(f"{to}.linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, "concat", "paired_rows", expert)
-    yield Rule(f"{to}.linear_fc2.weight", {down: (hidden, ffn)}, "copy", "columns", expert)
+def mtp(shape: ModelShape, number: int, family: Family) -> Iterator[Rule]:
+    """The rules of layer `number` of multi-token prediction: a decoder layer with what leads into it and out of it."""
+    assert family.mtp is not None
+    place, h = shape.num_layers + number, shape.hidden_size
+    prefix, *ends = (name.format(layer=place, number=number) for name in (family.mtp.layer, *family.mtp.ends))
+    first, second, both, output = ends
+    yield norm(f"{MTP}{number}.enorm", first, h)
+    yield norm(f"{MTP}{number}.hnorm", second, h)
+    yield Rule(f"{MTP}{number}.eh_proj.weight", {f"{both}.weight": (h, 2 * h)}, split="rows")
+    for rule in family.layer(shape.longer, place):
+        hf = {name: name.replace(f"model.layers.{place}", prefix, 1) for name in rule.hf}
+        yield replace(
+            rule,
+            megatron=rule.megatron.replace(f"decoder.layers.{place}", f"{MTP}{number}.transformer_layer", 1),
+            hf={hf[name]: sizes for name, sizes in rule.hf.items()},
+            sections={hf[name]: sizes for name, sizes in rule.sections.items()},
+        )
+    yield norm(f"{MTP}{number}.final_layernorm", output, h)
 
 
-def mlp(shape: ModelShape, layer: int, names: Names = LLAMA) -> Iterator[Rule]:
-    """The dense MLP of a layer."""
-    to, of = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    h, ffn = shape.hidden_size, shape.ffn_hidden_size
-    if names.gate_up is None:
-        yield from gated_mlp(to, of, h, ffn)
-        return
-    yield Rule(f"{to}.linear_fc1.weight", {f"{of}.{names.gate_up}.weight": (2 * ffn, h)}, split="paired_rows")
-    yield Rule(f"{to}.linear_fc2.weight", {f"{of}.down_proj.weight": (h, ffn)}, split="columns")
-
-
-def is_expert_layer(shape: ModelShape, layer: int) -> bool:
-    """Return whether this layer has experts in place of the dense MLP."""
-    return shape.has_experts(layer)
-
-
-def experts(
-    shape: ModelShape,
-    layer: int,
-    block: str = LLAMA.experts,
-    names: tuple[str, str, str] = LLAMA.expert,
-    shared: str = LLAMA.shared,
-) -> Iterator[Rule]:
-    """A mixture of experts with its router, and the shared expert where the shape has one; names as in `Names`."""
-    moe = shape.moe
-    assert moe is not None
-    to, of, h = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{block}", shape.hidden_size
-    yield Rule(f"{to}.router.weight", {f"{of}.gate.weight": (moe.num_experts, h)})
-    if moe.expert_bias:
-        bias = {f"{of}.gate.e_score_correction_bias": (moe.num_experts,)}
-        yield Rule(f"{to}.router.expert_bias", bias, buffer=True)
-    for number in range(moe.num_experts):
-        local, remote = f"{to}.experts.local_experts.{number}", f"{of}.experts.{number}"
-        yield from gated_mlp(local, remote, h, moe.ffn_hidden_size, names, number)
-    if moe.shared_ffn_hidden_size:
-        yield from gated_mlp(f"{to}.shared_experts", f"{of}.{shared}", h, moe.shared_ffn_hidden_size)
-    if moe.shared_gate:
-        yield Rule(f"{to}.shared_experts.gate_weight", {f"{of}.{shared}_gate.weight": (1, h)})
+# DeepSeek-V3's: further layers of the decoder by their names, with copies of the embedding and the output layer.
+APPENDED = MtpNames(
+    "model.layers.{layer}",
+    (
+        "model.layers.{layer}.enorm",
+        "model.layers.{layer}.hnorm",
+        "model.layers.{layer}.eh_proj",
+        "model.layers.{layer}.shared_head.norm",
+    ),
+    most=8,
+)

@@ -98,8 +98,8 @@ def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
     model, cluster = config.model, config.cluster
     devices = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     limits = {
-        "expert_model_parallel_size": devices if shape.moe else 1,
-        "expert_tensor_parallel_size": min(cluster.num_gpus_per_node, devices) if shape.moe else 1,
+        "expert_model_parallel_size": devices if shape.num_experts else 1,
+        "expert_tensor_parallel_size": min(cluster.num_gpus_per_node, devices) if shape.divides_experts else 1,
         "tensor_model_parallel_size": min(cluster.num_gpus_per_node, devices),
         "context_parallel_size": devices,
         "pipeline_model_parallel_size": devices,

@@ -1,4 +1,4 @@
-"""Memory of an SGLang engine: its weights, and the tokens that its KV cache holds.
+"""Memory of an SGLang engine: its weights, the tokens that its KV cache holds, and the states of its requests.
 
 A reward model's and a teacher's engines only read, and have devices of their own.
 """
@@ -13,7 +13,11 @@ from fusionrl.plan.layout import passed
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan
 
-_CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
+_CPU_TOKENS, _CPU_STATES = 32768, 768  # `engines.spec`: the pools on a CPU
+_STATE_RATIO = 0.9  # SGLang's --mamba-full-memory-ratio
+# Places that a request takes in the pool of states: its own, and with a prefix cache those of prefixes
+# (`_calculate_mamba_ratio` of SGLang 0.5).
+_PLACES_A_REQUEST = {"none": 1, "cpu": 3, "cuda": 5}
 _TORCH_WIDTHS = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -21,21 +25,31 @@ _TORCH_WIDTHS = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 
 class EngineMemory:
     """Bytes of one device of an engine.
 
-    weights    of the device
-    kv_tokens  tokens that the KV cache holds; below 0: the weights alone do not fit
-    kv_bytes   of one token on the device
-    pool       the KV cache
-    fraction   of a device's memory that weights and KV cache may take (--sglang-mem-fraction-static); None on a CPU
+    weights       of the device
+    kv_tokens     tokens that the KV cache holds; below 0: the weights alone do not fit
+    kv_bytes      of one token on the device
+    fraction      of a device's memory that weights and KV cache may take (--sglang-mem-fraction-static); None on a CPU
+    state_bytes   of the state of one request on the device, apart from its tokens; 0: no layer has one
+    num_states    places for states
+    num_requests  requests that have states at a time
+    pool          the KV cache and the states
     """
 
     weights: float
     kv_tokens: int
     kv_bytes: float
     fraction: float | None
+    state_bytes: float = 0.0
+    num_states: int = 0
+    num_requests: int = 0
+
+    @property
+    def states(self) -> float:
+        return self.num_states * self.state_bytes
 
     @property
     def pool(self) -> float:
-        return max(self.kv_tokens, 0) * self.kv_bytes
+        return max(self.kv_tokens, 0) * self.kv_bytes + self.states
 
     @property
     def total(self) -> float:
@@ -43,10 +57,28 @@ class EngineMemory:
 
 
 def kv_bytes(shape: ModelShape, tp: int, width: int) -> float:
-    """Bytes of one token's keys and values on one of `tp` devices; latent attention's stand whole on each of them."""
-    if shape.mla is not None:
-        return float(shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * width)
-    return float(2 * shape.num_layers * max(-(-shape.num_query_groups // tp), 1) * shape.head_dim * width)
+    """Bytes of one token in the cache on one of `tp` devices."""
+    return sum(kind.cache_bytes(shape, tp, width) for kind in shape.attention)
+
+
+def request_bytes(shape: ModelShape, tp: int, width: int) -> float:
+    """Bytes of one request's states on one of `tp` devices."""
+    return sum(kind.state_bytes(shape, tp, width) for kind in shape.attention)
+
+
+def _num_states(server_args: Mapping[str, object], state: float, room: float, *, on_cpu: bool) -> tuple[int, int]:
+    """(places for states in a device's memory of `room` bytes, requests that have some at a time), as SGLang does."""
+    has_prefixes = not server_args.get("disable_radix_cache")
+    count = passed(server_args, "max_mamba_cache_size", int)
+    if count is None and on_cpu:
+        count = _CPU_STATES
+    if count is None and not has_prefixes:
+        count = passed(server_args, "max_running_requests", int)
+    if count is None:
+        ratio = passed(server_args, "mamba_full_memory_ratio", float) or _STATE_RATIO
+        count = max(int(room * ratio / (1 + ratio) // state) - 1, 0)
+    places = _PLACES_A_REQUEST["none" if not has_prefixes else "cpu" if on_cpu else "cuda"]
+    return count + 1, count // places  # one is for padding
 
 
 def static_fraction(device_memory: float, tp: int) -> float:
@@ -82,16 +114,19 @@ def engine_memory(
     on_cpu        the engine's pool has a fixed number of tokens there
     resident      bytes of others on the device; SGLang leaves them out of its fraction
     """
-    kind = str(server_args.get("kv_cache_dtype", "auto"))
-    token = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, _TORCH_WIDTHS[dtype]))
+    kind, width = str(server_args.get("kv_cache_dtype", "auto")), _TORCH_WIDTHS[dtype]
+    token, state = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, width)), request_bytes(shape, tp, width)
     weights, limit = weight_bytes / tp, passed(server_args, "max_total_tokens", int)
     if on_cpu:
-        return EngineMemory(weights, limit or _CPU_TOKENS, token, None)
+        states = _num_states(server_args, state, 0.0, on_cpu=True) if state else (0, 0)
+        return EngineMemory(weights, limit or _CPU_TOKENS, token, None, state, *states)
     if device_memory is None:
         return None
     fraction = passed(server_args, "mem_fraction_static", float) or static_fraction(device_memory, tp)
-    room = int((fraction * device_memory - resident - weights) // token)
-    return EngineMemory(weights, min(room, limit) if limit else room, token, fraction)
+    room = fraction * device_memory - resident - weights
+    states = _num_states(server_args, state, room, on_cpu=False) if state else (0, 0)
+    tokens = int((room - states[0] * state) // (token or 1.0))
+    return EngineMemory(weights, min(tokens, limit) if limit else tokens, token, fraction, state, *states)
 
 
 def scorer_memory(

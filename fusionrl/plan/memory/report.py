@@ -33,6 +33,7 @@ from fusionrl.plan.memory.bars import (
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory, scorer_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
+from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.push import BUFFERS, planned_push
 from fusionrl.plan.scorers import ScorerRole
 
@@ -88,7 +89,14 @@ class MemoryReport:
             *((scorer.role, f"{scorer.name}'s engine", memory) for scorer, memory in self.scorers),
         ]
         for role, name, engine in engines:
-            if engine is not None and engine.fraction is not None and engine.kv_tokens < self.longest:
+            if engine is None or engine.fraction is None:
+                continue
+            if engine.num_states and not engine.num_requests:
+                return role, (
+                    f"the {name} has room for {engine.num_states} states of {gib(engine.state_bytes)} GiB, and one"
+                    f" request takes more: weights take {gib(engine.weights)} GiB of {engine.fraction:.2f} of the GPU"
+                )
+            if engine.kv_tokens < self.longest:
                 return role, (
                     f"the {name}'s KV cache has room for {max(engine.kv_tokens, 0)} tokens, and a sample may have"
                     f" {self.longest}: weights take {gib(engine.weights)} GiB of {engine.fraction:.2f} of the device"
@@ -145,9 +153,15 @@ class MemoryReport:
 
 
 def _described(engine: EngineMemory) -> str:
+    cache = (
+        f"weights {gib(engine.weights)} + KV cache {gib(engine.pool - engine.states)} GiB ="
+        f" {max(engine.kv_tokens, 0)} tokens an engine ({engine.kv_bytes / 1024:.1f} KiB each)"
+    )
+    if not engine.num_states:
+        return cache
     return (
-        f"weights {gib(engine.weights)} + KV cache {gib(engine.pool)} GiB = {max(engine.kv_tokens, 0)} tokens an engine"
-        f" ({engine.kv_bytes / 1024:.1f} KiB each)"
+        f"{cache} + states {gib(engine.states)} GiB = {engine.num_states} of {engine.state_bytes / 2**20:.1f} MiB,"
+        f" for {engine.num_requests} requests at a time"
     )
 
 
@@ -250,7 +264,7 @@ def _engine(
         return None
     return engine_memory(
         plan.shape,
-        float(plan.push_bytes if plan.quantization else plan.shape.num_parameters * WIDTHS[plan.rollout_dtype]),
+        float(plan.push_bytes if plan.quantization else plan.pushed_shape.num_parameters * WIDTHS[plan.rollout_dtype]),
         plan.engine_size,
         plan.rollout_dtype,
         _server_args_of_smallest(plan, config),
@@ -264,13 +278,14 @@ def _server_args_of_smallest(plan: Plan, config: Config) -> dict[str, object]:
     """SGLang's fields of the engine that has most of the weights on each of its devices."""
     sizes = [len(bundles) for bundles in plan.engine_bundles]
     group = plan.group_of(sizes.index(min(sizes)))
-    return config.passthrough.sglang | (group.server_args if group is not None else {})
+    args = config.passthrough.sglang | (group.server_args if group is not None else {})
+    return args | ({"disable_radix_cache": True} if pause_mode(config, plan) == "in_place" else {})
 
 
 def _push_bytes(plan: Plan, config: Config) -> float:
     """Return a weight push's memory without the weights, on the rank that needs most."""
     push = planned_push(plan, config)
     if push is None:
-        largest = max(rule.numel for rule in model_rules(plan.shape).values()) * WIDTHS[plan.rollout_dtype]
+        largest = max(rule.whole.numel for rule in model_rules(plan.shape).values()) * WIDTHS[plan.rollout_dtype]
         return float(BUFFERS * max(config.weights.update_weight_buffer_size, largest) + largest)
     return float(max(push.peak_bytes(rank) for rank in push.sources))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusionrl.models.families import model_rules
-from fusionrl.models.families.rules import Rule
+from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, passed
 from fusionrl.plan.push import stage_of_rule
@@ -47,6 +47,12 @@ class StateOptions:
     host_share: float = 0.0
     is_distributed: bool = True
 
+    @property
+    def of_fp32(self) -> StateOptions:
+        """Of parameters that are in fp32 whatever the model is: each is its own master copy."""
+        master = 4 if self.weight_bytes == 2 else 0
+        return replace(self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=self.optimizer_bytes - master)
+
     @classmethod
     def of(cls, precision: str, optimizer: Mapping[str, object], ddp: Mapping[str, object]) -> StateOptions:
         """For "fp32" or "bf16" and the passed-through fields for the OptimizerConfig and DDP configuration."""
@@ -76,46 +82,50 @@ class StageParameters:
     """Parameters of one rank of a pipeline stage, by the groups in which Megatron buffers them.
 
     dense   numbers of values of its dense parameters
+    exact   those that are in fp32 also where the model is in bf16
     shared  those of an embedding that the first and the last stage share: in a bucket of their own
     expert  those of its experts, which are replicated over the expert data-parallel ranks alone
     """
 
     dense: tuple[int, ...]
+    exact: tuple[int, ...]
     shared: tuple[int, ...]
     expert: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        return sum(self.dense) + sum(self.shared) + sum(self.expert)
+        return sum(self.dense) + sum(self.exact) + sum(self.shared) + sum(self.expert)
 
 
 def stage_parameters(
     shape: ModelShape, layout: TrainerLayout, stages: Sequence[Sequence[int]]
 ) -> tuple[StageParameters, ...]:
     """Parameters of a rank of each stage; `stages`: layers of each, as `plan.layout.stage_layers` says."""
-    stage_of = stage_of_rule(stages)
+    stage_of, experts_per_rank = stage_of_rule(stages), shape.num_experts // layout.ep
     dense: list[list[int]] = [[] for _ in stages]
+    exact: list[list[int]] = [[] for _ in stages]
     shared: list[list[int]] = [[] for _ in stages]
     expert: list[list[int]] = [[] for _ in stages]
     for rule in model_rules(shape).values():
         if rule.buffer:
             continue
         if rule.expert is not None:
-            assert shape.moe is not None
-            if rule.expert < shape.moe.num_experts // layout.ep:  # all expert-parallel ranks have as many
+            if rule.expert < experts_per_rank:  # all expert-parallel ranks have as many
                 expert[stage_of(rule)].append(part_size(rule, layout.etp))
-        elif rule.megatron.startswith("embedding.") and shape.tie_word_embeddings:
-            for stage in {0, len(stages) - 1}:  # the output layer of the last stage is a copy of it
+        elif rule.megatron.startswith("embedding.") and (
+            shape.tie_word_embeddings or (shape.mtp_layers and len(stages) > 1)
+        ):
+            for stage in {0, len(stages) - 1}:  # the output layer of the last stage is a copy of it, or it has one more
                 shared[stage].append(part_size(rule, layout.tp))
         else:
-            dense[stage_of(rule)].append(part_size(rule, layout.tp))
-    groups = zip(dense, shared, expert, strict=True)
+            (exact if rule.exact else dense)[stage_of(rule)].append(part_size(rule, layout.tp))
+    groups = zip(dense, exact, shared, expert, strict=True)
     return tuple(StageParameters(*(tuple(numels) for numels in stage)) for stage in groups)
 
 
 def part_size(rule: Rule, size: int) -> int:
     """Values of a tensor on one of `size` tensor-parallel ranks; the vocabulary is padded to a multiple of them."""
-    share = rule.share(rule.sizes, 0, size)
+    share = rule.share(0, size)
     return rule.numel // rule.sizes[share.dim] * (share.length + share.num_zeros)
 
 
@@ -136,11 +146,14 @@ def state_bytes(parameters: StageParameters, layout: TrainerLayout, options: Sta
     """Bytes of the states of one rank; where the buffers' ends are padded, of the rank that has most."""
     ranks, expert_ranks = layout.dp * layout.cp, layout.expert_dp
     weights = gradients = optimizer = 0
-    groups = ((parameters.dense, ranks), (parameters.shared, ranks), (parameters.expert, expert_ranks))
-    for numels, replicas in groups:
+    dense, exact = parameters.dense, parameters.exact
+    if options.weight_bytes == 4:
+        dense, exact = dense + exact, ()
+    groups = [(dense, ranks, options), (exact, ranks, options.of_fp32), (parameters.shared, ranks, options)]
+    for numels, replicas, of in [*groups, (parameters.expert, expert_ranks, options)]:
         size = buffer_size(numels, replicas, is_distributed=options.is_distributed)
-        weights += size * options.weight_bytes
-        gradients += size * options.gradient_bytes
-        optimizer += size // (replicas if options.is_distributed else 1) * options.optimizer_bytes
+        weights += size * of.weight_bytes
+        gradients += size * of.gradient_bytes
+        optimizer += size // (replicas if options.is_distributed else 1) * of.optimizer_bytes
     on_host = round(optimizer * options.host_share)
     return Bytes(weights, gradients, optimizer - on_host, on_host)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, layer_bytes
+from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, kinds_of, layer_bytes
 from fusionrl.plan.memory.head import head_kept_bytes, head_transient_bytes
 from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, stage_parameters, state_bytes
 
@@ -120,6 +120,10 @@ def _stage(
         if not shape.value_head:
             head_kept, head_now = _head(batch, shape, rows, width)
             head += head_kept
+            if shape.mtp_layers:
+                further, again = _further(shape, layout, activations)
+                head += shape.mtp_layers * (head_kept + tokens * further)
+                live = max(live, tokens * again)
     # Backward has the gradients of gate, up and their product at once, where a layer is widest.
     layer_now = live + tokens * 3 * width * _widest(shape, layout, activations)
     table = rows * shape.hidden_size  # of the embedding, and of the output layer
@@ -127,8 +131,7 @@ def _stage(
     layer_now += largest
     transient_of = "head" if head_now > layer_now else "layer"
     # Without gradients a layer's tensors are given back as soon as they have been used: at most all of them.
-    kinds = {shape.has_experts(layer) for layer in layers}
-    widths = (layer_bytes(shape, layout, activations, has_experts=kind) for kind in kinds)
+    widths = (layer_bytes(shape, layout, activations, kinds) for kinds in set(kinds_of(shape, layers)))
     scoring = tokens * max(widths, default=0.0)
     return StageMemory(
         stage=stage,
@@ -143,6 +146,16 @@ def _stage(
     )
 
 
+def _further(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> tuple[float, float]:
+    """(bytes a token that one layer of multi-token prediction keeps, bytes of what it computes again in backward)."""
+    rank = options.rank_sizes(layout)
+    hidden = shape.hidden_size / rank.split
+    # Two norms before the projection of both, which reads them as one tensor, and a norm after the layer.
+    around = 3 * rank.normed(hidden, rank.split) + 3 * hidden * rank.width
+    kept = layer_bytes(shape, layout, options, shape.mtp_kinds) + around
+    return (2 * hidden * rank.width, kept) if options.recompute.is_full else (kept, 0.0)
+
+
 def _head(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> tuple[float, float]:
     """(bytes that the loss keeps, bytes that it needs for a moment)."""
     if batch.whole_logits:  # in fp32, and so is their gradient; a softmax between them
@@ -153,12 +166,8 @@ def _head(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> tupl
 
 def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
     """Values a token of the widest gradient within a layer."""
-    moe = shape.moe
-    dense = shape.ffn_hidden_size / layout.tp if shape.has_dense_mlp else 0.0
-    if moe is None:
-        return dense
-    routed = moe.topk * layout.etp * options.imbalance / (layout.tp if options.sequence_parallel else 1)
-    return max(dense, routed * max(moe.ffn_hidden_size / layout.etp, shape.hidden_size / 3))
+    rank = options.rank_sizes(layout)
+    return max(mlp.widest(shape, rank) for mlp in set(shape.mlp))
 
 
 def _weight_gradients(

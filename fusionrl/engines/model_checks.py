@@ -1,0 +1,172 @@
+"""Names of the weights that an engine loads from files, and checks of its model before it serves: put into SGLang from
+outside, on every device.
+
+SGLang skips tensors whose names it does not know, and starts with whatever memory held where all of them are so. It
+also takes defaults of its own for fields of config.json that it looks for elsewhere than transformers does. Either
+engine would answer, with other log-probs than the trainers'.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from fusionrl.base.lazy_modules import when_imported
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fusionrl.models.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+_ENDS = ("embed_tokens.weight", "lm_head.weight")
+_DRAFTERS = ("MTP", "NextN")  # how such class names of SGLang end
+
+
+class WrongModel(RuntimeError):
+    """The engine's model is not that of its folder."""
+
+
+def register() -> None:
+    """Check models that schedulers of this process, and of those forked from it, load from files. Call it once."""
+    when_imported("sglang.srt.model_loader.loader", _watch)
+
+
+def _watch(loader: ModuleType) -> None:
+    kind = getattr(loader, "DefaultModelLoader", None)
+    if kind is None or not hasattr(kind, "load_weights_only"):
+        logger.warning("this SGLang loads weights in another way; fusionrl cannot check that it finds them")
+        return
+    original: Callable[..., None] = kind.load_weights_only
+    seen: WeakSet[torch.nn.Module] = WeakSet()  # a later load is a weight push by files, perhaps of a part
+
+    def load_weights_only(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], target_device: object) -> None:
+        weights = _of_text_model(model, weights)
+        if model in seen:
+            original(model, weights, target_device)
+            return
+        seen.add(model)
+        check_loaded(model, lambda: original(model, weights, target_device))
+        _check_reading(model)
+
+    kind.load_weights_only = staticmethod(load_weights_only)
+    _watch_dummy(loader)
+
+
+def _watch_dummy(loader: ModuleType) -> None:
+    """Check an engine's reading of config.json also where trainers push all of its weights."""
+    kind = getattr(loader, "DummyModelLoader", None)
+    if kind is None:
+        return
+    original: Callable[..., torch.nn.Module] = kind.load_model
+
+    def load_model(self: object, **options: object) -> torch.nn.Module:
+        model = original(self, **options)
+        _check_reading(model)
+        return model
+
+    kind.load_model = load_model
+
+
+def _of_text_model(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """The weights under the text model's names, where files may have those of a multimodal model around it."""
+    from fusionrl.models.published import form_of, text_name
+
+    form = form_of({"model_type": getattr(getattr(model, "config", None), "model_type", "")})
+    return weights if form is None else ((text_name(name, form), tensor) for name, tensor in weights)
+
+
+def check_loaded(model: torch.nn.Module, load: Callable[[], None]) -> None:
+    """Call `load`, and see that it writes the first number of every matrix of the model.
+
+    Raises:
+        WrongModel: it leaves one as it was.
+    """
+    for _, first in _firsts(model):
+        first.fill_(math.nan)
+    load()
+    firsts = dict(_firsts(model))  # some loaders put other tensors in their place
+    if missing := [name for name, first in firsts.items() if first.float().isnan().item()]:
+        raise WrongModel(
+            f"SGLang has found no weights of {len(missing)} of {len(firsts)} matrices, the first {missing[0]}: the"
+            f" files name them otherwise than {type(model).__name__} does; give a folder as transformers saves it"
+        )
+
+
+def _firsts(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and first number of each matrix of a layer.
+
+    Norms, biases and scales of a quantisation may have defaults, and a drafting model takes its ends from another.
+    """
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() > 1 and parameter.is_floating_point() and not parameter.is_meta
+        if is_matrix and name.endswith("weight") and not name.endswith(_ENDS):
+            yield name, parameter.data[(0,) * parameter.dim()]
+
+
+def _check_reading(model: torch.nn.Module) -> None:
+    from fusionrl.models.shape import read_model_shape
+
+    folder = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or "-")
+    try:
+        shape = read_model_shape(folder)
+    except ValueError:  # an engine may serve a family that no trainer here knows
+        return
+    if errors := reading_errors(model, shape):
+        raise WrongModel(f"{folder}/config.json: {'; '.join(errors)}; the engine would disagree with the trainers")
+
+
+def reading_errors(model: torch.nn.Module, shape: ModelShape) -> list[str]:
+    """Compare the numbers that SGLang built its layers with and those that trainers read in the same config.json."""
+    # Those of a layer of multi-token prediction, which drafts, begin anew: its number there is another layer's here.
+    is_draft = type(model).__name__.endswith(_DRAFTERS)
+    numbers = [(-1 if is_draft else layer, of, value) for layer, of, value in _numbers(model)]
+    kinds = [kind for kind in dict.fromkeys(shape.attention) if kind.rotary_dim(shape)]
+    errors = []
+    for name in ("rope_theta", "rotary_dim", "rms_norm_eps", "sliding_window"):
+        for layer in sorted({layer for layer, of, _ in numbers if of == name and layer < shape.num_layers}):
+            of_layer = kinds if layer < 0 else [shape.attention[layer]]
+            right = {
+                "rope_theta": [kind.rotary_base(shape) for kind in of_layer],
+                "rotary_dim": [float(kind.rotary_dim(shape)) for kind in of_layer],
+                "rms_norm_eps": [shape.rms_norm_eps],
+                "sliding_window": [float(kind.window or 0) for kind in of_layer],
+            }[name]
+            values = sorted({value for place, of, value in numbers if (place, of) == (layer, name)})
+            if wrong := [value for value in values if not any(math.isclose(value, one) for one in right)]:
+                read, told = (", ".join(f"{x:g}" if x else "none" for x in side) for side in (wrong, right))
+                errors.append(f"SGLang reads {name} {read} where trainers read {told}")
+    return list(dict.fromkeys(errors))
+
+
+def _numbers(model: torch.nn.Module) -> Iterator[tuple[int, str, float]]:
+    """(layer, field, number) of what SGLang's layers say of themselves; layer -1: of a module that several may use."""
+    for module in model.modules():
+        children = list(module.children())
+        layer = next((child.layer_id for child in children if _number(child, "sliding_window") is not None), -1)
+        for child in children:
+            for name in ("rope_theta", "rotary_dim", "rms_norm_eps", "sliding_window"):
+                if (value := _number(child, name)) is not None:
+                    yield (-1 if name == "rms_norm_eps" else layer), name, value
+
+
+def _number(module: torch.nn.Module, name: str) -> float | None:
+    """The number that a layer in SGLang has for this field; None: the layer has none."""
+    is_rotary = hasattr(module, "rotary_dim") and hasattr(module, "base")
+    if name == "rope_theta" and is_rotary:
+        return float(module.base)
+    if name == "rotary_dim" and is_rotary:
+        return float(module.rotary_dim)
+    if name == "rms_norm_eps" and hasattr(module, "variance_epsilon"):
+        return float(module.variance_epsilon)
+    if name == "sliding_window" and hasattr(module, "sliding_window_size") and hasattr(module, "qk_head_dim"):
+        # SGLang's number leaves the token itself out; -1: it attends to all.
+        return float(-1 if module.sliding_window_size is None else module.sliding_window_size) + 1
+    return None
