@@ -31,12 +31,19 @@ RECIPES = {
     "qwen3-235b-a22b": "qwen3-235b-a22b",
     "glm-4.5": "glm-4.5",
     "deepseek-r1": "deepseek-r1",
+    "qwen3.5-35b-a3b": "qwen3.5-35b-a3b",
+    "qwen3-next-80b-a3b": "qwen3-next-80b-a3b",
+    "glm-4.7-flash": "glm-4.7-flash",
+    "kimi-k2": "kimi-k2",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "minimax-m2": "minimax-m2",
     "qwen3-8b-agent": "qwen3-8b",
     "qwen3-8b-sft": "qwen3-8b",
     "distill-32b-8b": "qwen3-8b",
     "qwen3-8b-eval": "qwen3-8b",
 }
-# Billions of parameters on the models' cards. Those of DeepSeek and GLM without the layer of multi-token prediction.
+# Billions of parameters on the models' cards. Those of DeepSeek and GLM without the layer of multi-token prediction,
+# that of Qwen3.5 without its eyes.
 PARAMETERS = {
     "qwen3-4b": 4.02,
     "qwen3-8b": 8.19,
@@ -47,6 +54,12 @@ PARAMETERS = {
     "qwen3-235b-a22b": 235,
     "glm-4.5": 355,
     "deepseek-r1": 671,
+    "qwen3.5-35b-a3b": 34.7,
+    "qwen3-next-80b-a3b": 80,
+    "glm-4.7-flash": 30,
+    "kimi-k2": 1027,
+    "gpt-oss-20b": 20.9,
+    "minimax-m2": 229,
 }
 FULLEST = 0.95  # of a device: an estimate this close may be wrong either way
 TEACHER = str(CONFIGS / "qwen3-32b.json")  # of distill-32b-8b
