@@ -98,3 +98,22 @@ def make_fp8(
     config["quantization_config"] = fields | {"modules_to_not_convert": ["lm_head", *left_out]} | quantization
     (Path(path) / "config.json").write_text(json.dumps(config))
     return whole
+
+
+def make_mxfp4(folder: str | Path, seed: int = 0) -> Path:
+    """Give the gpt-oss in `folder` other experts, random ones in MXFP4 (sizes must be multiples of 32)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    random = torch.Generator().manual_seed(seed)
+    file, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    stored = load_file(file)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = stored.pop(name).shape
+        sizes = experts, rows, columns // 32
+        stored[f"{name}_blocks"] = torch.randint(256, (*sizes, 16), dtype=torch.uint8, generator=random)
+        stored[f"{name}_scales"] = torch.randint(122, 125, sizes, dtype=torch.uint8, generator=random)
+    save_file(stored, file, metadata={"format": "pt"})
+    fields = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": fields}))
+    return Path(folder)

@@ -29,8 +29,13 @@ from fusionrl.runtime.early_start import EARLY_LINE, start_nursery
 from fusionrl.runtime.nursery_order import engine_branch
 from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, driver_branch, warm_order
 
-# Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`.
-ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3ForSequenceClassification"]
+# Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`; then of families whose engines tests start.
+ARCHITECTURES = [
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3ForSequenceClassification"),
+    *("LlamaForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"),
+    *("Gemma3ForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM"),
+]
 OTHER_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 
 

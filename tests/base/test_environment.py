@@ -12,6 +12,8 @@ import pytest
 
 from fusionrl.base import environment as env
 from fusionrl.base.environment import NEEDS, ROUTER_KEY, child_environment, hide_passwords, is_secret
+from fusionrl.runtime.early_start import nursery_environment
+from tests.own_process import run_code
 
 DOCS = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 SECRETS = """
@@ -97,3 +99,26 @@ def test_no_child_is_started_with_everything() -> None:
         if not re.search(r"\benv=", call) and path.name != "process_minder.py"  # it hands on what it was started with
     )
     assert found == allowed
+
+
+_ROWS = """
+import sys
+import torch
+random = torch.Generator().manual_seed(0)
+torch.set_num_threads(1)
+unlike = []
+for size in (64, 192, 576):
+    rows, weight = (torch.randn(n, size, generator=random) for n in (64, 3 * size))
+    whole = rows @ weight.T
+    unlike += [(n, size) for n in map(int, sys.argv[1:]) if not torch.equal(rows[:n] @ weight.T, whole[:n])]
+print(unlike)
+"""
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of a token are the same bits in every micro-batch. On AMD CPUs fewer than 4 rows differ."""
+    monkeypatch.delenv(env.MKL_MODE[0], raising=False)
+    environment = nursery_environment()
+    assert environment[env.MKL_MODE[0]].endswith(",STRICT"), "which products show on Intel's CPUs alone"
+    few = ["1", "2", "3"] if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else []
+    assert run_code(_ROWS, *few, "4", "7", "17", **environment).strip() == "[]"

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from fusionrl.base import lazy_modules
-from fusionrl.base.lazy_modules import imported_later
+from fusionrl.base.lazy_modules import imported_later, when_imported
 
 REAL = """
 TEXT = "a text"
@@ -69,6 +69,15 @@ def test_any_other_name_imports_the_module(package: Path) -> None:
     real = sys.modules["later_package.real"]
     assert isinstance(real, ModuleType) and greedy.refuse is real.refuse and real.IMPORTED
     assert _import("user").add is real.add, "nothing is done where it is imported already"
+
+
+def test_a_function_is_called_with_a_module_now_or_later(package: Path) -> None:
+    seen: list[ModuleType] = []
+    when_imported("later_package.real", seen.append)
+    assert not seen
+    real = importlib.import_module("later_package.real")
+    when_imported("later_package.real", seen.append)
+    assert seen == [real, real]
 
 
 def test_a_module_that_is_gone_is_missing_as_usual(package: Path) -> None:

@@ -55,6 +55,8 @@ def lines_of(*argv: str) -> list[str]:
         ("--no-save --save-interval 3 --async-save", ["no effect with --no-save: --save-interval, --async-save"]),
         ("--min-lr 1e-6", ["no effect with --lr-decay-style constant: --min-lr"]),
         ("--min-lr 1e-6 --lr-decay-style cosine", []),
+        ("--mtp-num-layers 1", ["no effect without --enable-mtp-training: --mtp-num-layers"]),
+        ("--mtp-num-layers 1 --enable-mtp-training", []),
         ("--lr-warmup-init 1e-7", ["no effect without --lr-warmup-iters: --lr-warmup-init"]),
         ("--kl-loss-type k2", ["no effect without --use-kl-loss: --kl-loss-type"]),
         ("--algorithm grpo --kl-loss-type k2", []),

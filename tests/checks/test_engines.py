@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from fusionrl.checks.effects import effect_errors
+from fusionrl.checks.model import engine_size_errors, unserved_errors
 from fusionrl.checks.modes import eval_engine_errors, guest_errors, in_process_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.pipeline.knobs import PIPELINES
+from tests.models.test_families import shape_of
 
 FITS: dict[str, Any] = {"eval_num_gpus": 1, "eval_prompt_data": ["a", "a.jsonl"], "eval_interval": 2}
 
@@ -81,3 +83,28 @@ def test_what_one_process_cannot_do(values: dict[str, Any], part: str) -> None:
     is_alone = "actor_num_gpus_per_node" in values or "pipeline" in values
     assert is_alone == ("--save-debug-rollout-data" in error), "its rollouts may be replayed in one process"
     assert in_process_errors(Config.from_flat(values)) == []
+
+
+def test_engines_serve_no_mixture_with_dense_layers_between() -> None:
+    """SGLang would look for experts in each layer, and end when it is started."""
+    dense, mixed = shape_of("qwen2_moe"), shape_of("qwen2_moe", decoder_sparse_step=1)
+    rl, sft = (Config.from_flat({"mode": mode, "hf_checkpoint": "/m"}) for mode in ("rl", "sft"))
+    (error,) = unserved_errors(rl, dense)
+    assert error.startswith("--hf-checkpoint /m: decoder_sparse_step") and "--mode sft" in error
+    (error,) = unserved_errors(rl, shape_of("qwen3_moe", mlp_only_layers=[0]))
+    assert "mlp_only_layers" in error
+    (error,) = unserved_errors(rl, shape_of("gemma3_text"))
+    assert "SGLang computes Gemma 3 by its embedding" in error
+    assert unserved_errors(rl, shape_of("gemma3_text", tied=True)) == []
+    (error,) = unserved_errors(rl, shape_of("glm4_moe_lite", mlp_layer_types=["sparse", "dense"]))
+    assert "SGLang has dense layers first" in error
+    (error,) = unserved_errors(rl, shape_of("qwen3_next", layer_types=["full_attention", "linear_attention"]))
+    assert "SGLang gives attention to every so many layers" in error
+    assert unserved_errors(sft, dense) == unserved_errors(rl, mixed) == unserved_errors(rl, shape_of("llama")) == []
+
+
+def test_an_engine_divides_heads_of_delta_nets_and_copies_those_of_keys() -> None:
+    config = Config.from_flat({"rollout_num_gpus_per_engine": 4})
+    (error,) = engine_size_errors(config, shape_of("qwen3_5_text"))
+    assert error.startswith("--rollout-num-gpus-per-engine 4 does not divide the model's 2 key heads of delta nets;")
+    assert engine_size_errors(config, shape_of("qwen3")) == []

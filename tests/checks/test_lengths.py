@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.buffer.data_source import RolloutDataSource
 from fusionrl.checks import long_rows as lengths
-from fusionrl.checks.lengths import length_errors
+from fusionrl.checks.lengths import flag_length_errors, length_errors
 from fusionrl.checks.long_rows import context_length, first_over, most_bytes
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.check_command import DataCheck
@@ -20,6 +20,7 @@ from fusionrl.data.prompts import PromptColumns
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.models.shape import read_model_shape
 from fusionrl.rollout.sft_rollout import generate_rollout
+from tests.trainer import hf_models
 
 Rows = Callable[..., Path]
 POSITIONS = 2048  # of the tiny model, whose tokenizer makes a token of each byte
@@ -43,6 +44,16 @@ def errors(tiny_model: Path) -> Errors:
 def one(found: list[str], *parts: str) -> None:
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found
+
+
+def test_sparse_attention_is_refused_beyond_its_top_k(tiny_model: Path, tmp_path: Path) -> None:
+    """Whatever positions config.json has: trainers attend to all keys."""
+    sizes = hf_models.COMMON | hf_models.SPARSE["deepseek_v32"] | {"max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "deepseek_v32"}))
+    config = Config.from_flat({"hf_checkpoint": str(tmp_path), "rollout_max_context_len": 65}, PassThrough())
+    (error,) = flag_length_errors(config, read_model_shape(tmp_path))
+    assert "--rollout-max-context-len 65 is over the model's 64 positions; lower it" in error
+    assert error.endswith("Beyond index_topk 64 deepseek_v32 chooses keys (DSA), which no trainer here does")
 
 
 def test_positions_are_counted_as_sglang_counts_them() -> None:

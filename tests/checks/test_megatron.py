@@ -43,6 +43,15 @@ def test_a_refusal_names_the_flag(hf: Any, kind: str, fields: dict[str, Any], fl
     assert "\n" not in error and "Traceback" not in error
 
 
+def test_what_layers_of_the_model_have_is_no_flag_s(hf: Any) -> None:
+    """Engines would compute it as config.json says."""
+    folder, _ = hf("gemma3_text", True)
+    (error,) = _errors(folder, transformer={"window_size": [3, 0]})
+    assert error.startswith("--window-size [3, 0]: the config.json of --hf-checkpoint says (7, 0)")
+    folder, _ = hf("qwen3_moe", False)
+    assert _errors(folder, transformer={"moe_router_load_balancing_type": "aux_loss"}) == []
+
+
 def test_an_optimizer_of_transformer_engine_s_is_refused_with_the_cure(hf: Any) -> None:
     folder, _ = hf("llama", True)
     passed: dict[str, Any] = {"use_precision_aware_optimizer": True, "adam_eps": 1e-7}

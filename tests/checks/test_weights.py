@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.model import weight_shape_errors
+from fusionrl.checks.model import checked_shape, weight_shape_errors
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.models.families import BUILT_IN
@@ -70,6 +70,22 @@ def test_a_model_that_is_fine(folders: Folders, family: str, tmp_path: Path) -> 
     make_fp8(folder, tmp_path / "fp8", BLOCK)
     for model in (folder, shard(tmp_path / "fp8", tmp_path / "both")):
         assert found(model) == found(model, mode="eval") == []
+
+
+def test_files_that_save_hf_will_read_are_there_before_the_start(folders: Folders, tmp_path: Path) -> None:
+    """Trainers load a Megatron checkpoint, and saving takes what is not trained from the folder, if it has weights."""
+    values: dict[str, Any] = {"mode": "sft", "megatron_checkpoint": str(tmp_path), "save_hf": str(tmp_path / "out")}
+    for family, needs_files in (("deepseek_v3", True), ("llama", False)):
+        folder = shard(folders(family, False), tmp_path / family)
+        (folder / "tokenizer.json").write_text("{}")
+        config = Config.from_flat({"hf_checkpoint": str(folder)} | values)
+        assert checked_shape(config).model_type == family
+        next(folder.glob("*.safetensors")).unlink()
+        if needs_files:
+            with pytest.raises(ValueError, match="--save-hf: .* names files that are missing: .*; fetch them, or take"):
+                checked_shape(config)
+            (folder / INDEX).unlink()
+        assert checked_shape(config).model_type == family
 
 
 # Of each family a key of config.json, another value, and the first tensor that has it.

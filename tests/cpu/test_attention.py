@@ -1,5 +1,6 @@
 """The batched attention backend against SGLang's torch_native, over SGLang's own pools, a step after the other."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,14 @@ NUM_SLOTS, NUM_REQUESTS = 512, 12
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sglang() -> None:
-    """Import SGLang's layers as an engine does, without the libraries that GPUs alone need."""
+def sglang() -> Iterator[None]:
+    """Import SGLang's layers as an engine does, without the libraries that GPUs alone need; of one rank."""
     cpu_wing.install_stand_ins()
     attention.register()
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(dcp_enabled=False):
+        yield
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Requests:
 
     heads: tuple[int, int]
     size: int = 16
+    latent: int | None = None  # of the keys' numbers, those that are the values, too: latent attention
     window: int = -1
     page_size: int = 1
     dtype: torch.dtype = torch.float32
@@ -36,22 +42,25 @@ class Requests:
 
     def __post_init__(self) -> None:
         from sglang.srt.layers.radix_attention import RadixAttention
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 
         self.random = torch.Generator().manual_seed(7)
         self.table = ReqToTokenPool(NUM_REQUESTS, 256, "cpu", False)
-        pool = MHATokenToKVPool(
-            NUM_SLOTS, self.page_size, self.dtype, self.heads[1], self.size, 1, "cpu", enable_memory_saver=False
-        )
+        kind: type[Any] = MHATokenToKVPool if self.latent is None else MLATokenToKVPool
+        sizes = (self.heads[1], self.size) if self.latent is None else (self.latent, self.size - self.latent)
+        pool = kind(NUM_SLOTS, self.page_size, self.dtype, *sizes, 1, "cpu", enable_memory_saver=False)
         self.runner = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.table,
             token_to_kv_pool=pool,
-            use_mla_backend=False,
+            use_mla_backend=self.latent is not None,
             server_args=SimpleNamespace(speculative_algorithm=None),
         )
         self.layer = RadixAttention(
-            self.heads[0], self.size, 0.25, self.heads[1], layer_id=0, sliding_window_size=self.window
+            *(self.heads[0], self.size, 0.25, self.heads[1]),
+            layer_id=0,
+            sliding_window_size=self.window,
+            v_head_dim=-1 if self.latent is None else self.latent,
         )
         pages = torch.randperm(NUM_SLOTS // self.page_size, generator=self.random)
         self.free = pages.tolist()
@@ -100,6 +109,8 @@ class Requests:
         {"heads": (4, 2), "page_size": 16},
         {"heads": (4, 2), "window": 5},
         {"heads": (4, 1), "dtype": torch.bfloat16},
+        {"heads": (4, 1), "size": 24, "latent": 16},
+        {"heads": (4, 1), "size": 24, "latent": 16, "dtype": torch.bfloat16},
     ],
     ids=str,
 )
@@ -126,11 +137,14 @@ def test_equals_torch_native(shape: dict[str, Any], monkeypatch: pytest.MonkeyPa
             torch.randn(sum(news.values()), count * size, generator=requests.random).to(requests.dtype)
             for count in (heads, groups, groups)
         )
+        k, v = (x.view(-1, groups, size) for x in (k, v))
+        if requests.latent is not None:
+            v = k[..., : requests.latent]
         outs = []
         for backend in (ours, native):
             if not (decode and backend is ours):  # a new batch is seen without it, too
                 backend.init_forward_metadata(batch)
-            outs.append(backend.forward(q, k.view(-1, groups, size), v.view(-1, groups, size), requests.layer, batch))
+            outs.append(backend.forward(q, k, v, requests.layer, batch))
         tolerance = 2e-6 if requests.dtype is torch.float32 else 2e-2
         torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
 
@@ -149,21 +163,51 @@ def test_equals_torch_native(shape: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert len(of_kernel) == 5
 
 
-@pytest.mark.parametrize("reason", ["latent attention", "sliding window"])
-def test_what_the_backend_lacks_keeps_torch_native(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [-1, 5])
+def test_sinks_are_those_of_transformers(window: int, dtype: torch.dtype) -> None:
+    """Prompts in one batch, one with a prefix, then tokens; transformers computes each request by itself."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    heads, groups, size = 4, 2, 16
+    requests = Requests((heads, groups), window=window, dtype=dtype)
+    backend = attention.create(requests.runner)
+    sinks = torch.linspace(-2, 3, heads).to(dtype)
+    module = SimpleNamespace(num_key_value_groups=heads // groups, sinks=sinks, training=False)
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    for news in ({3: 9, 1: 2}, {3: 4, 5: 7}, {3: 1, 1: 1, 5: 1}):
+        batch = requests.batch(news, decode=set(news.values()) == {1})
+        q, k, v = (
+            torch.randn(sum(news.values()), count, size, generator=requests.random).to(dtype)
+            for count in (heads, groups, groups)
+        )
+        backend.init_forward_metadata(batch)
+        out = backend.forward(q.flatten(1), k, v, requests.layer, batch, sinks=sinks)
+        parts = [x.split(list(news.values())) for x in (q, k, v, out.view(-1, heads, size))]
+        for row, query, key, value, found in zip(news, *parts, strict=True):
+            earlier = seen.get(row, (key[:0], value[:0]))
+            seen[row] = keys, values = torch.cat([earlier[0], key]), torch.cat([earlier[1], value])
+            places = torch.arange(len(keys))
+            distance = places[-len(query) :, None] - places
+            mask = (distance >= 0) & (distance <= window if window > -1 else distance >= 0)
+            bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+            states = (x.transpose(0, 1)[None] for x in (query, keys, values))
+            wanted, _ = eager_attention_forward(module, *states, bias, scaling=0.25)
+            bound = 2e-6 if dtype is torch.float32 else 2e-2
+            torch.testing.assert_close(found, wanted[0], atol=bound, rtol=bound)
+
+
+def test_a_cache_of_windows_keeps_torch_native(caplog: pytest.LogCaptureFixture) -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     runner = Requests((4, 2)).runner
-    if reason == "latent attention":
-        runner.use_mla_backend = True
-    else:
-        runner.token_to_kv_pool = object.__new__(SWAKVPool)
-        runner.token_to_kv_pool.swa_layer_nums = 0
+    runner.token_to_kv_pool = object.__new__(SWAKVPool)
+    runner.token_to_kv_pool.swa_layer_nums = 0
     with caplog.at_level("INFO"):
         assert type(attention.create(runner)) is TorchNativeAttnBackend
     assert "torch_native" in caplog.text
-    assert reason in caplog.text
+    assert "sliding window" in caplog.text
 
 
 def test_sglang_knows_the_backend_by_its_name() -> None:

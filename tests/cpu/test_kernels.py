@@ -337,3 +337,30 @@ def test_a_machine_without_a_library(monkeypatch: pytest.MonkeyPatch, caplog: py
         for function in functions:
             function.cache_clear()
     assert caplog.text.count("torch computes instead: no C compiler: install gcc") == 1
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(3, 2, 4, 12, 8), (40, 1, 3, 64, 32)], ids=str)
+def test_a_token_of_delta_nets(shape: tuple[int, ...], dtype: torch.dtype, threads: int) -> None:
+    """Against the rule in float64, over two tokens; heads come as parts of wider rows, states as a part of a pool."""
+    count, heads, value_heads, size, value_size = shape
+    pool = torch.randn(2, count + 3, value_heads, value_size, size)
+    states, exact, slots = pool[1], pool[1].double(), torch.randperm(count + 3)[:count]
+    for _ in range(2):
+        rows = torch.randn(count, (2 * heads * size) + value_heads * value_size).to(dtype)
+        query, key, value = rows.split([heads * size, heads * size, value_heads * value_size], 1)
+        query, key = (x.view(count, heads, size) for x in (query, key))
+        value = value.view(count, value_heads, value_size)
+        keep, share = torch.rand(count, value_heads), torch.rand(count, value_heads)
+        out = kernels.delta_decode(query, key, value, keep, share, states, slots)
+        q, k = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+        q, k = (x.repeat_interleave(value_heads // heads, 1) for x in (q / size**0.5, k))
+        state = exact[slots] * keep[..., None, None]
+        change = share[..., None] * (value.double() - torch.einsum("bhvk,bhk->bhv", state, k))
+        exact[slots] = state = state + change[..., None] * k[..., None, :]
+        wanted = torch.einsum("bhvk,bhk->bhv", state, q)
+        bound = 1e-5 if dtype is torch.float32 else 2**-8
+        torch.testing.assert_close(out.double(), wanted, atol=bound, rtol=bound)
+        torch.testing.assert_close(states.double(), exact, atol=1e-5, rtol=1e-5)
+    with pytest.raises(IndexError, match="a slot is beyond the states"):
+        kernels.delta_decode(query, key, value, keep, share, states, slots + 3)

@@ -106,7 +106,7 @@ def note(query, *rest, **values):
     seen.append(query.dtype)
     return usual(query, *rest, **values)
 F.scaled_dot_product_attention = note
-module = SimpleNamespace(dropout=0.0, training=False, scale=None, config=None)
+module = SimpleNamespace(dropout=0.0, training=False, scale=None, config=None, softmax_offset=None)
 module._attend = lambda *parts: SDPACoreAttention._attend(module, *parts)
 for device in ("cpu", "meta"):
     tensor = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16, device=device)

@@ -28,7 +28,7 @@ import fusionrl.trainer.process_groups
 import fusionrl.trainer.process_reward
 import fusionrl.trainer.settings
 from megatron.core.transformer import TransformerConfig
-from fusionrl.trainer.layers import LocalNorm
+from fusionrl.trainer.norms import LocalNorm
 from fusionrl.trainer.packed_batch import BatchOptions, Slicing
 from fusionrl.trainer.packed_row import pack_row
 from fusionrl.trainer.swiglu import swiglu

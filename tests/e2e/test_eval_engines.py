@@ -39,7 +39,8 @@ def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, 
     evaluated = {line["step"]: line for line in lines if "eval/held/reward" in line}
     assert (sorted(trained), sorted(evaluated)) == ([1, 2, 3, 4, 5], [3, 5])
     begun = evaluated[3]["time"] - evaluated[3]["perf/time_eval_s"]
-    assert begun < trained[4]["time"] and trained[4]["time"] < evaluated[3]["time"], "step 4 was made meanwhile"
+    # The clock of the evaluation starts with its first request, which comes late on a busy machine.
+    assert begun < trained[4]["time"] + 1 and trained[4]["time"] < evaluated[3]["time"], "step 4 was made meanwhile"
     assert evaluated[3]["time"] <= trained[5]["time"] and trained[5]["perf/time_wait_eval_s"] > 0
     assert [evaluated[step]["eval/weight_version"] for step in (3, 5)] == [3.0, 5.0]
     for step in (3, 5):

@@ -11,11 +11,14 @@ from fusionrl.engines.engine import EngineActor, EngineSpec
 KEY = "a key of the test"
 
 
-def real_engine(model: Path | str, log_dir: Path, role: Any = "engine", **server_args: Any) -> EngineActor:
+def real_engine(
+    model: Path | str, log_dir: Path, role: Any = "engine", tp_size: int = 1, **server_args: Any
+) -> EngineActor:
     """An engine that serves `model` in fp32, not yet started."""
-    places = {"tp_size": 1, "gpu_ids": (), "host": "127.0.0.1", "api_key": KEY, "log_dir": str(log_dir), "seed": 1}
+    places: dict[str, Any] = {"gpu_ids": (), "host": "127.0.0.1", "api_key": KEY, "log_dir": str(log_dir), "seed": 1}
     args = {"max_total_tokens": 8192, **server_args}
-    spec = EngineSpec(0, str(model), "cpu", "float32", **places, start_timeout_s=240.0, server_args=args, role=role)
+    places |= {"start_timeout_s": 240.0}
+    spec = EngineSpec(0, str(model), "cpu", "float32", tp_size, **places, server_args=args, role=role)
     return EngineActor(spec)
 
 

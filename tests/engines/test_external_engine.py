@@ -60,9 +60,31 @@ def test_a_model_of_another_size(expected: EngineRequirements, tmp_path: Path) -
         f"it serves {other}, another model than --hf-checkpoint {expected.model_path} (num_layers 3, not 2)"
     )
     config = json.loads((other / "config.json").read_text())
+    gated = expected.shape.attention[1].model_copy(update={"gated": True})
+    own = expected.shape.model_copy(update={"attention": (expected.shape.attention[0], gated)})
+    (message,) = found(replace(expected, shape=own), {})
+    assert " (attention of layer 1 {'kind': 'full', " in message and "'gated': True" in message
     (other / "config.json").write_text(json.dumps(config | {"model_type": "strange"}))
     (message,) = found(expected, {"model_path": str(other)})
     assert message.startswith(f"it serves {other}, another model than")
+
+
+def test_one_that_reads_the_same_config_otherwise(expected: EngineRequirements, tmp_path: Path) -> None:
+    """SGLang takes a default where it misses a field; the run's own engines get it by a flag."""
+    config = json.loads(Path(expected.model_path, "config.json").read_text())
+    rope = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    olmo = config | {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": 8} | rope
+    (tmp_path / "config.json").write_text(json.dumps(olmo))
+    run = replace(expected, model_path=str(tmp_path), architectures=("Olmo2ForCausalLM",), alike={})
+    run = replace(run, shape=read_model_shape(tmp_path), overrides={"quantization_config": None})
+    model = {"architectures": ["Olmo2ForCausalLM"], "model_path": str(tmp_path)}
+    cure = {"quantization_config": None, "rope_theta": 5e5}
+    for given in (None, "{}", '{"rope_theta": 500000.0}', '{"quantization_config": null}'):
+        (message,) = found(run, model, json_model_override_args=given)
+        assert "SGLang reads its config.json otherwise than trainers do" in message
+        assert json.loads(message.split("'")[1]) == cure
+    assert found(run, model, json_model_override_args=json.dumps(cure)) == []
+    assert found(run, model | {"model_path": "/elsewhere"}, json_model_override_args=json.dumps(cure)) == []
 
 
 def test_the_precision_auto_is_the_checkpoints_but_never_fp32(expected: EngineRequirements, tmp_path: Path) -> None:

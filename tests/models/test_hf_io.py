@@ -1,6 +1,7 @@
 """Hugging Face folders: reading tensors by name, writing one or several files."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -36,6 +37,15 @@ def test_written_and_read_back(source, tmp_path, limit, files):
     assert (out / "tokenizer.json").exists()
     if files > 1:
         assert json.loads((out / INDEX).read_text())["metadata"]["total_size"] == 5 * 128
+
+
+def test_tensors_that_nobody_trains_come_from_the_source_where_it_has_files(source, tmp_path):
+    """The source of a Megatron checkpoint may be a config.json and a tokenizer."""
+    save_hf(tmp_path / "all", source, iter(TENSORS), write=True, kept=re.compile("old"))
+    assert HFReader(tmp_path / "all").names == {"old", *(name for name, _ in TENSORS)}
+    (source / "model.safetensors").unlink()
+    save_hf(tmp_path / "trained", source, iter(TENSORS), write=True, kept=re.compile("old"))
+    assert HFReader(tmp_path / "trained").names == {name for name, _ in TENSORS}
 
 
 def test_a_write_that_fails_leaves_no_folder_of_that_name(source, tmp_path):

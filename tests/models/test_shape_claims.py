@@ -5,6 +5,7 @@ import pytest
 from fusionrl.compat.slime.flags.table import SHAPES
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.models.shape_claims import RIGHT_VALUES, claim_errors, layer_pattern
+from tests.models.test_families import shape_of
 
 DENSE = {
     **{"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
@@ -48,11 +49,40 @@ def test_what_is_equal_is_accepted_in_silence() -> None:
         ("q_lora_rank", "8", "config.json has no latent attention;"),
         ("normalization", "LayerNorm", "config.json has RMSNorm;"),
         ("rotary_scaling_factor", "40", "config.json has 1.0;"),
+        ("window_size", "128,0", "config.json has no window;"),
     ],
 )
 def test_what_differs_is_named_with_both_values(name: str, value: object, shown: str) -> None:
     (error,) = claim_errors(shape_from_hf_config(DENSE), RIGHT | {name: value})
     assert shown in error
+
+
+def test_norms_around_zero_and_gates_are_those_of_the_model() -> None:
+    claims = {"apply_layernorm_1p": True, "attention_output_gate": True, "use_gated_attention": True}
+    assert claim_errors(shape_of("qwen3_next"), claims) == []
+    assert len(claim_errors(shape_of("qwen3_moe"), claims)) == 3
+
+
+def test_sizes_of_delta_nets_are_those_of_the_model() -> None:
+    sizes = {"conv_kernel_dim": 4, "key_head_dim": 12, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4}
+    claims = {f"linear_{name}": str(size) for name, size in sizes.items()} | {"linear_attention_freq": "2"}
+    shape = shape_of("qwen3_5_text", layer_types=["linear_attention", "full_attention"])
+    assert claim_errors(shape, claims) == []
+    for name in claims:
+        (error,) = claim_errors(shape, claims | {name: "3"})
+        assert error.startswith(f"--{name.replace('_', '-')} 3: config.json has {claims[name]};")
+    assert claim_errors(shape_of("qwen3"), claims) == []  # Megatron has values for them in each model
+
+
+def test_windows_and_sinks_are_those_of_the_model() -> None:
+    types = ["sliding_attention"] * 2 + ["full_attention"]
+    shape = shape_of("gemma3_text", num_hidden_layers=3, layer_types=types, sliding_window=8)
+    claims: dict[str, object] = {"window_size": "8,0", "window_attn_skip_freq": "3", "softmax_type": "vanilla"}
+    assert claim_errors(shape, claims) == claim_errors(shape, claims | {"window_attn_skip_freq": "[1]*2+[0]"}) == []
+    assert claim_errors(shape_of("gpt_oss"), {"softmax_type": "learnable", "window_size": "(7, 0)"}) == []
+    for name, value in {"window_size": "9,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}.items():
+        (error,) = claim_errors(shape, claims | {name: value})
+        assert error.startswith(f"--{name.replace('_', '-')} {value}: config.json has ")
 
 
 def test_a_vocabulary_may_be_given_before_its_padding() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.balance import Balance, SequenceCost, divide, pack, pack_ranks, pipeline_order, split_by_cost
+from tests.models.test_families import shape_of
 
 COST = SequenceCost(linear=24576.0, quadratic=1.0)
 
@@ -143,3 +144,13 @@ def test_cost_of_a_model():
     assert cost.linear == 6 * weights
     # Forward: two products of 2 operations over n * n / 2 pairs, 2 heads, 4 wide; backward twice that.
     assert cost.quadratic == 3 * 2 * 2 * 4 * 2 / 2
+
+
+def test_cost_of_windows() -> None:
+    """A layer of each kind: within its window a sequence costs as without one, beyond it every token the same."""
+    full, half = shape_of("gemma3_text", layer_types=["full_attention"] * 2), shape_of("gemma3_text")
+    whole, cost = SequenceCost.of_shape(full), SequenceCost.of_shape(half)
+    assert cost.windows == ((8, cost.quadratic),) and whole.quadratic == 2 * cost.quadratic
+    assert list(cost([1, 8])) == list(whole([1, 8]))
+    left_out = sum(max(place - 8, 0) for place in range(1, 21))  # pairs of 20 tokens, by a count
+    assert whole([20]) - cost([20]) == pytest.approx(cost.quadratic * 2 * left_out, rel=0.1)  # n² / 2 pairs of n tokens

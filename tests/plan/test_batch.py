@@ -124,6 +124,8 @@ def test_a_rollout_that_cannot_be_trained_on_is_refused() -> None:
         shards_of([long], one, small)
     with pytest.raises(ValueError, match=r"sample 8 has 10 tokens \(16 with padding\), over the 15"):
         shards_of([long], one, Balance(COST, 15, pad_to=8))
+    with pytest.raises(ValueError, match=r"sample 8 has 10 tokens, over the 9 \(index_topk\)"):
+        shards_of([long], one, Balance(COST, 64, dense_within=9))
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from fusionrl.config.config import Config
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.plan import plan_errors
+from tests.models.test_families import shape_of
 from tests.plan.shapes import SMALL
 
 RAW: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 12, "hidden_size": 32, "intermediate_size": 66}
 RAW |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 101}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "intermediate_size": 64}
 LLAMA, MOE = shape_from_hf_config(RAW), shape_from_hf_config(RAW | EXPERTS | {"model_type": "qwen3_moe"})
+DELTA, SINKS, LATENT = (shape_of(family) for family in ("qwen3_5_text", "gpt_oss", "deepseek_v3"))
 
 
 def ends(**sizes: int) -> dict[str, int]:
@@ -67,6 +69,17 @@ def test_sizes_that_cannot_be(sizes, message):
         (LLAMA, TrainerLayout(2, pp=2), {"account_for_loss_in_pipeline_split": True}, ["is not supported"]),
         (LLAMA, TrainerLayout(1), ends(last=7), ["of at least 2"]),
         (LLAMA, TrainerLayout(2, pp=2), ends(last=13), ["12 layers"]),
+        (DELTA, TrainerLayout(4, tp=4), {}, ["2 key heads of delta nets: 2 = 0 x 4 + 2", "2 key-value heads"]),
+        (
+            DELTA,
+            TrainerLayout(4, tp=2, cp=2),
+            {},
+            ["--context-parallel-size 2: with --tensor-model-parallel-size 2 it"],
+        ),
+        (DELTA, TrainerLayout(2, tp=2), {"sequence_parallel": False}, ["gated delta nets need sequence parallelism"]),
+        (SINKS, TrainerLayout(2, cp=2), {}, ["layers of the kind window cannot", "attention with sinks cannot"]),
+        (SINKS, TrainerLayout(2, tp=2, etp=2), {}, ["experts with biases stand whole on a rank; give 1"]),
+        (LATENT, TrainerLayout(2, tp=2), {"sequence_parallel": False}, ["need sequence parallelism"]),
         (LLAMA, TrainerLayout(8, tp=2, pp=2, cp=2), {}, []),
         (LLAMA, TrainerLayout(3, pp=3, vpp=2), {}, []),
         (LLAMA, TrainerLayout(4, pp=4), ends(first=2, last=4), []),

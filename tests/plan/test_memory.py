@@ -12,10 +12,10 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Recompute, layer_bytes
+from fusionrl.plan.memory.activations import ActivationOptions, Recompute, kinds_of, layer_bytes
 from fusionrl.plan.memory.advice import changes
 from fusionrl.plan.memory.bars import ENGINE_PROCESS, GPU_PROCESS
-from fusionrl.plan.memory.engine import engine_memory, kv_bytes, static_fraction
+from fusionrl.plan.memory.engine import engine_memory, kv_bytes, request_bytes, static_fraction
 from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
 from fusionrl.plan.memory.report import MemoryReport
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
@@ -26,6 +26,9 @@ from fusionrl.plan.render import memory_warnings, render_plan
 from tests.plan.shapes import SMALL
 
 QWEN3_30B = shape_from_hf_config(json.loads((Path(__file__).parent / "qwen3_30b_a3b.json").read_text()))
+RECIPES = Path(__file__).parents[1] / "recipes" / "configs"
+QWEN3_5 = shape_from_hf_config(json.loads((RECIPES / "qwen3.5-35b-a3b.json").read_text()))
+GPT_OSS = shape_from_hf_config(json.loads((RECIPES / "gpt-oss-20b.json").read_text()))
 DENSE = shape_from_hf_config(SMALL)
 WIDE = SMALL | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
 SIZES_8B = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
@@ -140,7 +143,8 @@ def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
 
 def test_a_busy_experts_rank_keeps_more() -> None:
     layout, uneven = TrainerLayout(8, ep=8), replace(FUSED, imbalance=1.5)
-    even, busy = (layer_bytes(QWEN3_30B, layout, options, has_experts=True) for options in (FUSED, uneven))
+    (kinds,) = set(kinds_of(QWEN3_30B, range(48)))
+    even, busy = (layer_bytes(QWEN3_30B, layout, options, kinds) for options in (FUSED, uneven))
     assert busy - even == 2 * 0.5 * 8 * (2 * 2048 + 3 * 768)
 
 
@@ -165,6 +169,46 @@ def test_tokens_of_a_kv_cache() -> None:
     assert engine == int((0.8 * 80 * GIB - 30e9) // (2 * 48 * 2 * 128 * 2))
     assert twice == pytest.approx(2 * engine, abs=1)
     assert all(0.5 < static_fraction(kind.memory, 1) < 0.95 for kind in KINDS.values())
+
+
+def test_an_engine_has_a_state_for_each_request() -> None:
+    """Of Qwen3.5-35B: 30 layers of 32 states of 128 x 128 in fp32, and the 3 last rows of q, k and v in bf16.
+
+    SGLang 0.5 gives states 0.9 of what keys and values get; a request takes five places where prefixes are kept.
+    """
+    one = 30 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
+    assert [request_bytes(QWEN3_5, size, 2) for size in (1, 2)] == [one, one / 2]
+
+    def engine(on_cpu: bool = False, **args: Any) -> Any:
+        args = {"mem_fraction_static": 0.8} | args
+        return engine_memory(QWEN3_5, 60e9, 2, "bf16", args, device_memory=80 * GIB, on_cpu=on_cpu)
+
+    made, room = engine(), 0.8 * 80 * GIB - 30e9
+    assert made.num_states == int(room * 0.9 / 1.9 // (one / 2)) and made.num_requests == (made.num_states - 1) // 5
+    assert made.kv_tokens == int((room - made.num_states * one / 2) // (10 * 2 * 1 * 256 * 2))
+    assert made.pool == pytest.approx(room, rel=1e-4)
+    assert engine(mamba_full_memory_ratio=0.1).num_states == int(room * 0.1 / 1.1 // (one / 2))
+    assert engine(max_mamba_cache_size=40).num_requests == 8
+    alone = engine(disable_radix_cache=True, max_running_requests=40)
+    assert (alone.num_states, alone.num_requests) == (41, 40)
+    on_cpu = engine(on_cpu=True)
+    assert (on_cpu.num_states, on_cpu.num_requests) == (769, 256) and on_cpu.pool > 769 * one / 2
+    assert engine(on_cpu=True, disable_radix_cache=True, max_running_requests=40).num_states == 769
+    assert engine_memory(QWEN3_30B, 60e9, 2, "bf16", {}, device_memory=80 * GIB, on_cpu=False).num_states == 0
+
+
+def test_states_are_in_the_plan_and_too_few_of_them_are_refused() -> None:
+    values = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2} | EIGHT
+    four = {"num_layers": 4, "attention": QWEN3_5.attention[:4], "mlp": QWEN3_5.mlp[:4]}  # plans of 40 take seconds
+    shape = QWEN3_5.model_copy(update=four)
+    made = plan(shape, 80, **values).memory
+    (line,) = (line for line in made.lines() if line.startswith("a device of an engine: "))
+    assert "+ states " in line and " of 3.1 MiB, for " in line and line.endswith(" requests at a time")
+    in_place = plan(shape, 80, pause_generation_mode="in_place", **values).memory  # without a prefix cache
+    assert in_place.engine.num_requests == in_place.engine.num_states - 1 == made.engine.num_states - 1
+    passed = PassThrough(sglang={"max_mamba_cache_size": 4})
+    starved = plan(shape, 80, passed=passed, **values).memory
+    assert starved.fits is False and "the engine has room for 5 states of 0.003" in starved.verdict()
 
 
 def test_phases_that_alternate_are_not_summed() -> None:
@@ -205,7 +249,7 @@ def test_the_least_change_that_fits_is_named_and_fits(
 ) -> None:
     num_gpus, num_tokens = sizes
     values = SFT | {"actor_num_gpus_per_node": num_gpus, "max_tokens_per_gpu": num_tokens}
-    values |= {"expert_model_parallel_size": 8 if shape.moe else 1}
+    values |= {"expert_model_parallel_size": 8 if shape.num_experts else 1}
     made = plan(shape, memory, **values)
     assert made.memory.fits is False
     (warning,) = memory_warnings(made)
@@ -219,6 +263,17 @@ def test_the_advice_does_not_stop_at_half_of_the_tokens() -> None:
     values |= {"rollout_max_response_len": 8192}
     made = plan(QWEN3_30B, 141, **values, max_tokens_per_gpu=16384)
     assert str(made.memory.change).startswith("--max-tokens-per-gpu 12288 ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "proposed"),
+    [(DENSE, set()), (GPT_OSS, {"model"}), (QWEN3_30B, {"model", "tensor"})],
+    ids=["none", "with biases", "others"],
+)
+def test_experts_are_divided_over_devices_where_they_may_be(shape: ModelShape, proposed: set[str]) -> None:
+    """Experts with biases stand whole on a rank: as many as there are may go to others."""
+    flags = " ".join(flags for flags, _ in changes(Config.from_flat({"actor_num_gpus_per_node": 8}), shape))
+    assert {kind for kind in ("model", "tensor") if f"--expert-{kind}-parallel-size 2" in flags} == proposed
 
 
 def test_an_engine_without_room_for_one_sample_and_where_nothing_fits() -> None:

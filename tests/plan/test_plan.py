@@ -7,23 +7,33 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.models.shape import shape_from_hf_config
+from fusionrl.models.kinds import Full
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan import open_files
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.defaults import layer_impl
+from fusionrl.plan.device_checks import check_fused_layers
 from fusionrl.plan.engine_places import place_engines, place_one_by_one
 from fusionrl.plan.open_files import open_file_warnings, samples_in_flight
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import render_plan
+from tests.models.test_families import shape_of
 from tests.plan.shapes import SMALL
 
 SHAPE = shape_from_hf_config(SMALL)
 BASE: dict[str, Any] = {"rollout_batch_size": 8, "num_rollout": 3}
 
 
-def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, passed: Any = None, **values: Any) -> Plan:
+def plan(
+    device: Any = "cpu",
+    num_prompts: int = 100,
+    num_cores: int = 8,
+    passed: Any = None,
+    shape: ModelShape = SHAPE,
+    **values: Any,
+) -> Plan:
     config = Config.from_flat({k: v for k, v in (BASE | values).items() if v is not None}, passed)
-    made = make_plan(config, SHAPE, device=device, num_prompts=num_prompts, num_cores=num_cores)
+    made = make_plan(config, shape, device=device, num_prompts=num_prompts, num_cores=num_cores)
     text = render_plan(made, config)
     assert text.count("\n") >= 5 and not re.search(r"\b1 \w+s\b", text), text
     return made
@@ -111,6 +121,22 @@ def test_what_a_device_refuses(device: str, values: dict[str, Any], sglang: Any,
     passed = PassThrough(sglang=sglang)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         plan(device, passed=passed, **{"rollout_num_gpus": 1} | values)
+
+
+@pytest.mark.parametrize(
+    ("family", "shares"), [("gemma3_text", True), ("gpt_oss", True), ("deepseek_v3", False), ("qwen3_5_text", False)]
+)
+def test_prompts_are_shared_where_every_layer_can(family: str, shares: bool) -> None:
+    """--share-prompts is on; a delta net would take a sibling's answer into the state of the next."""
+    balance = plan(shape=shape_of(family)).balance
+    assert balance is not None and balance.share_prompts is shares
+
+
+def test_delta_nets_refuse_drafts_on_a_cpu() -> None:
+    passed, shape = PassThrough(sglang=NGRAM), shape_of("qwen3_5_text")
+    with pytest.raises(ValueError, match="-algorithm NGRAM: on a CPU delta nets would need a state for each token"):
+        plan("cpu", passed=passed, shape=shape, rollout_num_gpus=1)
+    plan("cuda", passed=passed, shape=shape, rollout_num_gpus=1)
 
 
 def test_the_optimizer_has_no_gpu_to_leave_on_a_cpu() -> None:
@@ -371,3 +397,19 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = many | {"sglang_server_concurrency": 2047}
     assert open_file_warnings(*crowded(**lowered)) == []
     assert open_file_warnings(*crowded("on-policy", mode="sft", prompt_data="x.jsonl")) == []
+
+
+def test_a_transformer_engine_that_is_too_old_for_sinks_is_refused() -> None:
+    """Not where the layers are the local ones."""
+    plain = shape_from_hf_config(SMALL)
+    shape = plain.model_copy(update={"attention": (Full(sinks=True),) * plain.num_layers})
+    with pytest.raises(ValueError, match=r"Transformer Engine 2.7.1 has no attention of the kind full .* version 2.8"):
+        check_fused_layers(Config.from_flat({}), shape, "cuda", "bf16", "2.7.1")
+    for checked, device, precision, version in (
+        (shape, "cuda", "bf16", "2.20.2"),
+        (shape, "cuda", "bf16", None),
+        (shape, "cuda", "fp32", "2.7.1"),
+        (shape, "cpu", "fp32", "2.7.1"),
+        (plain, "cuda", "bf16", "1.13.0"),
+    ):
+        check_fused_layers(Config.from_flat({}), checked, device, precision, version)

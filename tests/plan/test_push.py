@@ -82,7 +82,7 @@ SHAPES = {
     family: shape_from_hf_config(
         json.loads(hf_models.config_of(family, False, num_hidden_layers=4).to_json_string(use_diff=False))
     )
-    for family in ("qwen3", "qwen2_moe", "glm4", "qwen3_moe", "deepseek_v3", "glm4_moe")
+    for family in ("qwen3", "qwen2_moe", "glm4", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 }
 
 
@@ -107,7 +107,8 @@ def cases(draw: st.DrawFn) -> Case:
     tp, pp, cp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
     vpp = draw(st.sampled_from([1, 4 // pp])) if pp in (2,) else 1
     dp = draw(st.sampled_from([1, 2, 3]))
-    ep, etp = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, tp]))) if SHAPES[family].moe else (1, 1)
+    ep, etp = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, tp]))) if SHAPES[family].num_experts else (1, 1)
+    etp = etp if SHAPES[family].divides_experts else 1
     assume((tp * cp * dp) % (ep * etp) == 0)
     layout = TrainerLayout(tp * pp * cp * dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp)
     names = frozenset(name for name in hf_shapes(SHAPES[family]) if name.endswith(("proj.weight", "with_mqa.weight")))
@@ -130,8 +131,14 @@ def test_every_tensor_is_sent_once_and_comes_from_ranks_that_hold_it(case: Case)
         for tensor in bucket.tensors:
             split = tensor.rule.split != "replicated"
             for place, member in enumerate(bucket.members):
+                if tensor.rule.stack:
+                    its = [i for i in range(tensor.shape[0]) if tensor.rule.of_expert(i) in held[member]]
+                    count = tensor.shape[0] // case.layout.ep
+                    assert its == [*range(place * count, place * count + count)]
+                    continue
                 assert held[member][tensor.rule.megatron] == (place if split else held[member][tensor.rule.megatron])
-            size = held[bucket.source]["etp" if tensor.expert is not None else "tp"]
+            over = "ep" if tensor.rule.stack else "tp" if tensor.expert is None else "etp"
+            size = getattr(case.layout, over)
             assert len(bucket.members) == size, "of all parts, none is missing"
 
 
@@ -143,7 +150,7 @@ def holdings(case: Case) -> list[dict[str, int]]:
     for rank in range(layout.world_size):
         stage, inner = divmod(rank, per_stage)
         tp_place, etp_place, ep_place = inner % layout.tp, inner % layout.etp, inner // layout.etp % layout.ep
-        mine: dict[str, int] = {"tp": layout.tp, "etp": layout.etp}
+        mine: dict[str, int] = {}
         for name, rule in model_rules(case.shape).items():
             if "layers." in name:
                 is_here = int(name.split(".")[2]) in stages[stage]
@@ -175,7 +182,7 @@ def test_buckets_are_as_large_as_they_may_be_and_of_one_dtype(case: Case) -> Non
                 assert tensor.sent_bytes == tensor.nbytes
         assert len({tensor.dtype for tensor in bucket.tensors}) == 1
         together = [name for name in names if name.endswith(push.TOGETHER)]
-        assert len(together) % 2 == 0 or case.shape.mla is None
+        assert len(together) % 2 == 0 or case.shape.attention[0].kind != "latent"
 
 
 @settings(max_examples=25)

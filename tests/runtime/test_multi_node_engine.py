@@ -21,8 +21,10 @@ from fusionrl.plan.push import join_nodes
 from fusionrl.plan.visible_devices import Gpu
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_specs import engine_specs, policy_server_args
+from fusionrl.runtime.external_engines import engine_requirements
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import Bundle
+from tests.models.test_families import shape_of
 from tests.own_process import wait_until
 
 SERVER = """
@@ -183,17 +185,48 @@ CASES = [
 ]
 
 
+def group_args(group: str, **values: Any) -> dict[str, object]:
+    groups = read_groups((f"g:num_gpus=1{group}",), 1)
+    plan: Any = SimpleNamespace(group_of=lambda index: groups[0], engines_give_memory=False, device="cpu", knobs=None)
+    return policy_server_args(Config.from_flat(values), plan, 0)
+
+
 @pytest.mark.parametrize(("switch", "flags"), CASES)
 def test_a_group_cannot_switch_off_what_the_run_needs(switch: str, flags: dict[str, Any]) -> None:
-    def args(group: str, **values: Any) -> dict[str, object]:
-        groups = read_groups((f"g:num_gpus=1{group}",), 1)
-        plan: Any = SimpleNamespace(
-            group_of=lambda index: groups[0], engines_give_memory=False, device="cpu", knobs=None
-        )
-        return policy_server_args(Config.from_flat(values), plan, 0)
-
     name = switch.replace("-", "_")
-    assert args("", **flags)[name] is True and args(f",{switch}=true", **flags)[name] is True
+    assert group_args("", **flags)[name] is True and group_args(f",{switch}=true", **flags)[name] is True
     with pytest.raises(ValueError, match=f"--engine-group g: {switch}=false: .*; leave it out"):
-        args(f",{switch}=false", **flags)
-    assert args(f",{switch}=false", pause_generation_mode="abort")[name] is False
+        group_args(f",{switch}=false", **flags)
+    assert group_args(f",{switch}=false", pause_generation_mode="abort")[name] is False
+
+
+def test_engines_of_gpt_oss_record_the_experts_that_trainers_replay(tmp_path: Path) -> None:
+    """SGLang's choice for it, triton_kernel, records none: each token would seem to go to expert 0."""
+    plan: Any = SimpleNamespace(group_of=lambda index: None, engines_give_memory=False, device="cuda", knobs=None)
+    plan.quantization, plan.rollout_dtype, plan.transport = None, "bf16", "broadcast"
+    (tmp_path / "config.json").write_text("{}")
+
+    def args(family: str, **sglang: Any) -> dict[str, object]:
+        plan.shape = shape_of(family)
+        values = {"use_rollout_routing_replay": True, "hf_checkpoint": str(tmp_path)}
+        config = Config.from_flat(values, PassThrough(sglang=sglang))
+        of_external = engine_requirements(config, plan, True).flags
+        own = policy_server_args(config, plan, 0)
+        assert of_external.items() <= own.items() and of_external.get("moe_runner_backend") == own.get(
+            "moe_runner_backend"
+        )
+        return own
+
+    assert args("gpt_oss")["moe_runner_backend"] == "triton" and "moe_runner_backend" not in args("qwen3_moe")
+    assert args("gpt_oss", moe_runner_backend="cutlass")["moe_runner_backend"] == "cutlass"
+    with pytest.raises(ValueError, match="--sglang-moe-runner-backend=triton_kernel: its kernel records no experts"):
+        args("gpt_oss", moe_runner_backend="triton_kernel")
+
+
+def test_engines_do_not_read_mxfp4_that_trainers_push_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    model = {"hf_checkpoint": str(tmp_path)}
+    for group in ("", ",load-format=dummy"):
+        assert group_args(group, **model)["load_format"] == "dummy"
+    with pytest.raises(ValueError, match="--engine-group g: load-format=auto: .* in MXFP4, .*; leave it out"):
+        group_args(",load-format=auto", **model)

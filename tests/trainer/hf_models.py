@@ -1,14 +1,23 @@
 """Tiny random Hugging Face models, and the losses that transformers' autograd computes on them."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from safetensors.torch import save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
+from tests.trainer import short_conv  # noqa: F401 (transformers then knows it)
 from tests.trainer.trainer_worker import Samples
+from tools.parity_rows import KNOWN_AS
 
 VOCAB = 120
 COMMON: dict[str, Any] = {
@@ -33,10 +42,28 @@ LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 SOFTMAX = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.3}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 YARN |= {"mscale": 0.8, "mscale_all_dim": 0.6}
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+WINDOW: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 # Sizes of a tiny model of each family: none equal that could be mistaken for each other, and as odd as they may be.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
+    "mimo": {},
     "qwen3": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
@@ -45,16 +72,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": SIGMOID | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
     "deepseek_v2": LATENT | SHARED | SOFTMAX | {"q_lora_rank": None},
     "deepseek_v3": LATENT | SIGMOID | {"rope_parameters": YARN},
+    "kimi_k2": LATENT | SIGMOID | {"rope_parameters": YARN, "n_group": 1, "topk_group": 1},
+    # transformers takes 1e-6 in the norms of the compressed parts, whatever config.json says.
+    "glm4_moe_lite": LATENT | SIGMOID | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
+    "phi3": {
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "olmo2": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID | EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_next": HYBRID | EXPERTS | {"shared_expert_intermediate_size": 40},
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "swiglu_limit": 0.6,  # so small that some gates are cut off
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    },
+    "gemma3_text": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24},
+    "olmo3": WINDOW,
+}
+
+# DeepSeek-V3 with an indexer that chooses keys, all of them in texts of the tests: `test_sparse.py`.
+INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": LATENT | SIGMOID | INDEXER | {"rope_parameters": YARN},
+    "glm_moe_dsa": LATENT | SIGMOID | INDEXER | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
 }
 
 # Those of plugins/models; the same tests run for them.
-PLUGINS: dict[str, dict[str, Any]] = {"mistral": {"head_dim": 16, "sliding_window": None}}
+PLUGINS: dict[str, dict[str, Any]] = {
+    "mistral": {"head_dim": 16, "sliding_window": None},
+    "short_conv": {"conv_size": 3, "layer_types": ["conv", "full_attention"]},
+}
 
 
 def config_of(family: str, tied: bool, **values: Any) -> Any:
     """transformers' configuration of a tiny model."""
-    sizes = COMMON | (FAMILIES | PLUGINS)[family] | {"tie_word_embeddings": tied} | values
-    config = AutoConfig.for_model(family, **sizes)
+    sizes = COMMON | (FAMILIES | SPARSE | PLUGINS)[family] | {"tie_word_embeddings": tied} | values
+    config = AutoConfig.for_model(KNOWN_AS.get(family, family), **sizes)
     config._attn_implementation = "eager"
     return config
 
@@ -65,18 +144,65 @@ def make(
     """A model with biases and norms that are not trivial, saved to `folder`."""
     torch.manual_seed(seed)
     model = kind.from_config(config_of(family, tied, **values)).eval()
+    _spread(model)
+    model.save_pretrained(folder)
+    if family in KNOWN_AS:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": family}))
+    return model
+
+
+def _spread(model: Any) -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("norm.weight"):
                 param.add_(0.2 * torch.randn_like(param))
-            if name.endswith("bias"):
+            if name.endswith(("A_log", "dt_bias")):  # transformers' own: some gates so small that gradients are noise
+                param.copy_(torch.rand_like(param) - 0.5)
+            elif name.endswith(("bias", "sinks")):
                 param.normal_(std=0.2)
-            if name.endswith(("gate.weight", "score.weight")):
+            if name.endswith(("gate.weight", "router.weight", "score.weight")):
                 param.normal_(std=0.5)  # routers that choose clearly, so that rounding changes no choice
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
-    model.save_pretrained(folder)
+
+
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+VISION |= {"patch_size": 4, "num_position_embeddings": 16}
+
+
+def make_published(
+    folder: Path, family: str, tied: bool, dtype: Any = torch.float32, seed: int = 5, **values: Any
+) -> Any:
+    """The text model of `family`; in `folder`/published the multimodal model around it, in `folder`/text itself.
+
+    The former is transformers' own as it holds it, experts packed (`save_pretrained` takes them apart), with tensors
+    of a layer that predicts a token more. The decays of delta nets are in fp32 whatever the dtype.
+    """
+    text = config_of(family, tied, **values)
+    config = AutoConfig.for_model(
+        family.removesuffix("_text"), text_config=text.to_dict(), vision_config=VISION, tie_word_embeddings=tied
+    )
+    torch.manual_seed(seed)
+    whole = AutoModelForImageTextToText.from_config(config).to(dtype)
+    _spread(whole)
+    whole.save_pretrained(folder / "published")
+    file = folder / "published" / "model.safetensors"
+    tensors = {name: x.clone() for name, x in whole.state_dict().items() if not (tied and name == "lm_head.weight")}
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensors[name] = torch.rand(tensor.shape) - 0.5
+    hidden, experts = text.hidden_size, text.to_dict().get("num_experts")
+    tensors["mtp.norm.weight"] = torch.randn(hidden, dtype=dtype)
+    tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.randn(experts or 1, hidden, 24, dtype=dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_config(text).eval()
+    named = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    missing, extra = model.load_state_dict(named, strict=False)
+    assert missing == (["lm_head.weight"] if tied else [])
+    assert all(name.startswith(("model.visual.", "mtp.")) for name in extra)
+    model.save_pretrained(folder / "text")
     return model
 
 

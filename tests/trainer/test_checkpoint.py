@@ -35,10 +35,19 @@ def fresh(forkserver):
     pool.close()
 
 
-@pytest.mark.parametrize(("dp", "precision"), [(1, "fp32"), (2, "bf16")])
-def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, dp, precision):
-    folder, _ = hf("qwen3", True)
-    config, layout = config_of(folder, precision=precision, use_kl_loss=True, **SCHEDULE), TrainerLayout(dp)
+@pytest.mark.parametrize(
+    ("family", "layout", "precision"),
+    [
+        ("qwen3", TrainerLayout(1), "fp32"),
+        ("qwen3", TrainerLayout(2), "bf16"),
+        ("qwen3_5_text", TrainerLayout(2, tp=2), "bf16"),  # tensors of two types
+        ("qwen2", TrainerLayout(2, pp=2), "fp32"),  # a tied embedding, in a bucket of its own behind a padded one
+    ],
+    ids=str,
+)
+def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, family, layout, precision):
+    folder, _ = hf(family, True)
+    config = config_of(folder, precision=precision, use_kl_loss=True, **SCHEDULE)
     path = str(tmp_path / "checkpoint")
     workers.start(config, layout)
     rollouts(workers, layout, range(2))
@@ -54,6 +63,29 @@ def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, dp, precision):
     assert rollouts(fresh, layout, range(2, 4)) == uninterrupted
     assert fresh.call("state_hashes") == at_end
     assert at_end != at_save
+
+
+def _norms(actor: Any) -> list[str]:
+    """Names in a checkpoint of the norms before attention and MLP."""
+    from fusionrl.trainer.checkpoint import _weights_state
+
+    (state,) = _weights_state(actor.trained.chunks).values()
+    return sorted(
+        tensor.key for tensor in state.values() if "input_layernorm" in tensor.key or "layer_norm" in tensor.key
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "short_conv"])
+def test_norms_have_the_names_of_transformer_engines_layers(workers, hf, family):
+    """Also before a layer that has none in its projection: a checkpoint of a CPU loads on a GPU."""
+    workers.start(config_of(hf(family, False)[0]))
+    layer, attention, mlp = (
+        "decoder.layers.",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+    )
+    wanted = [f"{layer}0.input_layernorm.weight", f"{layer}0.{mlp}", f"{layer}1.{mlp}", f"{layer}1.{attention}"]
+    assert workers.run(_norms)[0] == wanted
 
 
 def _options(actor: Any) -> list[dict[str, Any]]:
@@ -107,6 +139,8 @@ def test_a_resume_takes_the_schedule_and_options_of_its_flags(workers, hf, tmp_p
         ("qwen3_moe", TrainerLayout(1), TrainerLayout(2, ep=2)),
         ("qwen3_moe", TrainerLayout(2, ep=2), TrainerLayout(2, tp=2, etp=2)),
         ("deepseek_v3", TrainerLayout(2, tp=2, etp=2), TrainerLayout(2, ep=2)),
+        ("olmo2", TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)),
+        ("qwen3_5_text", TrainerLayout(2, tp=2), TrainerLayout(2, cp=2)),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer.settings import installed_impl, rank_device
 from fusionrl.trainer.swiglu import swiglu
+from tests.models.test_families import shape_of
 from tests.trainer.trainer_worker import config_of
 
 if TYPE_CHECKING:
@@ -65,15 +67,51 @@ def test_only_megatron_s_own_attention_is_replaced(monkeypatch: pytest.MonkeyPat
     from fusionrl.trainer import layers
 
     other = type("FusedAttention", (layers.MLASelfAttention,), {})
-    attentions = [SimpleNamespace(module=module) for module in (layers.MLASelfAttention, other)]
-    specs = [SimpleNamespace(submodules=SimpleNamespace(self_attention=attention)) for attention in attentions]
-    monkeypatch.setattr(
-        layers, "get_gpt_decoder_block_spec", lambda *args, **kwargs: SimpleNamespace(layer_specs=specs)
-    )
-    transformer: Any = SimpleNamespace(transformer_impl="transformer_engine")
-    shape: Any = SimpleNamespace(mla=SimpleNamespace(q_lora_rank=None), output_norms=False)
-    layers.block_spec(transformer, shape, None)
-    assert [attention.module for attention in attentions] == [layers.PlainQuery, other]
+    transformer: Any = SimpleNamespace(transformer_impl="transformer_engine", q_lora_rank=None)
+    monkeypatch.setattr(layers, "get_transformer_layer_offset", lambda *args, **kwargs: 0)
+    for module, wanted in ((layers.MLASelfAttention, layers.PlainQuery), (other, other)):
+        layer = SimpleNamespace(submodules=SimpleNamespace(self_attention=SimpleNamespace(module=module)))
+        block = SimpleNamespace(layer_specs=[layer, layer])
+        monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", lambda *args, block=block, **kwargs: block)
+        spec = layers.block_spec(transformer, shape_of("deepseek_v2"), None)
+        assert [layer.submodules.self_attention.module for layer in spec.layer_specs or []] == [wanted] * 2
+
+
+def test_scores_of_transformer_engine_have_the_scale_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of OLMo 3 with YaRN, which turns the layers without a window alone. That attention is not a Megatron module."""
+    megatron_patches.install()
+    from fusionrl.trainer import layers
+
+    class Attention(torch.nn.Module):
+        def __init__(self, config: object, softmax_scale: float | None = None) -> None:
+            super().__init__()
+            self.scale = softmax_scale
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    shape = shape_of("olmo3").model_copy(update={"rope_scaling": yarn})
+    transformer: Any = SimpleNamespace(transformer_impl="transformer_engine", softmax_scale=None)
+    scales = {}
+    for kind in dict.fromkeys(shape.attention):
+        parts = SimpleNamespace(core_attention=Attention)
+        layer: Any = SimpleNamespace(self_attention=SimpleNamespace(module=None, submodules=parts))
+        layers.FIT[type(kind)](kind, layer, transformer, shape)
+        scales[kind.window] = parts.core_attention(transformer, softmax_scale=None).scale
+    assert scales == {8: None, None: pytest.approx(shape.head_dim**-0.5 * (0.1 * math.log(4) + 1) ** 2)}
+
+
+def test_norms_over_all_heads_are_no_part_of_the_spec() -> None:
+    """Megatron-core 0.19 refuses those there, as `qk_layernorm` is off."""
+    megatron_patches.install()
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from fusionrl.trainer import layers
+
+    spec = layers.get_gpt_layer_local_spec(qk_layernorm=False, normalization="RMSNorm")
+    shape, transformer = shape_of("minimax_m2"), SimpleNamespace(transformer_impl="local", softmax_scale=None)
+    fitted = layers.fitted_layer(spec, (shape.attention[0], shape.mlp[0]), transformer, shape)
+    attention = fitted.submodules.self_attention
+    assert {attention.submodules.q_layernorm, attention.submodules.k_layernorm} <= {None, IdentityOp}
+    assert issubclass(attention.module, layers.SelfAttention) and issubclass(attention.module, layers._WidthNorms)
 
 
 PLAN = TrainerPlan(TrainerLayout(1), "cuda", "bf16", 1, None, {}, None)

@@ -46,8 +46,10 @@ def test_our_own_attention_is_for_short_sequences_on_a_cpu() -> None:
         assert (row.layout.table is not None) is is_ours, (length, values)
 
 
-def test_attention_is_the_same_whoever_computes_it(rank) -> None:
-    rank(check_both_attentions, Samples(9, seed=3, share=3))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_attention_is_the_same_whoever_computes_it(workers, hf, family) -> None:
+    workers.start(config_of(hf(family, True)[0]))
+    workers.run(check_both_attentions, Samples(9, seed=3, share=3))
 
 
 def check_both_attentions(actor, samples: Samples) -> None:
@@ -90,6 +92,36 @@ def check_both_attentions(actor, samples: Samples) -> None:
     assert num_ours == [len(layers), 0, len(layers), 0]
     for own, other in zip(ours, theirs, strict=True):
         assert (own - other).abs().max() < 1e-5 * other.abs().max() and other.any()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text"])
+def test_no_gradient_leaves_its_sequence(workers, hf, family) -> None:
+    """That of a loss on one sequence by the embeddings of the others is exactly 0."""
+    workers.start(config_of(hf(family, True)[0]))
+    workers.run(check_no_gradient_leaves_its_sequence, Samples(4, seed=5, low=30, high=90))
+
+
+def check_no_gradient_leaves_its_sequence(actor, samples: Samples) -> None:
+    from dataclasses import replace
+
+    from fusionrl.trainer.micro_batches import build_micro_batch
+
+    (shard,) = samples.shards(micro=4)
+    batch = build_micro_batch(shard, list(range(4)), shard.steps[0], replace(actor.batch_options, share_prompts=False))
+    (module,) = actor.trained.chunks
+    (embedding,) = (part for name, part in module.named_modules() if name.endswith(".embedding"))
+    embedded: list[torch.Tensor] = []
+    handle = embedding.register_forward_hook(lambda _, __, output: embedded.append(output))
+    logits = module(batch.tokens, batch.position_ids, None, packed_seq_params=batch.layout)
+    handle.remove()
+    start = 0
+    for length in batch.layout.lengths:
+        part = logits[0, start : start + length].float().square().sum()
+        (grad,) = torch.autograd.grad(part, embedded, retain_graph=True)
+        inside = grad[start : start + length]
+        assert inside.flatten(1).any(1).all() and grad.count_nonzero() == inside.count_nonzero()
+        start += length
+    assert start == batch.tokens.size(1)
 
 
 def test_a_micro_batch_of_samples_without_a_token(rank) -> None:

@@ -18,6 +18,7 @@ from fusionrl.trainer.pinned_memory import PinnedMemory
 from tests.trainer.trainer_worker import Samples, config_of
 
 BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+WIDE = {name: BIG[name] for name in ("hidden_size", "intermediate_size", "head_dim")}
 
 
 def resident(actor) -> int:
@@ -74,11 +75,25 @@ def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
     assert workers.train(shards, layout, 1) == after
 
 
+def leaves(actor) -> set[bool]:
+    """Whether the tensors that the optimizer moves are leaves of autograd."""
+    optimizers = [inner.optimizer for inner in actor.trained.optimizer.chained_optimizers]
+    return {param.is_leaf for one in optimizers for group in one.param_groups for param in group["params"]}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_optimizer_moves_leaves_alone(workers, hf, precision):
+    """For --optimizer-cpu-offload Megatron builds an optimizer of them once more, and torch takes no others."""
+    workers.start(config_of(hf("qwen3_5_text", False)[0], precision=precision))
+    assert workers.run(leaves) == [{True}]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(detect_device("auto") != "cuda", reason="no NVIDIA GPU on this machine")
-def test_the_optimizer_stays_on_the_host(workers, hf, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])  # the latter has tensors in fp32
+def test_the_optimizer_stays_on_the_host(workers, hf, tmp_path, family):
     """--optimizer-cpu-offload: the same numbers, saved and loaded, with the moments in host memory."""
-    folder, shards, found, path = hf("qwen3", False, **BIG)[0], Samples(6, seed=2).shards(), [], str(tmp_path / "saved")
+    folder, shards, found, path = hf(family, False, **WIDE)[0], Samples(6, seed=2).shards(), [], str(tmp_path / "saved")
     for offload in (False, True):
         passed = {"optimizer": {"optimizer_cpu_offload": offload, "optimizer_offload_fraction": 1.0}}
         workers.start(config_of(folder, precision="bf16", passthrough=passed if offload else None))

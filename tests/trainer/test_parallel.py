@@ -98,6 +98,13 @@ def test_a_rank_without_samples_takes_part(workers, hf):
         ("glm4_moe", False, {"pp": 2}),
         ("deepseek_v3", False, {"tp": 2, "etp": 2}),
         ("deepseek_v3", False, {"ep": 2}),
+        ("olmo2", False, {"tp": 2}),
+        ("smollm3", False, {"pp": 2}),
+        ("granite", True, {"pp": 2}),
+        ("gemma3_text", True, {"tp": 2}),
+        ("gemma3_text", True, {"pp": 2}),
+        ("olmo3", False, {"tp": 2}),
+        ("gpt_oss", False, {"tp": 2}),
     ],
     ids=str,
 )

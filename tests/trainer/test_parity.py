@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from tests.trainer import hf_models, trainer_worker
@@ -55,7 +56,7 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
     (packed,) = workers.run(all_logits, shard, [list(range(7))])[0]
     with torch.no_grad():
         plain = [model(torch.tensor(t[:-1], dtype=torch.long)[None]).logits[0].numpy() for t in samples.tokens]
-    assert np.abs(packed - np.concatenate(plain)).max() <= 1e-5
+    assert np.abs(packed - np.concatenate(plain)).max() <= read_model_shape(folder).logit_bound
 
     assert_scores(workers, shard, model, samples, temperature=0.7)
 
@@ -99,7 +100,10 @@ def test_divided_logits_equal_transformers(workers):
 
 @pytest.mark.parametrize(
     ("family", "tied", "per_token"),
-    [("llama", True, True), ("qwen2", False, False), ("qwen3_moe", False, False), ("mistral", False, True)],
+    [
+        *(("llama", True, True), ("qwen2", False, False), ("qwen3_moe", False, False)),
+        *((name, False, True) for name in hf_models.PLUGINS),
+    ],
 )
 def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
     folder, model = hf(family, tied)
@@ -110,14 +114,37 @@ def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
     assert_step_equals(workers, metrics, model, samples, "sft", SFT_BOUND, per_token=per_token)
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[2], LAYOUTS[4]], ids=str)
+def test_a_kind_of_a_plug_in_is_divided(workers, hf, layout):
+    """plugins/models/short_conv.py on several ranks, packed, against plain torch, a sequence at a time."""
+    folder, model = hf("short_conv", False)
+    samples = Samples(6, seed=9)
+    workers.start(config_of(folder, "sft"), layout)
+    metrics = workers.train(samples.shards(layout.dp, micro=3), layout)
+    trained = hf_models.clone(model)
+    loss = hf_models.loss(trained, samples, list(range(6)), "sft")
+    loss.backward()
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = np.sqrt(sum(float(p.grad.pow(2).sum()) for p in trained.parameters() if p.grad is not None))
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+
+
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 3.0}
 
 
+YARN, LINEAR = {"rope_type": "yarn"}, {"rope_type": "linear"}
+
+
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", LLAMA3), *((name, {"rope_type": "yarn"}) for name in ("qwen3", "qwen2_moe"))]
+    ("family", "kind"),
+    [("llama", LLAMA3), ("qwen3", YARN), ("qwen2_moe", YARN), ("olmo3", YARN), ("gemma3_text", LINEAR)],
 )
 def test_scaled_positions(workers, hf, family, kind):
+    """In families with windows, of layers without one."""
     scaling = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32} | kind
+    if family in ("olmo3", "gemma3_text"):
+        scaling = {"full_attention": scaling, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     folder, model = hf(family, False, rope_parameters=scaling)
     samples = Samples(3, seed=8, low=60, high=100)
     workers.start(config_of(folder, "sft"))
@@ -126,10 +153,10 @@ def test_scaled_positions(workers, hf, family, kind):
     assert_step_equals(workers, workers.train([shard]), model, samples, "sft", SFT_BOUND)
 
 
-@pytest.mark.parametrize("high", [40, 1000])
-def test_a_prompt_that_samples_share_is_computed_once(workers, hf, high):
+@pytest.mark.parametrize(("family", "high"), [("qwen3", 40), ("qwen3", 1000), ("gemma3_text", 40), ("olmo3", 1000)])
+def test_a_prompt_that_samples_share_is_computed_once(workers, hf, family, high):
     """Groups of four; with long ones, the rows of a group fall into different attention calls."""
-    folder, model = hf("qwen3", False, max_position_embeddings=1024)
+    folder, model = hf(family, False, max_position_embeddings=1024)
     samples = Samples(10, seed=high + 1, high=high, share=4)  # which saves a third of the tokens, at least
     workers.start(config_of(folder, entropy_coef=0.05))
     (shard,) = samples.shards(micro=10)

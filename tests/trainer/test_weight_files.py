@@ -1,5 +1,6 @@
 """Versions of the weights as files: what two ranks write, what a host makes of it, and what becomes of damage."""
 
+import json
 import os
 import re
 import resource
@@ -122,6 +123,16 @@ def test_versions_follow_the_trainers(trained: Make, options: dict[str, Any]) ->
     assert os.listdir(run.folder) == ["weight_v000002"]
     run.workers.run(drop, None)
     assert os.listdir(run.folder) == []
+
+
+def test_config_json_has_the_type_of_the_model_not_of_tensors_in_fp32(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = DiskOptions(str(tmp_path / "versions"), str(tmp_path), False, "xor", "xxh3-128", 1)  # a file a tensor
+    types = {"weight": torch.bfloat16, "A_log": torch.float32}
+    tensors = [(name, torch.zeros(2, dtype=dtype)) for name, dtype in types.items()]
+    for order in (tensors, tensors[::-1]):
+        written = DiskWriter(options, rank=0, world_size=1, export=lambda order=order: iter(order)).write(1)
+        assert json.loads(Path(written["folder"], "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_host_that_missed_a_version_takes_a_full_one(trained: Make, tmp_path: Path) -> None:

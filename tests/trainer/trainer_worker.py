@@ -144,8 +144,7 @@ def gathered(
     exporter = Exporter(trained.chunks, trained.transformer, *place, quantization=quantization)
     exporter.settle()
     tensors = exporter.tensors(dist.group.WORLD)
-    experts = actor.shape.moe.num_experts if actor.shape.moe else 0
-    plan = plan_push(tensors, actor.layout, 1, 3_000, experts)
+    plan = plan_push(tensors, actor.layout, 1, 3_000, actor.shape.num_experts)
     gatherer, found = exporter.gatherer(plan, {}), {}
     flat = torch.full((plan.buffer_bytes(actor.rank)[0],), 255, dtype=torch.uint8)  # what is not written is a NaN
     early, late = plan.gathers(actor.rank)

@@ -5,7 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from fusionrl.models.shape import MLAShape, ModelShape, MoEShape, shape_from_hf_config
+from fusionrl.models.kinds import Delta, Experts, Latent
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.weights.checksums import engine_checksums, hash_tensor, hash_words
 from fusionrl.weights.verify import compare_checksums
 
@@ -97,13 +98,117 @@ def test_a_bias_that_is_added_after_the_columns_is_whole_on_every_rank() -> None
     assert engine_checksums([(name, bias)], shape(), 2) == [{name: sha(bias)}] * 2
 
 
+@pytest.mark.parametrize(("tp", "groups"), [(1, 2), (2, 2), (4, 2)])
+def test_a_checkpoint_that_has_them_joined(tp: int, groups: int) -> None:
+    """Queries, keys and values in one tensor, gate and up in another (Phi): engines hold the same."""
+    plain = hf_tensors(groups)
+    layer = "model.layers.0."
+    joined = {name: tensor for name, tensor in plain.items() if not name.endswith((".bias", "_norm.weight"))}
+    for target, parts in (("self_attn.qkv_proj", ("q", "k", "v")), ("mlp.gate_up_proj", ("gate", "up"))):
+        module, _, _ = target.partition(".")
+        joined[f"{layer}{target}.weight"] = torch.cat(
+            [joined.pop(f"{layer}{module}.{part}_proj.weight") for part in parts]
+        )
+    found, wanted = (
+        engine_checksums(joined.items(), shape(groups), tp),
+        engine_checksums(plain.items(), shape(groups), tp),
+    )
+    for rank in range(tp):
+        assert found[rank] == {name: wanted[rank][name] for name in found[rank]}
+        assert f"{layer}self_attn.qkv_proj.weight" in found[rank]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_stacked_experts(tp: int) -> None:
+    """gpt-oss: gate and up alternate, each rank's width padded, biases in fp32, and that of the columns added once."""
+    raw = {"num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": 2}
+    raw |= {"num_attention_heads": HEADS, "vocab_size": VOCAB, "num_experts_per_tok": 1}
+    of, multiple = "model.layers.0.mlp.experts.", 8
+    stacks = {"gate_up_proj": (HIDDEN, 2 * FFN), "gate_up_proj_bias": (2 * FFN,), "down_proj": (FFN, HIDDEN)}
+    tensors = {of + name: random(2, *sizes) for name, sizes in (stacks | {"down_proj_bias": (HIDDEN,)}).items()}
+    found = engine_checksums(tensors.items(), shape_from_hf_config({"model_type": "gpt_oss"} | raw), tp, None, multiple)
+    width = 16 // tp  # 12, padded
+    for rank in range(tp):
+        both = torch.zeros(2, 2 * width, HIDDEN, dtype=torch.bfloat16)
+        bias, down = torch.zeros(2, 2 * width), torch.zeros(2, HIDDEN, width, dtype=torch.bfloat16)
+        for i in range(width):
+            if (row := rank * width + i) >= FFN:
+                continue
+            both[:, 2 * i : 2 * i + 2] = tensors[of + "gate_up_proj"][:, :, 2 * row : 2 * row + 2].transpose(1, 2)
+            bias[:, 2 * i : 2 * i + 2] = tensors[of + "gate_up_proj_bias"][:, 2 * row : 2 * row + 2]
+            down[:, :, i] = tensors[of + "down_proj"][:, row]
+        last = torch.zeros(2, HIDDEN) if rank else tensors[of + "down_proj_bias"].float()
+        want = {"w13_weight": both, "w13_weight_bias": bias, "w2_weight": down, "w2_weight_bias": last}
+        assert found[rank] == {of + name: hash_tensor(tensor) for name, tensor in want.items()}
+
+
+@pytest.mark.parametrize(("tp", "groups"), [(2, 2), (4, 2)])
+def test_norms_over_all_heads_of_minimax(tp: int, groups: int) -> None:
+    """SGLang's ranks have those of their heads, and keep the router in fp32."""
+    raw = {"num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": 2}
+    raw |= {"num_attention_heads": HEADS, "num_key_value_heads": groups, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
+    layer, router = "model.layers.0.", random(2, HIDDEN)
+    queries, keys = random(HEADS * HEAD_DIM), random(groups * HEAD_DIM)
+    tensors = {layer + "self_attn.q_norm.weight": queries, layer + "self_attn.k_norm.weight": keys}
+    tensors[layer + "block_sparse_moe.gate.weight"] = router
+    model = shape_from_hf_config({"model_type": "minimax_m2", "num_experts_per_tok": 1} | raw)
+    for rank, found in enumerate(engine_checksums(tensors.items(), model, tp)):
+        group = rank * groups // tp
+        held = queries.chunk(tp)[rank], keys[group * HEAD_DIM : (group + 1) * HEAD_DIM], router.float()
+        assert found == dict(zip(tensors, map(hash_tensor, held), strict=True))
+
+
+def test_engines_that_join_nothing() -> None:
+    """SGLang runs SmolLM3 by transformers' model."""
+    tensors = hf_tensors()
+    unjoined = shape().model_copy(update={"model_type": "smollm3"})
+    assert engine_checksums(tensors.items(), unjoined, 1)[0].keys() == tensors.keys()
+
+
+def test_an_embedding_that_no_rank_cuts() -> None:
+    """SGLang's Gemma 3 has torch's, and norms that keep no copy of 1 + weight."""
+    tensors = {"model.embed_tokens.weight": random(VOCAB, HIDDEN), "model.norm.weight": random(HIDDEN)}
+    gemma = shape().model_copy(update={"model_type": "gemma3_text", "zero_centered_norms": True})
+    assert engine_checksums(tensors.items(), gemma, 2) == [{name: sha(x) for name, x in tensors.items()}] * 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_delta_nets_are_divided_by_heads_of_keys(tp: int, is_joined: bool) -> None:
+    """Queries, keys, values and z each; in one run where the checkpoint has them by heads of keys (Qwen3-Next)."""
+    kind = Delta(key_heads=2, value_heads=4, key_dim=3, value_dim=5, conv_size=4)
+    qkvz = [random(count, HIDDEN) + i for i, count in enumerate((6, 6, 20, 20))]
+    ba = [random(4, HIDDEN) + i for i in range(2)]
+    rows = {
+        "conv1d.weight": [random(count, 1, 4) + i for i, count in enumerate((6, 6, 20))],
+        "A_log": [random(4)],
+        "dt_bias": [random(4)],
+    }
+    norm, out = random(5), random(HIDDEN, 20)
+    if is_joined:
+        qkvz, ba = [torch.cat(qkvz)], [torch.cat(ba)]
+        stored = {"in_proj_qkvz.weight": qkvz[0], "in_proj_ba.weight": ba[0]}
+    else:
+        stored = {"in_proj_qkv.weight": torch.cat(qkvz[:3]), "in_proj_z.weight": qkvz[3]}
+        stored |= {"in_proj_b.weight": ba[0], "in_proj_a.weight": ba[1]}
+    stored |= {name: torch.cat(parts) for name, parts in rows.items()} | {"norm.weight": norm, "out_proj.weight": out}
+    of, family = "model.layers.0.linear_attn.", "qwen3_next" if is_joined else "qwen3_5_text"
+    traits = {"model_type": family, "attention": (kind,), "zero_centered_norms": True}  # but not of this norm
+    found = engine_checksums(((of + name, x) for name, x in stored.items()), shape().model_copy(update=traits), tp)
+    rows |= {"in_proj_qkvz.weight": qkvz, "in_proj_ba.weight": ba}
+    for rank in range(tp):
+        held = {name: torch.cat([part.chunk(tp)[rank] for part in parts]) for name, parts in rows.items()}
+        held |= {"norm.weight": norm, "out_proj.weight": out.chunk(tp, 1)[rank]}
+        assert found[rank] == {of + name: hash_tensor(tensor) for name, tensor in held.items()}
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("q_lora_rank", [6, None])
 def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
     """The down projections stand whole, and as one, on every rank; what is made of the latent is split by heads."""
     nope, rope, value, latent = 3, 2, 5, 7
     sizes = {"kv_lora_rank": latent, "qk_head_dim": nope, "qk_pos_emb_head_dim": rope, "v_head_dim": value}
-    mla = MLAShape(q_lora_rank=q_lora_rank, **sizes)
+    kind = Latent(q_lora_rank=q_lora_rank, **sizes)
     of = "model.layers.0.self_attn."
     tensors = {
         of + "kv_a_proj_with_mqa.weight": random(latent + rope, HIDDEN),
@@ -117,7 +222,7 @@ def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
     if q_lora_rank is None:
         queries = {"q_proj": (HEADS * (nope + rope), HIDDEN)}
     tensors |= {f"{of}{name}.weight": random(*size) for name, size in queries.items()}
-    found = engine_checksums(tensors.items(), shape().model_copy(update={"mla": mla}), tp)
+    found = engine_checksums(tensors.items(), shape().model_copy(update={"attention": (kind,)}), tp)
     assert len(found) == tp
     for rank in range(tp):
         heads = [h for h in range(HEADS) if h * tp // HEADS == rank]
@@ -149,12 +254,12 @@ def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
 def test_experts_stand_in_two_tensors(names: tuple[str, str, str]) -> None:
     """Gates over ups of all experts, and their downs; each rank has a part of every expert."""
-    moe = MoEShape(num_experts=3, topk=1, ffn_hidden_size=FFN, layers=(0,), norm_topk_prob=True)
+    kind = Experts(num_experts=3, topk=1, ffn_hidden_size=FFN, norm_topk_prob=True)
     gate, up, down = names
     of = "model.layers.0.mlp.experts"
     tensors = {f"{of}.{i}.{name}.weight": random(FFN, HIDDEN) + i for i in (2, 0, 1) for name in (up, gate)}
     tensors |= {f"{of}.{i}.{down}.weight": random(HIDDEN, FFN) + i for i in (1, 2, 0)}
-    found = engine_checksums(tensors.items(), shape().model_copy(update={"moe": moe}), 2)
+    found = engine_checksums(tensors.items(), shape().model_copy(update={"mlp": (kind,)}), 2)
     for rank, rows in enumerate((slice(0, 6), slice(6, 12))):
         firsts = [torch.cat([tensors[f"{of}.{i}.{name}.weight"][rows] for name in (gate, up)]) for i in range(3)]
         seconds = [tensors[f"{of}.{i}.{down}.weight"][:, rows] for i in range(3)]

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fusionrl.base.group_rendezvous import CalledOff, meet
 from fusionrl.base.torch_stores import create_group_store, join_group_store
-from fusionrl.models.families.rules import Rule
+from fusionrl.models.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
 from fusionrl.weights.broadcast import Broadcast, _leave
