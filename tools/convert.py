@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.base.torch_stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.models import families
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.trainer.model_rank import ModelRank
@@ -76,7 +77,7 @@ def to_hf(hf_checkpoint: str, megatron_checkpoint: str, out: Path, precision: st
         from fusionrl.models.hf_io import iter_hf_tensors, save_hf
 
         tensors = iter_hf_tensors(modules, transformer, trainer.shape)
-        save_hf(out, hf_checkpoint, tensors, write=True)
+        save_hf(out, hf_checkpoint, tensors, write=True, kept=families.kept(trainer.shape))
 
 
 @contextmanager

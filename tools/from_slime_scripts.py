@@ -44,6 +44,7 @@ FAMILIES = {
     "minimax": "minimax_m2",
     "mimo": "mimo",
     "get_glm_spec": "glm4",
+    "gpt-oss": "gpt_oss",
 }
 
 
@@ -90,6 +91,8 @@ def family_of(launch: Launch, claims: Mapping[str, object]) -> str:
     """The `model_type` that the launch's model has."""
     words = " ".join(map(plain, launch.argv)).lower()
     family_of_name = next((family for part, family in FAMILIES.items() if part in words), None)
+    if family_of_name == "qwen3_5":
+        return "qwen3_5_moe_text" if "num_experts" in claims else "qwen3_5_text"
     if family_of_name:
         return family_of_name
     if "multi_latent_attention" in claims:
@@ -125,18 +128,24 @@ def config_json(claims: Mapping[str, object], family: str) -> dict[str, object]:
         "rms_norm_eps": float(str(claims.get("norm_epsilon", 1e-5))),
         "rope_theta": float(str(claims.get("rotary_base", 10000))),
         "tie_word_embeddings": "untie_embeddings_and_output_weights" not in claims,
-        "attention_bias": "add_qkv_bias" in claims,
+        "attention_bias": "add_qkv_bias" in claims or family == "gpt_oss",
         "partial_rotary_factor": float(str(claims.get("rotary_percent", 1.0))),
         "use_qk_norm": "qk_layernorm" in claims,
     }
+    if "window_size" in claims:
+        raw["sliding_window"] = int(str(claims["window_size"]).split(",")[0])
+    if "attention_output_gate" in claims:  # whose delta nets no flag describes
+        raw |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+        raw |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     if "kv_channels" in claims:
         raw["head_dim"] = number("kv_channels")
     if "num_experts" in claims:
         raw |= {
             **dict.fromkeys(("num_experts", "n_routed_experts"), number("num_experts")),
             "num_experts_per_tok": number("moe_router_topk"),
-            "moe_intermediate_size": number("moe_ffn_hidden_size"),
+            "moe_intermediate_size": number("moe_ffn_hidden_size", number("ffn_hidden_size")),
             "n_shared_experts": number("moe_shared_expert_intermediate_size") // max(1, number("moe_ffn_hidden_size")),
+            "shared_expert_intermediate_size": number("moe_shared_expert_intermediate_size"),
             "first_k_dense_replace": dense,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -198,7 +207,7 @@ def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) ->
                 shape = shape_from_hf_config(raw, "the model")
             except ValueError as error:
                 is_here = False
-                if "is not supported; supported are" not in str(error):
+                if not re.search(r"model_type '\w+' is not supported", str(error)):
                     errors.append(str(error))
         claimed = claim_errors(shape, claims) if shape is not None else []
         errors += claimed

@@ -34,7 +34,7 @@ from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_by
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
 from tools import published_peaks
-from tools.parity_rows import COMMON, MODELS, ROWS, Row
+from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, Row
 
 BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.05
 _HEAD = {
@@ -114,14 +114,14 @@ def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> di
     parameters = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
     trained = model.build_training(config, modules, transformer, trainer_plan(config, row.layout))
     buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    optimizer = 0
+    optimizer, held = 0, {b.param_data.untyped_storage().data_ptr() for b in buffers}
     for inner in trained.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
             for param in group["params"]:
                 state = inner.optimizer.state[param].values()
                 tensors = [value for value in state if isinstance(value, torch.Tensor)]
                 # In fp32 the shard is a view of the model's own parameter.
-                shard = [param] if precision == "bf16" else []
+                shard = [] if param.untyped_storage().data_ptr() in held else [param]
                 optimizer += sum(t.numel() * t.element_size() for t in (*tensors, *shard))
     return {
         "parameters": parameters,
@@ -165,6 +165,7 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
         stage = layout.coordinates(rank).pp
         want = estimates[stage]
         weight_bytes = counted[stage].count * options.weight_bytes
+        weight_bytes += sum(counted[stage].exact) * (4 - options.weight_bytes)
         is_equal &= measured["parameters"] == weight_bytes
         is_equal &= (measured["weights"], measured["gradients"]) == (want.weights, want.gradients)
         # Where a buffer ends in padding, the rank that has it holds less: the estimate is that of the others.
@@ -178,6 +179,7 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     expected_total = sum(
         options.optimizer_bytes
         * ((p.count - sum(p.expert)) * per_stage // replicas["dense"] + sum(p.expert) * per_stage // replicas["expert"])
+        - (options.optimizer_bytes - options.of_fp32.optimizer_bytes) * sum(p.exact) * per_stage // replicas["dense"]
         for p in counted
     )
     is_equal &= total == expected_total  # of all ranks together the optimizer is exact
@@ -196,8 +198,9 @@ def parity_shape(name: str) -> ModelShape:
     """The shape of a model of tools/parity.py, read from the config.json that transformers writes."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(name.split()[0], **(COMMON | {"tie_word_embeddings": False} | MODELS[name]))
-    return shape_from_hf_config(config.to_dict())
+    family, sizes = name.split()[0], COMMON | {"tie_word_embeddings": False} | MODELS[name]
+    config = AutoConfig.for_model(KNOWN_AS.get(family, family), **sizes)
+    return shape_from_hf_config(config.to_dict() | {"model_type": family})
 
 
 def states_line(entry: dict[str, Any]) -> str:
@@ -240,6 +243,14 @@ _LATENT: dict[str, Any] = {
     "topk_method": "noaux_tc",
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 176}
+_CHOSEN = {"num_experts_per_tok": 2, "intermediate_size": 176}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+    "linear_conv_kernel_dim": 4,
+}
 LAYERS: dict[str, dict[str, Any]] = {
     "llama: attention and MLP": {"model_type": "llama"},
     "llama, no grouped queries": {"model_type": "llama", "num_key_value_heads": 8},
@@ -253,6 +264,21 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3: latent attention, MLP": {"model_type": "deepseek_v3", **_LATENT, "first_k_dense_replace": 99},
     "deepseek_v3: latent attention, mixture": {"model_type": "deepseek_v3", **_LATENT, "first_k_dense_replace": 0},
+    "olmo2: q/k norms over all heads, output norms alone": {"model_type": "olmo2"},
+    "smollm3: without rotary embeddings": {"model_type": "smollm3", "no_rope_layer_interval": 1},
+    "gpt_oss: windows and sinks, mixture with biases": {"model_type": "gpt_oss", "num_local_experts": 8, **_CHOSEN},
+    "minimax_m2: mixture": {"model_type": "minimax_m2", "num_local_experts": 8, **_CHOSEN},
+    "gemma3_text: windows, norms on both sides": {"model_type": "gemma3_text", "sliding_window": 32},
+    "qwen3_5_text: a gated delta net": {"model_type": "qwen3_5_text", **_DELTA, "full_attention_interval": 99},
+    "qwen3_5_text: gated attention": {"model_type": "qwen3_5_text", **_DELTA, "full_attention_interval": 1},
+    "qwen3_next: gated delta nets, gated attention, mixture with a shared expert": {
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 208,
+        **_EXPERTS,
+        **_DELTA,
+        "full_attention_interval": 2,
+    },
+    "short_conv: a kind of a plug-in": {"model_type": "short_conv", "conv_size": 3},
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -299,6 +325,7 @@ def layer_cases() -> Iterator[LayerCase]:
     for layer in list(LAYERS)[:3] + list(LAYERS)[6:7]:  # torch's attention, for longer sequences
         yield LayerCase(layer, "none", {}, lengths=(LONGEST_ROW + 18,))
     qwen, moe, mla = list(LAYERS)[2], list(LAYERS)[4], list(LAYERS)[6]
+    delta, gated = (f"qwen3_5_text: {kind}" for kind in ("a gated delta net", "gated attention"))
     yield LayerCase(qwen, "core_attn", {"recompute_granularity": "selective"}, lengths=(LONGEST_ROW + 18,))
     yield LayerCase(mla, "mla_up_proj", _selective("mla_up_proj"), lengths=(LONGEST_ROW + 18,))
     yield LayerCase(qwen, "none", {}, lengths=(LONGEST_ROW + 18,) * 2)
@@ -317,6 +344,11 @@ def layer_cases() -> Iterator[LayerCase]:
     yield LayerCase(mla, "none", {}, TrainerLayout(2, tp=2))
     yield LayerCase(mla, "none", {}, TrainerLayout(2, cp=2))
     yield LayerCase(mla, "none", {}, precision="bf16")
+    for layer in (delta, gated):
+        yield LayerCase(layer, "none", {}, lengths=(LONGEST_ROW + 18,))
+        yield LayerCase(layer, "none", {}, lengths=(129, 129))
+        yield LayerCase(layer, "none", {}, TrainerLayout(2, tp=2))
+        yield LayerCase(layer, "none", {}, TrainerLayout(2, cp=2))
 
 
 def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
@@ -331,7 +363,7 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     passthrough = PassThrough(transformer=case.transformer)
     _, modules, transformer = build(shape, layout, 0, case.precision, passthrough)
     slicing = Slicing(layout.cp, 0, layout.tp if transformer.sequence_parallel else 1, 0)
-    sharing = shape.mla is None
+    sharing = shape.may_share_prompts
     options = MicroBatchOptions(slicing, torch.device("cpu"), 1.0, None, True, share_prompts=sharing)
     shard = _shard(case.lengths, shape.vocab_size)
     batch = build_micro_batch(shard, list(range(len(case.lengths))), shard.steps[0], options)
@@ -360,7 +392,7 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
         hook.remove()
     tokens = batch.tokens.size(1)
     split = layout.tp if transformer.sequence_parallel else 1
-    even = len(experts) * tokens / split * layout.etp * (shape.moe.topk if shape.moe else 1)
+    even = len(experts) * tokens / split * layout.etp * (shape.mixture.topk if shape.mixture else 1)
     # Storages freed at the end of the forward pass (recomputed outputs) have a size of 0 by now.
     return sum(storage.nbytes() for storage in saved.values()), tokens, routed / even if experts else 1.0
 

@@ -35,6 +35,29 @@ SIGMOID: dict[str, Any] = {
     "topk_group": 2,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+WINDOW: dict[str, Any] = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+SHARED = {"shared_expert_intermediate_size": 48}
+KNOWN_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Families that transformers has under another name."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -50,6 +73,40 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
     "deepseek_v3": LATENT | SIGMOID,
     "deepseek_v3 dense": LATENT | SIGMOID | {"first_k_dense_replace": 4},
+    # transformers takes 1e-6 in the norms of the compressed parts, whatever config.json says.
+    "glm4_moe_lite": LATENT | SIGMOID | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
+    "kimi_k2": LATENT | SIGMOID | {"n_group": 1, "topk_group": 1},
+    "mimo": {},
+    "phi3": {
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "olmo2": {},
+    "smollm3": {},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID | EXPERTS | SHARED,
+    "qwen3_next": HYBRID | EXPERTS | SHARED,
+    "gemma3_text": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24},
+    "olmo3": WINDOW,
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "swiglu_limit": 1.0,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    },
 }
 
 
@@ -86,6 +143,10 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
+# Layouts of two ranks that every such model has; windows and sinks are not divided over a sequence's pieces.
+WINDOWED: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2})
+DENSE = (*WINDOWED, {"cp": 2})
+MIXED = (*DENSE, {"ep": 2})
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ROWS = [
     Row("qwen3", 2),
@@ -121,6 +182,18 @@ ROWS = [
     Row("deepseek_v3", 2, {"ep": 2}),
     Row("deepseek_v3", 2, {"pp": 2}),
     Row("deepseek_v3", 2, {"cp": 2}),
+    *(Row(model, 2, sizes) for model in ("phi3", "olmo2", "smollm3", "granite", "mimo") for sizes in DENSE),
+    *(Row(model, 2, sizes) for model in ("gemma3_text", "olmo3") for sizes in WINDOWED),
+    *(Row("qwen3_5_text", 2, sizes) for sizes in (*DENSE, {"pp": 2, "vpp": 2})),
+    *(Row(model, 2, sizes) for model in ("kimi_k2", "glm4_moe_lite", "minimax_m2") for sizes in MIXED),
+    *(Row(model, 2, sizes) for model in ("qwen3_5_moe_text", "qwen3_next") for sizes in MIXED),
+    *(Row("gpt_oss", 2, sizes) for sizes in (*WINDOWED, {"ep": 2})),
+    Row("olmo2", 2, {"tp": 2}, "no sequence parallel", {"sequence_parallel": False}),
+    Row("smollm3", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3_5_text", 2, note="full recompute", transformer=FULL),
+    Row("granite", 2, note="full recompute", transformer=FULL),
+    Row("gemma3_text", 2, {"pp": 2, "vpp": 2}),
+    Row("gemma3_text", 2, note="full recompute", transformer=FULL),
     Row("qwen3", 4),
     Row("qwen3", 4, {"pp": 4}),
     Row("qwen3", 4, {"cp": 4}),
@@ -133,6 +206,7 @@ ROWS = [
     Row("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}),
     Row("qwen3_moe", 4, {"cp": 2, "ep": 2}),
     Row("deepseek_v3", 4, {"tp": 2, "ep": 2, "etp": 1}),
+    Row("gpt_oss", 4, {"tp": 2, "ep": 2, "etp": 1}),
     Row("deepseek_v3", 4, {"tp": 2, "pp": 2}),
     Row("qwen3", 8, {"tp": 2, "pp": 2}),
     Row("qwen3", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2}),

@@ -50,10 +50,8 @@ TIMEOUT_S = 600.0
 # ------------------------------------------------------------------------------------------------ trainer ranks
 def whole_tensor(rule: Rule, dtype: torch.dtype, seed: int) -> Tensor:
     """The Megatron tensor of a rule, the same wherever it is made."""
-    rows = sum(sizes[0] for sizes in rule.hf.values())
-    rest = next(iter(rule.hf.values()))[1:]
     generator = torch.Generator().manual_seed(int(hashlib.sha256(rule.megatron.encode()).hexdigest()[:12], 16) + seed)
-    return torch.randn(rows, *rest, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randn(rule.sizes, generator=generator, dtype=torch.float32).to(dtype)
 
 
 class Parts:
@@ -72,8 +70,11 @@ class Parts:
         self._tp, self._etp, self._ep = inner % layout.tp, inner % layout.etp, inner // layout.etp % layout.ep
         first = rank - rank % per_stage
         self._groups = [_group_of(rank, layout.world_size, layout.tp)]
-        if shape.moe is not None:
+        if shape.num_experts:
             self._groups.append(_group_of(rank, layout.world_size, layout.etp))
+        if any(rule.stack for rule in model_rules(shape).values()):
+            assert layout.etp == 1, "the expert-parallel ranks are neighbours"
+            self._groups.append(_group_of(rank, layout.world_size, layout.ep))
         assert first % layout.tp == first % layout.etp == 0
         self.own: dict[str, tuple[Rule, Tensor]] = {}
         self.fill(seed=0)
@@ -85,8 +86,7 @@ class Parts:
                 continue
             place, size = self._tp, self.layout.tp
             if rule.expert is not None:
-                assert self.shape.moe is not None
-                if rule.expert * self.layout.ep // self.shape.moe.num_experts != self._ep:
+                if rule.expert * self.layout.ep // self.shape.num_experts != self._ep:
                     continue
                 place, size = self._etp, self.layout.etp
             full = whole_tensor(rule, DTYPES[self.dtype], seed).to(self.device)
@@ -101,12 +101,12 @@ class Parts:
 
     def gatherer(self, plan: PushPlan, mapped: Mapping[int, Sequence[Tensor]]) -> PartGatherer:
         """As `Exporter.gatherer`."""
-        return PartGatherer(self.rank, plan, self.own, self.shape, self._groups, self.device, mapped)
+        return PartGatherer(self.rank, plan, self.own, self._groups, self.device, mapped)
 
     def whole(self) -> Any:
         """(name, tensor) of all, of a single rank."""
         assert self.layout.world_size == 1
-        parts = ((rule.hf, convert.take_apart(rule, part, self.shape)) for rule, part in self.own.values())
+        parts = ((rule.hf, convert.take_apart(rule, part)) for rule, part in self.own.values())
         full = (pair for names, tensors in parts for pair in zip(names, tensors, strict=True))
         return quantized(full, self.quantization)
 

@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             for receivers in options.receivers.split(","):
                 count, _, size = receivers.partition("x")
                 sizes = [int(size or 1)] * int(count)
-                ep_size = len(sizes) and (sizes[0] if shape.moe else 1)
+                ep_size = len(sizes) and (sizes[0] if shape.num_experts else 1)
                 with Receivers(sizes, device=options.device, ep_size=ep_size) as engines:
                     bench = Bench(ranks, engines, shape, options.device)
                     for bucket in map(int, options.buckets.split(",")):

@@ -9,16 +9,17 @@ from pathlib import Path
 from tools.proof.machine import ROOT
 from tools.proof.stage import Failed, Figures, Setting, Stage
 
+_DRAFTS = ("spec_accept_rate", "spec_accept_length")
 _FUSIONRL = [sys.executable, "-m", "fusionrl.cli", "train"]
 
 
 # -------------------------------------------------------------------------------------------- runs
-def _run(*flags: str, experts: bool = False) -> Callable[[Setting], list[str]]:
+def _run(*flags: str, model: str = "model") -> Callable[[Setting], list[str]]:
     """The command of a run of two steps, every push verified."""
 
     def command(setting: Setting) -> list[str]:
         base = [
-            *("--mode", "rl", "--hf-checkpoint", str(setting.task / ("experts" if experts else "model"))),
+            *("--mode", "rl", "--hf-checkpoint", str(setting.task / model)),
             *("--prompt-data", str(setting.task / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
             *("--apply-chat-template", "--custom-rm-path", f"{ROOT}/tools/proof/hooks.py:partial_credit"),
             *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
@@ -38,6 +39,7 @@ def _on_this_device(flags: tuple[str, ...], setting: Setting) -> list[str]:
     """The flags; in a rehearsal without those that a CPU refuses."""
     if not setting.rehearses:
         return list(flags)
+    flags = tuple(flag for flag in flags if not flag.startswith("--sglang-speculative"))
     return [{"--use-rollout-routing-replay": "--use-routing-replay"}.get(flag, flag) for flag in flags]
 
 
@@ -58,7 +60,8 @@ def _read_run(limit: float) -> Callable[[Setting, int, str], Figures]:
         if not max(worst, apart) <= limit:
             raise Failed(f"log-probs of engines and trainers differ by {max(worst, apart):.2e}, more than {limit:.0e}")
         logs = "".join(path.read_text(errors="replace") for path in sorted((folder / "logs").glob("trainer-*.log")))
-        return {
+        drafts = {name: trained[-1][f"rollout/{name}"] for name in _DRAFTS if f"rollout/{name}" in trained[-1]}
+        return drafts | {
             "log-probs differ by": max(worst, apart),
             "equal tensors": int(verified[-1]["sync/verify_tensors"]),
             "push s": float(verified[-1]["perf/time_sync_s"]),
@@ -183,6 +186,10 @@ def _read_parity(setting: Setting, code: int, output: str) -> Figures:
 
 
 _COLOCATED = ("--colocate",)
+_NEXTN = (
+    *("--sglang-speculative-algorithm=NEXTN", "--sglang-speculative-num-steps=1"),
+    *("--sglang-speculative-eagle-topk=1", "--sglang-speculative-num-draft-tokens=2"),
+)
 _SPLIT = ("--rollout-num-gpus", "1", "--update-weight-transport", "broadcast")
 STAGES = (
     Stage(
@@ -210,9 +217,17 @@ STAGES = (
     Stage(
         "routing",
         ("trainers use the experts", "engines' own routings"),
-        _run(*_COLOCATED, "--use-rollout-routing-replay", experts=True),
+        _run(*_COLOCATED, "--use-rollout-routing-replay", model="experts"),
         _read_run(0.1),
     ),
+    Stage("delta", ("the loop with gated delta nets",), _run(*_COLOCATED, model="delta"), _read_run(0.1)),
+    Stage(
+        "drafts",
+        ("engines draft with the layer",),
+        _run(*_COLOCATED, "--enable-mtp-training", *_NEXTN, model="drafts"),
+        _read_run(0.1),
+    ),
+    Stage("kinds", ("windows, sinks and delta nets",), _pytest("tests/trainer/test_gpu_layers.py"), _read_pytest),
     Stage("fp8", ("engines in block-wise fp8",), _pytest("tests/e2e/test_gpu.py", "-k", "fp8"), _read_pytest),
     Stage("push", ("a push through CUDA IPC",), _push, _read_push),
     Stage("loss-fp32", ("the loss with the output layer",), _loss("fp32"), _read_loss),
