@@ -23,7 +23,6 @@ def ask(argv: str) -> tuple[dict[str, Any], list[str]]:
         ("--moe-aux-loss-coeff -1e-3", {"transformer": {"moe_aux_loss_coeff": -1e-3}}),
         ("--no-masked-softmax-fusion", {"transformer": {"masked_softmax_fusion": False}}),
         ("--masked-softmax-fusion=false", {"transformer": {"masked_softmax_fusion": False}}),
-        ("--window-size 1 2", {"transformer": {"window_size": [1, 2]}}),
         ("--recompute-modules core_attn mlp", {"transformer": {"recompute_modules": ["core_attn", "mlp"]}}),
         # A field whose own name begins with "no_" is no negation.
         ("--no-rope-freq 4", {"transformer": {"no_rope_freq": 4}}),

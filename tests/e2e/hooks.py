@@ -75,14 +75,18 @@ def _newest_step(run_dir: str) -> int:
 
 
 def waits_or_fails(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
-    """Before a training step: from the eighth rollout on, wait while the file of FUSIONRL_TEST_FILE exists; raise at
-    the rollout and the optimizer step of FUSIONRL_TEST_FAILS_AT."""
+    """Before a training step: while the file of FUSIONRL_TEST_FILE exists, wait from the eighth rollout on, and in the
+    sixth and seventh until a checkpoint's tensors are written, which the next step completes; raise at the rollout and
+    the optimizer step of FUSIONRL_TEST_FAILS_AT."""
     import os
     import time
+    from pathlib import Path
 
     deadline = time.monotonic() + 120
     hold = os.environ.get("FUSIONRL_TEST_FILE", "")
-    while rollout_id >= 7 and hold and os.path.exists(hold) and time.monotonic() < deadline:
+    while rollout_id >= 5 and hold and os.path.exists(hold) and time.monotonic() < deadline:
+        if rollout_id < 7 and any(Path(args.run_dir, "checkpoints").rglob("*.distcp")):
+            break
         time.sleep(0.05)
     if os.environ.get("FUSIONRL_TEST_FAILS_AT") == f"{rollout_id} {step_id}":
         raise KeyError("no such column")
