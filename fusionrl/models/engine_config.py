@@ -53,13 +53,13 @@ def text_view(folder: str, place: Path, *, is_filled: bool = False) -> str:
     tensors have there (`engines/model_checks.py`).
 
     is_filled: config.json has `engine_fields`, too, for an engine with a draft model of its own: that would get what
-    --json-model-override-args brings.
+    --json-model-override-args brings. So it has them where they change model_type, which SGLang reads there alone.
     """
     if not Path(folder, "config.json").is_file():  # a name of the Hub's
         return folder
     raw, text = read_hf_config(folder, "model"), read_text_config(folder, "model")
     fields = engine_fields(folder)
-    fields = fields if is_filled or "architectures" in fields else {}
+    fields = fields if is_filled or "model_type" in fields else {}
     if text == raw and not fields:
         return folder
     shutil.rmtree(place, ignore_errors=True)

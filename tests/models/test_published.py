@@ -86,6 +86,19 @@ def test_a_draft_model_does_not_get_the_fields_of_the_model(
     assert config.items() >= engine_fields(folder).items() and read_model_shape(view) == read_model_shape(folder)
 
 
+def test_only_another_model_type_is_written_into_config_json(tmp_path: Path) -> None:
+    """OLMo 3 has another class alone, by --json-model-override-args: in a file transformers drops its rope_theta."""
+    for family in ("olmo3", "glm_moe_dsa"):
+        sizes = hf_models.COMMON | (hf_models.FAMILIES | hf_models.SPARSE)[family] | {"model_type": family}
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_text(json.dumps(sizes))
+        assert "architectures" in engine_fields(tmp_path / family)
+    assert text_view(str(tmp_path / "olmo3"), tmp_path / "view") == str(tmp_path / "olmo3")
+    view = text_view(str(tmp_path / "glm_moe_dsa"), tmp_path / "view")
+    config = json.loads(Path(view, "config.json").read_text())
+    assert (config["model_type"], config["index_topk"], engine_fields(view)) == ("deepseek_v3", None, {})
+
+
 def test_a_folder_without_weights_is_saved_as_a_text_model(made: Callable[[str], Path], tmp_path: Path) -> None:
     """Nothing says then in which form they are wanted: a Megatron checkpoint has them."""
     shutil.copytree(made(MIXED) / "published", tmp_path / "source")
