@@ -127,6 +127,11 @@ def test_fields_that_transformers_leaves_out(tmp_path: Any) -> None:
     flash = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense", "sparse"]}
     (tmp_path / "config.json").write_text(json.dumps(flash))
     assert engine_fields(tmp_path)["first_k_dense_replace"] == 2
+    (tmp_path / "config.json").write_text(json.dumps(latent | {"model_type": "glm_moe_dsa", "index_topk": 64}))
+    served = engine_fields(tmp_path)  # by the class of DeepSeek-V3, which would take 1,536 and 1e-6
+    assert (served["model_type"], served["index_topk"], served["max_position_embeddings"]) == ("deepseek_v3", None, 64)
+    assert (served["q_lora_rank"], served["rms_norm_eps"], served["topk_group"]) == (2048, 1e-5, 1)
+    assert "n_group" not in served and "scoring_func" not in served
     for raw in ({"model_type": "llama"}, {"model_type": "unheard_of"}):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         assert engine_fields(tmp_path) == {}

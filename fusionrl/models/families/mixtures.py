@@ -63,7 +63,11 @@ def read_deepseek_v3(raw: HfConfig) -> dict[str, object]:
 
 def read_sparse(raw: HfConfig) -> dict[str, object]:
     """DeepSeek-V3.2 and GLM-5: an indexer chooses `index_topk` keys, so up to as many tokens they are DeepSeek-V3."""
-    return read_deepseek_v3(raw) | {"max_position_embeddings": min(raw["max_position_embeddings"], raw["index_topk"])}
+    return read_deepseek_v3(raw) | {"max_position_embeddings": _dense_positions(raw)}
+
+
+def _dense_positions(raw: HfConfig) -> int:
+    return min(raw["max_position_embeddings"], raw["index_topk"])
 
 
 def read_minimax_m2(raw: HfConfig) -> dict[str, object]:
@@ -193,9 +197,10 @@ def _balanced_engine(raw: HfConfig) -> dict[str, object]:
 
 
 def _dense_engine(raw: HfConfig) -> dict[str, object]:
-    """SGLang's DeepSeek-V3, which leaves the indexers' tensors in their files."""
+    """SGLang's DeepSeek-V3, which leaves the indexers' tensors in their files; its class has defaults of its own."""
+    defaults = {name: raw[name] for name in _DEEPSEEK_V32 | _GLM5 if name in raw}
     served = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "index_topk": None}
-    return _balanced_engine(raw) | served | {"max_position_embeddings": read_sparse(raw)["max_position_embeddings"]}
+    return defaults | _balanced_engine(raw) | served | {"max_position_embeddings": _dense_positions(raw)}
 
 
 def _unserved_latent(shape: ModelShape) -> str | None:
