@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context beyond the positions
+_OR_LONGER = f", or set {_LONGER}=1"
 Count = Callable[["PreTrainedTokenizerBase", Row], "int | None"]  # tokens of a row; None: the run leaves it out
 
 
@@ -74,13 +75,15 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
     data = config.data.model_copy(update={"prompt_data": [spec]})
     config, positions = config.model_copy(update={"data": data, "eval": EvalGroup()}), _positions(config, shape)
     if config.rollout.rollout_max_response_len is not None:
-        return [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
+        errors = [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
+        return _explained(errors, shape)
     columns = _columns(config, data.input_key, data.tool_key)
     limit = min(_reading_limits(config, positions), key=_SIZE, default=None)
     if limit is None or not (long_row := _find(config, spec, columns, limit.num_tokens - 1, _prompt_counter(columns))):
         return []
     long = f"a prompt of {long_row.num_tokens} tokens leaves no room for a response in {limit.name}"
-    return [f"{spec}: {long_row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"]
+    error = f"{spec}: {long_row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"
+    return _explained([error], shape)
 
 
 def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -100,17 +103,22 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _explained(errors: list[str], shape: ModelShape) -> list[str]:
-    """Say why a model takes fewer tokens than its config.json has positions."""
+    """Say why a model takes fewer tokens than its config.json has positions, whatever SGLang's variable says."""
     within = shape.attention[0].dense_within
-    why = f". Beyond index_topk {within} {shape.model_type} chooses keys (DSA), which no trainer here does"
-    return [error + why if within is not None and f"{within} positions" in error else error for error in errors]
+    if within is None:
+        return errors
+    own = (f"the model's {within} positions", f"the {within} positions of --hf-checkpoint")
+    why = f". Beyond index_topk {within} {shape.model_type} chooses keys (DSA), which no trainer or engine here does"
+    return [e.replace(_OR_LONGER, "") + why if any(name in e for name in own) else e for e in errors]
 
 
 def _positions(config: Config, shape: ModelShape) -> int:
     """Tokens that the model takes: its own positions, or more if SGLang is configured to exceed them."""
     positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
     may_be_longer = os.environ.get(_LONGER, "").lower() in ("1", "true")
-    return max(positions, config.passthrough.sglang.get("context_length") or 0) if may_be_longer else positions
+    served, within = config.passthrough.sglang.get("context_length") or 0, shape.attention[0].dense_within
+    served = served if within is None else min(served, within)
+    return max(positions, served) if may_be_longer else positions
 
 
 def _context_errors(config: Config, positions: int) -> list[str]:
@@ -123,7 +131,7 @@ def _context_errors(config: Config, positions: int) -> list[str]:
     served = config.passthrough.sglang.get("context_length")
     if served is not None and served > positions:
         flag = f"--sglang-context-length {served}"
-        errors.append(f"{flag} is over the model's {positions} positions; lower it, or set {_LONGER}=1")
+        errors.append(f"{flag} is over the model's {positions} positions; lower it{_OR_LONGER}")
     return errors
 
 

@@ -46,14 +46,19 @@ def one(found: list[str], *parts: str) -> None:
     assert all(part in found[0] for part in parts), found
 
 
-def test_sparse_attention_is_refused_beyond_its_top_k(tiny_model: Path, tmp_path: Path) -> None:
-    """Whatever positions config.json has: trainers attend to all keys."""
+def test_sparse_attention_is_refused_beyond_its_top_k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever positions config.json has: trainers and engines attend to all keys."""
     sizes = hf_models.COMMON | hf_models.SPARSE["deepseek_v32"] | {"max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "deepseek_v32"}))
     config = Config.from_flat({"hf_checkpoint": str(tmp_path), "rollout_max_context_len": 65}, PassThrough())
     (error,) = flag_length_errors(config, read_model_shape(tmp_path))
     assert "--rollout-max-context-len 65 is over the model's 64 positions; lower it" in error
-    assert error.endswith("Beyond index_topk 64 deepseek_v32 chooses keys (DSA), which no trainer here does")
+    why = "Beyond index_topk 64 deepseek_v32 chooses keys (DSA), which no trainer or engine here does"
+    assert error.endswith(why)
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    config = Config.from_flat({"hf_checkpoint": str(tmp_path)}, PassThrough(sglang={"context_length": 65}))
+    (error,) = flag_length_errors(config, read_model_shape(tmp_path))
+    assert error == f"--sglang-context-length 65 is over the model's 64 positions; lower it. {why}"
 
 
 def test_positions_are_counted_as_sglang_counts_them() -> None:
