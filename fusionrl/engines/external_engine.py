@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from fusionrl.engines.control import EngineControl
 from fusionrl.engines.http import EndpointError, as_list, as_object
 from fusionrl.models.engine_config import engine_fields
-from fusionrl.models.shape import ModelShape, differences, read_model_shape
+from fusionrl.models.shape import ModelShape, differences, read_model_shape, read_text_config, shape_from_hf_config
 
 OLDEST = (0, 5, 17)
 """Of SGLang's versions, whose weight updates are those that a push sends."""
@@ -190,15 +190,21 @@ def _other_model(model: Mapping[str, object], expected: EngineRequirements) -> l
     """The message where it serves another model: by the names of its classes, and by its config.json if it is here."""
     path, classes = str(model.get("model_path")), model.get("architectures")
     message = f"it serves {path}, another model than --hf-checkpoint {expected.model_path}"
+    fields = engine_fields(expected.model_path)  # with a model_type: the run's own engines read another config.json
     if isinstance(classes, list) and tuple(classes) != expected.architectures:
-        return [f"{message} ({', '.join(map(str, classes))}, not {', '.join(expected.architectures)})"]
+        cure = "; start it on a copy of the folder with these fields in config.json: " + json.dumps(fields)
+        names = f"({', '.join(map(str, classes))}, not {', '.join(expected.architectures)})"
+        return [f"{message} {names}{cure if 'model_type' in fields else ''}"]
     if not Path(path, "config.json").is_file():  # on another host, or a version of the weights that is gone
         return []
     try:
         shape = read_model_shape(path).trunk
     except ValueError as error:
         return [f"{message}: {error}"]
-    facts = [f"{name} {theirs}, not {ours}" for name, theirs, ours in differences(shape, expected.shape.trunk)]
+    own = expected.shape.trunk
+    if shape.model_type == fields.get("model_type"):
+        own = shape_from_hf_config({**read_text_config(expected.model_path, "--hf-checkpoint"), **fields})
+    facts = [f"{name} {theirs}, not {ours}" for name, theirs, ours in differences(shape, own)]
     return [f"{message} ({', '.join(facts[:3])})"] if facts else []
 
 

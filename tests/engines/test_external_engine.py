@@ -10,6 +10,7 @@ import pytest
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, misfits, other_weights
 from fusionrl.models.shape import read_model_shape
 from tests.tiny_model import make_tiny_qwen3
+from tests.trainer import hf_models
 
 CLASSES = ("Qwen3ForCausalLM",)
 
@@ -85,6 +86,24 @@ def test_one_that_reads_the_same_config_otherwise(expected: EngineRequirements, 
         assert json.loads(message.split("'")[1]) == cure
     assert found(run, model, json_model_override_args=json.dumps(cure)) == []
     assert found(run, model | {"model_path": "/elsewhere"}, json_model_override_args=json.dumps(cure)) == []
+
+
+def test_a_copy_of_the_folder_with_the_fields_of_the_runs_own_engines(tmp_path: Path) -> None:
+    """GLM-5 is served as DeepSeek-V3, whose class SGLang chooses by config.json."""
+    sizes = hf_models.COMMON | hf_models.SPARSE["glm_moe_dsa"] | {"model_type": "glm_moe_dsa"}
+    for name in ("own", "copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+    own, copy = str(tmp_path / "own"), str(tmp_path / "copy")
+    run = EngineRequirements(own, ("DeepseekV3ForCausalLM",), read_model_shape(own), "float32")
+    (message,) = found(run, {"architectures": ["GlmMoeDsaForCausalLM"], "model_path": copy})
+    assert "start it on a copy of the folder with these fields in config.json: {" in message
+    fields = json.loads(message.partition("config.json: ")[2])
+    served = {"architectures": ["DeepseekV3ForCausalLM"], "model_path": copy}
+    for changed, told in ((fields, []), (fields | {"num_hidden_layers": 3}, ["(num_layers 3, not 2)"])):
+        (tmp_path / "copy" / "config.json").write_text(json.dumps(sizes | changed))
+        messages = found(run, served)
+        assert len(messages) == len(told) and all(map(str.__contains__, messages, told)), messages
 
 
 def test_the_precision_auto_is_the_checkpoints_but_never_fp32(expected: EngineRequirements, tmp_path: Path) -> None:
