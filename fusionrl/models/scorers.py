@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import read_hf_config
 
 # Sequence classifiers that SGLang serves by their last token's score, as transformers computes it.
@@ -46,6 +47,8 @@ def read_scorer(folder: str, flag: str) -> ScorerModel:
     try:
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
         scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default"
+        positions = None if scaled else int(text["max_position_embeddings"])
+        served: Mapping[str, Any] = engine_fields(folder)  # fewer positions, with sparse attention
         # transformers writes labels down where they are not two; the RewardModels have one by their code.
         labels = raw.get("id2label") or range(raw.get("num_labels") or 2)
         return ScorerModel(
@@ -53,7 +56,7 @@ def read_scorer(folder: str, flag: str) -> ScorerModel:
             num_labels=1 if architecture.endswith("ForRewardModel") else len(labels),
             vocab_size=int(text["vocab_size"]),
             num_attention_heads=int(text["num_attention_heads"]),
-            max_positions=None if scaled else int(text["max_position_embeddings"]),
+            max_positions=served.get("max_position_embeddings", positions),
             pad_token_id=text.get("pad_token_id"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -12,6 +12,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.models.scorers import ScorerModel, read_scorer, same_tokens
 from tests.tiny_model import make_classifier, make_tiny_qwen3
+from tests.trainer import hf_models
 
 Errors = Callable[..., list[str]]
 DISTILLATION = "slime.rollout.on_policy_distillation"
@@ -93,6 +94,13 @@ def test_what_a_folder_says(rm: Path, changed: Callable[..., Path]) -> None:
     assert read_scorer(str(code), "--rm-model").num_labels == 1
     with pytest.raises(ValueError, match=r"--rm-model .*: config.json lacks or garbles a size .*vocab_size"):
         read_scorer(str(changed(rm, vocab_size=None)), "--rm-model")
+
+
+@pytest.mark.parametrize("family", hf_models.SPARSE)
+def test_a_teacher_with_sparse_attention_reads_as_much_as_its_engine(family: str, tmp_path: Path) -> None:
+    sizes = hf_models.COMMON | hf_models.SPARSE[family] | {"model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert read_scorer(str(tmp_path), "--opd-teacher-load").max_positions == sizes["index_topk"] == 64
 
 
 def test_tokenizers_are_compared_by_their_tokens(
