@@ -82,6 +82,7 @@ def test_what_cannot_be_trained_is_named(change: dict[str, Any], part: str) -> N
             "config.json has 4 value heads of delta nets, not a multiple",
         ),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate false is not supported for qwen3_5_text"),
+        ("deepseek_v3", {"index_topk": 64}, "index_topk is not supported for deepseek_v3"),
         ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
     ],
 )

@@ -56,6 +56,11 @@ def read_deepseek_v2(raw: HfConfig) -> dict[str, object]:
 
 
 def read_deepseek_v3(raw: HfConfig) -> dict[str, object]:
+    parts.refuse(raw, "index_topk")  # with which SGLang's class would choose keys
+    return _deepseek(raw)
+
+
+def _deepseek(raw: HfConfig) -> dict[str, object]:
     if not raw.get("rope_interleave", True):
         raise ValueError("rope_interleave false is not supported")
     return parts.common(raw) | _latent(raw) | {"mlp": _sigmoid_layers(raw)}
@@ -63,7 +68,7 @@ def read_deepseek_v3(raw: HfConfig) -> dict[str, object]:
 
 def read_sparse(raw: HfConfig) -> dict[str, object]:
     """DeepSeek-V3.2 and GLM-5: an indexer chooses `index_topk` keys, so up to as many tokens they are DeepSeek-V3."""
-    return read_deepseek_v3(raw) | {"max_position_embeddings": _dense_positions(raw)}
+    return _deepseek(raw) | {"max_position_embeddings": _dense_positions(raw)}
 
 
 def _dense_positions(raw: HfConfig) -> int:
