@@ -104,7 +104,7 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 def _explained(errors: list[str], shape: ModelShape) -> list[str]:
     """Say why a model takes fewer tokens than its config.json has positions, whatever SGLang's variable says."""
-    within = shape.attention[0].dense_within
+    within = shape.dense_within
     if within is None:
         return errors
     own = (f"the model's {within} positions", f"the {within} positions of --hf-checkpoint")
@@ -116,7 +116,7 @@ def _positions(config: Config, shape: ModelShape) -> int:
     """Tokens that the model takes: its own positions, or more if SGLang is configured to exceed them."""
     positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
     may_be_longer = os.environ.get(_LONGER, "").lower() in ("1", "true")
-    served, within = config.passthrough.sglang.get("context_length") or 0, shape.attention[0].dense_within
+    served, within = config.passthrough.sglang.get("context_length") or 0, shape.dense_within
     served = served if within is None else min(served, within)
     return max(positions, served) if may_be_longer else positions
 

@@ -68,6 +68,7 @@ class _RowAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
+        """Attend to the window, or all before; a sink, [heads], is one more score of each query, without a value."""
         before = None if window is None else window - 1
         out, logs = kernels.attend_rows(query, key, value, table, scale, before)
         saved: tuple[Tensor, ...] = (query, key, value)

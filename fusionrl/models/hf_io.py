@@ -61,7 +61,7 @@ class HFReader:
         return set(self._places) - {name + end for name in stacks for end in (BLOCKS, SCALES)} | stacks
 
     def place(self, name: str) -> Place:
-        """Where the files have the tensor `name`."""
+        """Return the place of the tensor `name` in the files."""
         return self._places.get(name, Place(name))
 
     def stored(self, name: str) -> StoredTensor | None:

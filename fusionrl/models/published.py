@@ -43,7 +43,7 @@ class Place(NamedTuple):
         return sizes if self.expert is None else (sizes[1] // self.num_parts, *sizes[2:])
 
     def taken(self, sizes: Sizes, dim: int = 0, part: slice | None = None) -> tuple[int | slice, ...] | None:
-        """What to take of the tensor in the files: of dimension `dim` only `part`, if that is given; None: all."""
+        """Return the index into the tensor in the files: of dimension `dim` only `part`, if given. None: take all."""
         whole = [slice(0, size) for size in sizes]
         ranges = [*whole[:dim], whole[dim] if part is None else part, *whole[dim + 1 :]] if sizes else whole
         if self.expert is None:
@@ -88,7 +88,7 @@ def text_name(stored: str, form: Published) -> str:
 
 
 def places(stored: Iterable[str], text: HfConfig) -> dict[str, Place]:
-    """Where the files have each tensor, by the text model's name, or by its own if no text model has it.
+    """Return the place of each tensor in the files, by the text model's name, or by its own if no text model has it.
 
     stored  names in the files
     text    the text model's config.json

@@ -88,7 +88,7 @@ class Rule:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether it is in fp32 also where the model is in bf16."""
+        """Return whether it is in fp32 also where the model is in bf16."""
         return self.buffer or self.exact
 
     @cached_property
@@ -128,7 +128,7 @@ class Rule:
 
     @property
     def is_mtp(self) -> bool:
-        """Whether it belongs to a layer of multi-token prediction."""
+        """Return whether it belongs to a layer of multi-token prediction."""
         return self.megatron.startswith(MTP)
 
     def section_rows(self, name: str) -> Sizes:

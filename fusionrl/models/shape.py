@@ -182,8 +182,13 @@ class ModelShape(BaseModel):
         return max((mlp.num_experts for mlp in self.mlp), default=0)
 
     @property
+    def dense_within(self) -> int | None:
+        """Tokens of the longest sample that trainers attend to as every layer does; None: there is no limit."""
+        return min((kind.dense_within for kind in self.attention if kind.dense_within is not None), default=None)
+
+    @property
     def divides_experts(self) -> bool:
-        """Whether it has experts that expert tensor parallelism may divide."""
+        """Return whether it has experts that expert tensor parallelism may divide."""
         return self.num_experts > 0 and not any(mlp.has_whole_experts for mlp in self.mlp)
 
     @property

@@ -16,7 +16,7 @@ def _scaling(name: str, default: float) -> _Right:
 
 
 def _field(name: str, default: bool | int | float | None = None) -> _Right:
-    """What the kinds of the layers say of a field of TransformerConfig, or `default` if nothing."""
+    """Read a field of TransformerConfig that kinds of layers set, or `default` where none does."""
     return lambda shape: shape.kind_fields.get(name) or default  # type: ignore[return-value]
 
 

@@ -397,7 +397,7 @@ def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: s
         stages=layout.pp,
         multiple=layout.pp if layout.vpp > 1 else 1,
         share_prompts=config.train.share_prompts and local and layout.cp == 1 and shape.may_share_prompts,
-        dense_within=shape.attention[0].dense_within,
+        dense_within=shape.dense_within,
     )
 
 

@@ -303,8 +303,8 @@ class GatedDelta(MegatronModule):
 
 @lru_cache(maxsize=4)
 def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the sequences begin, and the last one ends: one tensor for all layers, as FLA keeps tables for those it
-    knows. Without empty sequences, which some of its versions do not count."""
+    """Return where sequences begin, and the last one ends: one tensor for all layers, as FLA keeps tables for those it
+    knows. It leaves empty sequences out, which some versions of FLA do not count."""
     return torch.tensor([0, *filter(None, lengths)]).cumsum(0, dtype=torch.int32).to(device)
 
 

@@ -58,7 +58,7 @@ def _padded(x: Tensor, places: Places, count: int) -> Tensor:
 
 
 def _mask(layout: PackedLayout, number: int, window: int | None, query: Tensor) -> Tensor:
-    """What is added to scores in a bucket, [queries' length, rows' length]: -inf where a query sees no key."""
+    """Return the mask of a bucket, [queries' length, rows' length], added to scores: -inf where a query sees no key."""
     key = number, window
     if key not in layout.masks:
         bucket = layout.buckets[number]

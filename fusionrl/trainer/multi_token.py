@@ -62,7 +62,7 @@ def look_ahead(
     num_tokens: int,
     device: torch.device,
 ) -> Ahead:
-    """What layer `depth` computes of a packed row. `chosen`: of each of its sequences the places of trained tokens."""
+    """Find what layer `depth` computes of a packed row. `chosen`: places of trained tokens in each of its sequences."""
     after = np.zeros(row.local.numel(), np.int64)
     positions, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for tokens, places, row_places in zip(sequences, chosen, row.rows, strict=False):

@@ -73,7 +73,7 @@ def engine_checksums(
 
 
 def _stack_shards(name: str, stack: torch.Tensor, tp_size: int, mlp_multiple: int) -> list[torch.Tensor]:
-    """What each of an engine's ranks has of a stack: rows of gate and up, columns of down; the first, down's bias."""
+    """Divide a stack over an engine's ranks: rows of gate and up, columns of down; the first has down's bias."""
     tensor = stack.transpose(1, 2) if stack.dim() == 3 else stack
     if name == "gate_up_proj":
         rows = -tensor.size(1) % (2 * mlp_multiple * tp_size)

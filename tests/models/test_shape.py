@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fusionrl.models.shape import read_model_shape, shape_from_hf_config
+from tests.models.test_families import shape_of
 from tests.trainer import hf_models
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
@@ -145,3 +146,12 @@ def test_yarn_is_refused_where_a_part_of_a_head_is_rotated(family: str) -> None:
     raw["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
     with pytest.raises(ValueError, match="is not supported; supported are default and llama3 and linear"):
         shape_from_hf_config(raw)
+
+
+def test_the_narrowest_layer_limits_the_length_of_samples() -> None:
+    """Whichever layer it is."""
+    shape = shape_of("deepseek_v3")
+    first, last = shape.attention
+    assert shape.dense_within is None
+    narrow = shape.model_copy(update={"attention": (first, last.model_copy(update={"index_topk": 9}))})
+    assert narrow.dense_within == 9

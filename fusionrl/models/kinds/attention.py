@@ -44,8 +44,8 @@ class Grouped(Attention):
             fields["softmax_type"] = "learnable"
         if self.output_bias:
             fields["add_bias_linear"] = True
-        turns = [getattr(kind, "rope", True) for kind in shape.attention]
-        return fields if all(turns) else fields | {"no_rope_freq": [int(not turned) for turned in turns]}
+        rotates = [getattr(kind, "rope", True) for kind in shape.attention]
+        return fields if all(rotates) else fields | {"no_rope_freq": [int(not rotated) for rotated in rotates]}
 
     @property
     def fused_since(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class Grouped(Attention):
         return (2, 8) if self.sinks else (1, 2) if self.window else (0, 0)
 
     def scale(self, shape: ModelShape) -> float:
-        """What scores are multiplied by. With YaRN queries and keys are longer, and scores grow by the square."""
+        """Return the factor of scores. With YaRN queries and keys are longer, and scores grow by the square."""
         scale = shape.head_dim**-0.5 if shape.softmax_scale is None else shape.softmax_scale
         if not self.rope or self.rope_theta is not None or not is_yarn(shape.rope_scaling):
             return scale

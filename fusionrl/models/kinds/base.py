@@ -117,11 +117,11 @@ class Kind(BaseModel):
         raise NotImplementedError
 
     def divided(self, shape: ModelShape) -> dict[str, int]:
-        """What tensor parallelism divides: name in messages → how many there are."""
+        """Return what tensor parallelism divides: name in messages → how many there are."""
         return {}
 
     def layout_errors(self, shape: ModelShape, layout: ParallelSizes) -> list[str]:
-        """What this kind cannot do in a layout that `divided` allows, one line each."""
+        """List what this kind cannot do in a layout that `divided` allows, one line each."""
         return []
 
     def kept_bytes(self, shape: ModelShape, rank: RankSizes) -> float:

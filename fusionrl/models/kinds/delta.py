@@ -103,7 +103,7 @@ class Delta(Attention):
         ]
 
     def kept_bytes(self, shape: ModelShape, rank: RankSizes) -> float:
-        """What the convolution, the norms of q and k, the rule in chunks, the output norm and its gate keep, in fp32.
+        """Count what convolution, norms of q and k, the rule in chunks, output norm and its gate keep, in fp32.
 
         Context parallelism divides heads, and each rank has all tokens. FLA's kernels keep less of the rule.
         """

@@ -165,7 +165,7 @@ class Experts(Mlp):
         return [f"--expert-tensor-parallel-size {layout.etp}: experts with biases stand whole on a rank; give 1"]
 
     def kept_bytes(self, shape: ModelShape, rank: RankSizes) -> float:
-        """What router, routed and shared experts keep."""
+        """Count what router, routed and shared experts keep."""
         return self._fused_bytes(shape, rank) if rank.is_fused else self._local_bytes(shape, rank)
 
     def _routed(self, rank: RankSizes) -> float:
