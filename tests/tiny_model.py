@@ -18,8 +18,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_byte_tokenizer(max_length: int = 2048) -> PreTrainedTokenizerFast:
-    """Tokens 0-255 are the bytes, 256-258 the special tokens; no merges, so nothing is looked up."""
+def make_byte_tokenizer(max_length: int = 2048, more: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Tokens 0-255 are the bytes, 256-258 the special tokens, then `more`; no merges, so nothing is looked up."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +27,7 @@ def make_byte_tokenizer(max_length: int = 2048) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *more])
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **tokens)
     fast.chat_template = CHAT_TEMPLATE

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ATTENTION_BACKEND = "torch_batched"
 """The wing's attention for SGLang's engines, as a value of --sglang-attention-backend."""
+PROCESSOR_VARIABLE = "FUSIONRL_IMAGE_PROCESSOR"
+"""Environment variable of an engine on a CPU: SGLang's module of image processors that its model needs."""
 STAND_INS = ("triton", "torchvision", "gguf", "sgl_kernel", "soundfile")
 """Packages that SGLang imports unconditionally and a CPU server never calls."""
 _KERNELS = "sgl_kernel"

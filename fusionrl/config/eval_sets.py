@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 from fusionrl.config.config import Config
 from fusionrl.config.groups.base import Group
 
+_OF_IMAGES = ("multimodal_folder", "image_max_pixels", "image_min_pixels")
 _REWARD = ("rm_type", "custom_rm_path")  # alternatives: setting either replaces both
 
 
@@ -26,6 +27,10 @@ class EvalSet(Group):
     label_key: str | None = None
     metadata_key: str
     tool_key: str | None = None
+    multimodal_keys: dict[str, Any] = Field(default_factory=dict)
+    multimodal_folder: str | None = None
+    image_max_pixels: int | None = Field(None, ge=1)
+    image_min_pixels: int | None = Field(None, ge=1)
     n_samples_per_eval_prompt: int = Field(ge=1)
     temperature: float = Field(ge=0)
     top_p: float = Field(gt=0, le=1)
@@ -79,6 +84,13 @@ def readable_sets(config: Config) -> list[EvalSet]:
         return []
 
 
+def sees_images(config: Config) -> bool:
+    """Return whether samples may have images, so that engines and trainers have the model's vision tower."""
+    if config.data.multimodal_keys or config.eval.eval_config is None:
+        return bool(config.data.multimodal_keys)
+    return any(one.multimodal_keys for one in readable_sets(config))
+
+
 def _from_flags(args: Namespace) -> dict[str, object]:
     def pick(name: str, of_rollout: str) -> object:
         value = getattr(args, f"eval_{name}")
@@ -89,6 +101,8 @@ def _from_flags(args: Namespace) -> dict[str, object]:
         "label_key": args.eval_label_key or args.label_key,
         "metadata_key": args.metadata_key,
         "tool_key": args.tool_key,
+        "multimodal_keys": args.multimodal_keys or {},
+        **{name: getattr(args, name) for name in _OF_IMAGES},
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
         "temperature": pick("temperature", "rollout_temperature"),
         "top_p": pick("top_p", "rollout_top_p"),

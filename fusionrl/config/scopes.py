@@ -165,6 +165,7 @@ KEEPS_SOME = _needs("without --keep-checkpoints", lambda c: c.checkpoint.keep_ch
 IN_PROCESS = _needs("without --in-process", lambda c: c.run.in_process)
 REPLAYS = _needs("without --debug-train-only", lambda c: c.run.debug_train_only)
 CUSTOM_REWARD = _needs("without --custom-rm-path", lambda c: c.reward.custom_rm_path is not None)
+HAS_IMAGES = _if("without --multimodal-keys", lambda c: bool(c.data.multimodal_keys or c.eval.eval_config))
 HAS_SETS = _if("without --eval-prompt-data or --eval-config", lambda c: c.eval.has_sets)
 IS_DUE = _if(
     "with --skip-eval-before-train and without --eval-interval",

@@ -8,17 +8,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusionrl.data.findings import Finding, FindingError
+from fusionrl.data.image_rows import unstored_refs
+from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import (
     check_file,
     is_surely_too_long,
     metadata_and_tools,
+    placeholder_of,
+    prompt_ids,
     rendered_prompt,
     special_tokens_of,
 )
-from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding
+from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding, see
 from fusionrl.data.rows import Row
 from fusionrl.data.sample import response_mask
-from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample
+from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
 
 
 @dataclass
@@ -46,9 +50,12 @@ class DataCheck:
 
     def problems(self, spec: str) -> tuple[list[str], list[str]]:
         """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
-        tokens = special_tokens_of(self.tokenizer) if self.tokenizer is not None else ()
-        named: dict[str, Any] = {"special_tokens": tokens, "vocab_size": self.vocab_size, "ask_reward": self.ask_reward}
-        check = check_file(spec, "", RowChecker(self.columns, is_sft=self.is_sft, **named), self._more_findings)
+        named: dict[str, Any] = {"vocab_size": self.vocab_size, "ask_reward": self.ask_reward}
+        if self.tokenizer is not None:
+            named["special_tokens"] = special_tokens_of(self.tokenizer)
+            named["placeholder"] = placeholder_of(self.tokenizer, self.columns)
+        self._checker = RowChecker(self.columns, is_sft=self.is_sft, **named)
+        check = check_file(spec, "", self._checker, self._more_findings)
         self.num_rows += check.num_rows
         return check.errors, check.warnings
 
@@ -63,39 +70,56 @@ class DataCheck:
         except FindingError:  # the checker has named it
             tools = None
         has_label = columns.label_key is None or columns.label_key in row
-        duplicates = self._duplicate(row, tools, where) if has_label else []
+        try:
+            seen = see(row, columns, self.is_sft)
+            images = self._images_of(seen.values)
+        except ValueError:  # the checker has named it
+            return []
+        prompt = seen.prompt
+        duplicates = self._duplicate(row, prompt, tools, images, where) if has_label else []
         if self.tokenizer is None:
             return duplicates
         try:
             length_findings = self._sample_findings if self.is_sft else self._prompt_findings
-            return duplicates + length_findings(row, tools, is_counted=not mistakes)
+            return duplicates + length_findings(row, prompt, tools, images, is_counted=not mistakes)
         except ValueError as error:
             return [*duplicates, column_finding(columns.input_key, error)]
 
-    def _prompt_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
-        columns, prompt = self.columns, row[self.columns.input_key]
+    def _images_of(self, values: list[object]) -> list[ImageRef]:
+        column = self.columns.images
+        return [] if column is None else unstored_refs(values, column, column.folder_of(self._checker.data_file))
+
+    def _prompt_findings(
+        self, row: Row, prompt: object, tools: object, images: list[ImageRef], *, is_counted: bool
+    ) -> list[Finding]:
+        columns = self.columns
         if isinstance(prompt, list) and not columns.apply_chat_template:
             return []  # a user's function makes tokens of it
+        assert isinstance(prompt, str | list)
         text, _, _, left_out = rendered_prompt(prompt, self.tokenizer, columns, tools)
         findings = [] if left_out is None else [column_finding(columns.input_key, FindingError(left_out))]
         cause = f"the prompt is longer than --rollout-max-prompt-len {columns.max_prompt_len}"
         if is_surely_too_long(text, columns.max_prompt_len):
             return [*findings, Finding(cause, "by its characters alone; tokens were not counted")]
-        length = len(self.tokenizer.encode(text, add_special_tokens=False))
+        length = len(prompt_ids(text, images, self.tokenizer, columns).ids)
         if is_counted:
             self.lengths.append(length)
         if columns.max_prompt_len is not None and length > columns.max_prompt_len:
             findings.append(Finding(cause, f"{length} tokens"))
         return findings
 
-    def _sample_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
+    def _sample_findings(
+        self, row: Row, prompt: object, tools: object, images: list[ImageRef], *, is_counted: bool
+    ) -> list[Finding]:
         label = row.get(self.columns.label_key or "")
         if holds_tokens(row):
             sample = token_sample(row, "")
-        elif isinstance(row[self.columns.input_key], str) and not isinstance(label, str):
+        elif isinstance(prompt, str) and not isinstance(label, str):
             return []  # the checker has named it
         else:
-            sample = self._supervised.make(row[self.columns.input_key], label, tools)
+            sample = self._supervised.make(prompt, label, tools)
+        if self.columns.images is not None:
+            sample = with_images(sample, images, self.columns.images.processor.placeholder)
         if is_counted:
             self.lengths.append(sample.num_tokens)
             self.num_trained.append(int(response_mask(sample).sum()))
@@ -107,12 +131,12 @@ class DataCheck:
     def _supervised(self) -> SupervisedSamples:
         return SupervisedSamples(self.tokenizer, self.loss_mask_type, self.columns.chat_template_kwargs)
 
-    def _duplicate(self, row: Row, tools: object, where: str) -> list[Finding]:
-        prompt, label = row.get(self.columns.input_key), row.get(self.columns.label_key or "")
-        key_parts = [prompt, tools]
+    def _duplicate(self, row: Row, prompt: object, tools: object, images: list[ImageRef], where: str) -> list[Finding]:
+        label, keys = row.get(self.columns.label_key or ""), [image.key for image in images]
+        key_parts = [prompt, tools, keys]
         if self.is_sft:  # several answers to one prompt are several samples
             key_parts += [label] if isinstance(prompt, str) else []
-            key_parts, label = ([row[TOKENS], row[LOSS_MASK]] if holds_tokens(row) else key_parts), None
+            key_parts, label = ([row[TOKENS], row[LOSS_MASK], keys] if holds_tokens(row) else key_parts), None
         text = json.dumps(key_parts, sort_keys=True, default=repr)
         first, first_label = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
         if first == where:

@@ -52,6 +52,7 @@ def samples_of(
             index=index,
             group_index=int(data["group_index"][i]) if "group_index" in data else own_group,
             remove_sample=original is not None and not is_trained_on(original),
+            image_spans=() if original is None else original.image_spans,
             status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
             **fields,
         )

@@ -57,11 +57,15 @@ class _Group:
 
 
 class Findings:
-    """Findings in the rows of one set, whose name `where` begins each text; `failures` ended its reading."""
+    """Findings in the rows of one set, whose name `where` begins each text.
+
+    failures  what ended its reading; remarks: warnings about the set as a whole
+    """
 
     def __init__(self, where: str) -> None:
         self.num_rows = 0
         self.failures: list[str] = []
+        self.remarks: list[str] = []
         self._where = where
         self._groups: dict[tuple[str, bool], _Group] = {}
 
@@ -80,7 +84,7 @@ class Findings:
     @property
     def warnings(self) -> list[str]:
         """One text a cause that rows can be trained on with."""
-        return self._texts(is_warning=True)
+        return self._texts(is_warning=True) + self.remarks
 
     def _texts(self, is_warning: bool) -> list[str]:
         groups = [group for group in self._groups.values() if group.first.is_warning == is_warning]

@@ -6,15 +6,17 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.findings import Finding, FindingError, Findings
+from fusionrl.data.image_rows import image_refs
+from fusionrl.data.images import Expanded, ImageRef, expanded
 from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages, tools_of
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
@@ -23,10 +25,12 @@ from fusionrl.data.row_checks import (
     RowChecker,
     read_metadata,
     read_tools,
+    see,
 )
-from fusionrl.data.rows import Row, line_finding, read_rows, scan_rows
+from fusionrl.data.rows import Row, line_finding, parse_set, read_rows, scan_rows
 from fusionrl.data.sample import Sample
-from fusionrl.data.supervised import holds_tokens, token_sample
+from fusionrl.data.sample_images import set_images
+from fusionrl.data.supervised import holds_tokens, token_sample, with_images
 from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles
 
 if TYPE_CHECKING:
@@ -53,6 +57,7 @@ def check_file(
     where = f"{flag} {path}".strip()
     findings = Findings(where)
     try:
+        checker.data_file = parse_set(path, flag).path
         for place, row in scan_rows(path, flag):
             findings.num_rows += 1
             row_findings = checker.findings(row) if isinstance(row, dict) else [line_finding(row)]
@@ -64,6 +69,8 @@ def check_file(
         findings.failures.append(str(error).strip())
     if not findings.num_rows and not findings.failures:
         findings.failures.append(f"{where}: it has no rows")
+    if (column := checker.columns.images) is not None and not checker.num_with_images and not findings.errors:
+        findings.remarks.append(f"{where}: no row has an image (--multimodal-keys: column {column.key!r})")
     return findings
 
 
@@ -105,6 +112,11 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     )
 
 
+def placeholder_of(tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> str:
+    """Return the text of the token that stands for an image; "" where the rows have none."""
+    return "" if columns.images is None else str(tokenizer.convert_ids_to_tokens(columns.images.processor.placeholder))
+
+
 def metadata_and_tools(
     row: Mapping[str, object], columns: PromptColumns
 ) -> tuple[dict[str, object], list[dict[str, object]] | None]:
@@ -122,17 +134,34 @@ def metadata_and_tools(
     return metadata, tools_of(metadata)
 
 
-def _checked_rows(
-    path: str | Path, checker: RowChecker, flag: str
-) -> Iterator[tuple[str, Row, object, dict[str, object], list[dict[str, object]] | None]]:
-    """Yield (place, row, label, metadata, tools) of each row; raises ValueError at the first that has a mistake."""
-    columns = checker.columns
+@dataclass
+class _CheckedRow:
+    """A row in which nothing is wrong: its place, what its columns hold, and its images, in the store."""
+
+    where: str
+    row: Row
+    prompt: object
+    label: object
+    metadata: dict[str, object]
+    tools: list[dict[str, object]] | None
+    images: list[ImageRef]
+
+
+def _checked_rows(path: str | Path, checker: RowChecker, flag: str) -> Iterator[_CheckedRow]:
+    """Yield each row; raises ValueError at the first that has a mistake."""
+    columns, checker.data_file = checker.columns, parse_set(path, flag).path
     for place, row in read_rows(path, flag):
-        where = f"{flag} {path}: {place}"
+        where, images = f"{flag} {path}: {place}", list[ImageRef]()
         if problem := checker.error(row):
             raise ValueError(f"{where}: {problem}")
         label = row.get(columns.label_key) if columns.label_key else None
-        yield where, row, label, *metadata_and_tools(row, columns)
+        seen = see(row, columns, checker.is_sft)
+        if columns.images is not None:
+            try:
+                images = image_refs(seen.values, columns.images, columns.images.folder_of(checker.data_file))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+        yield _CheckedRow(where, row, seen.prompt, label, *metadata_and_tools(row, columns), images)
 
 
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
@@ -144,13 +173,21 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
         ValueError: a malformed row, with its line number.
     """
     samples: list[Sample] = []
-    for _, row, label, metadata, _ in _checked_rows(path, RowChecker(columns, is_sft=True), flag):
+    for checked in _checked_rows(path, RowChecker(columns, is_sft=True), flag):
+        prompt, row = checked.prompt, checked.row
         if holds_tokens(row):
-            prompt = row.get(columns.input_key)
-            samples.append(token_sample(row, prompt if isinstance(prompt, str | list) else ""))
-            samples[-1].label, samples[-1].metadata = label, metadata
+            sample = token_sample(row, prompt if isinstance(prompt, str | list) else "")
+            if columns.images is not None:
+                try:
+                    sample = with_images(sample, checked.images, columns.images.processor.placeholder)
+                except ValueError as error:
+                    raise ValueError(f"{checked.where}: {error}") from error
+            sample.label, sample.metadata = checked.label, checked.metadata
         else:
-            samples.append(Sample(prompt=row[columns.input_key], label=label, metadata=metadata))
+            assert isinstance(prompt, str | list)
+            sample = Sample(prompt=prompt, label=checked.label, metadata=checked.metadata)
+            set_images(sample, checked.images)
+        samples.append(sample)
     if not samples:
         raise ValueError(f"{flag} {path}: it has no rows")
     return PromptDataset(samples, 0)
@@ -166,36 +203,63 @@ def load_prompts(
     """
     samples: list[Sample] = []
     too_long = 0
-    checker = RowChecker(columns, special_tokens=special_tokens_of(tokenizer))
-    for where, row, label, metadata, tools in _checked_rows(path, checker, flag):
-        prompt = row[columns.input_key]
-        if columns.keeps_messages and not columns.apply_chat_template and isinstance(prompt, list):
-            samples.append(Sample(prompt=prompt, label=label, metadata=metadata))
-            continue
+    checker = RowChecker(
+        columns, special_tokens=special_tokens_of(tokenizer), placeholder=placeholder_of(tokenizer, columns)
+    )
+    for checked in _checked_rows(path, checker, flag):
         try:
-            text = render_prompt(prompt, tokenizer, columns, tools)
-            if is_surely_too_long(text, columns.max_prompt_len):
-                too_long += 1
-                continue
+            sample = _prompt_sample(checked, tokenizer, columns)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-        if columns.max_prompt_len is not None and len(tokens) > columns.max_prompt_len:
+            raise ValueError(f"{checked.where}: {error}") from error
+        if sample is None:
             too_long += 1
-            continue
-        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        samples.append(
-            Sample(
-                prompt=text,
-                prompt_tokens=tokens,
-                label=label,
-                metadata=metadata,
-                messages=messages if columns.apply_chat_template else None,
-            )
-        )
+        else:
+            samples.append(sample)
     if not samples:
         raise ValueError(f"{flag} {path}: no prompt is left ({too_long} are over --rollout-max-prompt-len)")
     return PromptDataset(samples, too_long)
+
+
+def _prompt_sample(checked: _CheckedRow, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> Sample | None:
+    """Return the sample of a row, without a response; None for a prompt that is too long."""
+    prompt, named = checked.prompt, dict[str, Any](label=checked.label, metadata=checked.metadata)
+    assert isinstance(prompt, str | list)
+    if columns.keeps_messages and not columns.apply_chat_template and isinstance(prompt, list):
+        sample = Sample(prompt=prompt, **named)
+        set_images(sample, checked.images)
+        return sample
+    text = render_prompt(prompt, tokenizer, columns, checked.tools)
+    if is_surely_too_long(text, columns.max_prompt_len):
+        return None
+    ids = prompt_ids(text, checked.images, tokenizer, columns)
+    if columns.max_prompt_len is not None and len(ids.ids) > columns.max_prompt_len:
+        return None
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    sample = Sample(
+        prompt=text, prompt_tokens=ids.ids, messages=messages if columns.apply_chat_template else None, **named
+    )
+    sample.image_spans = ids.spans
+    return sample
+
+
+def prompt_ids(
+    text: str, images: Sequence[ImageRef], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns
+) -> Expanded:
+    """Return the ids of a rendered prompt, expanded, and the spans of its images.
+
+    Raises:
+        FindingError: the text has another number of placeholders than there are images.
+    """
+    ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    if columns.images is None:
+        return Expanded(ids, [], np.ones(len(ids), np.int64))
+    placeholder = columns.images.processor.placeholder
+    try:
+        return expanded(ids, images, placeholder)
+    except ValueError as error:
+        name = placeholder_of(tokenizer, columns)
+        cause = f"the chat template does not write one {name} for each image"
+        raise FindingError(Finding(cause, str(error), "take the template that came with the model")) from error
 
 
 def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:

@@ -11,11 +11,13 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fusionrl.base.spelling import closest
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
+from fusionrl.data.image_rows import IMAGE, PLACEHOLDERS, ImageColumn, SeenRow, image_findings, listed, seen_row
 from fusionrl.data.render import decoded, tools_of
 from fusionrl.data.rows import MAX_DEPTH, StrictDecoder
 from fusionrl.data.supervised import holds_tokens, token_finding
@@ -41,6 +43,8 @@ class PromptColumns:
     """The columns of a row, and the way from a prompt to tokens.
 
     keeps_messages  without a chat template a list of messages stays one: a user's function makes tokens of it
+    images          where the rows have images; None: they have none
+    checkpoint      --hf-checkpoint, the model of the images
     """
 
     input_key: str
@@ -51,13 +55,30 @@ class PromptColumns:
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_len: int | None = None
     keeps_messages: bool = False
+    images: ImageColumn | None = None
+    checkpoint: str | None = None
 
     @classmethod
     def of(cls, args: Namespace, keeps_messages: bool) -> PromptColumns:
         """Return what the flags `args` say."""
-        keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key)
-        template = (args.apply_chat_template, args.apply_chat_template_kwargs)
-        return cls(*keys, *template, args.rollout_max_prompt_len, keeps_messages)
+        return cls(
+            args.input_key,
+            args.label_key,
+            args.metadata_key,
+            args.tool_key,
+            args.apply_chat_template,
+            args.apply_chat_template_kwargs,
+            args.rollout_max_prompt_len,
+            keeps_messages,
+            ImageColumn.of(args, args.hf_checkpoint),
+            args.hf_checkpoint,
+        )
+
+    def of_set(self, settings: object, keeps_messages: bool) -> PromptColumns:
+        """Return the columns of an evaluation set with these settings (`EvalSet`), for the same model."""
+        names = ("input_key", "label_key", "metadata_key", "tool_key")
+        keys = {name: getattr(settings, name) for name in names}
+        return replace(self, **keys, keeps_messages=keeps_messages, images=ImageColumn.of(settings, self.checkpoint))
 
 
 @dataclass
@@ -70,6 +91,8 @@ class RowChecker:
     probe           asks the chat template, where there is one and it is used
     vocab_size      of the model, where it is known, for rows that hold tokens
     ask_reward      asks the reward that will grade with the label, where it is a built-in one
+    data_file       file of the rows, where relative paths of images begin
+    placeholder     text of the token that stands for an image, where it is known
     """
 
     columns: PromptColumns
@@ -79,18 +102,23 @@ class RowChecker:
     probe: TemplateProbe | None = None
     vocab_size: int | None = None
     ask_reward: AskReward | None = None
+    data_file: Path = Path()
+    placeholder: str = ""
 
     def __post_init__(self) -> None:
         self.label_flag = self.key_flag.replace("input", "label")
         # A search for two characters is many times faster than one for each of hundreds of tokens.
         self._starts = tuple({token[:2] for token in self.special_tokens})
         self._roles: dict[str, Finding | None] = {}
+        self.num_with_images = 0  # rows that have images
 
     def findings(self, row: Mapping[str, object]) -> list[Finding]:
         """Return the findings of a row; an empty list for a good one."""
         findings: list[Finding] = []
         columns, key = self.columns, self.columns.input_key
         tools = self._check_metadata_and_tools(row, findings)
+        if columns.images is not None:
+            row = self._check_images(row, columns.images, findings)
         if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
             wrong = token_finding(row, self.vocab_size)
             return findings if wrong is None else [*findings, wrong]
@@ -120,6 +148,26 @@ class RowChecker:
     def error(self, row: Mapping[str, object]) -> str | None:
         """The first thing for which a row cannot be trained on."""
         return next((str(finding) for finding in self.findings(row) if not finding.is_warning), None)
+
+    def _check_images(
+        self, row: Mapping[str, object], column: ImageColumn, findings: list[Finding]
+    ) -> Mapping[str, object]:
+        """Return the row with its images as parts of messages; as it came where it has none, or has a mistake."""
+        try:
+            seen = see(row, self.columns, self.is_sft)
+        except FindingError as error:
+            findings.append(error.finding)
+            return row
+        self.num_with_images += bool(seen.values)
+        messages = seen.prompt if isinstance(seen.prompt, list) else [{"content": seen.prompt}]
+        if self.placeholder and any(self.placeholder in text for message in messages for text in _texts(message)):
+            cause = f"column {self.columns.input_key!r}: a text holds {self.placeholder}, which stands for an image"
+            findings.append(Finding(cause, hint=f"write {PLACEHOLDERS[IMAGE]} for an image, and nothing else so"))
+        findings += image_findings(seen.values, column, column.folder_of(self.data_file))
+        if not (self.is_sft or self.columns.apply_chat_template or self.columns.keeps_messages) and seen.values:
+            cause = f"column {self.columns.input_key!r} has images: add --apply-chat-template"
+            findings.append(Finding(cause, hint="the template says how the model marks an image"))
+        return row if seen.prompt is None else {**row, self.columns.input_key: seen.prompt}
 
     # ------------------------------------------------------------------------------------------------ columns
     def _missing(self, key: str, row: Mapping[str, object], flag: str, common_names: Sequence[str]) -> Finding:
@@ -265,6 +313,8 @@ class RowChecker:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 continue
+            if kind == IMAGE and self.columns.images is not None:
+                continue
             if not isinstance(kind, str) or kind == "text":
                 cause = f"column {key!r}: a part of a message's content is no {{'type': 'text', 'text': …}}"
                 findings.append(Finding(cause))
@@ -306,6 +356,26 @@ class RowChecker:
         key, flag = of_label if problem.is_about_label else of_metadata
         text = f"column {key!r} ({flag}) does not fit {problem.reward}"
         return [Finding(text, problem.reason, is_warning=problem.is_warning)]
+
+
+def see(row: Mapping[str, object], columns: PromptColumns, is_sft: bool = False) -> SeenRow:
+    """Return the prompt of a row, None for none, and its images.
+
+    Supervised, a text with images and its response are a conversation: a template says how an image is marked.
+
+    Raises:
+        FindingError: placeholders and images do not fit together.
+    """
+    prompt = row.get(columns.input_key)
+    if columns.images is None:
+        return SeenRow(prompt, [])
+    if is_sft and holds_tokens(row):  # the placeholders are among the tokens
+        return SeenRow(prompt, listed(row.get(columns.images.key)))
+    seen, label = seen_row(row, prompt, columns.images.key), row.get(columns.label_key or "")
+    if is_sft and seen.values and isinstance(prompt, str) and isinstance(label, str):
+        assert isinstance(seen.prompt, list)
+        return SeenRow([*seen.prompt, {"role": "assistant", "content": label}], seen.values)
+    return seen
 
 
 def column_finding(key: str, error: Exception) -> Finding:

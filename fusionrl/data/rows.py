@@ -11,6 +11,7 @@ and `Infinity` come as floats: whether they matter depends on the column (see ro
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections import Counter
@@ -25,7 +26,7 @@ from fusionrl.base.spelling import hint
 from fusionrl.data.findings import Finding
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import DataType, RecordBatch, Schema
     from pyarrow.ipc import RecordBatchStreamReader
 
 
@@ -114,10 +115,11 @@ def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | ValueErr
     """As `read_rows`, but yield the error of a line that is not a row."""
     prompt_set = parse_set(spec, flag)
     try:
-        rows = _read(prompt_set)
-        # A negative bound counts from the end, so that all must be read; malformed lines count as rows.
-        is_unsliced = prompt_set.start is None and prompt_set.stop is None
-        yield from rows if is_unsliced else list(rows)[prompt_set.start : prompt_set.stop]
+        # A negative bound counts from the end, so that all must be read first; malformed lines count as rows.
+        bounds = [prompt_set.start, prompt_set.stop]
+        num_rows = sum(1 for _ in _read(prompt_set)) if any(bound is not None and bound < 0 for bound in bounds) else 0
+        start, stop = (bound if bound is None or bound >= 0 else max(0, bound + num_rows) for bound in bounds)
+        yield from itertools.islice(_read(prompt_set), start, stop)
     except ImportError as error:
         raise ValueError(f"{flag} {spec}: reading it needs the package pyarrow; {install_hint('pyarrow')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors or OSErrors
@@ -167,9 +169,23 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _check_names(file.schema_arrow.names)
-        yield from _numbered(file.iter_batches())
+        yield from _numbered(file.iter_batches(**_batch_size(file.schema_arrow)))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"not a readable parquet file ({_first_line(error)})") from error
+
+
+_BINARY_ROWS = 16  # of images at once: a row may have megabytes
+
+
+def _batch_size(schema: Schema) -> dict[str, int]:
+    """Return the keyword by which few rows are read at once, where a column holds bytes."""
+    import pyarrow
+
+    def holds_bytes(kind: DataType) -> bool:
+        inner = [kind.field(i).type for i in range(kind.num_fields)]
+        return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind) or any(map(holds_bytes, inner))
+
+    return {"batch_size": _BINARY_ROWS} if any(holds_bytes(field.type) for field in schema) else {}
 
 
 def _check_names(names: list[str]) -> None:
@@ -218,7 +234,10 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
 def _batches(streams: Iterable[RecordBatchStreamReader]) -> Iterator[RecordBatch]:
     for stream in streams:
         _check_names(stream.schema.names)
-        yield from stream
+        size = _batch_size(stream.schema).get("batch_size")
+        for batch in stream:
+            parts = [batch] if size is None else [batch.slice(i, size) for i in range(0, batch.num_rows, size)]
+            yield from parts
 
 
 def _json_list(path: Path, key: str) -> list[object]:

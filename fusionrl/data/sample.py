@@ -13,7 +13,19 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from fusionrl.data.sample_fields import DefaultField, ListField, PrefixCacheInfo, PromptField, SpecInfo
+from fusionrl.data.images import ImageSpan, interned, span_problem
+from fusionrl.data.sample_fields import (
+    DTYPES,
+    DefaultField,
+    ImagesField,
+    ListField,
+    PrefixCacheInfo,
+    PromptField,
+    SpecInfo,
+    TrainInputsField,
+    joined,
+    packed,
+)
 from fusionrl.data.sampling import (
     UNKNOWN_VERSION,
     extended_versions,
@@ -47,20 +59,12 @@ COUNTS: dict[str, type[SpecInfo] | type[PrefixCacheInfo]] = {
     "prefix_cache_info": PrefixCacheInfo,
 }
 _MADE: dict[str, Callable[[], object]] = {"apply_chat_template_kwargs": dict, **COUNTS}  # in place of None
-_DTYPES = {
-    "tokens": np.int32,
-    "loss_mask": np.int32,
-    "rollout_log_probs": np.float32,
-    "weight_versions": np.int32,
-    "teacher_log_probs": np.float32,
-    "rollout_routed_experts": np.int16,
-    "prompt_tokens": np.int32,
-}
 LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")  # lists to a hook, arrays elsewhere
 # slime's fields that most samples leave at their defaults, and then leave out of files.
 _RARE: dict[str, object] = {
     **dict.fromkeys(("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")),
     **dict.fromkeys(("rollout_top_p_token_ids", "rollout_top_p_token_offsets")),
+    "image_spans": (),
     "apply_chat_template_kwargs": {},
     "non_generation_time": 0.0,
     **{name: kind() for name, kind in COUNTS.items()},
@@ -85,6 +89,8 @@ class Sample:
     temperature        at which the engine sampled: one number, or one for each token (`data.sampling`); trainers
                        score with it. None: --rollout-temperature
     reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
+    image_spans        (place of its first token, the image) of each image among the tokens, ascending. Where the sample
+                       has no tokens yet, those of `prompt_tokens`
     """
 
     Status = Status
@@ -116,6 +122,7 @@ class Sample:
     messages: list[dict[str, Any]] | None = None  # the prompt before the chat template
     temperature: float | Sequence[float] | np.ndarray | None = None
     baseline_reward: float | None = None  # of the greedy answer to the prompt (--advantage-estimator remax)
+    image_spans: Sequence[ImageSpan] = ()
     # slime's, for hooks; nothing in fusionrl reads them yet.
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
@@ -165,7 +172,7 @@ class Sample:
         if value is None or isinstance(value, np.ndarray):
             return value
         try:
-            return _packed(name, value)
+            return packed(name, value)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"sample {self.index}: {error}") from error
 
@@ -221,7 +228,7 @@ class Sample:
                 versions = int(before[-1])
         self.validate()
         try:
-            ids, held = _packed("tokens", tokens), _packed("tokens", self.__dict__["tokens"])
+            ids, held = packed("tokens", tokens), packed("tokens", self.__dict__["tokens"])
         except (ValueError, OverflowError) as error:
             raise ValueError(f"sample {self.index}: {error}") from error
         mask = (np.ones if trainable else np.zeros)(count, np.int32)
@@ -276,10 +283,10 @@ class Sample:
         if isinstance(held, list):
             held += new.tolist()
         elif held is None:
-            held = np.full(self.response_length, default, _DTYPES[name])
-            self.__dict__[name] = _joined(held, new)
+            held = np.full(self.response_length, default, DTYPES[name])
+            self.__dict__[name] = joined(held, new)
         else:
-            self.__dict__[name] = _joined(_packed(name, held), new)
+            self.__dict__[name] = joined(packed(name, held), new)
 
     def _extend_versions(self, new: np.ndarray) -> None:
         """Extend the weight versions of the response: a hook's list in place."""
@@ -313,6 +320,10 @@ class Sample:
                 f"sample {self.index}: rollout_routed_experts has {len(experts)} values for {count} tokens; give one"
                 " for each, but the last may be missing"
             )
+        if self.image_spans and count:
+            tokens, mask = np.asarray(self.array("tokens")), self.array("loss_mask")
+            if problem := span_problem(tokens, self.image_spans, self.prompt_length, mask):
+                raise ValueError(f"sample {self.index}: {problem}")
 
     def get_reward_value(self, args: object) -> Any:
         """Return the reward as a number; of a dict the value of `args.reward_key`, or, as in slime, all of it without.
@@ -341,8 +352,10 @@ class Sample:
                 out[name] = value
             elif name in COUNTS:
                 out[name] = value.to_dict()
-            elif name in _DTYPES:
+            elif name in DTYPES:
                 out[name] = np.asarray(value)
+            elif name == "multimodal_train_inputs":
+                continue  # pixels are for trainers alone
             else:  # what hooks put into metadata, rewards and attributes may hold arrays and numpy scalars
                 out[name] = to_jsonable(value)
         return out
@@ -353,12 +366,14 @@ class Sample:
         field_names = {f.name for f in fields(cls)}
         values: dict[str, Any] = dict(data)
         values["status"] = Status(values.get("status", "pending"))
-        for name, dtype in _DTYPES.items():
+        for name, dtype in DTYPES.items():
             if values.get(name) is not None:
-                values[name] = _packed(name, values[name]) if name == "loss_mask" else np.asarray(values[name], dtype)
+                values[name] = packed(name, values[name]) if name == "loss_mask" else np.asarray(values[name], dtype)
         for name, kind in COUNTS.items():
             if isinstance(values.get(name), dict):
                 values[name] = kind.from_dict(values[name])
+        if "image_spans" in values:
+            values["image_spans"] = [(first, interned(**image)) for first, image in values["image_spans"]]
         sample = cls(**{name: value for name, value in values.items() if name in field_names})
         for name, value in values.items():
             if name not in field_names:
@@ -369,6 +384,8 @@ class Sample:
 # After the dataclass is made, so that these replace its plain fields.
 for _name in LIST_FIELDS:
     setattr(Sample, _name, ListField(_name))
+Sample.multimodal_inputs = ImagesField("multimodal_inputs")  # type: ignore[assignment]
+Sample.multimodal_train_inputs = TrainInputsField("multimodal_train_inputs")  # type: ignore[assignment]
 for _name, _make in _MADE.items():
     setattr(Sample, _name, DefaultField(_name, _make))
 Sample.prompt = PromptField("prompt")  # type: ignore[assignment]
@@ -380,11 +397,24 @@ def stored_fields(sample: Sample) -> dict[str, Any]:
     def is_default(name: str, value: object) -> bool:
         return name in _RARE and type(value) is type(_RARE[name]) and value == _RARE[name]
 
-    return {name: value for name, value in vars(sample).items() if not is_default(name, value)}
+    values = {name: value for name, value in vars(sample).items() if not is_default(name, value)}
+    if "image_spans" in values and _is_derived(values.get("multimodal_inputs"), sample.image_spans):
+        del values["multimodal_inputs"]
+    return values
+
+
+def _is_derived(inputs: object, spans: Sequence[ImageSpan]) -> bool:
+    """Return whether `multimodal_inputs` is what is made of the spans when it is read."""
+    if not isinstance(inputs, dict) or any(value for name, value in inputs.items() if name != "images"):
+        return False
+    from fusionrl.data.stored_image import ref_of
+
+    return [ref_of(image) for image in inputs.get("images") or ()] == [image for _, image in spans]
 
 
 def prompt_of(sample: Sample) -> Sample:
     """Return a sample of the same prompt, with its row's fields and its group, and without index, answer and reward."""
+    spans = sample.image_spans
     return Sample(
         group_index=sample.group_index,
         prompt=copy.deepcopy(sample.prompt),
@@ -394,6 +424,8 @@ def prompt_of(sample: Sample) -> Sample:
         custom_rm_path=sample.custom_rm_path,
         prompt_tokens=sample.prompt_tokens,
         messages=copy.deepcopy(sample.messages),
+        image_spans=[span for span in spans if not sample.num_tokens or span[0] < sample.prompt_length],
+        multimodal_inputs=None if spans else copy.copy(vars(sample)["multimodal_inputs"]),
     )
 
 
@@ -429,35 +461,6 @@ def _finish_reason(meta_info: Mapping[str, object]) -> str | None:
     reason = meta_info.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else reason
     return None if kind is None else str(kind)
-
-
-def _packed(name: str, value: object) -> np.ndarray:
-    """A field's numbers as an array; a mask may hold shares between 0 and 1.
-
-    Raises:
-        ValueError: a whole number that its dtype cannot hold.
-        TypeError: it holds something else.
-    """
-    array = np.asarray(value)
-    if array.dtype == _DTYPES[name]:
-        return array
-    if array.dtype.kind not in "iufb" and array.size:
-        is_too_long = array.dtype.kind == "O" and all(isinstance(number, int) for number in array.flat)
-        if not is_too_long:
-            raise TypeError(f"{name} holds what is no number")
-    is_share = name == "loss_mask" and array.dtype.kind == "f"
-    dtype = np.dtype(np.float32 if is_share else _DTYPES[name])
-    if dtype.kind == "i" and array.size and array.dtype.kind in "iuO" and array.dtype != dtype:
-        least, most = -(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1
-        wrong = next((number for number in (array.max(), array.min()) if not least <= number <= most), None)
-        if wrong is not None:
-            place = int(np.argmax(array == wrong))
-            raise ValueError(f"{name} holds {wrong} at place {place}; it must be within {least}..{most}")
-    return array.astype(dtype, copy=False)
-
-
-def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    return np.concatenate([first, second.astype(first.dtype, copy=False)])
 
 
 def reward_value(reward: object, key: str | None, flag: str) -> float:

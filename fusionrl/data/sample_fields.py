@@ -61,7 +61,91 @@ class PromptField(_StoredField):
         attributes = sample.__dict__
         if attributes.get("prompt_tokens") is not None and attributes["prompt"] != value:
             attributes["prompt_tokens"] = None
+            if attributes.get("image_spans") and not len(attributes["tokens"]):  # the places are other ones now
+                attributes["multimodal_inputs"] = sample.multimodal_inputs  # type: ignore[attr-defined]
+                attributes["image_spans"] = ()
         attributes["prompt"] = value
+
+
+class ImagesField(_StoredField):
+    """slime's `multimodal_inputs`: of a sample with `image_spans` {"images": images of PIL, "videos": None}.
+
+    The dictionary stays in the sample once a hook has read it: images that the hook appends are the sample's, too. Its
+    images read their pixels at their first use.
+    """
+
+    def __get__(self, sample: object | None, owner: type | None = None) -> object:
+        """Return the field."""
+        value = super().__get__(sample, owner)
+        if sample is None or value is not None or not (spans := sample.__dict__.get("image_spans")):
+            return value
+        from fusionrl.data.stored_image import image_inputs  # imports PIL
+
+        value = sample.__dict__[self.name] = image_inputs([image for _, image in spans])
+        return value
+
+    def __set__(self, sample: object, value: object) -> None:
+        sample.__dict__[self.name] = value
+
+
+class TrainInputsField(_StoredField):
+    """slime's `multimodal_train_inputs`: {"pixel_values", "image_grid_thw"} of the images, made when it is read.
+
+    A hook that makes pixels of its own sets it.
+    """
+
+    def __get__(self, sample: object | None, owner: type | None = None) -> object:
+        """Return the field."""
+        value = super().__get__(sample, owner)
+        if sample is None or value is not None or not (spans := sample.__dict__.get("image_spans")):
+            return value
+        from fusionrl.data.stored_image import train_inputs
+
+        return train_inputs([image for _, image in spans])
+
+    def __set__(self, sample: object, value: object) -> None:
+        sample.__dict__[self.name] = value
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+DTYPES = {
+    "tokens": np.int32,
+    "loss_mask": np.int32,
+    "rollout_log_probs": np.float32,
+    "weight_versions": np.int32,
+    "teacher_log_probs": np.float32,
+    "rollout_routed_experts": np.int16,
+    "prompt_tokens": np.int32,
+}
+
+
+def packed(name: str, value: object) -> np.ndarray:
+    """A field's numbers as an array; a mask may hold shares between 0 and 1.
+
+    Raises:
+        ValueError: a whole number that its dtype cannot hold.
+        TypeError: it holds something else.
+    """
+    array = np.asarray(value)
+    if array.dtype == DTYPES[name]:
+        return array
+    if array.dtype.kind not in "iufb" and array.size:
+        is_too_long = array.dtype.kind == "O" and all(isinstance(number, int) for number in array.flat)
+        if not is_too_long:
+            raise TypeError(f"{name} holds what is no number")
+    is_share = name == "loss_mask" and array.dtype.kind == "f"
+    dtype = np.dtype(np.float32 if is_share else DTYPES[name])
+    if dtype.kind == "i" and array.size and array.dtype.kind in "iuO" and array.dtype != dtype:
+        least, most = -(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1
+        wrong = next((number for number in (array.max(), array.min()) if not least <= number <= most), None)
+        if wrong is not None:
+            place = int(np.argmax(array == wrong))
+            raise ValueError(f"{name} holds {wrong} at place {place}; it must be within {least}..{most}")
+    return array.astype(dtype, copy=False)
+
+
+def joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.concatenate([first, second.astype(first.dtype, copy=False)])
 
 
 # ------------------------------------------------------------------------------------------------ counts

@@ -8,6 +8,7 @@ In a checkpoint, JSON gives back each value with its type, and arrays bit by bit
     scalar, tensor     {"$scalar": array} (numpy's), {"$tensor": array} (torch's)
     tuple, set         {"$tuple": […]}, {"$set": […]}
     bytes              {"$bytes": base64}
+    image              {"$image": […]}, a reference; {"$view": reference} and {"$picture": base64 of PNG}, images of PIL
     dict               as it is, or {"$dict": [[key, value], …]} where a key is not a string or begins with "$"
 
 and an object of another kind, which a hook may have put there, is stored as `to_jsonable` has it.
@@ -16,16 +17,20 @@ and an object of another kind, which a hook may have put there, is stored as `to
 import base64
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
+from fusionrl.data.images import ImageRef, interned
 from fusionrl.data.sample import COUNTS, Sample, Status, stored_fields
 from fusionrl.observe.json_values import to_jsonable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class SetState(TypedDict):
@@ -86,10 +91,35 @@ def pack(value: object) -> object:
         return {"$scalar": pack(np.asarray(value))}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {"$array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, ImageRef):
+        return {"$image": [value.key, value.height, value.width, value.num_tokens, value.source]}
+    if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
+        return _pack_picture(value)
     torch = sys.modules.get("torch")  # where there is a tensor, torch has been imported
     if torch is not None and isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
         return {"$tensor": pack(value.detach().cpu().numpy())}
     return to_jsonable(value)
+
+
+def _pack_picture(value: "Image") -> object:
+    from fusionrl.data.stored_image import png_of, ref_of
+
+    if (ref := ref_of(value)) is not None:
+        return {"$view": pack(ref)}
+    return {"$picture": base64.b64encode(png_of(value)).decode()}
+
+
+def images_in(packed: object) -> Iterator[ImageRef]:
+    """Yield the references in what `pack` made."""
+    if isinstance(packed, list):
+        for item in packed:
+            yield from images_in(item)
+    elif isinstance(packed, dict):
+        if "$image" in packed:
+            yield interned(*packed["$image"])
+        else:
+            for item in packed.values():
+                yield from images_in(item)
 
 
 def unpack(value: object) -> Any:
@@ -108,6 +138,14 @@ def unpack(value: object) -> Any:
         return tuple(unpack(item) for item in held)
     if kind == "$set":
         return {unpack(item) for item in held}
+    if kind == "$image":
+        return interned(*held)
+    if kind in ("$view", "$picture"):
+        from fusionrl.data import stored_image
+
+        return (
+            stored_image.StoredImage(unpack(held)) if kind == "$view" else stored_image.picture(base64.b64decode(held))
+        )
     if kind == "$bytes":
         return base64.b64decode(held)
     if kind == "$tensor":

@@ -15,6 +15,7 @@ import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.findings import Finding
+from fusionrl.data.images import ImageRef, collapsed, expanded
 from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.tokenizer_files import read_end_tokens
@@ -32,7 +33,7 @@ def holds_tokens(row: Mapping[str, object]) -> bool:
 
 
 def token_columns(sample: Sample) -> dict[str, np.ndarray]:
-    """Return both columns of a sample: the mask runs over all tokens, and is 0 on the prompt's.
+    """Return both columns of a sample: the mask runs over all tokens, and is 0 on the prompt's. An image has one token.
 
     Raises:
         ValueError: the sample's fields do not fit together.
@@ -40,9 +41,10 @@ def token_columns(sample: Sample) -> dict[str, np.ndarray]:
     sample.validate()
     mask = np.concatenate([np.zeros(sample.prompt_length, np.float32), response_mask(sample)])
     is_binary = bool(np.isin(mask, (0, 1)).all())  # a share of a token cannot be read back, and is not rounded here
+    spans = sample.image_spans
     return {
-        TOKENS: np.asarray(sample.array("tokens"), np.int32),
-        LOSS_MASK: mask.astype(np.int32) if is_binary else mask,
+        TOKENS: collapsed(sample.array("tokens"), spans),
+        LOSS_MASK: collapsed(mask, spans, np.int32 if is_binary else np.float32),
     }
 
 
@@ -107,6 +109,22 @@ def _sample(
         reward=0.0,
         status=Status.COMPLETED,
     )
+
+
+def with_images(sample: Sample, images: Sequence[ImageRef], placeholder: int) -> Sample:
+    """Return a sample whose tokens have one placeholder for each of its images, expanded.
+
+    Raises:
+        ValueError: another number of placeholders than of images, or an image that is to be trained on.
+    """
+    whole = expanded(np.asarray(sample.array("tokens")), images, placeholder)
+    mask = np.concatenate([np.zeros(sample.prompt_length, np.int32), np.asarray(sample.array("loss_mask"))])
+    if images and np.any(mask[np.asarray(sample.array("tokens")) == placeholder]):
+        raise ValueError("an image in a turn of the assistant cannot be trained on")
+    prompt_length = int(whole.counts[: sample.prompt_length].sum())
+    sample.tokens, sample.loss_mask = whole.ids, np.repeat(mask, whole.counts)[prompt_length:]
+    sample.response_length, sample.image_spans = len(whole.ids) - prompt_length, whole.spans
+    return sample
 
 
 @dataclass

@@ -9,7 +9,7 @@ only where something is wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -133,11 +133,13 @@ class TokenizerFiles:
     templates       name of a chat template → its text; `default` is the one that is used without tools
     named_tokens    `eos_token` and its like → the token's text, as templates see them
     special_tokens  texts of all tokens that a tokenizer writes as one control token
+    added_tokens    ids of tokens that stand beside the vocabulary → their texts
     """
 
     templates: Mapping[str, str]
     named_tokens: Mapping[str, str]
     special_tokens: tuple[str, ...]
+    added_tokens: Mapping[int, str] = field(default_factory=dict)
 
     def template(self, has_tools: bool) -> str | None:
         """The template that transformers would choose."""
@@ -162,7 +164,17 @@ def read_tokenizer_files(folder: str | Path) -> TokenizerFiles:
         for token in added
         if isinstance(token, dict) and token.get("special") and token.get("content")
     }
-    return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special - {""})))
+    texts = {number: _text(token) for number, token in _numbered_tokens(decoder, added)}
+    named_texts = {number: text for number, text in texts.items() if text is not None}
+    return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special - {""})), named_texts)
+
+
+def _numbered_tokens(decoder: object, added: list[object]) -> Iterator[tuple[int, object]]:
+    """Yield (id, token) of the added tokens, as tokenizer_config.json and tokenizer.json have them."""
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if str(number).isdecimal():
+            yield int(number), token
+    yield from ((token["id"], token) for token in added if isinstance(token, dict) and type(token.get("id")) is int)
 
 
 def read_end_tokens(folder: str | Path) -> set[int]:

@@ -7,11 +7,13 @@ array a field; `FIELDS` says for each field over what it runs. A value that a us
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 Extent = Literal["token", "response", "sample"]
+# (place of the first placeholder in the sample's tokens, key of the image, its patches as (1, rows, columns))
+ShardSpan: TypeAlias = tuple[int, str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class TrainShard:
     fields            name of `FIELDS` → flat array of its extent
     metadata          one dict a sample, untouched from Sample.train_metadata / Sample.metadata
     extra             a user's columns (--custom-convert-samples-to-train-data-path): one value a sample
+    spans             of each sample its images, in order; [] where no sample has one
+    images            key → [h, w, 3] uint8, each image once
     """
 
     rollout_id: int
@@ -90,6 +94,8 @@ class TrainShard:
     steps: list[TrainStep]
     metadata: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    spans: list[list[ShardSpan]] = field(default_factory=list)
+    images: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -109,6 +115,22 @@ class TrainShard:
             assert array.ndim == 1 + spec.trailing and len(array) == sizes[spec.extent], (
                 f"train shard field {name!r}: shape {array.shape}, expected {sizes[spec.extent]} values"
             )
+        if self.spans or self.images:
+            self._check_images()
+
+    def _check_images(self) -> None:
+        """Check that each image is there once, and that its span lies in its sample and holds one placeholder."""
+        assert len(self.spans) == self.num_samples, f"spans of {len(self.spans)} samples, of {self.num_samples}"
+        needed = {key for spans in self.spans for _, key, _ in spans}
+        assert needed == self.images.keys(), f"images of spans and of the shard differ: {needed ^ self.images.keys()}"
+        placeholders = set()
+        for tokens, spans in zip(self.split("tokens"), self.spans, strict=True):
+            for first, key, (_, rows, columns) in spans:
+                height, width, _ = self.images[key].shape
+                patch = height // rows
+                assert (rows * patch, columns * patch) == (height, width), f"image {key}: {rows} x {columns} patches"
+                placeholders.add(int(tokens[first]))
+        assert len(placeholders) < 2, f"spans begin with different tokens: {placeholders}"
 
     def split(self, name: str) -> list[np.ndarray]:
         """The field `name` as one array a sample (views)."""

@@ -60,9 +60,12 @@ class HFReader:
         stacks = {name.removesuffix(BLOCKS) for name in self._files if name.endswith(BLOCKS)}
         return set(self._places) - {name + end for name in stacks for end in (BLOCKS, SCALES)} | stacks
 
-    def place(self, name: str) -> Place:
-        """Return the place of the tensor `name` in the files."""
-        return self._places.get(name, Place(name))
+    def place(self, name: str, sizes: Sequence[int] | None = None) -> Place:
+        """Return the place of the tensor `name` in the files; by its `sizes`, turned as there."""
+        place = self._places.get(name, Place(name))
+        if not place.may_turn or sizes is None or (stored := self.stored(name)) is None:
+            return place
+        return place.turned(tuple(sizes), stored.sizes)
 
     def stored(self, name: str) -> StoredTensor | None:
         """The tensor of the files that has the tensor `name`; None: there is none."""
@@ -80,10 +83,9 @@ class HFReader:
             values, scales = mxfp4_sizes(tuple(shape))
             parts = self.get(name + BLOCKS, values, 0, part), self.get(name + SCALES, scales, 0, part)
             return dequantize_mxfp4(*parts).transpose(1, 2)
-        place = self.place(name)
-        file = self._files.get(place.name)
+        file = self._files.get(self.place(name).name)
         try:
-            stored = self.stored(name)
+            place, stored = self.place(name, shape), self.stored(name)
             if file is None or stored is None:
                 raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
             if stored.sizes != (whole := place.whole(tuple(shape))):
@@ -97,6 +99,7 @@ class HFReader:
                 tensor = self._open[file].get_tensor(place.name)
             else:
                 tensor = self._open[file].get_slice(place.name)[index]
+                tensor = tensor.t() if place.is_turned else tensor
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{self.flag} {file}: tensor {name} cannot be read ({error}); fetch it again") from error
         if self.quantization is None or name not in self.quantization.names:
@@ -400,14 +403,15 @@ def as_stored(tensors: Iterable[tuple[str, Tensor]], reader: HFReader) -> Iterat
     packed: dict[str, Tensor] = {}
     num_left: dict[str, int] = {}
     for name, tensor in tensors:
-        place, sizes = reader.place(name), tuple(tensor.shape)
+        sizes = tuple(tensor.shape)
+        place = reader.place(name, sizes)
         if place.expert is None:
             yield place.name, tensor
             continue
         if place.name not in packed:
             packed[place.name] = torch.empty(place.whole(sizes), dtype=tensor.dtype)
             num_left[place.name] = place.num_experts * place.num_parts
-        packed[place.name][place.taken(sizes)] = tensor.detach().cpu()
+        packed[place.name][place.taken(sizes)] = (tensor.t() if place.is_turned else tensor).detach().cpu()
         num_left[place.name] -= 1
         if not num_left[place.name]:
             yield place.name, packed.pop(place.name)
@@ -428,7 +432,7 @@ def untrained_tensors(reader: HFReader, written: Container[str]) -> Iterator[tup
     """The tensors of a multimodal model's files that do not belong to the text model, but those `written` already."""
     if reader.form is not None:
         names = {name for name in reader.names if reader.place(name).name in written}
-        untrained = kept_tensors(reader.folder, re.compile(reader.form.untrained), names, torch.float32)
+        untrained = kept_tensors(reader.folder, re.compile(reader.form.others), names, torch.float32)
         yield from as_stored(untrained, reader)
 
 

@@ -9,6 +9,7 @@ from fusionrl.models import families
 from fusionrl.models.published import places, text_config
 from fusionrl.models.rules import HfConfig, Sizes
 from fusionrl.models.shape import ModelShape, read_json_object, read_text_config, shape_from_hf_config
+from fusionrl.models.vision import NAMES
 from fusionrl.models.weight_files import stored_tensors
 
 SCALE = "_scale_inv"
@@ -84,17 +85,21 @@ def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> Bloc
     return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", quantized)
 
 
-def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[ModelShape, BlockFp8 | None]:
+def read_described(
+    path: str | Path, flag: str = "--hf-checkpoint", *, sees: bool = False
+) -> tuple[ModelShape, BlockFp8 | None]:
     """The shape of a Hugging Face folder, or of its config.json alone, and the quantisation that it describes.
 
-    Quantised are the projections of the layers, as in DeepSeek-V3's and Qwen3's fp8 checkpoints; routers, norms,
-    embedding and output layer are not. The files themselves may say otherwise: `read_quantization`.
+    `sees`: with its vision tower. Quantised are the projections of the layers, as in DeepSeek-V3's and Qwen3's fp8
+    checkpoints; routers, norms, embedding and output layer are not. The files themselves may say otherwise:
+    `read_quantization`.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"{flag} {path}: config.json is missing; give one, or a folder that has one")
     raw = read_json_object(file, f"{flag} {path}: it")
-    shape, quantization = shape_from_hf_config(raw, f"{flag} {path}"), text_config(raw).get("quantization_config")
+    shape = shape_from_hf_config(raw, f"{flag} {path}", sees=sees)
+    quantization = text_config(raw).get("quantization_config")
     if not isinstance(quantization, Mapping) or not quantization or is_mxfp4(raw):
         return shape, None
     block = _checked_block(quantization, f"{flag} {path}: its config.json has a quantization_config with")
@@ -102,7 +107,10 @@ def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[Mod
     names = frozenset(
         name
         for name, sizes in families.hf_shapes(shape).items()
-        if len(sizes) == 2 and _PROJECTION.search(name) and not any(f".{entry}." in f".{name}" for entry in ignored)
+        if len(sizes) == 2
+        and _PROJECTION.search(name)
+        and not name.startswith(NAMES)
+        and not any(f".{entry}." in f".{name}" for entry in ignored)
     )
     return shape, BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", names)
 

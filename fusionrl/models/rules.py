@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
+    from fusionrl.models.vision import VisionShape
 
 # A parsed config.json, under transformers' names. A value of a wrong type is found where `ModelShape` is made of what a
 # family read.
@@ -106,7 +107,7 @@ class Rule:
 
     @cached_property
     def layer(self) -> int | None:
-        """Number of the decoder layer that it belongs to; None: the embedding, or what comes after the last layer."""
+        """Number of the decoder layer that it belongs to; None: a tower, the embedding, what comes after the layers."""
         match = _LAYER.match(self.megatron)
         return None if match is None else int(match[1])
 
@@ -130,6 +131,11 @@ class Rule:
     def is_mtp(self) -> bool:
         """Return whether it belongs to a layer of multi-token prediction."""
         return self.megatron.startswith(MTP)
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether it belongs to a vision tower."""
+        return self.megatron.startswith(VISION)
 
     def section_rows(self, name: str) -> Sizes:
         """Rows of each part of the Hugging Face tensor `name`."""
@@ -220,17 +226,23 @@ class Published:
     """The form of the folders of a multimodal model that has a family as its text part (`models/published.py`).
 
     model_type    of its config.json, whose `text_config` is the family's
-    architecture  SGLang's class of the text part alone
-    untrained     pattern of names in its files that do not belong to the text model
-    prefix        of the text model's names in its files, in place of `model.`
+    others        pattern of names in its files that do not belong to the text model
+    architecture  SGLang's class of the text part alone; None: engines serve the whole model in any run
+    prefixes      beginnings of names in its files → those of the text model, and of a tower
     packed        name of a tensor of all experts → the tensors of one expert in it, one over the other
+    may_turn      such a tensor may have [in, out] of each expert, not [out, in]
+    vision        the tower, of config.json of the whole model and of its text part; None: it is not trained here
     """
 
     model_type: str
-    architecture: str
-    untrained: str
-    prefix: str = "model.language_model."
+    others: str
+    architecture: str | None = None
+    prefixes: Mapping[str, str] = field(
+        default_factory=lambda: {"model.language_model.": "model.", "model.visual.": "visual."}
+    )
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    may_turn: bool = False
+    vision: Callable[[HfConfig, HfConfig], VisionShape] | None = None
 
 
 @dataclass(frozen=True)
@@ -293,6 +305,7 @@ _OTHER_NAMES = (
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 MTP = "mtp.layers."
+VISION = "vision_model."
 
 
 def canonical_name(name: str, first_layer: int = 0, first_expert: int = 0) -> str:

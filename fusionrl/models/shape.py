@@ -12,8 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 from fusionrl.base.spelling import hint
 from fusionrl.models import families
 from fusionrl.models.kinds import Attention, Dense, Experts, Full, Kind, Latent, Mlp
-from fusionrl.models.published import text_config
+from fusionrl.models.published import text_config, vision_of
 from fusionrl.models.rules import HfConfig
+from fusionrl.models.vision import VisionShape, restored
 from fusionrl.models.yarn import check_yarn, is_yarn
 
 
@@ -27,6 +28,7 @@ def _of_its_class(value: object) -> object:
 
 _AnyAttention = Annotated[SerializeAsAny[Attention], BeforeValidator(_of_its_class)]
 _AnyMlp = Annotated[SerializeAsAny[Mlp], BeforeValidator(_of_its_class)]
+_AnyVision = Annotated[SerializeAsAny[VisionShape], BeforeValidator(restored)]
 
 
 class ModelShape(BaseModel):
@@ -47,6 +49,7 @@ class ModelShape(BaseModel):
                         what logits are divided by (Granite)
     value_head          a value for each position in place of logits: a critic
     mtp_layers          layers of multi-token prediction that are trained with it
+    vision              the tower of a model that sees; None: the text model alone
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -79,6 +82,7 @@ class ModelShape(BaseModel):
     logits_scale: float = 1.0
     value_head: bool = False
     mtp_layers: int = 0
+    vision: _AnyVision | None = None
     attention: tuple[_AnyAttention, ...]
     mlp: tuple[_AnyMlp, ...]
 
@@ -109,6 +113,8 @@ class ModelShape(BaseModel):
             raise ValueError("layers with different mixtures; Megatron has one configuration for all")
         if len({kind.window for kind in self.attention} - {None}) > 1:
             raise ValueError("layers with windows of different sizes; Megatron has one configuration for all")
+        if self.vision is not None:
+            self.vision.check(self.hidden_size, round(self.head_dim * self.rotary_percent) // 2, self.num_layers)
         return self
 
     def __hash__(self) -> int:
@@ -203,8 +209,8 @@ class ModelShape(BaseModel):
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token passes: of the experts, those that a token is routed to."""
-        rules = [rule for rule in families.model_rules(self).values() if not rule.buffer]
+        """Parameters that one token passes: of the experts, those that a token is routed to; not the tower's."""
+        rules = [rule for rule in families.model_rules(self).values() if not (rule.buffer or rule.is_vision)]
         routed = sum(rule.numel for rule in rules if rule.expert is not None)
         share = self.mixture.topk / self.num_experts if self.mixture else 0.0
         return sum(rule.numel for rule in rules) - routed + round(routed * share)
@@ -243,9 +249,9 @@ def differences(first: ModelShape, second: ModelShape) -> Iterator[tuple[str, ob
             yield next((f"{name} of layer {layer}", *pair) for layer, pair in pairs if pair[0] != pair[1])
 
 
-def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
-    """Read the shape from `folder`/config.json."""
-    return shape_from_hf_config(read_hf_config(folder, flag), f"{flag} {folder}")
+def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint", *, sees: bool = False) -> ModelShape:
+    """Read the shape from `folder`/config.json; `sees`: with its vision tower (`config.eval_sets.sees_images`)."""
+    return shape_from_hf_config(read_hf_config(folder, flag), f"{flag} {folder}", sees=sees)
 
 
 def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
@@ -279,10 +285,13 @@ def read_json_object(file: Path, subject: str) -> dict[str, Any]:
     return raw
 
 
-def shape_from_hf_config(raw: HfConfig, where: str = "config.json") -> ModelShape:
-    """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE)."""
+def shape_from_hf_config(raw: HfConfig, where: str = "config.json", *, sees: bool = False) -> ModelShape:
+    """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE).
+
+    sees  with the vision tower of a multimodal model; else it is the text part alone
+    """
     try:
-        raw = text_config(raw)
+        whole, raw = raw, text_config(raw)
         family = families.get_family(raw.get("model_type", ""))
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
@@ -292,6 +301,8 @@ def shape_from_hf_config(raw: HfConfig, where: str = "config.json") -> ModelShap
         scaling = fields["rope_scaling"]
         if scaling is not None and not isinstance(scaling, Mapping):
             raise TypeError(f"rope_scaling is {scaling!r}")
+        if sees:
+            fields["vision"] = vision_of(whole, raw)
         shape = ModelShape(model_type=family.model_type, **fields)
         _check_rope(shape)
     except KeyError as error:

@@ -33,6 +33,9 @@ def shape_errors(
         }
     where = places(stored, raw)
     found = {name: where.get(name, Place(name)) for name in expected}
+    for name, place in found.items():
+        if place.may_turn and place.name in stored:
+            found[name] = place.turned(expected[name], stored[place.name].sizes)
     expected = as_stored({place.name: place.whole(expected[name]) for name, place in found.items()}, stored)
     has_other = raw.get("quantization_config") and quantization is None and not is_mxfp4(raw)
     is_packed = _packed(stored) if has_other else lambda name: False
@@ -42,8 +45,9 @@ def shape_errors(
     errors = []
     if missing := [name for name in expected if name not in stored and name not in optional]:
         errors.append(f"{flag} {folder}: tensor {_first(missing)} in none of its files; {_model(shape)}")
-    ignored = families.ignored(shape)
-    if extra := sorted(name for name in stored if name not in expected and not ignored.fullmatch(name)):
+    ignored, names = families.ignored(shape), {place.name: name for name, place in where.items()}
+    unknown = stored.keys() - expected.keys()
+    if extra := sorted(name for name in unknown if not ignored.fullmatch(names.get(name, name))):
         errors.append(f"{flag} {folder}: tensor {_first(extra)} no part of the model; {_model(shape)}")
     return errors
 

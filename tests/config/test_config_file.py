@@ -149,7 +149,7 @@ MISTAKES = (
     ("name: [a, b]", "--name", "valid string"),
     ('apply-chat-template-kwargs: "{x"', "--apply-chat-template-kwargs {x", "not valid JSON"),
     ("clip-grad: ~", "--clip-grad", "it needs a value"),
-    ("multimodal-keys: x", "--multimodal-keys x", "not available yet"),
+    ("multimodal-keys: x", "--multimodal-keys x", "not valid JSON"),
     ("data:", "", ""),
     ("  input-key: {a: 1}", "--input-key", "valid string"),
     ("  nonsense-key-of-mine: 1", "--nonsense-key-of-mine", "unknown flag"),

@@ -15,6 +15,7 @@ from fusionrl.models.families import parts
 from fusionrl.models.hf_io import HFReader, read_part
 from fusionrl.models.rules import Names
 from fusionrl.models.shape import ModelShape, read_model_shape, shape_from_hf_config
+from tests import tiny_vision
 from tests.trainer import hf_models
 
 NAMES = [*hf_models.FAMILIES, *hf_models.PLUGINS]
@@ -26,7 +27,8 @@ def shape_of(family: str, tied: bool = False, **values: object) -> ModelShape:
 
 
 def test_every_family_is_tested() -> None:
-    assert set(families.BUILT_IN) == {*hf_models.FAMILIES, *hf_models.SPARSE}
+    seeing = {f"{kind}_text" for kind in tiny_vision.KINDS}  # tests/models/test_vision.py
+    assert set(families.BUILT_IN) == {*hf_models.FAMILIES, *hf_models.SPARSE, *seeing}
     files = {path.stem for path in Path(plugins.models.__file__).parent.glob("[a-z]*.py")}
     assert files == set(hf_models.PLUGINS)
 

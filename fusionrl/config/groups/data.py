@@ -8,6 +8,7 @@ from fusionrl.config import scopes
 from fusionrl.config.groups.base import Group, JsonObject, acting, always, of_engines, of_eval_engines, of_prompts
 from fusionrl.config.run_parts import DEFAULT_SOURCE
 
+of_images = acting(scopes.needed(scopes.HAS_IMAGES))
 of_eval_interval = acting(scopes.TESTS_BETWEEN, scopes.HAS_SETS)
 of_eval_sets = acting(scopes.TESTS, scopes.IS_DUE)
 of_eval_columns = acting(scopes.TESTS, scopes.HAS_SETS)
@@ -36,6 +37,21 @@ class DataGroup(Group):
         "How the assistant's tokens of a conversation are found (sft): by the marks of a known template (chatml and"
         " others), by what each turn adds (prefix), or by the template's own generation blocks (template). auto: by"
         " marks, where the generation prompt has known ones.",
+    )
+    multimodal_keys: JsonObject = always(
+        {}, 'Columns of what is not text, as JSON: {"image": COLUMN}. See docs/guides/vision.md.'
+    )
+    multimodal_folder: str | None = of_images(
+        None, "Folder in which relative paths of images begin. Default: that of the data file."
+    )
+    image_max_pixels: int | None = of_images(
+        None, "Pixels of an image at most; larger ones are made smaller. Default: the model's.", ge=1
+    )
+    image_min_pixels: int | None = of_images(
+        None, "Pixels of an image at least; smaller ones are made larger. Default: the model's.", ge=1
+    )
+    image_cache_mb: int = of_images(
+        2048, "Megabytes of memory for images; those unused for longest are read again from their files.", ge=1
     )
     rollout_shuffle: bool = of_prompts(False, "Reshuffle the prompts in each epoch.")
     rollout_seed: int = always(42, "Seed of the shuffle and of sampling.", ge=0)

@@ -30,6 +30,14 @@ class RolloutGroup(Group):
     )
     max_turns: int = of_agents(8, "Maximum model turns in one sample of an agent.", ge=1)
     max_tool_response_len: int = of_agents(1024, "Maximum tokens of one tool response; the rest is cut.", ge=1)
+    max_tool_images: int = of_agents(
+        8, "Maximum images that tools may add to one sample; then the model gets an error message.", ge=0
+    )
+    zoom_coordinates: Literal["auto", "pixels", "thousandths"] = of_agents(
+        "auto",
+        "What boxes of image_zoom_in_tool count: pixels of the image as the model sees it, or thousandths of its sides;"
+        " auto: as models of this family were trained.",
+    )
     tool_timeout_s: float = of_agents(60.0, "Seconds a tool call may take; then the model gets an error message.", gt=0)
     agent_path: str | None = of_agents(
         None, "`agent(args, sample, base_url, api_key)` of fusionrl.rollout.sessions.generate (docs/guides/agents.md)."
@@ -39,6 +47,11 @@ class RolloutGroup(Group):
     )
     agent_free_sampling: bool = of_agents(
         False, "Sample freely where an agent's request constrains the model (tool_choice, grammar), not refuse it."
+    )
+    image_transport: Literal["auto", "data", "file"] = of_engines(
+        "auto",
+        "How engines get images: in requests (data), or as files in the run's folder; auto: file where all engines are"
+        " on this machine.",
     )
     rollout_batch_size: int | None = acting(scopes.STEPS)(None, "Prompts in one rollout step.", ge=1)
     n_samples_per_prompt: int = of_scores(1, "Samples generated for each prompt.", ge=1)

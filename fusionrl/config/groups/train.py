@@ -19,6 +19,9 @@ class TrainGroup(Group):
         None, "Samples of a micro-batch. Default: as many as --max-tokens-per-gpu holds.", ge=1
     )
     max_tokens_per_gpu: int = of_trainers(8192, "Maximum tokens of a micro-batch.", ge=1)
+    max_patches_per_gpu: int | None = acting(scopes.TRAINERS, scopes.HAS_IMAGES)(
+        None, "Maximum patches of the different images of a micro-batch; a sample with more is alone.", ge=1
+    )
     use_dynamic_batch_size: bool = always(
         True, "Fill micro-batches up to --max-tokens-per-gpu; always on (accepted for slime's launch scripts)."
     )
@@ -71,6 +74,16 @@ class TrainGroup(Group):
         "Compute a prompt that several samples of a micro-batch share only once, if this saves a quarter of"
         " the tokens and the attention supports it (no Transformer Engine, context parallelism, latent attention or"
         " delta nets). Gradients are the same.",
+    )
+    freeze_params_name_list: list[str] = of_training(
+        [],
+        "Regular expressions: a parameter whose Megatron or Hugging Face name has a match is not trained, and pushed"
+        " once.",
+    )
+    only_train_params_name_list: list[str] = of_training([], "The same of parameters that alone are trained.")
+    freeze_vision: bool = acting(scopes.TRAINS, scopes.HAS_IMAGES)(False, "Do not train the vision tower.")
+    vision_recompute: bool = acting(scopes.TRAINS, scopes.HAS_IMAGES)(
+        True, "Compute each block of the vision tower again in backward, which keeps its input alone."
     )
     log_probs_chunk_size: int | None = of_trainers(
         None, "Tokens whose logits are computed at a time. Default: as many as fit 32 MiB.", ge=1

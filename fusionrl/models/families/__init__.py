@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fusionrl.models.families import hybrids, llama, mixtures, parts, windows
+from fusionrl.models.families import hybrids, llama, mixtures, parts, vision, windows
 from fusionrl.models.rules import IGNORED, Family, Rule, Sizes, canonical_name
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Rule", "canonical_name", "get_family", "hf_shapes", "ignored", "kept", "model_rules", "rule_of"]
 
-_FILES = (llama, mixtures, hybrids, windows)
+_FILES = (llama, mixtures, hybrids, windows, vision)
 BUILT_IN = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 PUBLISHED = {family.published.model_type: family for family in BUILT_IN.values() if family.published is not None}
 """`model_type` of a multimodal model → the family of its text part."""
@@ -78,8 +78,10 @@ def model_rules(shape: ModelShape) -> dict[str, Rule]:
     embedding, last = parts.ends(shape)
     layers = [rule for number in range(shape.num_layers) for rule in family.layer(shape, number)]
     further = [rule for number in range(shape.mtp_layers) for rule in parts.mtp(shape, number, family)]
-    rules = {rule.megatron: rule for rule in (embedding, *layers, *last, *further)}
-    assert len(rules) == len(layers) + 1 + len(last) + len(further), "two rules for one tensor"
+    tower = [] if shape.vision is None else list(shape.vision.rules())
+    every = [*tower, embedding, *layers, *last, *further]
+    rules = {rule.megatron: rule for rule in every}
+    assert len(rules) == len(every), "two rules for one tensor"
     return rules
 
 

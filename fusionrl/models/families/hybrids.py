@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fusionrl.models.families import parts
+from fusionrl.models.families.vision import read_stacked
 from fusionrl.models.kinds import Attention, Delta, Experts, Full
 from fusionrl.models.rules import Family, HfConfig, MtpNames, Names, Published
 
@@ -70,16 +71,17 @@ def _unserved(shape: ModelShape) -> str | None:
     return "layer_types: SGLang gives attention to every so many layers, whatever they say"
 
 
-_UNTRAINED = r"(model\.visual|mtp)\..*"
+_OTHERS = r"(visual|mtp)\..*"
 _PACKED = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
-_DENSE_FORM = Published("qwen3_5", "Qwen3_5ForCausalLM", _UNTRAINED)
-_MIXED_FORM = Published("qwen3_5_moe", "Qwen3_5MoeForCausalLM", _UNTRAINED, packed=_PACKED)
+_VISION = partial(read_stacked, tokens=(248056, 248057, 248053, 248054), deepstack=())
+_DENSE_FORM = Published("qwen3_5", _OTHERS, "Qwen3_5ForCausalLM", vision=_VISION)
+_MIXED_FORM = Published("qwen3_5_moe", _OTHERS, "Qwen3_5MoeForCausalLM", packed=_PACKED, vision=_VISION)
 _MTP = MtpNames("mtp.layers.0", ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"))
 _DENSE = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 _SPARSE = {"num_key_value_heads": 2, "max_position_embeddings": 32768}
 _FAMILY = partial(
     Family,
-    ignored=_UNTRAINED,
+    ignored=_OTHERS,
     engine_paths=(".self_attn.",),
     engine=_engine_fields,
     mtp=_MTP,

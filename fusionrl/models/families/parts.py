@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
 
 
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
 def common(raw: HfConfig) -> dict[str, object]:
     """Fields of `ModelShape` that every family writes alike (transformers 4's and 5's way of writing RoPE)."""
     rope = raw.get("rope_parameters") or {}
@@ -44,8 +47,7 @@ def rope_theta(raw: HfConfig) -> float:
 
 def num_experts(raw: HfConfig) -> int:
     """Routed experts of a layer; families and versions of transformers write it under different names."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return raw[next((name for name in names if name in raw), "num_experts")]
+    return raw[next((name for name in NUM_EXPERTS if name in raw), NUM_EXPERTS[0])]
 
 
 def partial_rotary(raw: HfConfig, default: float) -> float:

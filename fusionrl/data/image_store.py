@@ -1,0 +1,229 @@
+"""The images of a process: their originals, their normal forms and what engines get, each once, by key.
+
+    original     a file that the data name, else bytes in a scratch file of the run's folder
+    normal form  in memory, made of the original when it is wanted; those that were not used for longest go first
+    PNG          of the normal form, for engines; as the normal forms
+
+An image lives as long as a sample, a prompt or a saved state has its reference: when the last one is gone, so is the
+image. Nothing counts them but Python.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from fusionrl.base.scratch_file import Extent, ScratchFile
+from fusionrl.data.images import (
+    ImageLimits,
+    ImageRef,
+    as_rgb,
+    decoded,
+    image_size,
+    interned,
+    key_of_file,
+    resized,
+)
+from fusionrl.data.processor_files import ProcessorFiles
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Value = TypeVar("Value", np.ndarray, bytes)
+MEGABYTE = 1 << 20
+DEFAULT_BYTES = 2048 * MEGABYTE
+
+
+class ImageStore:
+    """See the module's docstring. For several threads."""
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES, folder: Path | None = None) -> None:
+        self._lock = threading.RLock()
+        self._living: dict[str, weakref.ref[ImageRef]] = {}
+        self._dead: deque[str] = deque()  # keys of references that are gone
+        self._scratch: ScratchFile | None = None
+        self._extents: dict[str, Extent] = {}
+        self._saved: list[Path] = []  # folders of `save`
+        self._cache: OrderedDict[tuple[str, str], np.ndarray | bytes] = OrderedDict()
+        self.num_bytes = 0  # of the cache
+        self.configure(max_bytes, folder)
+
+    def configure(self, max_bytes: int, folder: Path | None, processor: ProcessorFiles | None = None) -> None:
+        """Set the size of the cache, where the scratch file will be (None: with temporary files), and the model's
+        settings of images."""
+        self._max_bytes, self._folder, self.processor = max_bytes, folder, processor
+
+    # ------------------------------------------------------------------------------------------------ put in
+    def add_file(self, content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:
+        """Take in an image file, and return the reference to it; its pixels are not decoded yet.
+
+        source  its path, where it has one
+
+        Raises:
+            ValueError: no image that can be read, or one that does not fit the limits.
+        """
+        return self._add(content, limits.fit(*image_size(content)), limits, source)
+
+    def _add(self, content: bytes, size: tuple[int, int], limits: ImageLimits, source: str | None = None) -> ImageRef:
+        key = key_of_file(content, *size)
+        image = interned(key, *size, limits.num_tokens(*size), source)
+        with self._lock:
+            self._watch(image)
+            if image.source is None and key not in self._extents:
+                if self._scratch is None:
+                    self._scratch = ScratchFile(self._folder)
+                self._extents[key] = self._scratch.write(content)
+        return image
+
+    def add_picture(self, picture: Image, limits: ImageLimits) -> ImageRef:
+        """Take in an image that a tool or a hook made; raises as `add_file`."""
+        picture = as_rgb(picture)
+        image = self.add_file(_png(picture), limits)
+        self._put("pixels", image.key, _frozen(resized(picture, image.height, image.width)))
+        return image
+
+    def add_pixels(self, pixels: np.ndarray, limits: ImageLimits) -> ImageRef:
+        """Take in a normal form [h, w, 3] uint8, also one over the limits of pixels."""
+        from PIL.Image import fromarray
+
+        image = self._add(_png(fromarray(pixels)), (pixels.shape[0], pixels.shape[1]), limits)
+        self._put("pixels", image.key, _frozen(pixels.copy()))
+        return image
+
+    def add_folder(self, folder: Path) -> None:
+        """Look for images also in a folder that `save` wrote."""
+        with self._lock:
+            self._saved.insert(0, folder)
+
+    def _watch(self, image: ImageRef) -> None:
+        """Drop the image when its reference is gone."""
+        self._sweep()
+        if (living := self._living.get(image.key)) is None or living() is not image:
+            self._living[image.key] = weakref.ref(image, partial(_note_death, self._dead, image.key))
+
+    def _sweep(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            if (living := self._living.get(key)) is None or living() is not None:
+                continue  # it came again
+            del self._living[key]
+            for kind in ("pixels", "png"):
+                self._forget((kind, key))
+            if (extent := self._extents.pop(key, None)) is not None:
+                assert self._scratch is not None
+                self._scratch.give_back(extent)
+
+    # ------------------------------------------------------------------------------------------------ take out
+    def pixels(self, image: ImageRef) -> np.ndarray:
+        """Return the normal form, [h, w, 3] uint8, not to be written to.
+
+        Raises:
+            ValueError: its original is gone, or is another one now.
+        """
+        found = self._get("pixels", image.key)
+        if isinstance(found, np.ndarray):
+            return found
+        return self._put("pixels", image.key, _frozen(resized(self.original(image), image.height, image.width)))
+
+    def png(self, image: ImageRef) -> bytes:
+        """Return the normal form as a PNG file; raises as `pixels`."""
+        from PIL.Image import fromarray
+
+        found = self._get("png", image.key)
+        return found if isinstance(found, bytes) else self._put("png", image.key, _png(fromarray(self.pixels(image))))
+
+    def thumbnail(self, image: ImageRef, side: int = 256) -> bytes:
+        """Return the normal form as a small JPEG file, for people; raises as `pixels`."""
+        from PIL.Image import fromarray
+
+        picture, content = fromarray(self.pixels(image)), io.BytesIO()
+        picture.thumbnail((side, side))
+        picture.save(content, "JPEG", quality=85)
+        return content.getvalue()
+
+    def original(self, image: ImageRef) -> Image:
+        """Return the original in RGB, upright, or the normal form where that alone was saved; raises as `pixels`."""
+        with self._lock:
+            self._sweep()
+            extent, scratch, saved = self._extents.get(image.key), self._scratch, list(self._saved)
+        if extent is not None and scratch is not None:
+            return decoded(scratch.read(extent))
+        problem = f"the pixels of image {image.key} are not in this process, and no file has them"
+        if image.source is not None:
+            try:
+                content = Path(image.source).read_bytes()
+                if key_of_file(content, image.height, image.width) == image.key:
+                    return decoded(content)
+                problem = f"the image {image.source} has changed since the run began with it"
+            except OSError as error:
+                problem = f"the image {image.source} cannot be read any more ({error})"
+        for folder in saved:
+            if (path := folder / f"{image.key}.png").is_file():
+                return decoded(path.read_bytes())
+        raise ValueError(problem)
+
+    def grid(self, image: ImageRef) -> tuple[int, int, int]:
+        """Return the patches of an image as (1, rows, columns)."""
+        assert self.processor is not None, "the store was not told the model's settings of images"
+        patch = self.processor.limits.patch
+        return (1, image.height // patch, image.width // patch)
+
+    # ------------------------------------------------------------------------------------------------ cache
+    def _get(self, kind: str, key: str) -> np.ndarray | bytes | None:
+        with self._lock:
+            self._sweep()
+            if (value := self._cache.get((kind, key))) is not None:
+                self._cache.move_to_end((kind, key))
+        return value
+
+    def _put(self, kind: str, key: str, value: Value) -> Value:
+        with self._lock:
+            self._forget((kind, key))
+            self._cache[kind, key] = value
+            self.num_bytes += _size(value)
+            while self.num_bytes > self._max_bytes and self._cache:
+                self._forget(next(iter(self._cache)))
+        return value
+
+    def _forget(self, place: tuple[str, str]) -> None:
+        if (value := self._cache.pop(place, None)) is not None:
+            self.num_bytes -= _size(value)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+    def save(self, images: Iterable[ImageRef], folder: Path) -> None:
+        """Write the normal form of each image, `<key>.png`, to a folder."""
+        for image in {image.key: image for image in images}.values():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{image.key}.png").write_bytes(self.png(image))
+
+
+def _note_death(dead: deque[str], key: str, _: object) -> None:
+    # Whatever thread collects garbage calls this, also one that holds the lock; the next call of the store sweeps.
+    dead.append(key)
+
+
+def _frozen(pixels: np.ndarray) -> np.ndarray:
+    pixels.flags.writeable = False
+    return pixels
+
+
+def _size(value: np.ndarray | bytes) -> int:
+    return value.nbytes if isinstance(value, np.ndarray) else len(value)
+
+
+def _png(picture: Image) -> bytes:
+    content = io.BytesIO()
+    picture.save(content, "PNG", compress_level=1)
+    return content.getvalue()
+
+
+IMAGES = ImageStore()
+"""The store of this process; the Buffer configures it."""

@@ -1,0 +1,308 @@
+"""Images as a model sees them: references to them, their one normal form, and their places among tokens. No torch.
+
+Two processors may exist for one checkpoint, and their resizes are not the same function. So an image is resized once,
+when it enters a run, to a size that no processor changes: engines and trainers then see the same pixels.
+
+A sample's ids are *expanded*: an image has `ImageRef.num_tokens` placeholders there. Engines expand ids themselves and
+get them *collapsed*: one placeholder an image. Both ways go by recorded spans, never by what ids look like: a model may
+sample a placeholder, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_ASPECT = 200  # of the longer side to the shorter: processors refuse more
+_TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap height and width
+_ORIENTATION = 0x0112  # EXIF's tag
+_RESIZES = 8  # of a thin image, until its size stays
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """A reference to an image; copies of a sample share it.
+
+    key            hash from which the pixels of the normal form follow
+    height, width  pixels of the normal form
+    num_tokens     its placeholders in expanded ids
+    source         file of the original; None: it came as bytes or pixels, which the store has
+    """
+
+    key: str
+    height: int
+    width: int
+    num_tokens: int
+    source: str | None = field(default=None, compare=False)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return interned, (self.key, self.height, self.width, self.num_tokens, self.source)
+
+
+_living: weakref.WeakValueDictionary[str, ImageRef] = weakref.WeakValueDictionary()
+
+
+def interned(key: str, height: int, width: int, num_tokens: int, source: str | None = None) -> ImageRef:
+    """Return the one reference of this process to an image: that is how a store knows when the last one is gone."""
+    image = ImageRef(key, height, width, num_tokens, source)
+    return _living.setdefault(key, image)
+
+
+ImageSpan: TypeAlias = tuple[int, ImageRef]  # (place of the first placeholder in expanded ids, the image)
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Sizes that a model takes.
+
+    patch                   pixels of a patch's side
+    merge                   so many by so many patches are one token
+    min_pixels, max_pixels  of an image
+    """
+
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def unit(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch * self.merge
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) of the normal form of an image of this size.
+
+        Raises:
+            ValueError: it has no pixels, or is too thin.
+        """
+        size = (height, width)
+        for _ in range(_RESIZES):  # `smart_resize` leaves a thin image over the limit, and would make it smaller again
+            fitted = smart_resize(*size, self.unit, self.min_pixels, self.max_pixels)
+            if fitted == size:
+                return size
+            size = fitted
+        raise ValueError(
+            f"no size between {self.min_pixels:,} and {self.max_pixels:,} pixels fits an image of"
+            f" {width} x {height} with sides that are multiples of {self.unit}"
+        )
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return the number of placeholders of an image whose normal form has this size."""
+        return (height // self.unit) * (width // self.unit)
+
+
+def smart_resize(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return (height, width), multiples of `unit`, with about the same ratio and a product within the limits.
+
+    The function of Qwen2-VL's processor (arXiv:2409.12191), and of its successors.
+
+    Raises:
+        ValueError: no pixels, or one side over `MAX_ASPECT` times the other.
+    """
+    if min(height, width) < 1:
+        raise ValueError(f"the image has {width} x {height} pixels")
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(f"one side of the image is over {MAX_ASPECT} times the other ({width} x {height} pixels)")
+    rows, columns = round(height / unit), round(width / unit)
+    if rows * columns * unit**2 > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
+    elif rows * columns * unit**2 < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
+    return rows * unit, columns * unit
+
+
+# ------------------------------------------------------------------------------------------------ files and pixels
+def image_size(content: bytes) -> tuple[int, int]:
+    """Return (height, width) of an image file, upright; reads its header alone.
+
+    Raises:
+        ValueError: no image that can be read.
+    """
+    with _opened(content) as image:
+        width, height = image.size
+        is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+    return (width, height) if is_turned else (height, width)
+
+
+def decoded(content: bytes) -> Image:
+    """Return the first frame of an image file, upright, in RGB.
+
+    Raises:
+        ValueError: no image that can be read.
+    """
+    from PIL import ImageOps
+
+    with _opened(content) as image:
+        try:
+            image.load()
+            return as_rgb(ImageOps.exif_transpose(image))
+        except (OSError, SyntaxError, EOFError) as error:
+            raise ValueError(f"the image cannot be decoded ({error})") from error
+
+
+def _opened(content: bytes) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(content))
+    except UnidentifiedImageError as error:
+        raise ValueError("it is not an image file of a known format") from error
+    except (OSError, SyntaxError, EOFError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the image cannot be opened ({error})") from error
+
+
+def as_rgb(image: Image) -> Image:
+    """Return an image in RGB; of 16-bit grey values the upper eight bits, of transparent pixels their colours."""
+    from PIL.Image import fromarray
+
+    if image.mode.startswith("I"):
+        image = fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def normal_form(image: bytes | Image, limits: ImageLimits) -> np.ndarray:
+    """Return [h, w, 3] uint8, the normal form of an image file or of an image in RGB.
+
+    Raises:
+        ValueError: no image that can be read, or one that does not fit the limits.
+    """
+    picture = decoded(image) if isinstance(image, bytes) else image
+    return resized(picture, *limits.fit(picture.height, picture.width))
+
+
+def resized(image: Image, height: int, width: int) -> np.ndarray:
+    """Return [height, width, 3] uint8 of an image in RGB."""
+    from PIL.Image import Resampling
+
+    if image.size != (width, height):
+        image = image.resize((width, height), Resampling.BICUBIC)
+    return np.array(image)
+
+
+def key_of(pixels: np.ndarray) -> str:
+    """Return the key of a normal form [h, w, 3] uint8."""
+    height, width, _ = pixels.shape
+    return _hash(b"pixels", height, width, np.ascontiguousarray(pixels).data)
+
+
+def key_of_file(content: bytes, height: int, width: int) -> str:
+    """Return the key of the normal form, of this size, of an image file: without decoding it."""
+    return _hash(b"file", height, width, content)
+
+
+def _hash(kind: bytes, height: int, width: int, content: bytes | memoryview) -> str:
+    digest = hashlib.sha256(b"%b %d %d " % (kind, height, width))
+    digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def patches(pixels: np.ndarray, limits: ImageLimits, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """Return [h / patch * w / patch, 3 * 2 * patch²] float32, what a Qwen processor makes of a normal form.
+
+    Patches of one token follow one another; a patch holds each of its channels twice, for two equal frames.
+    """
+    (height, width, _), p, m = pixels.shape, limits.patch, limits.merge
+    scaled = pixels.astype(np.float32) * np.float32(1 / 255)
+    normal = (scaled - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
+    values: np.ndarray = normal.reshape(height // p // m, m, p, width // p // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    frames = np.broadcast_to(values[:, :, :, :, :, None], (*values.shape[:5], 2, p, p))
+    return np.ascontiguousarray(frames.reshape(height * width // p**2, -1))
+
+
+def pixels_of(
+    values: np.ndarray, grid: Sequence[int], limits: ImageLimits, mean: Sequence[float], std: Sequence[float]
+) -> np.ndarray:
+    """Return [h, w, 3] uint8 of what `patches` made, of a grid (1, rows, columns) of patches."""
+    (_, rows, columns), p, m = grid, limits.patch, limits.merge
+    frames = np.asarray(values, np.float32).reshape(rows // m, columns // m, m, m, 3, -1, p, p)[:, :, :, :, :, 0]
+    scaled = frames.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * p, columns * p, 3)
+    colours = (scaled * np.asarray(std, np.float32) + np.asarray(mean, np.float32)) * 255
+    return np.rint(colours).clip(0, 255).astype(np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------ among tokens
+def expanded(ids: Sequence[int] | np.ndarray, images: Sequence[ImageRef], placeholder: int, start: int = 0) -> Expanded:
+    """Expand ids in which the n-th placeholder stands for the n-th image.
+
+    start  place of the first id in the sample's expanded ids
+
+    Raises:
+        ValueError: another number of placeholders than of images.
+    """
+    tokens = np.asarray(ids, np.int32)
+    places = np.flatnonzero(tokens == placeholder)
+    if len(places) != len(images):
+        raise ValueError(f"{len(places)} placeholders of images in the tokens, but {len(images)} images")
+    counts = np.ones(len(tokens), np.int64)
+    counts[places] = [image.num_tokens for image in images]
+    firsts = start + np.cumsum(counts)[places] - counts[places]
+    return Expanded(np.repeat(tokens, counts), list(zip(firsts.tolist(), images, strict=True)), counts)
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Expanded ids [n] int32, the span of each image, and of each collapsed id how often it stands in `ids`."""
+
+    ids: np.ndarray
+    spans: list[ImageSpan]
+    counts: np.ndarray
+
+
+def collapsed(values: object, spans: Sequence[ImageSpan], dtype: type = np.int32) -> np.ndarray:
+    """Return ids [n], for an engine, or other values of the tokens: of each recorded span the first alone."""
+    array: np.ndarray = np.asarray(values, dtype)
+    if not spans:
+        return array
+    is_kept = np.ones(len(array), bool)
+    for first, image in spans:
+        is_kept[first + 1 : first + image.num_tokens] = False
+    return array[is_kept]
+
+
+def span_problem(
+    tokens: np.ndarray, spans: Sequence[ImageSpan], prompt_length: int, loss_mask: np.ndarray | None
+) -> str | None:
+    """Return what is wrong with the spans of a sample; None for nothing.
+
+    Spans ascend, do not overlap, and lie within the prompt or within the response; all their tokens are one
+    placeholder, and those of the response are not trained on.
+    """
+    end, placeholder = 0, None
+    for first, image in spans:
+        last, name = first + image.num_tokens, f"the image at token {first}"
+        if first < end:
+            return f"{name} begins within the one before it, or before it"
+        if last > len(tokens):
+            return f"{name} has {image.num_tokens} tokens, but only {len(tokens) - first} follow"
+        if first < prompt_length < last:
+            return f"{name} lies across the end of the prompt, {prompt_length}"
+        placeholder = tokens[first] if placeholder is None else placeholder
+        if np.any(tokens[first:last] != placeholder):
+            return f"the tokens of {name} are not all its placeholder, {placeholder}"
+        if first >= prompt_length and (
+            loss_mask is None or np.any(loss_mask[first - prompt_length : last - prompt_length] != 0)
+        ):
+            return f"{name} is part of the response, but its loss_mask is not 0"
+        end = last
+    return None

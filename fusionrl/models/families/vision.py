@@ -1,0 +1,129 @@
+"""Families that see: their text parts are those of other families, and a reader of the tower of each.
+
+In a run without images such a model is its text part alone, which has plain rotary embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fusionrl.models.families import llama, mixtures
+from fusionrl.models.rules import Family, HfConfig, Published
+from fusionrl.models.vision import DeepstackTower, VisionShape, WindowTower
+
+_PLAIN = ("default", "mrope")
+
+
+def _plain(raw: HfConfig) -> HfConfig:
+    """config.json without mRoPE, which is plain RoPE for text alone."""
+    return {**raw, "rope_scaling": None} if _rope_type(raw.get("rope_scaling") or {}) in _PLAIN else raw
+
+
+def _rope_type(rope: HfConfig) -> str:
+    name: str = rope.get("rope_type", rope.get("type", "default"))
+    return name
+
+
+def _tower(
+    raw: HfConfig, text: HfConfig, tokens: tuple[int, int, int, int], usual: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields that all towers have.
+
+    raw     config.json of the whole model, and `text` that of its text part
+    tokens  ids of image, video, start and end of media, if config.json does not say
+    usual   what transformers takes for sizes that are missing
+    """
+    vision = {**usual, **raw["vision_config"]}
+    rope: HfConfig = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if _rope_type(rope) not in _PLAIN:
+        raise ValueError(f"rope type {_rope_type(rope)!r} is not supported together with images")
+    if vision["hidden_act"] != usual["hidden_act"]:
+        raise ValueError(f"hidden_act {vision['hidden_act']!r} of the vision_config is not supported")
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    image, video, start, end = (raw.get(name, token) for name, token in zip(names, tokens, strict=True))
+    return {
+        "num_layers": vision["depth"],
+        "hidden_size": vision["hidden_size"],
+        "ffn_hidden_size": vision["intermediate_size"],
+        "num_heads": vision["num_heads"],
+        "patch_size": vision["patch_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "channels": vision.get("in_channels", vision.get("in_chans", 3)),
+        "merge": vision["spatial_merge_size"],
+        "out_hidden_size": vision["out_hidden_size"],
+        "image_token": image,
+        "start_token": start,
+        "end_token": end,
+        "media_tokens": (image, video),
+        "mrope_section": tuple(rope["mrope_section"]),
+        "mrope_interleaved": rope.get("mrope_interleaved", False),
+    }
+
+
+_QWEN_TOKENS = (151655, 151656, 151652, 151653)
+_COMMON: dict[str, Any] = {"spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 16, "out_hidden_size": 3584}
+_WINDOWS: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "patch_size": 14,
+    "hidden_act": "silu",
+}
+_WINDOWS |= {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)}
+_STACKED: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
+_STACKED |= {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304}
+
+
+def read_windows(raw: HfConfig, text: HfConfig) -> VisionShape:
+    """Qwen2.5-VL's tower."""
+    vision = {**_WINDOWS, **raw["vision_config"]}
+    return WindowTower(
+        **_tower(raw, text, _QWEN_TOKENS, _COMMON | _WINDOWS),
+        window_size=vision["window_size"],
+        full_layers=tuple(vision["fullatt_block_indexes"]),
+    )
+
+
+def read_stacked(
+    raw: HfConfig,
+    text: HfConfig,
+    tokens: tuple[int, int, int, int] = _QWEN_TOKENS,
+    deepstack: tuple[int, ...] = (8, 16, 24),
+) -> VisionShape:
+    """Qwen3-VL's tower; `deepstack`: its layers if config.json does not say."""
+    vision = {**_STACKED, **raw["vision_config"]}
+    return DeepstackTower(
+        **_tower(raw, text, tokens, _COMMON | _STACKED),
+        num_positions=vision["num_position_embeddings"],
+        deepstack_layers=tuple(vision.get("deepstack_visual_indexes", deepstack)),
+    )
+
+
+def _read(text: Callable[[HfConfig], dict[str, object]], raw: HfConfig) -> dict[str, object]:
+    return text(_plain(raw))
+
+
+_OTHERS = r"visual\..*"
+_PACKED = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
+
+
+def _seeing(text: Family, form: Published, defaults: Mapping[str, object]) -> Family:
+    """A family with the text part of another one, which `form` is published in."""
+    name, read = f"{form.model_type}_text", partial(_read, text.read)
+    return replace(text, model_type=name, read=read, ignored=_OTHERS, yarn=False, published=form, defaults=defaults)
+
+
+_TEXTS = {family.model_type: family for family in (*llama.FAMILIES, *mixtures.FAMILIES)}
+_QWEN2_5 = {"num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3 = {"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 5e5}
+_QWEN3_MOE = _QWEN3 | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+_QWEN3_MOE |= {"norm_topk_prob": True}
+_MIXED = Published("qwen3_vl_moe", _OTHERS, packed=_PACKED, may_turn=True, vision=read_stacked)
+FAMILIES = (
+    _seeing(_TEXTS["qwen2"], Published("qwen2_5_vl", _OTHERS, vision=read_windows), _QWEN2_5),
+    _seeing(_TEXTS["qwen3"], Published("qwen3_vl", _OTHERS, vision=read_stacked), _QWEN3),
+    _seeing(_TEXTS["qwen3_moe"], _MIXED, _QWEN3_MOE),
+)

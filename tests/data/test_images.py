@@ -1,0 +1,177 @@
+"""Images: one normal form, references by hash, spans among tokens, and the store that holds each once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from fusionrl.data import images
+from fusionrl.data.image_store import ImageStore
+from fusionrl.data.images import ImageLimits, ImageRef, collapsed, expanded, normal_form
+from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.sample import Sample
+from tests.tiny_vision import image_numbers
+
+LIMITS = ImageLimits(14, 2, 28 * 28, 64 * 28 * 28)
+REF = ImageRef("a", 28, 56, 2)
+PAD = 9
+
+
+def picture(seed: int, height: int = 100, width: int = 230) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def png(seed: int, height: int = 100, width: int = 230, **options: Any) -> bytes:
+    content = io.BytesIO()
+    picture(seed, height, width).save(content, "PNG", **options)
+    return content.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ the normal form
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_tokens_and_pixels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Acceptance point A2: random sizes, within the limits and beyond."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    numbers = image_numbers(kind)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 7, "video_token_id": 8}))
+    files, reference = read_processor_files(tmp_path), Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    settings = (files.limits, files.mean, files.std)
+    for height, width in ((5, 5), (28, 28), (100, 230), (640, 480), (33, 1000), (900, 41), (13, 2600)):
+        original = picture(height, height, width)
+        pixels = normal_form(original, files.limits)
+        wanted = reference(images=original, return_tensors="np")
+        again = reference(images=Image.fromarray(pixels), return_tensors="np")
+        if (height, width) != (13, 2600):  # which transformers leaves over the limit: a second resize would change it
+            assert wanted["image_grid_thw"].tolist() == again["image_grid_thw"].tolist()
+            assert np.abs(wanted["pixel_values"] - again["pixel_values"]).max() <= 1e-6
+        own = images.patches(pixels, *settings)
+        assert np.abs(own - again["pixel_values"]).max() <= 1e-6
+        grid = again["image_grid_thw"][0].tolist()
+        assert files.limits.num_tokens(*pixels.shape[:2]) == np.prod(grid) // 4
+        assert np.array_equal(images.pixels_of(own, grid, *settings), pixels)
+        assert files.limits.fit(*pixels.shape[:2]) == pixels.shape[:2]
+    assert (files.placeholder, files.media_tokens) == (7, (7, 8))
+
+
+def test_files_of_many_kinds_have_one_form() -> None:
+    original = picture(1)
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    original.save(turned, "PNG", exif=exif)
+    assert images.image_size(turned.getvalue()) == (230, 100)
+    upright = ImageOps.exif_transpose(Image.open(turned))
+    assert np.array_equal(np.asarray(images.decoded(turned.getvalue())), np.asarray(upright))
+    grey = io.BytesIO()
+    Image.fromarray(np.array([[0, 256], [32768, 65535]], np.uint16)).save(grey, "PNG")
+    assert np.asarray(images.decoded(grey.getvalue()))[..., 0].tolist() == [[0, 1], [128, 255]]
+    frames = io.BytesIO()
+    original.save(frames, "GIF", save_all=True, append_images=[picture(2)])
+    assert images.decoded(frames.getvalue()).size == (230, 100)
+
+
+def test_limits_of_files_and_flags(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"image_token_id": 3}')
+    nested = {"image_processor": {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    files = read_processor_files(tmp_path)
+    assert files.limits == ImageLimits(16, 2, 4096, 65536)
+    assert files.limited(None, 16384).limits.fit(600, 600) == (128, 128)
+    with pytest.raises(ValueError, match="--image-max-pixels 900: a token of this model's images has 32 x 32"):
+        files.limited(None, 900)
+    with pytest.raises(ValueError, match="--image-min-pixels 70000 is over --image-max-pixels 65536 .*the maximum is"):
+        files.limited(70000, None)
+    with pytest.raises(ValueError, match="over 200 times"):
+        files.limits.fit(1, 300)
+
+
+# ------------------------------------------------------------------------------------------------ among tokens
+def test_only_recorded_spans_are_collapsed() -> None:
+    whole = expanded([1, PAD, 2], [REF], PAD)
+    assert whole.ids.tolist() == [1, PAD, PAD, 2] and whole.spans == [(1, REF)]
+    sampled = [*whole.ids.tolist(), PAD, 5]  # a model may sample a placeholder
+    assert collapsed(sampled, whole.spans).tolist() == [1, PAD, 2, PAD, 5]
+    later = expanded([PAD, 3], [REF], PAD, start=6)
+    assert collapsed([*sampled, *later.ids], [*whole.spans, *later.spans]).tolist() == [1, PAD, 2, PAD, 5, PAD, 3]
+    with pytest.raises(ValueError, match="2 placeholders of images in the tokens, but 1 images"):
+        expanded([PAD, PAD], [REF], PAD)
+
+
+@pytest.mark.parametrize(
+    ("spans", "changes", "problem"),
+    [
+        ([(1, REF), (2, REF)], {}, "begins within the one before it"),
+        ([(1, REF), (8, REF)], {}, "has 2 tokens, but only 1 follow"),
+        ([(1, REF), (4, REF)], {"response_length": 4}, "lies across the end of the prompt, 5"),
+        ([(0, REF)], {}, "are not all its placeholder"),
+        ([(1, REF), (6, REF)], {"response_length": 4, "loss_mask": [1, 1, 0, 0]}, "its loss_mask is not 0"),
+    ],
+)
+def test_a_sample_whose_spans_do_not_fit(spans: Any, changes: dict[str, Any], problem: str) -> None:
+    sample = Sample(index=3, tokens=[1, PAD, PAD, 2, PAD, PAD, PAD, PAD, 5], image_spans=spans, **changes)
+    with pytest.raises(ValueError, match=f"sample 3: .*{problem}"):
+        sample.validate()
+
+
+def test_spans_of_prompt_and_tool() -> None:
+    tokens = [1, PAD, PAD, 2, 7, PAD, PAD, 5]
+    Sample(tokens=tokens, response_length=4, loss_mask=[1, 0, 0, 1], image_spans=[(1, REF), (5, REF)]).validate()
+
+
+# ------------------------------------------------------------------------------------------------ the store
+def test_the_store_holds_an_image_once_and_within_its_limit(tmp_path: Path) -> None:
+    store = ImageStore(500_000, tmp_path)
+    first = store.add_file(png(0), LIMITS)
+    assert store.add_file(png(0), LIMITS) is first and pickle.loads(pickle.dumps(first)) is first
+    assert copy.deepcopy([first])[0] is first
+    pixels = store.pixels(first)
+    assert np.array_equal(pixels, normal_form(png(0), LIMITS)) and store.pixels(first) is pixels
+    others = [store.add_file(png(seed), LIMITS) for seed in range(1, 12)]
+    for image in others:
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(store.png(image)))), store.pixels(image))
+        assert store.num_bytes <= 500_000
+    assert store.pixels(first) is not pixels and np.array_equal(store.pixels(first), pixels)  # made anew
+    assert np.array_equal(np.asarray(store.original(first)), np.asarray(picture(0)))
+
+
+def test_an_image_goes_with_its_last_reference(tmp_path: Path) -> None:
+    store = ImageStore(folder=tmp_path)
+    for _ in range(20):  # rollouts
+        crops = [store.add_picture(picture(seed, 300, 300), LIMITS) for seed in range(3)]
+        sizes = store.num_bytes, store._scratch and store._scratch.num_bytes
+        assert sizes[0] == 3 * crops[0].height * crops[0].width * 3
+        assert sizes[1] is not None and sizes[1] < 3 * 300 * 300 * 3 * 1.02
+        del crops
+        gc.collect()
+    store.pixels(store.add_file(png(9), LIMITS))
+    assert len(store._cache) == 1 and not list(tmp_path.iterdir())  # the scratch file has no name
+
+
+def test_originals_of_files_and_of_checkpoints(tmp_path: Path) -> None:
+    path, store = tmp_path / "a.png", ImageStore()
+    path.write_bytes(png(4))
+    image = store.add_file(path.read_bytes(), LIMITS, str(path))
+    pixels = store.pixels(image)
+    store.save([image, image], tmp_path / "saved")
+    path.write_bytes(png(5))
+    with pytest.raises(ValueError, match=r"a\.png has changed since the run began with it"):
+        ImageStore().pixels(image)
+    path.unlink()
+    with pytest.raises(ValueError, match="cannot be read any more"):
+        ImageStore().pixels(image)
+    elsewhere = ImageStore()
+    elsewhere.add_folder(tmp_path / "saved")
+    assert np.array_equal(elsewhere.pixels(image), pixels)
+    with pytest.raises(ValueError, match="are not in this process"):
+        elsewhere.pixels(REF)
