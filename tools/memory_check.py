@@ -33,8 +33,9 @@ from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Rec
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
+from tests.tiny_vision import config_of
 from tools import published_peaks
-from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, Row
+from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
 
 BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.05
 _HEAD = {
@@ -139,7 +140,7 @@ def _is_chosen(columns: str, only: Sequence[str]) -> bool:
 def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """A dictionary for each model on one rank, in fp32 and bf16, and for each layout of tools/parity.py."""
     import_megatron()
-    alone = [(Row(name, 1), precision) for name in MODELS for precision in ("fp32", "bf16")]
+    alone = [(Row(name, 1), precision) for name in (*MODELS, *SEEING) for precision in ("fp32", "bf16")]
     rows = alone + [(row, "fp32") for row in ROWS]
     results = []
     for row, precision in rows:
@@ -198,6 +199,9 @@ def parity_shape(name: str) -> ModelShape:
     """The shape of a model of tools/parity.py, read from the config.json that transformers writes."""
     from transformers import AutoConfig
 
+    if name in SEEING:
+        seeing = config_of(name.split()[0], **SEEING[name])
+        return shape_from_hf_config(json.loads(seeing.to_json_string(use_diff=False)), sees=True)
     family, sizes = name.split()[0], COMMON | {"tie_word_embeddings": False} | MODELS[name]
     config = AutoConfig.for_model(KNOWN_AS.get(family, family), **sizes)
     return shape_from_hf_config(config.to_dict() | {"model_type": family})

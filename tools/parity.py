@@ -27,8 +27,10 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
+from tests.tiny_vision import make_tiny_vlm
 from tests.trainer.local_ranks import LocalRanks
-from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, Row
+from tests.trainer.vision_samples import VisionSamples
+from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
 
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
 STEPS = 3
@@ -44,6 +46,8 @@ def make_model(name: str, folder: Path) -> Any:
     from tests.trainer import hf_models  # noqa: F401 (models that are registered there)
 
     family = name.split()[0]
+    if name in SEEING:
+        return make_tiny_vlm(folder, family, **SEEING[name])
     config = AutoConfig.for_model(
         KNOWN_AS.get(family, family), **(COMMON | {"tie_word_embeddings": False} | MODELS[name])
     )
@@ -128,7 +132,7 @@ class Batch:
             steps=[TrainStep([[int(i) for i in part] for part in micro], *counts)],
         )
 
-    def reference_gradients(self, model: Any) -> tuple[float, dict[str, np.ndarray]]:
+    def reference_gradients(self, model: Any, folder: Path) -> tuple[float, dict[str, np.ndarray]]:
         """(loss, gradients under checkpoint names) by transformers' autograd, one sequence at a time."""
         import torch
 
@@ -140,6 +144,25 @@ class Batch:
         loss = total / int(self.response.sum())
         loss.backward()
         return float(loss), checkpoint_gradients(model)
+
+
+class SeeingBatch:
+    """The same of a model that sees: texts, and texts with images."""
+
+    def __init__(self, family: str) -> None:
+        self.samples = VisionSamples(family)
+
+    def shards(self, dp: int) -> list[TrainShard]:
+        return self.samples.shards(dp, micro=-(-len(self.samples) // (4 * dp)))
+
+    def reference_gradients(self, model: Any, folder: Path) -> tuple[float, dict[str, np.ndarray]]:
+        _, loss, gradients = self.samples.reference(folder, model)
+        return loss, gradients
+
+
+def batch_of(name: str) -> Batch | SeeingBatch:
+    """What the model is trained on."""
+    return SeeingBatch(name.split()[0]) if name in SEEING else Batch()
 
 
 @dataclass
@@ -230,10 +253,13 @@ def run_logits(models: Sequence[str], report: Any, shared: LocalRanks | None = N
 def trainer_config(folder: Path, passthrough: PassThrough) -> Config:
     """fp32, one thread a rank, plain supervised loss."""
     values = {"mode": "sft", "hf_checkpoint": str(folder), "precision": "fp32", "train_num_threads": 1}
+    values |= {"multimodal_keys": {"image": "images"}} if folder.name.startswith(tuple(SEEING)) else {}
     return Config.from_flat(values | {"lr": 1e-3, "clip_grad": 1.0}, passthrough)
 
 
-def measure(ranks: LocalRanks, folder: Path, layout: TrainerLayout, passthrough: PassThrough, batch: Batch) -> Result:
+def measure(
+    ranks: LocalRanks, folder: Path, layout: TrainerLayout, passthrough: PassThrough, batch: Batch | SeeingBatch
+) -> Result:
     ranks.start(trainer_config(folder, passthrough), layout)
     shards = batch.shards(layout.dp)
     losses, norms, gradients = [], [], {}
@@ -276,7 +302,7 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     ranks, size, used = None, 0, 0
     with tempfile.TemporaryDirectory() as scratch:
-        batch, references = Batch(), {}
+        batches, references = {model: batch_of(model) for model in {row.model for row in rows}}, {}
         folders = {model: Path(scratch) / model.replace(" ", "-") for model in dict.fromkeys(row.model for row in rows)}
         order = [Row(model, 1) for model in folders] + sorted(rows, key=lambda row: row.world)
         try:
@@ -288,11 +314,12 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
                 used += 1
                 model = make_model(row.model, folders[row.model]) if row.world == 1 else None
                 passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
+                batch = batches[row.model]
                 got = measure(ranks, folders[row.model], row.layout, passthrough, batch)
                 entry: dict[str, Any] = {"model": row.model, "ranks": row.world, "seconds_per_step": got.seconds}
                 if model is not None:
                     references[row.model] = got
-                    loss, gradients = batch.reference_gradients(model)
+                    loss, gradients = batch.reference_gradients(model, folders[row.model])
                     norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
                     tensor = worst_tensor(got.gradients, scaled(gradients, norm))
                     entry |= {"layout": "one rank, against transformers"}

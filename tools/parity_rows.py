@@ -110,6 +110,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"layers": 4},
+    "qwen3_vl": {"layers": 4},
+    "qwen3_vl deep": {"layers": 8},
+    "qwen3_vl_moe": {"layers": 6},
+}
+"""Models that see (`tests/tiny_vision.py`), trained on texts and images."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One layout of one model, with further fields of Megatron's classes."""
@@ -194,6 +203,13 @@ ROWS = [
     Row("granite", 2, note="full recompute", transformer=FULL),
     Row("gemma3_text", 2, {"pp": 2, "vpp": 2}),
     Row("gemma3_text", 2, note="full recompute", transformer=FULL),
+    *(Row(model, 2, sizes) for model in ("qwen2_5_vl", "qwen3_vl") for sizes in DENSE),
+    *(Row("qwen3_vl_moe", 2, sizes) for sizes in MIXED),
+    *(Row(model, 2, note="overlapped", ddp=OVERLAP) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
+    *(Row(model, 2, {"tp": 2}, "full recompute", FULL) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
+    *(Row(model, 2, {"pp": 2}, "full recompute", FULL) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
+    Row("qwen2_5_vl", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3_vl deep", 2, {"pp": 2, "vpp": 2}),
     Row("qwen3", 4),
     Row("qwen3", 4, {"pp": 4}),
     Row("qwen3", 4, {"cp": 4}),
@@ -208,6 +224,15 @@ ROWS = [
     Row("deepseek_v3", 4, {"tp": 2, "ep": 2, "etp": 1}),
     Row("gpt_oss", 4, {"tp": 2, "ep": 2, "etp": 1}),
     Row("deepseek_v3", 4, {"tp": 2, "pp": 2}),
+    *(
+        Row(model, 4, sizes)
+        for model in ("qwen2_5_vl", "qwen3_vl")
+        for sizes in ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2})
+    ),
+    *(Row("qwen3_vl_moe", 4, {"tp": 2, **sizes}) for sizes in ({"cp": 2}, {"pp": 2}, {"ep": 2, "etp": 1})),
+    Row("qwen3_vl", 4, {"pp": 2, "cp": 2}),
+    Row("qwen3_vl", 4, {"tp": 2}),
+    Row("qwen3_vl_moe", 4, {"tp": 2, "pp": 2}, "full recompute", FULL),
     Row("qwen3", 8, {"tp": 2, "pp": 2}),
     Row("qwen3", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2}),
     Row("qwen3_moe", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "ep": 2, "etp": 1}),

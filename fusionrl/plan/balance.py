@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.vision import VisionShape
 
 # Exchanges between the costliest and the cheapest rank (or micro-batch) after the first division; each makes the
 # difference smaller, and beyond some hundreds nothing is left to gain.
@@ -62,6 +63,32 @@ class SequenceCost:
 
 
 @dataclass(frozen=True)
+class ImageCost:
+    """Floating-point operations of an image of `n` tokens in a vision tower: `linear * n + quadratic * n ** 2`.
+
+    A patch passes the blocks, a token the mergers; attention multiplies queries by keys and scores by values, within
+    windows or the whole image. Three times that where the tower is trained; recomputed work counts once.
+    """
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of_shape(cls, vision: VisionShape, is_trained: bool) -> ImageCost:
+        """Of a tower that is trained, or runs forward alone."""
+        times, per_token = 3.0 if is_trained else 1.0, vision.merge**2
+        num_windowed, patches = vision.window
+        of_patch = 2 * (vision.num_weights("blocks.") + vision.num_weights("patch_embed."))
+        of_patch += num_windowed * 4 * vision.hidden_size * patches
+        mergers = vision.num_weights("merger.") + vision.num_weights("deepstack_")
+        pairs = (vision.num_layers - num_windowed) * 4 * vision.hidden_size * per_token**2
+        return cls(times * (per_token * of_patch + 2 * mergers), times * pairs)
+
+    def __call__(self, tokens: int) -> float:
+        return self.linear * tokens + self.quadratic * tokens * tokens
+
+
+@dataclass(frozen=True)
 class Balance:
     """The settings by which a step is divided over ranks and micro-batches.
 
@@ -72,6 +99,8 @@ class Balance:
     stages         pipeline stages
     multiple       the number of micro-batches is a multiple of this
     share_prompts  whether the trainer computes the prompt of siblings in one micro-batch once
+    images         cost of an image, which a micro-batch computes once however often it has it
+    max_image_tokens  of all different images of a micro-batch; passed only by one sample that has more. None: no limit
     dense_within   tokens of a sample that trainers attend to as the model does (sparse attention); None: any
     """
 
@@ -82,6 +111,8 @@ class Balance:
     stages: int = 1
     multiple: int = 1
     share_prompts: bool = False
+    images: ImageCost | None = None
+    max_image_tokens: int | None = None
     dense_within: int | None = None
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
@@ -89,8 +120,17 @@ class Balance:
         return -(-lengths // self.pad_to) * self.pad_to
 
 
+Images = Sequence[Mapping[str, int]]
+"""Of each sample: key of an image → its tokens."""
+
+
 def divide(
-    lengths: np.ndarray, prompts: np.ndarray, groups: Sequence[Sequence[int]], ranks: int, balance: Balance
+    lengths: np.ndarray,
+    prompts: np.ndarray,
+    groups: Sequence[Sequence[int]],
+    ranks: int,
+    balance: Balance,
+    images: Images = (),
 ) -> list[list[list[int]]]:
     """The samples of one optimizer step, over data-parallel ranks and micro-batches.
 
@@ -101,27 +141,31 @@ def divide(
     prompts  [n] tokens of each sample's prompt
     groups   the samples, siblings together; every sample is in one group
     ranks    data-parallel size
+    images   those of each sample; none where no sample has one
 
     Returns rank → micro-batch → samples.
     """
     padded = balance.padded(lengths)
     assert int(padded.max(initial=0)) <= balance.max_tokens, "a sample over the cap"
     singles = [[i] for group in groups for i in group]
-    best = _divide(singles, padded, prompts, ranks, balance)
+    best = _divide(singles, padded, prompts, ranks, balance, images)
     if balance.share_prompts and len(singles) > len(groups):
-        units = [unit for group in groups for unit in _fitting(group, padded, balance)]
-        together = _divide(units, padded, prompts, ranks, balance)
+        units = [unit for group in groups for unit in _fitting(group, padded, balance, images)]
+        together = _divide(units, padded, prompts, ranks, balance, images)
         if together[0] <= best[0]:
             best = together
     return best[1]
 
 
-def _fitting(group: Sequence[int], padded: np.ndarray, balance: Balance) -> list[list[int]]:
+def _fitting(group: Sequence[int], padded: np.ndarray, balance: Balance, images: Images) -> list[list[int]]:
     """Siblings in as few parts as fit into a micro-batch each, in their order."""
     units: list[list[int]] = [[]]
     room = balance.max_tokens
     for i in group:
-        if units[-1] and (padded[i] > room or len(units[-1]) == balance.max_samples):
+        is_full = padded[i] > room or len(units[-1]) == balance.max_samples
+        if images and balance.max_image_tokens is not None:
+            is_full |= sum(_images_of([*units[-1], i], images).values()) > balance.max_image_tokens
+        if units[-1] and is_full:
             units.append([])
             room = balance.max_tokens
         units[-1].append(i)
@@ -129,14 +173,31 @@ def _fitting(group: Sequence[int], padded: np.ndarray, balance: Balance) -> list
     return units
 
 
+def _images_of(unit: Sequence[int], images: Images) -> dict[str, int]:
+    """The different images of these samples, and their tokens."""
+    return {key: count for i in unit for key, count in images[i].items()}
+
+
 def _divide(
-    units: list[list[int]], padded: np.ndarray, prompts: np.ndarray, ranks: int, balance: Balance
+    units: list[list[int]],
+    padded: np.ndarray,
+    prompts: np.ndarray,
+    ranks: int,
+    balance: Balance,
+    images: Images,
 ) -> tuple[float, list[list[list[int]]]]:
     """(cost of the costliest rank, rank → micro-batch → samples), each unit whole."""
     costs = np.array([balance.cost(padded[unit]).sum() for unit in units])
     costs -= np.array([float(balance.cost(prompts[unit[1:]]).sum()) for unit in units])
     needs = np.array([[padded[unit].sum(), len(unit)] for unit in units]).reshape(-1, 2)
-    limits = (balance.max_tokens, balance.max_samples or max(len(padded), 1))
+    limits = [balance.max_tokens, balance.max_samples or max(len(padded), 1)]
+    if images and balance.images is not None:
+        different = [list(_images_of(unit, images).values()) for unit in units]
+        costs += np.array([sum(map(balance.images, counts)) for counts in different])
+        if balance.max_image_tokens is not None:
+            counts = np.array([sum(counts) for counts in different])
+            needs = np.column_stack([needs, counts])
+            limits.append(max(balance.max_image_tokens, int(counts.max(initial=0))))
     per_rank = split_by_cost(costs, ranks)
     micro = pack_ranks(per_rank, needs, costs, limits, stages=balance.stages, multiple=balance.multiple)
     most = max(float(costs[items].sum()) for items in per_rank)

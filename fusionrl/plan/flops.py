@@ -6,20 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.balance import SequenceCost
+from fusionrl.plan.balance import ImageCost, SequenceCost
 from fusionrl.plan.devices import KINDS
 
 
 @dataclass(frozen=True)
 class Work:
-    """Sequences that are trained on: the tokens of each, prompts included."""
+    """Sequences that are trained on: the tokens of each, prompts included, and those of each different image."""
 
     lengths: tuple[int, ...] = ()
+    images: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, lengths: Iterable[int]) -> Work:
-        """Of sequences with these numbers of tokens."""
-        return cls(tuple(lengths))
+    def of(cls, lengths: Iterable[int], images: Iterable[int] = ()) -> Work:
+        """Of sequences with these numbers of tokens, and different images with these."""
+        return cls(tuple(lengths), tuple(images))
 
     @property
     def tokens(self) -> int:
@@ -27,9 +28,10 @@ class Work:
         return sum(self.lengths)
 
 
-def train_flops(shape: ModelShape, work: Work) -> float:
-    """FLOPs of the optimizer steps on these sequences, each of which is trained on once."""
-    return float(SequenceCost.of_shape(shape)(work.lengths).sum())
+def train_flops(shape: ModelShape, work: Work, images: ImageCost | None = None) -> float:
+    """FLOPs of the optimizer steps on these sequences, each of which is trained on once; `images`: of their images."""
+    of_images = 0.0 if images is None else sum(map(images, work.images))
+    return float(SequenceCost.of_shape(shape)(work.lengths).sum()) + of_images
 
 
 def peak_flops(name: str, memory_bytes: float | None = None) -> float | None:

@@ -20,7 +20,7 @@ _FALSE = """
 """
 _NONE = """
     wandb_mode wandb_dir wandb_key wandb_host wandb_team wandb_group wandb_project wandb_run_id tb_project_name
-    tb_experiment_name tensorboard_dir dump_details save_debug_train_data multimodal_keys log_reward_category
+    tb_experiment_name tensorboard_dir dump_details save_debug_train_data log_reward_category
     sglang_model_routers sglang_speculative_algorithm eval_min_new_tokens rollout_buffer_url chat_template_path
     load_forge_rollout_data
 """

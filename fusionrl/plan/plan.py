@@ -28,6 +28,7 @@ from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan, plan_scorers
 from fusionrl.plan.trainer_plan import TrainerPlan
+from fusionrl.plan.vision import image_balance, vision_errors
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ def _answers(config: Config, plan: Plan) -> dict[str, object]:
         "train_num_threads": plan.train_num_threads,
         "precision": plan.precision,
         "num_steps_per_rollout": plan.batch.num_steps if plan.batch else None,
+        "multimodal_keys": config.data.multimodal_keys or None,  # as slime's functions know it
         "lr_decay_iters": config.train.lr_decay_iters or plan.num_optimizer_steps or None,
     }
 
@@ -262,6 +264,7 @@ def plan_errors(
         if layout and shape:
             layout_errors = model_errors(layout, shape, config.passthrough.transformer)
             layout_errors += mtp_errors(config, layout, shape)
+            layout_errors += [] if layout_errors else vision_errors(config, layout, shape)
             errors += layout_errors
             if not layout_errors:
                 _check_saved(config, layout, shape)
@@ -325,7 +328,8 @@ def _checked_layout(config: Config, shape: ModelShape, world_size: int | None = 
     """The layout, into which the model divides."""
     layout = _layout(config, shape, world_size)
     if layout:
-        if errors := model_errors(layout, shape, config.passthrough.transformer) + mtp_errors(config, layout, shape):
+        errors = model_errors(layout, shape, config.passthrough.transformer) + mtp_errors(config, layout, shape)
+        if errors := errors or vision_errors(config, layout, shape):
             raise ValueError(errors[0])
         _check_saved(config, layout, shape)
     return layout
@@ -398,6 +402,7 @@ def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: s
         multiple=layout.pp if layout.vpp > 1 else 1,
         share_prompts=config.train.share_prompts and local and layout.cp == 1 and shape.may_share_prompts,
         dense_within=shape.dense_within,
+        **image_balance(config, shape),
     )
 
 

@@ -228,7 +228,7 @@ def stage_of_rule(stages: Sequence[Sequence[int]]) -> Callable[[Rule], int]:
     def stage_of(rule: Rule) -> int:
         if rule.layer is not None:
             return stage_of_layer[rule.layer]
-        return 0 if rule.megatron.startswith("embedding.") else len(stages) - 1
+        return 0 if rule.is_vision or rule.megatron.startswith("embedding.") else len(stages) - 1
 
     return stage_of
 

@@ -8,11 +8,13 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
+from fusionrl.models.families import model_rules
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.pipeline_knobs import described as described_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import planned_push
+from fusionrl.plan.vision import trains_tower
 
 _TURNS = {
     "engines first": "engines start alone, then trainers; in a push and its check each side holds its weights alone;"
@@ -36,6 +38,13 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         f"placement  {counted(plan.num_bundles, 'device')}, "
         f"{'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
     ]
+    if (vision := shape.vision) is not None:
+        count = sum(rule.numel for rule in model_rules(shape).values() if rule.is_vision)
+        lines.append(
+            f"vision     tower of {count / 1e6:.2f} M parameters, {counted(vision.num_layers, 'block')} x"
+            f" {vision.hidden_size}, {'trained' if trains_tower(config, shape) else 'not trained'}; a token is"
+            f" {vision.unit} x {vision.unit} pixels"
+        )
     if plan.start_order != "together":
         lines.append(f"turns      {_TURNS[plan.start_order]}")
     if plan.knobs:

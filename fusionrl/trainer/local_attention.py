@@ -27,6 +27,7 @@ from fusionrl.trainer.context_parallel import whole_row, zigzag_positions
 
 if TYPE_CHECKING:
     from fusionrl.cpu.kernels import RowTable
+    from fusionrl.trainer.image_rows import ImageRows
 
 
 @dataclass
@@ -38,6 +39,8 @@ class PackedLayout(PackedSeqParams):
     table      the same sequences for our own kernel, where that is for them
     positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
                after the other; then Megatron sees one sequence, and rotary embeddings are taken by these
+    axes       [3, T] positions of the tokens of all context-parallel ranks in time, row and column: a model that sees
+    images     the images that this rank puts into its row; None: it has none
     masks      of buckets in layers that need some, by the bucket's number and the window
     """
 
@@ -45,6 +48,8 @@ class PackedLayout(PackedSeqParams):
     buckets: tuple[Bucket, ...] = ()
     table: RowTable | None = None
     positions: Tensor | None = None
+    axes: Tensor | None = None
+    images: ImageRows | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 

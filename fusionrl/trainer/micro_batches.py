@@ -7,6 +7,7 @@ from torch import Tensor
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.image_rows import place_images, prompt_keys
 from fusionrl.trainer.multi_token import look_ahead
 from fusionrl.trainer.packed_batch import BatchOptions, MicroBatch, Selection
 from fusionrl.trainer.packed_row import pack_row
@@ -73,7 +74,9 @@ def build_micro_batch(
         )
     recorded = shard.split("rollout_routed_experts") if options.replay_layers is not None else []
     prompts = [int(shard.total_lengths[i] - shard.response_lengths[i]) for i in samples]
-    row = pack_row([tokens[i] for i in samples], prompts, options)
+    row = pack_row([tokens[i] for i in samples], prompts, options, prompt_keys(shard, samples, prompts))
+    if options.vision is not None:
+        place_images(shard, samples, row, options)
     experts = row.experts([recorded[i] for i in samples] if recorded else [], options)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *present)}
     response_lengths, first_response = [], 0

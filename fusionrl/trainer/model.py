@@ -15,16 +15,11 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
@@ -34,103 +29,9 @@ from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.layers import block_spec, finish_layers
-from fusionrl.trainer.log_probs import chunked_log_probs
-from fusionrl.trainer.multi_token import Ahead, mtp_spec, predict_ahead
-from fusionrl.trainer.packed_batch import Selection
+from fusionrl.trainer.multi_token import mtp_spec
+from fusionrl.trainer.outputs import ChosenOutputs, ValueModel
 from fusionrl.trainer.routing import RoutingReplay
-
-
-class ChosenOutputs(GPTModel):
-    """A GPTModel whose last stage gives log-probs and entropies of chosen tokens instead of all logits.
-
-    Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage;
-    without labels, logits [1, T, V/tp] as GPTModel does.
-    """
-
-    real_vocab_size: int
-    logits_scale: float = 1.0  # what logits are divided by
-
-    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[object, ...]:
-        parts = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        positions = getattr(packed_seq_params, "positions", None)
-        if positions is None:
-            return parts
-        # A table of one entry a packed token: Megatron applies it as it stands, not by offset in a sequence.
-        return (parts[0], parts[1].index_select(0, positions), *parts[2:])
-
-    def _postprocess(
-        self, hidden_states: Tensor, *args: object, labels: Selection | None = None, **kwargs: object
-    ) -> Tensor:
-        if not self.post_process:
-            return super()._postprocess(hidden_states, *args, labels=None, **kwargs)
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        else:
-            weight = self.output_layer.weight
-        if labels is None:
-            if not self.mtp_process:
-                outputs = super()._postprocess(hidden_states, *args, labels=None, **kwargs)
-            else:  # Megatron's looks for labels of these layers
-                outputs = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
-            return outputs / self.logits_scale if self.logits_scale != 1.0 else outputs
-        if labels.ahead and self.training:
-
-            def of_layer(hidden: Tensor, work: Ahead) -> Tensor:
-                chosen = Selection(work.positions, work.targets, 1.0, labels.chunk_size)
-                return self._chosen(hidden, weight.detach(), chosen)[0]
-
-            predict_ahead(self, hidden_states, labels.ahead, kwargs, of_layer)
-        return torch.stack(self._chosen(hidden_states, weight, labels))
-
-    def _chosen(self, hidden_states: Tensor, weight: Tensor, labels: Selection) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [N] of chosen tokens."""
-        group = self.pg_collection.tp
-        # Every rank's gradient of the hidden states comes from its own part of the vocabulary: both branches
-        # sum the parts in backward.
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        return chunked_log_probs(
-            hidden[:, 0].index_select(0, labels.positions),
-            weight,
-            labels.targets,
-            vocab_size=self.real_vocab_size,
-            temperature=labels.temperature * self.logits_scale if self.logits_scale != 1.0 else labels.temperature,
-            chunk_size=labels.chunk_size,
-            entropy_grad=labels.entropy_grad,
-            group=group,
-        )
-
-
-class ValueModel(ChosenOutputs):
-    """A critic: its last stage gives a value for each chosen position.
-
-    Called with `labels=Selection`, it returns [1, N] fp32 on the last pipeline stage. The head stands whole on every
-    tensor-parallel rank and sees all positions, so its gradient is whole on each of them, too.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if self.post_process:
-            del self.output_layer
-            self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> Any:
-        """Return the state of a checkpoint; a GPTModel's own looks for the output layer."""
-        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
-
-    def _postprocess(
-        self, hidden_states: Tensor, *args: object, labels: Selection | None = None, **kwargs: object
-    ) -> Tensor:
-        if not self.post_process:
-            return GPTModel._postprocess(self, hidden_states, *args, labels=None, **kwargs)
-        assert labels is not None, "a critic gives values of chosen positions"
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
-            )
-        return self.value_head(hidden_states[:, 0].index_select(0, labels.positions)).float().t()
 
 
 @dataclass
@@ -207,7 +108,12 @@ def _build_chunk(
     def usual() -> GPTModel:
         if callable(spec) and not is_spec:
             return _checked_model("custom_spec_path", str(spec_path), spec(**place))
-        return (ValueModel if shape.value_head else ChosenOutputs)(
+        kind, sight = ValueModel if shape.value_head else ChosenOutputs, _sight(config, shape)
+        if sight:
+            from fusionrl.trainer.vision import SeeingModel
+
+            kind = SeeingModel
+        return kind(
             transformer,
             spec if is_spec else block_spec(transformer, shape, place["vp_stage"]),
             vocab_size=settings.padded_vocab_size(shape.vocab_size, plan.layout.tp),
@@ -217,6 +123,7 @@ def _build_chunk(
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rope_theta,
             mtp_block_spec=mtp_spec(transformer, shape, place["vp_stage"]) if place["post_process"] else None,
+            **sight,
             **place,
         )
 
@@ -227,6 +134,21 @@ def _build_chunk(
     extras = {name: value for name, value in extras.items() if name in taken}
     field = "custom_model_provider_path"
     return _checked_model(field, provider_path, call_hook(field, provider_path, **place, **extras))
+
+
+def _sight(config: Config, shape: ModelShape) -> dict[str, object]:
+    """Return the argument of a `SeeingModel`; nothing for a model that sees no images."""
+    if shape.vision is None:
+        return {}
+    from fusionrl.data.processor_files import read_processor_files
+    from fusionrl.trainer.vision import Sight
+    from fusionrl.trainer.vision_tower import PixelScale
+
+    scale, overlaps = PixelScale(), bool(settings.ddp_fields(config)["overlap_grad_reduce"])
+    if config.model.hf_checkpoint is not None:  # else nothing is read
+        files = read_processor_files(config.model.hf_checkpoint)
+        scale = PixelScale(files.mean, files.std)
+    return {"sight": Sight(shape.vision, scale, config.train.vision_recompute, overlaps)}
 
 
 def _checked_model(field: str, path: str, model: object) -> GPTModel:
@@ -380,6 +302,12 @@ def take_apart(trained: Trained) -> None:
         for param in chunk.parameters():
             param.data, param.main_grad = torch.empty(0, device=param.device, dtype=param.dtype), None
         vars(chunk).clear()
+
+
+def forget_images(trained: Trained) -> None:
+    """Drop what a frozen vision tower has kept of images, as weights or images are others now."""
+    for chunk in trained.chunks:
+        unwrap(chunk).forget_images()
 
 
 def unwrap(module: torch.nn.Module) -> ChosenOutputs:

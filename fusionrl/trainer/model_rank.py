@@ -13,11 +13,13 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.base.imports import without_collections
 from fusionrl.base.malloc import give_freed_back, keep_freed
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import is_megatron_folder
 from fusionrl.observe.spans import phase, span
 from fusionrl.plan.trainer_plan import TrainerPlan
+from fusionrl.plan.vision import frozen_of
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +97,14 @@ class ModelRank:
         """The shape of the model that is trained."""
         if self.config.model.hf_checkpoint is None:
             raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
-        shape, train = read_model_shape(self.config.model.hf_checkpoint), self.config.train
+        sees, train = sees_images(self.config) and self.role is None, self.config.train
+        shape = read_model_shape(self.config.model.hf_checkpoint, sees=sees)
         return shape.with_mtp(train.mtp_num_layers or 1) if train.enable_mtp_training and self.role is None else shape
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Megatron names of the parameters that are not trained."""
+        return frozen_of(self.config, self.shape, self.role)
 
     @phase("setup")
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
@@ -111,7 +119,10 @@ class ModelRank:
 
             self._writer = WriterProcess()
         modules, transformer = self.setup_model(master_addr, master_port)
+        from fusionrl.trainer.freezing import freeze
         from fusionrl.trainer.model import build_training
+
+        freeze(modules, self.shape, self.frozen)
 
         self.trained = build_training(config, modules, transformer, self.trainer_plan)
         from fusionrl.trainer.megatron_spans import record_megatron
@@ -193,7 +204,7 @@ class ModelRank:
         from fusionrl.trainer.weight_sets import WeightSet
 
         if not is_megatron_folder(folder):
-            shape = read_model_shape(folder, flag)
+            shape = read_model_shape(folder, flag, sees=self.shape.vision is not None)
             if (shape.with_value_head() if self.shape.value_head else shape) != self.shape.trunk:
                 raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
             self.reload()

@@ -11,6 +11,7 @@ the pages back and gives empty ones later.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import mmap
 import tempfile
@@ -117,7 +118,8 @@ class Offload:
         Returns the bytes given away now, those of the gradients included.
         """
         buffers = self._buffers()
-        weights = self._storages(buffer.param_data for buffer in buffers if buffer.param_data is not None)
+        trained = (buffer.param_data for buffer in buffers if buffer.param_data is not None)
+        weights = self._storages(itertools.chain(trained, self._frozen()))
         gradients = self._storages((buffer.grad_data for buffer in buffers), excluded=weights)
         rest = self._storages(self._optimizer_states(), excluded=weights | gradients)
         num_bytes = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
@@ -178,6 +180,11 @@ class Offload:
 
     def _buffers(self) -> list[_ParamAndGradBuffer]:
         return [b for chunk in self._trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def _frozen(self) -> Iterator[torch.Tensor]:
+        """Weights that are in no buffer."""
+        parameters = (param for chunk in self._trained.chunks for param in chunk.parameters())
+        return (param.data for param in parameters if not param.requires_grad)
 
     def _optimizer_states(self) -> Iterator[torch.Tensor]:
         for inner in self._trained.optimizer.chained_optimizers:

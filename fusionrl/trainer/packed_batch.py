@@ -17,6 +17,7 @@ from fusionrl.trainer.local_attention import PackedLayout
 from fusionrl.trainer.settings import aggregation_of, loss_length
 
 if TYPE_CHECKING:
+    from fusionrl.models.vision import VisionShape
     from fusionrl.trainer.model import Trained
     from fusionrl.trainer.multi_token import Ahead
 
@@ -109,6 +110,7 @@ class BatchOptions:
     whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
     replay_layers: those whose routers choose the experts that the engine chose; None: no router does.
     mtp_layers: layers of multi-token prediction, which look at tokens ahead.
+    vision: the tower of a model that sees. runs_tower: it is on this rank's pipeline stage.
     """
 
     slicing: Slicing
@@ -125,6 +127,8 @@ class BatchOptions:
     whole_sequences: bool = False
     replay_layers: list[int] | None = None
     mtp_layers: int = 0
+    vision: VisionShape | None = None
+    runs_tower: bool = False
 
     @classmethod
     def of(
@@ -160,6 +164,8 @@ class BatchOptions:
             entropy_grad=is_policy and algorithm.entropy_coef > 0,
             whole_sequences=is_policy and algorithm.loss_type == "custom_loss",
             mtp_layers=shape.mtp_layers,
+            vision=shape.vision,
+            runs_tower=shape.vision is not None and parallel_state.is_pipeline_first_stage(),
             replay_layers=routing.layers if routing is not None and algorithm.use_rollout_routing_replay else None,
         )
 

@@ -64,13 +64,19 @@ class PackedRow:
         return held.chunk(slicing.sequence_parallel_size)[slicing.sequence_parallel_rank]
 
 
-def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: BatchOptions) -> PackedRow:
-    """Pack `sequences`, which begin with a prompt of so many tokens; without any, one padding token."""
+def pack_row(
+    sequences: Sequence[np.ndarray], prompts: Sequence[int], options: BatchOptions, keys: Sequence[bytes] = ()
+) -> PackedRow:
+    """Pack `sequences`, which begin with a prompt of so many tokens; without any, one padding token.
+
+    keys  what tells apart prompts of the same tokens; none: nothing does
+    """
     slicing, device = options.slicing, options.device
     filling = _Filling(slicing.multiple)
-    shares = options.shares_prompts and sharing_gain(sequences, prompts) >= _least_gain(prompts, options)
+    keys = keys or [b""] * len(sequences)
+    shares = options.shares_prompts and sharing_gain(sequences, prompts, keys) >= _least_gain(prompts, options)
     if shares:
-        filling.fill_sharing(sequences, prompts)
+        filling.fill_sharing(sequences, prompts, keys)
     else:
         filling.fill(sequences, options.whole_sequences)
     tokens, positions, lengths = np.concatenate(filling.tokens), np.concatenate(filling.positions), filling.lengths
@@ -118,11 +124,12 @@ def _least_gain(prompts: Sequence[int], options: BatchOptions) -> float:
     return LEAST_GAIN_SHORT if is_short else LEAST_GAIN
 
 
-def sharing_gain(sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> float:
+def sharing_gain(sequences: Sequence[np.ndarray], prompts: Sequence[int], keys: Sequence[bytes] = ()) -> float:
     """Tokens that a model runs over where each sequence brings its prompt, divided by those with each prompt once."""
+    keys = keys or [b""] * len(sequences)
     fed = [_fed(sequence, keeps_last=False) for sequence in sequences]
     heads = [part[:prompt] for part, prompt in zip(fed, prompts, strict=True)]
-    once = {head.tobytes(): head.size for head in heads}
+    once = {(head.tobytes(), key): head.size for head, key in zip(heads, keys, strict=True)}
     saved = sum(head.size for head in heads) - sum(once.values())
     total = sum(part.size for part in fed)
     return total / (total - saved) if total else 1.0
@@ -146,13 +153,14 @@ class _Filling:
             self.rows.append(self._put(fed, 0, -(-fed.size // self.multiple) * self.multiple))
         self._pad_nothing()
 
-    def fill_sharing(self, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> None:
+    def fill_sharing(self, sequences: Sequence[np.ndarray], prompts: Sequence[int], keys: Sequence[bytes]) -> None:
         """Add each prompt once and the responses after it; the padding comes last."""
-        known: dict[bytes, np.ndarray] = {}
-        for sequence, prompt in zip(sequences or [np.zeros(2, np.int64)], prompts or [1], strict=True):
+        known: dict[tuple[bytes, bytes], np.ndarray] = {}
+        nothing = ([np.zeros(2, np.int64)], [1], [b""])
+        for sequence, prompt, more in zip(*((sequences, prompts, keys) if sequences else nothing), strict=True):
             fed = _fed(sequence, keeps_last=False)
             head, tail = fed[:prompt], fed[prompt:]
-            key = head.tobytes()
+            key = head.tobytes(), more
             if key not in known:
                 known[key] = self._put(head, 0, head.size)
             self.rows.append(np.concatenate([known[key], self._put(tail, prompt, tail.size)]))

@@ -88,6 +88,7 @@ class PushSource(TrainerBase):
         import torch.distributed as dist
 
         from fusionrl.engines.engine import node_id
+        from fusionrl.models.freezing import frozen_names
         from fusionrl.weights.send import WeightSender
 
         return WeightSender(
@@ -100,6 +101,8 @@ class PushSource(TrainerBase):
             timeout_s=self.config.weights.update_weight_timeout_s,
             node_id=node_id(),
             object_group=dist.new_group(backend="gloo"),
+            # The contents of weights that an engine has given away are undefined until they are pushed.
+            frozen=frozenset() if self.plan.engines_give_memory else frozen_names(self.shape, self.frozen),
         )
 
     def _disk_writer(self) -> DiskWriter:

@@ -1,7 +1,7 @@
 """Stage 2, score: log-probs of a shard's tokens by forward passes (of a critic: values); nothing is trained."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from fusionrl.trainer.advantages import needs_log_probs
 from fusionrl.trainer.forward import forward_log_probs, whole_responses
 from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.micro_batches import pack_groups, round_up
-from fusionrl.trainer.model import Trained
+from fusionrl.trainer.model import Trained, forget_images
 from fusionrl.trainer.packed_batch import BatchOptions
 from fusionrl.trainer.stages import Experts, Prepared
 from fusionrl.trainer.train_hooks import TrainHooks
@@ -107,7 +107,7 @@ def score_samples(
             for batch in batches:
                 own_tokens = batch.tokens.numel() // options.slicing.sequence_parallel_size
                 batch.experts = scorer.trained.routing.new_record(own_tokens)
-        with scorer.weight_sets[weights].lent() if weights is not None else nullcontext():
+        with _lent(scorer, weights) if weights is not None else nullcontext():
             outputs = forward_log_probs(scorer.trained, batches, routing == "recorded") if batches else []
         samples = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
         recorded = {}
@@ -118,6 +118,17 @@ def score_samples(
             if routing == "recorded" and batch.samples and batch.experts is not None:
                 recorded[tuple(batch.samples)] = batch.experts.cpu()
         return Scores(samples, recorded)
+
+
+@contextmanager
+def _lent(scorer: Scorer, weights: str) -> Iterator[None]:
+    """Within it the model computes with this set."""
+    try:
+        with scorer.weight_sets[weights].lent():
+            forget_images(scorer.trained)
+            yield
+    finally:
+        forget_images(scorer.trained)
 
 
 def _micro_batches(shard: TrainShard, planned_only: bool, scorer: Scorer) -> list[list[int]]:

@@ -80,11 +80,15 @@ class TrainerBase(ModelRank):
 
         Returns [response_length] fp32 for each sample of the shard, in its order; the same on all ranks of the shard.
         """
+        from fusionrl.trainer.model import forget_images
         from fusionrl.trainer.score import score_samples
         from fusionrl.trainer.shard_pull import pull
 
         self.reload(only_weights)
-        return score_samples(pull(shard), self.scorer, weights=weights, all_responses=True).samples
+        try:
+            return score_samples(pull(shard), self.scorer, weights=weights, all_responses=True).samples
+        finally:
+            forget_images(self.trained)
 
     @contextmanager
     def _pulled(
@@ -95,6 +99,7 @@ class TrainerBase(ModelRank):
         An error of a user's code within it, also of code that is not called as a hook, such as a model's forward pass,
         names the samples that it was at, and the file of the run that has them.
         """
+        from fusionrl.trainer.model import forget_images
         from fusionrl.trainer.shard_pull import pull
 
         self.reload()
@@ -110,6 +115,8 @@ class TrainerBase(ModelRank):
                 files = [f", in {rollout.path}" for rollout in rollouts if rollout.rollout_id == rollout_id]
                 error.add(f"the samples that it was at: {listing}{''.join(files[-1:])}")
             raise
+        finally:
+            forget_images(self.trained)
 
     def learn(self, rollout_id: int, prepared: Prepared) -> tuple[dict[str, float], SampleColumns]:
         """Train on a prepared shard: the stages pack and steps.

@@ -1,13 +1,14 @@
 """Checksums of what an engine should hold, by the engine's own tensor names.
 
 SGLang keeps some tensors in one (each kind of layer says which: `engine_tensors`) and all experts of a layer in two,
-pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP to one of `CPU_MULTIPLE`), and splits
-over its tensor parallel ranks. What it computes from the weights when they are loaded (the two halves of latent
-attention's `kv_b_proj`) only log-probs check. The hashes are those that its `/weights_checker` reports: `hash_tensor`
-of tensors in host memory, `hash_words` of those on a GPU.
+pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP to one of `CPU_MULTIPLE`, which of a
+vision tower may be padded anyway), and splits over its tensor parallel ranks. What it computes from the weights when
+they are loaded (the two halves of latent attention's `kv_b_proj`) only log-probs check. The hashes are those that its
+`/weights_checker` reports: `hash_tensor` of tensors in host memory, `hash_words` of those on a GPU.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,6 +17,8 @@ from torch.nn.functional import pad
 
 from fusionrl.models import families
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.vision import NAMES as TOWER
+from fusionrl.models.vision import VisionShape
 
 CPU_MULTIPLE = 32
 _VOCABULARY_MULTIPLE = 64
@@ -52,7 +55,12 @@ def engine_checksums(
             continue
         target, place, num_parts = _place(name, shape)
         is_expert = _EXPERT.fullmatch(name) is not None
-        tensor = _padded_mlp(name, full, mlp_multiple * tp_size)
+        multiple = mlp_multiple * tp_size
+        if shape.vision is not None and _is_tower(name):
+            own = shape.vision.engine_multiple
+            tensor = _padded_tower(name, full, own if mlp_multiple == 1 else math.lcm(own, multiple))
+        else:
+            tensor = _padded_mlp(name, full, multiple)
         parts = waiting.setdefault(target, {})
         parts[place] = name, tensor.clone() if is_expert else tensor
         if len(parts) < num_parts:
@@ -88,7 +96,8 @@ def _with_derived(tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape
     has_copies = shape.zero_centered_norms and families.get_family(shape.model_type).engine_copies
     for name, tensor in tensors:
         yield name, tensor
-        if has_copies and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        is_other = name.endswith("linear_attn.norm.weight") or _is_tower(name)
+        if has_copies and name.endswith("norm.weight") and not is_other:
             yield f"{name.removesuffix('weight')}gemma_weight", tensor + 1
 
 
@@ -99,6 +108,12 @@ def _place(name: str, shape: ModelShape) -> tuple[str, tuple[int, int], int]:
         if part is None:
             return f"{match['prefix']}.w2_weight", (expert, 0), shape.num_experts
         return f"{match['prefix']}.w13_weight", (expert, part), 2 * shape.num_experts
+    if shape.vision is not None and _is_tower(name):
+        head, _, ending = name.rpartition(".")
+        for joined, modules in shape.vision.engine_joined.items():
+            if module := next((module for module in modules if head.endswith(module)), None):
+                return f"{head.removesuffix(module)}{joined}.{ending}", (0, modules.index(module)), len(modules)
+        return name.replace(".attn.qkv.", ".attn.qkv_proj."), (0, 0), 1
     if (match := _MODULE.fullmatch(name)) is not None and families.get_family(shape.model_type).engines_join:
         layer = int(match["layer"])
         for kind in (shape.attention[layer], shape.mlp[layer]):
@@ -117,6 +132,16 @@ def _padded_mlp(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
         return pad(tensor, (0, -tensor.size(1) % multiple))
     if name.endswith("gate_up_proj.weight"):
         return torch.cat([pad(half, (0, 0, 0, -half.size(0) % multiple)) for half in tensor.chunk(2)])
+    return tensor
+
+
+def _padded_tower(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A weight or bias of an MLP of a vision tower with zeros up to the next width that is a multiple."""
+    module, _, kind = name.rpartition(".")
+    if module.endswith(("mlp.gate_proj", "mlp.up_proj", "mlp.linear_fc1")):
+        return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, -tensor.size(0) % multiple))
+    if module.endswith(("mlp.down_proj", "mlp.linear_fc2")) and kind == "weight":
+        return pad(tensor, (0, -tensor.size(1) % multiple))
     return tensor
 
 
@@ -166,6 +191,20 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ words >> 16
 
 
+def _is_tower(name: str) -> bool:
+    return name.startswith(TOWER)
+
+
+def _tower_shard(name: str, tensor: torch.Tensor, vision: VisionShape, rank: int, tp_size: int) -> torch.Tensor:
+    """Cut out an engine rank's part of a vision tower's tensor."""
+    module, _, kind = name.rpartition(".")
+    if module.endswith("attn.qkv"):
+        return torch.cat([part.chunk(tp_size)[rank] for part in tensor.chunk(3)])
+    if module.endswith(vision.engine_columns) and kind == "weight":
+        return tensor.chunk(tp_size, dim=1)[rank]
+    return tensor.chunk(tp_size)[rank] if module.endswith(vision.engine_rows) else tensor
+
+
 def _module(name: str) -> str:
     """The module that a tensor belongs to; a tensor that is neither weight nor bias has a name of its own."""
     head, _, last = name.rpartition(".")
@@ -176,7 +215,9 @@ def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_siz
     """Cut out an engine rank's part of a Hugging Face tensor; key and value heads are repeated if fewer than ranks."""
     if _module(name) in families.get_family(shape.model_type).engine_whole:
         return tensor
-    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+    if shape.vision is not None and _is_tower(name) and not name.endswith("pos_embed.weight"):
+        return _tower_shard(name, tensor, shape.vision, rank, tp_size)
+    if name.endswith(("embed_tokens.weight", "lm_head.weight", "pos_embed.weight")):
         return pad(tensor, (0, 0, 0, -tensor.size(0) % _VOCABULARY_MULTIPLE)).chunk(tp_size)[rank]
     module = _module(name)
     if (match := _LAYER.search(name)) is not None:

@@ -45,6 +45,7 @@ class _PreparedPush:
     targets: tuple[EngineTarget, ...]
     transport: str
     plan: PushPlan
+    leaves_out: bool  # what is frozen
     gatherer: PartGatherer
     buffers: list[SharedBuffer] | list[Tensor]
     send_order: SendOrder
@@ -60,6 +61,7 @@ class WeightSender:
     host          this node's address
     node_id       its name as the targets have it
     object_group  a gloo group over all trainer ranks; None: there is one rank
+    frozen        names of tensors that do not change, so that an engine that has them is not sent them again
     """
 
     rank: int
@@ -71,6 +73,7 @@ class WeightSender:
     timeout_s: float
     node_id: str = ""
     object_group: dist.ProcessGroup | None = None
+    frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         # Engines reached → their group: those that only evaluate take part in some pushes alone.
@@ -81,6 +84,7 @@ class WeightSender:
         self._nodes: list[str] = []
         self._num_pushes = 0
         self._has_failed = False  # in the last push
+        self._reached: set[tuple[int, int, str]] = set()  # processes of engines that have every tensor
 
     # ------------------------------------------------------------------------------------ preparation
     def prepare(self, targets: Sequence[EngineTarget], transport: str) -> None:
@@ -90,17 +94,21 @@ class WeightSender:
             return
         self._meet()
         processes = [_process(target) for target in targets]
+        leaves_out = bool(self.frozen) and self._reached.issuperset(processes)
         push, self._push = self._push, None
-        fits = push is not None and (push.transport, [*map(_process, push.targets)]) == (transport, processes)
+        wanted = transport, leaves_out, processes
+        fits = push is not None and (push.transport, push.leaves_out, [*map(_process, push.targets)]) == wanted
         # After a failure some ranks have restarted, so all must.
-        everyone = self._tell_all((fits, self._num_pushes, self._has_failed))
-        self._num_pushes = 1 + max(number for _, number, _ in everyone)
+        everyone = self._tell_all((fits, leaves_out, self._num_pushes, self._has_failed))
+        self._num_pushes = 1 + max(number for *_, number, _ in everyone)
+        leaves_out = all(leaves_out for _, leaves_out, *_ in everyone)
         if any(has_failed for *_, has_failed in everyone):
             self.disconnect()  # it is unknown which engines still have which groups
+            self._reached, leaves_out = set(), False
         self._has_failed = False
         if push is None or not all(fits for fits, *_ in everyone):
             push = None  # what it alone has goes before the new one comes
-            push = self._make_push(tuple(targets), transport)
+            push = self._make_push(tuple(targets), transport, leaves_out)
         push.send_order.forget()  # of the last push, which is over on all ranks
         store = self._store if len(push.plan.sources) > 1 else None
         push.send_order = SendOrder(store, f"push-{self._num_pushes}", self.timeout_s)
@@ -136,10 +144,11 @@ class WeightSender:
             self._store = store or join_group_store(facts[0][1], facts[0][2], self.timeout_s)
         self._nodes = [node for node, _, _ in facts]
 
-    def _make_push(self, targets: tuple[EngineTarget, ...], transport: str) -> _PreparedPush:
+    def _make_push(self, targets: tuple[EngineTarget, ...], transport: str, leaves_out: bool) -> _PreparedPush:
         exporter = self.exporter
+        tensors = exporter.tensors(self.object_group)
         plan = plan_push(
-            exporter.tensors(self.object_group),
+            [tensor for tensor in tensors if not (leaves_out and tensor.name in self.frozen)],
             exporter.layout,
             len(targets),
             self.buffer_size,
@@ -147,7 +156,7 @@ class WeightSender:
         )
         buffers = self._make_buffers(plan, transport)
         gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
-        return _PreparedPush(targets, transport, plan, gatherer, buffers, SendOrder(None, "", 0.0))
+        return _PreparedPush(targets, transport, plan, leaves_out, gatherer, buffers, SendOrder(None, "", 0.0))
 
     def _make_buffers(self, plan: PushPlan, transport: str) -> list[SharedBuffer] | list[Tensor]:
         """A source's, in shared memory where engines or other ranks of this host read or write them.
@@ -229,8 +238,8 @@ class WeightSender:
 
     # ------------------------------------------------------------------------------------ sending
     def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
-        """Send every tensor once to every engine; after `prepare` with the same targets. With its last bucket an
-        engine gets the version, and empties its KV cache.
+        """Send every tensor once to every engine, but what is frozen to none that has it; after `prepare` with the same
+        targets. With its last bucket an engine gets the version, and empties its KV cache.
 
         Returns what this rank sent.
         """
@@ -251,6 +260,7 @@ class WeightSender:
                 sending.abandon(error)
             self._give_up(error)
             raise
+        self._reached.update(map(_process, targets))
         return sending.report if sending is not None else new_send_report()
 
     def _give_up(self, error: BaseException) -> None:

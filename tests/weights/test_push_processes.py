@@ -153,6 +153,24 @@ def test_an_engine_that_is_left_out_gets_nothing_and_the_groups_stay(receivers: 
     assert len(groups[3][0]) - len(groups[0][0]) == (2 if transport == "broadcast" else 0), "one a source"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_what_is_frozen_is_sent_once_to_each_process(receivers: Receivers, transport: str) -> None:
+    """And again to an engine that has restarted, and so to all that the push reaches."""
+    shape = shape_of("qwen3")
+    frozen = frozenset(name for name in hf_shapes(shape) if "layers.0." in name or "embed" in name)
+    with Ranks(RankOptions(shape, TrainerLayout(2, pp=2), buffer_size=7_000, frozen=frozen)) as ranks:
+        targets = receivers.targets
+        restarted = [replace(targets[0], num_restarts=9), targets[1]]
+        pushes = [(targets, True), (targets, False), (restarted, True), (restarted, False)]
+        for version, (to, is_whole) in enumerate(pushes):
+            ranks.call("fill", version)
+            push(ranks, to, transport, version)
+            want = {name: x for name, x in hashes(shape, version).items() if is_whole or name not in frozen}
+            for facts in [rank for engine in receivers.received() for rank in engine]:
+                assert (facts["hashes"], facts["version"]) == (want, str(version))
+
+
 PHASES = {
     "joining": ("init_weights_update_group", 1),
     "pause": ("pause", 1),

@@ -134,6 +134,7 @@ class RankOptions:
     timeout_s: float = TIMEOUT_S
     quantization: BlockFp8 | None = None
     nodes: tuple[str, ...] = ()  # rank → the name of its node; empty: all are on one without a name
+    frozen: frozenset[str] = frozenset()  # names of tensors that do not change
 
 
 class Rank:
@@ -167,6 +168,7 @@ class Rank:
             buffer_size=buffer_size,
             timeout_s=self.options.timeout_s,
             object_group=self._object_group,
+            frozen=self.options.frozen,
         )
 
     def fill(self, seed: int) -> None:

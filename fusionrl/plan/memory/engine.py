@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.vision import VisionShape
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import passed
 from fusionrl.plan.push import push_tensors, torch_name
@@ -96,6 +97,12 @@ def static_fraction(device_memory: float, tp: int) -> float:
     return max(round(1 - reserved / mebibytes, 3), 0.1)
 
 
+def seeing_fraction(vision: VisionShape) -> float:
+    """Part of `static_fraction` that SGLang 0.5 takes with a vision tower of this width; it counts 24 layers."""
+    complexity = (vision.hidden_size / 1024) ** 2
+    return 0.95 * min(max(1.1 - 0.1 * complexity, 0.8), 1.05)
+
+
 def engine_memory(
     shape: ModelShape,
     weight_bytes: float,
@@ -122,7 +129,9 @@ def engine_memory(
         return EngineMemory(weights, limit or _CPU_TOKENS, token, None, state, *states)
     if device_memory is None:
         return None
-    fraction = passed(server_args, "mem_fraction_static", float) or static_fraction(device_memory, tp)
+    fraction = passed(server_args, "mem_fraction_static", float)
+    if fraction is None or not fraction:
+        fraction = static_fraction(device_memory, tp) * (seeing_fraction(shape.vision) if shape.vision else 1.0)
     room = fraction * device_memory - resident - weights
     states = _num_states(server_args, state, room, on_cpu=False) if state else (0, 0)
     tokens = int((room - states[0] * state) // (token or 1.0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import needs_reference
 from fusionrl.models.families import model_rules
@@ -36,6 +37,7 @@ from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memo
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.push import BUFFERS, planned_push
 from fusionrl.plan.scorers import ScorerRole
+from fusionrl.plan.vision import frozen_of
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan
@@ -195,13 +197,14 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     a, is_rl = config.algorithm, config.run.mode == "rl"
     uses_reference = needs_reference(a)
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
-    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
+    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance, None)
     groups = [Group("trainers", stages, plan.trainer_bundles, num_sets)]
     auxiliary = plan.auxiliary
     if auxiliary is not None:
         role_config = auxiliary_config(config, auxiliary.role)
         memories = _stages(
-            plan, role_config, auxiliary.shape, auxiliary.layout, auxiliary.batch, has_fused_layers, imbalance
+            *(plan, role_config, auxiliary.shape, auxiliary.layout, auxiliary.batch, has_fused_layers, imbalance),
+            auxiliary.role,
         )
         groups.append(Group(auxiliary.role, memories, auxiliary.bundles, int(auxiliary.role == "prm")))
     return groups
@@ -215,6 +218,7 @@ def _stages(
     batch: BatchPlan | None,
     has_fused_layers: bool,
     imbalance: float,
+    role: Role | None,
 ) -> tuple[StageMemory, ...]:
     passed, on_cpu = config.passthrough, plan.device == "cpu"
     impl = layer_impl(config.model.transformer_impl, plan.device, has_fused_layers, plan.precision)
@@ -240,9 +244,11 @@ def _stages(
     # At most: a sample a micro-batch.
     entropy_grad = config.run.mode == "rl" and config.algorithm.entropy_coef > 0
     chunk_size = config.train.log_probs_chunk_size
-    options = BatchOptions(tokens, max(num_samples, 1), chunk_size, entropy_grad, custom)
+    of_images = config.train.max_patches_per_gpu, config.train.vision_recompute
+    options = BatchOptions(tokens, max(num_samples, 1), chunk_size, entropy_grad, custom, *of_images)
     states = StateOptions.of(plan.precision, passed.optimizer, passed.ddp)
-    return trainer_memory(shape, layout, options, states, activations, passed.transformer)
+    frozen = frozen_of(config, shape, role)
+    return trainer_memory(shape, layout, options, states, activations, passed.transformer, frozen)
 
 
 def _beside_engines(plan: Plan, config: Config, groups: list[Group]) -> list[tuple[str, float]]:

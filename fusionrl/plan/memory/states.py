@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from fusionrl.models.families import model_rules
@@ -85,41 +85,49 @@ class StageParameters:
     exact   those that are in fp32 also where the model is in bf16
     shared  those of an embedding that the first and the last stage share: in a bucket of their own
     expert  those of its experts, which are replicated over the expert data-parallel ranks alone
+    frozen  those that are not trained: in no buffer
     """
 
     dense: tuple[int, ...]
     exact: tuple[int, ...]
     shared: tuple[int, ...]
     expert: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
-        return sum(self.dense) + sum(self.exact) + sum(self.shared) + sum(self.expert)
+        return sum(map(sum, (self.dense, self.exact, self.shared, self.expert, self.frozen)))
 
 
 def stage_parameters(
-    shape: ModelShape, layout: TrainerLayout, stages: Sequence[Sequence[int]]
+    shape: ModelShape, layout: TrainerLayout, stages: Sequence[Sequence[int]], frozen: Set[str] = frozenset()
 ) -> tuple[StageParameters, ...]:
-    """Parameters of a rank of each stage; `stages`: layers of each, as `plan.layout.stage_layers` says."""
+    """Parameters of a rank of each stage; `stages`: layers of each, as `plan.layout.stage_layers` says.
+
+    frozen  Megatron names of those that are not trained
+    """
     stage_of, experts_per_rank = stage_of_rule(stages), shape.num_experts // layout.ep
     dense: list[list[int]] = [[] for _ in stages]
     exact: list[list[int]] = [[] for _ in stages]
     shared: list[list[int]] = [[] for _ in stages]
     expert: list[list[int]] = [[] for _ in stages]
+    still: list[list[int]] = [[] for _ in stages]
     for rule in model_rules(shape).values():
         if rule.buffer:
             continue
         if rule.expert is not None:
             if rule.expert < experts_per_rank:  # all expert-parallel ranks have as many
-                expert[stage_of(rule)].append(part_size(rule, layout.etp))
+                of_stage = still if rule.megatron in frozen else expert
+                of_stage[stage_of(rule)].append(part_size(rule, layout.etp))
         elif rule.megatron.startswith("embedding.") and (
             shape.tie_word_embeddings or (shape.mtp_layers and len(stages) > 1)
         ):
             for stage in {0, len(stages) - 1}:  # the output layer of the last stage is a copy of it, or it has one more
-                shared[stage].append(part_size(rule, layout.tp))
+                (still if rule.megatron in frozen else shared)[stage].append(part_size(rule, layout.tp))
         else:
-            (exact if rule.exact else dense)[stage_of(rule)].append(part_size(rule, layout.tp))
-    groups = zip(dense, exact, shared, expert, strict=True)
+            of_stage = still if rule.megatron in frozen else exact if rule.exact else dense
+            of_stage[stage_of(rule)].append(part_size(rule, layout.tp))
+    groups = zip(dense, exact, shared, expert, still, strict=True)
     return tuple(StageParameters(*(tuple(numels) for numels in stage)) for stage in groups)
 
 
@@ -145,7 +153,7 @@ def _up(count: int, multiple: int) -> int:
 def state_bytes(parameters: StageParameters, layout: TrainerLayout, options: StateOptions) -> Bytes:
     """Bytes of the states of one rank; where the buffers' ends are padded, of the rank that has most."""
     ranks, expert_ranks = layout.dp * layout.cp, layout.expert_dp
-    weights = gradients = optimizer = 0
+    weights, gradients, optimizer = sum(parameters.frozen) * options.weight_bytes, 0, 0
     dense, exact = parameters.dense, parameters.exact
     if options.weight_bytes == 4:
         dense, exact = dense + exact, ()

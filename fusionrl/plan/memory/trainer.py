@@ -1,6 +1,6 @@
 """Memory of the ranks of one group of trainers (actor, critic, process reward model), by pipeline stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
@@ -8,6 +8,7 @@ from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, kinds_of, layer_bytes
 from fusionrl.plan.memory.head import head_kept_bytes, head_transient_bytes
 from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, stage_parameters, state_bytes
+from fusionrl.plan.memory.tower import TowerMemory, tower_memory
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class BatchOptions:
     chunk_size         --log-probs-chunk-size
     entropy_grad       the entropy is a part of the loss
     whole_logits       a custom loss: all logits are in memory
+    max_patches        --max-patches-per-gpu
+    recomputes_vision  each block of a vision tower is computed again in backward
     """
 
     tokens: int
@@ -26,6 +29,8 @@ class BatchOptions:
     chunk_size: int | None = None
     entropy_grad: bool = False
     whole_logits: bool = False
+    max_patches: int | None = None
+    recomputes_vision: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,18 @@ def trainer_memory(
     states: StateOptions,
     activations: ActivationOptions,
     transformer: Mapping[str, object],
+    frozen: Set[str] = frozenset(),
 ) -> tuple[StageMemory, ...]:
-    """Memory of a rank of each stage. `transformer`: passed-through fields for the TransformerConfig."""
+    """Memory of a rank of each stage.
+
+    transformer  passed-through fields for the TransformerConfig
+    frozen       Megatron names of parameters that are not trained
+    """
     stages = stage_layers(layout, shape.num_layers, transformer) or even_stages(layout, shape.num_layers)
-    counted = stage_parameters(shape, layout, stages)
+    counted = stage_parameters(shape, layout, stages, frozen)
+    tower = tower_memory(shape, layout, batch, activations, frozen)
     return tuple(
-        _stage(shape, layout, batch, states, activations, transformer, stage, layers, parameters)
+        _stage(shape, layout, batch, states, activations, transformer, stage, layers, parameters, tower)
         for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True))
     )
 
@@ -101,6 +112,7 @@ def _stage(
     stage: int,
     layers: Sequence[int],
     parameters: StageParameters,
+    tower: TowerMemory,
 ) -> StageMemory:
     tokens, is_last = batch.tokens, stage == layout.pp - 1
     width, split = activations.width, layout.tp if activations.sequence_parallel else 1
@@ -112,6 +124,8 @@ def _stage(
     entry = 8.0 if stage == 0 else 0.0
     saved = tokens * (sum(each for each, _ in sizes) + entry) * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
+    if stage == 0:
+        saved += tower.kept * flying
     rows = -(-shape.vocab_size // layout.tp)
     head = head_now = 0.0
     if is_last:
@@ -129,6 +143,8 @@ def _stage(
     table = rows * shape.hidden_size  # of the embedding, and of the output layer
     largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
     layer_now += largest
+    if stage == 0:  # the tower's backward comes last, when the layers' activations of its micro-batch are gone
+        layer_now = max(layer_now, tower.again, tower.flat - saved)
     transient_of = "head" if head_now > layer_now else "layer"
     # Without gradients a layer's tensors are given back as soon as they have been used: at most all of them.
     widths = (layer_bytes(shape, layout, activations, kinds) for kinds in set(kinds_of(shape, layers)))
@@ -142,7 +158,7 @@ def _stage(
         transient=max(head_now, layer_now) + placeholders,
         transient_of=transient_of,
         placeholders=placeholders,
-        scoring=max(scoring, head_now if is_last else 0.0),
+        scoring=max(scoring, head_now if is_last else 0.0, tower.forward if stage == 0 else 0.0),
     )
 
 

@@ -1,0 +1,189 @@
+"""A model that sees: a vision tower on the first pipeline stage, whose features replace the embeddings of placeholders.
+
+Every tensor-parallel rank has the tower whole, and runs it over those images alone that have a token on its part of the
+row; no rank waits for another. Its gradients are those of the rank's own tokens: Megatron sums them over data- and
+context-parallel ranks as any others, and over tensor-parallel ranks as those of norms under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from fusionrl.models.vision import VisionShape, axes
+from fusionrl.plan.memory.tower import KEPT_FEATURES
+from fusionrl.trainer.image_rows import ImageRows
+from fusionrl.trainer.local_attention import PackedLayout
+from fusionrl.trainer.outputs import ChosenOutputs
+from fusionrl.trainer.vision_tower import TOWERS, PixelScale
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a model has to see.
+
+    recompute  the tower's blocks are computed again in backward
+    overlaps   gradients are reduced during backward, which waits for those of every parameter
+    """
+
+    shape: VisionShape
+    scale: PixelScale
+    recompute: bool
+    overlaps: bool
+
+
+class SeeingModel(ChosenOutputs):
+    """A policy that sees images, which it finds in the layout of a micro-batch (`PackedLayout.images`)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, sight: Sight, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.sight = sight
+        self._lanes: Tensor | None = None  # by which axis each pair of dimensions is turned
+        self._features: dict[str, tuple[Tensor, ...]] = {}  # of a frozen tower, by image
+        if not self.pre_process:
+            return
+        with torch.device("meta"):  # its weights come from the checkpoint
+            tower = TOWERS[type(sight.shape)](sight.shape, sight.scale, sight.recompute)
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.vision_model = tower.to(config.params_dtype).to_empty(device=device)
+        for parameter in tower.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        depth = len(sight.shape.deepstack)
+        if len(self.decoder.layers) < depth:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout: features of images enter the first {depth} layers, but the first"
+                f" stage has {len(self.decoder.layers)}"
+            )
+        for number in range(depth):
+            self.decoder.layers[number].register_forward_hook(_DeepFeatures(number), with_kwargs=True)
+
+    def forget_images(self) -> None:
+        """Drop the features of images that a frozen tower has kept."""
+        self._features = {}
+
+    def _preprocess(self, *args: object, packed_seq_params: Any = None, **kwargs: object) -> tuple[object, ...]:
+        parts = GPTModel._preprocess(self, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, table = parts[0], parts[1]
+        assert isinstance(packed_seq_params, PackedLayout), "packed sequences only"
+        assert packed_seq_params.axes is not None, "options of a batch know the tower"
+        if self.pre_process:
+            hidden = self._with_images(hidden, packed_seq_params.images)
+        # One entry a packed token, of the row of all ranks: Megatron then applies it as it is, each rank its part.
+        return (hidden, self._angles(table[:, 0, 0], packed_seq_params.axes)[:, None, None], *parts[2:])
+
+    def _angles(self, table: Tensor, places: Tensor) -> Tensor:
+        """[longest, d] and positions [3, T] → [T, d]: each pair of dimensions by the position on its axis."""
+        shape, num_lanes = self.sight.shape, table.size(1) // 2
+        if self._lanes is None:
+            self._lanes = torch.from_numpy(axes(shape.mrope_section, shape.mrope_interleaved, num_lanes))
+            self._lanes = self._lanes.to(table.device)
+        angles = table[places[self._lanes].t(), torch.arange(num_lanes, device=table.device)]
+        return torch.cat([angles, angles], -1)
+
+    def _with_images(self, hidden: Tensor, images: ImageRows | None) -> Tensor:
+        """Embeddings [T / sequence parallel size, 1, h] with the features of images in their places."""
+        trained = [parameter for parameter in self.vision_model.parameters() if parameter.requires_grad]
+        if images is None:
+            touches = trained and self.sight.overlaps and torch.is_grad_enabled()
+            return _Touch.apply(hidden, *trained) if touches else hidden
+        features, deep = self._run(images) if trained else self._frozen(images)
+        images.deep = [part.detach() for part in deep]
+        return _Merge.apply(hidden[:, 0], images, features, *deep)[:, None]
+
+    def _run(self, images: ImageRows) -> tuple[Tensor, list[Tensor]]:
+        features, deep = self.vision_model(list(images.images.values()))
+        return features, deep
+
+    @torch.no_grad()
+    def _frozen(self, images: ImageRows) -> tuple[Tensor, list[Tensor]]:
+        """The same by a tower that nothing trains: an image passes it once."""
+        known = dict(self._features)
+        if new := {key: image for key, image in images.images.items() if key not in known}:
+            features, deep = self.vision_model(list(new.values()))
+            counts = [self.sight.shape.num_image_tokens(*image.shape[:2]) for image in new.values()]
+            split = zip(*(part.split(counts) for part in (features, *deep)), strict=True)
+            known |= zip(new, split, strict=True)
+            num_bytes = sum(part.nbytes for parts in known.values() for part in parts)
+            self._features = known if num_bytes <= KEPT_FEATURES else self._features
+        features, *deep = map(torch.cat, zip(*(known[key] for key in images.images), strict=True))
+        return features, deep
+
+
+class _DeepFeatures:
+    """After a decoder layer: features of deepstack's layer `number` are added to the hidden states of images.
+
+    The images are those of the layer's own argument, and so of its micro-batch, also when it runs again in backward
+    while others are in flight.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(
+        self, module: torch.nn.Module, args: object, kwargs: dict[str, Any], output: tuple[Tensor, ...]
+    ) -> object:
+        images = kwargs["packed_seq_params"].images
+        if images is None:
+            return output
+        hidden = _Add.apply(output[0], images, images.deep[self.number], self.number)
+        if not module.training:  # while the tower's features of all micro-batches would stay
+            images.deep[self.number] = hidden.new_empty(0)
+        return (hidden, *output[1:])
+
+
+class _Merge(torch.autograd.Function):
+    """Put features into embeddings [T, h].
+
+    Its backward runs after those of all layers, and is the only one through which gradients reach the tower: also those
+    that `_Add` has put aside. So the tower's backward runs once, whatever layers are computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, embeddings: Tensor, images: ImageRows, features: Tensor, *deep: Tensor) -> Tensor:
+        ctx.images, ctx.shape = images, features.shape
+        images.grads = [torch.zeros_like(part) for part in deep]
+        return embeddings.index_copy(0, images.rows, features.index_select(0, images.sources))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        images: ImageRows = ctx.images
+        own = grad.new_zeros(ctx.shape).index_add_(0, images.sources, grad.index_select(0, images.rows))
+        deep, images.grads, images.deep = images.grads, [], []
+        return grad.index_fill(0, images.rows, 0), None, own, *deep
+
+
+class _Add(torch.autograd.Function):
+    """Add features to hidden states [T, 1, h]; their gradients are put aside for `_Merge`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, images: ImageRows, deep: Tensor, number: int) -> Tensor:
+        ctx.images, ctx.number = images, number
+        return hidden.index_add(0, images.rows, deep.index_select(0, images.sources)[:, None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        images: ImageRows = ctx.images
+        images.grads[ctx.number].index_add_(0, images.sources, grad[:, 0].index_select(0, images.rows))
+        return grad, None, None, None
+
+
+class _Touch(torch.autograd.Function):
+    """Give the tower gradients of zeros in a micro-batch without an image on this rank."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *(torch.zeros_like(parameter) for parameter in ctx.parameters)

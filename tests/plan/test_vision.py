@@ -1,0 +1,136 @@
+"""Towers in the plan: what does not go with images, what is frozen, cost and balance of images."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.models.freezing import frozen_names, frozen_tensors
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.models.vision import WindowTower
+from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.vision import frozen_of, image_balance, trains_tower, vision_errors
+from tests.tiny_vision import config_of
+
+SEES = {"multimodal_keys": {"image": "images"}}
+TOWER_7B: dict[str, Any] = {"num_layers": 32, "hidden_size": 1280, "ffn_hidden_size": 3420, "num_heads": 16}
+TOWER_7B |= {"patch_size": 14, "temporal_patch_size": 2, "channels": 3, "merge": 2, "out_hidden_size": 3584}
+TOWER_7B |= {"image_token": 1, "start_token": 2, "end_token": 3, "media_tokens": (1,), "mrope_section": (16, 24, 24)}
+
+
+def shape_of(kind: str, **sizes: Any) -> ModelShape:
+    return shape_from_hf_config(json.loads(config_of(kind, **sizes).to_json_string(use_diff=False)), sees=True)
+
+
+def errors_of(shape: ModelShape, layout: TrainerLayout, transformer: Any = None, **flags: Any) -> list[str]:
+    passed = PassThrough(transformer=transformer or {})
+    return vision_errors(Config.from_flat({"hf_checkpoint": "x"} | SEES | flags, passed), layout, shape)
+
+
+def test_features_enter_the_first_piece_of_a_pipeline() -> None:
+    shape = shape_of("qwen3_vl", layers=4, depth=2)
+    assert errors_of(shape, TrainerLayout(2, pp=2)) == []
+    (error,) = errors_of(shape, TrainerLayout(4, pp=4))
+    assert error.startswith(
+        "the first of the model's 4 pipeline pieces has 1 layers, but features of images enter the "
+    )
+    (error,) = errors_of(shape, TrainerLayout(2, pp=2, vpp=2))
+    assert "fewer virtual stages" in error
+    assert errors_of(shape, TrainerLayout(2, pp=2), {"num_layers_in_first_pipeline_stage": 1})
+    assert errors_of(shape_of("qwen2_5_vl", layers=4), TrainerLayout(4, pp=4)) == []
+
+
+def test_what_does_not_go_with_images() -> None:
+    shape, one = shape_of("qwen3_vl"), TrainerLayout(1)
+    (error,) = errors_of(shape, one, {"apply_rope_fusion": True})
+    assert error.startswith(
+        "--multimodal-keys with --apply-rope-fusion: fused kernels know one position a token; leave"
+    )
+    (error,) = errors_of(shape, one, advantage_estimator="ppo")
+    assert "a critic: it has no vision tower" in error
+    blind = shape.model_copy(update={"vision": None})
+    assert errors_of(blind, one, {"apply_rope_fusion": True}) == []
+
+
+def test_what_is_frozen() -> None:
+    shape = shape_of("qwen3_vl_moe")
+    tower = frozen_of(Config.from_flat({"freeze_vision": True}), shape)
+    assert tower and all(name.startswith("vision_model.") for name in tower)
+    assert not trains_tower(Config.from_flat({"mode": "sft", "freeze_vision": True}), shape)
+    assert trains_tower(Config.from_flat({"mode": "sft"}), shape)
+    mergers = frozen_of(Config.from_flat({"only_train_params_name_list": ["merger"]}), shape)
+    assert trains_tower(Config.from_flat({"mode": "sft", "only_train_params_name_list": ["merger"]}), shape)
+    assert "embedding.word_embeddings.weight" in mergers and "vision_model.merger.linear_fc1.bias" not in mergers
+    by_file = frozen_tensors(shape, (r"^model\.embed_tokens", r"visual\.pos_embed"), (), False)
+    assert by_file == {"embedding.word_embeddings.weight", "vision_model.pos_embed.weight"}
+    assert frozen_names(shape, by_file) == {"model.embed_tokens.weight", "visual.pos_embed.weight"}
+    assert frozen_of(Config.from_flat({}), shape) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("freeze", "only", "message"),
+    [
+        (["vision_tower"], [], "--freeze-params-name-list vision_tower: no parameter has such a name; one of them is "),
+        (["("], [], "--freeze-params-name-list (: no regular expression"),
+        (["."], [], "--freeze-params-name-list: no parameter is left to train"),
+        (["embed"], ["embed"], "exclude each other"),
+        ([], ["vision_tower"], "--only-train-params-name-list vision_tower: no parameter has such a name"),
+    ],
+)
+def test_patterns_that_cannot_be(freeze: list[str], only: list[str], message: str) -> None:
+    flags = {"freeze_params_name_list": freeze, "only_train_params_name_list": only}
+    (error,) = errors_of(shape_of("qwen3_vl"), TrainerLayout(1), **flags)
+    assert message in error
+
+
+def test_cost_of_an_image() -> None:
+    """Of Qwen2.5-VL-7B's tower, by a count of its parameters; attention within windows and to whole images."""
+    tower = WindowTower(**TOWER_7B, window_size=112, full_layers=(7, 15, 23, 31))
+    assert sum(int(np.prod(sizes)) for _, sizes in tower.tensors()) == 676_550_144
+    forward = ImageCost.of_shape(tower, is_trained=False)
+    blocks = 32 * (4 * 1280**2 + 3 * 1280 * 3420) + 3 * 2 * 14**2 * 1280
+    mergers = 5120**2 + 5120 * 3584
+    per_patch = 2 * blocks + 2 * mergers / 4
+    assert per_patch == pytest.approx(1.29e9, rel=0.01)
+    assert forward.linear == pytest.approx(4 * (per_patch + 28 * 4 * 1280 * 64))
+    assert forward.quadratic == 4 * 4 * 1280 * 16
+    assert forward(10) == forward.linear * 10 + forward.quadratic * 100
+    assert ImageCost.of_shape(tower, is_trained=True)(10) == pytest.approx(3 * forward(10))
+
+
+def test_ranks_and_micro_batches_of_samples_with_images() -> None:
+    """Text and images mixed: ranks cost the same within 5 %, and a micro-batch has no more patches than allowed."""
+    random = np.random.default_rng(5)
+    config = Config.from_flat({"mode": "sft", "max_patches_per_gpu": 800} | SEES)
+    images_of = image_balance(config, shape_of("qwen3_vl", tower=64))
+    assert images_of["max_image_tokens"] == 200
+    balance = Balance(SequenceCost(1e6, 1e2), 4096, share_prompts=True, **images_of)
+    groups = [list(range(first, first + 4)) for first in range(0, 256, 4)]
+    images: list[dict[str, int]] = []
+    for group in groups:
+        own = {f"{group[0]}-{i}": int(random.integers(4, 120)) for i in range(random.integers(0, 3))}
+        images += [own] * 4
+    prompts = np.repeat(random.integers(10, 40, 64), 4) + np.array([sum(own.values()) for own in images])
+    lengths = prompts + random.integers(5, 400, 256)
+    ranks = divide(lengths, prompts, groups, 4, balance, images)
+    assert Counter(i for bins in ranks for part in bins for i in part) == Counter(range(256))
+    costs = []
+    for bins in ranks:
+        total = 0.0
+        for part in bins:
+            different = {key: count for i in part for key, count in images[i].items()}
+            assert sum(different.values()) <= 240, "the limit, or one sample with more"
+            assert sum(different.values()) <= 200 or all(images[i] == images[part[0]] for i in part)
+            firsts = {i - i % 4: i for i in reversed(part)}
+            shared = [prompts[i] for i in part if firsts[i - i % 4] != i]
+            total += balance.cost(lengths[part]).sum() - balance.cost(np.array(shared)).sum()
+            assert balance.images is not None
+            total += sum(map(balance.images, different.values()))
+        costs.append(total)
+    assert max(costs) / min(costs) < 1.05

@@ -1,0 +1,331 @@
+"""Models that see, trained with images: against transformers, in every layout, with and without their towers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fusionrl.models import families
+from fusionrl.models.hf_io import HFReader
+from fusionrl.models.shape import read_model_shape, shape_from_hf_config
+from fusionrl.plan.layout import TrainerLayout
+from tests import tiny_vision
+from tests.tiny_vision import HYBRIDS, KINDS, Reference, make_tiny_vlm, random_image
+from tests.trainer import trainer_worker
+from tests.trainer.trainer_worker import LocalRanks, config_of
+from tests.trainer.vision_samples import VisionSamples
+from tools.parity_rows import FULL, OVERLAP
+
+SEES: dict[str, Any] = {"multimodal_keys": {"image": "images"}, "calculate_per_token_loss": True}
+ONE = TrainerLayout(1)
+
+
+class Case:
+    """A tiny model in a folder, samples, and transformers' numbers of them."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder, self.samples = kind, folder, VisionSamples(kind)
+        make_tiny_vlm(folder, kind)
+        self.log_probs, self.loss, self.gradients = self.samples.reference(folder)
+
+    def assert_equals(self, workers: LocalRanks, layout: TrainerLayout, passed: Any = None, **flags: Any) -> None:
+        """Log-probs, loss and the gradient of every tensor in this layout."""
+        workers.start(config_of(self.folder, "sft", passed, **SEES, **flags), layout)
+        shards = self.samples.shards(layout.dp)
+        scores = workers.on_shards("score", shards)
+        for dp in range(layout.dp):
+            ids = range(dp, len(self.samples), layout.dp)
+            own = scores[layout.ranks_of_dp(dp)[0]]
+            assert max(abs(got - self.log_probs[i]).max() for got, i in zip(own, ids, strict=True)) <= 1e-5
+        metrics = workers.train(shards, layout)
+        assert metrics["train/loss"] == pytest.approx(self.loss, rel=1e-5)
+        got = workers.run(trainer_worker.gradients)[0]
+        assert got.keys() == self.gradients.keys()
+        for name, want in self.gradients.items():
+            assert np.linalg.norm(got[name] - want) <= 1e-4 * np.linalg.norm(want), name
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    cases: dict[str, Case] = {}
+
+    def make(kind: str) -> Case:
+        if kind not in cases:
+            cases[kind] = Case(kind, tmp_path_factory.mktemp(kind))
+        return cases[kind]
+
+    return make
+
+
+def layouts(kind: str) -> list[TrainerLayout]:
+    """Those of two ranks; four at a time are rows of `tools/parity.py`."""
+    sizes: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+    mixed = [{"ep": 2}] if kind.endswith("moe") else []
+    # The decoder of the others has two or three layers, and the first stage those of deepstack.
+    fit = [size for size in sizes if kind in ("qwen2_5_vl", *HYBRIDS) or "pp" not in size]
+    return [ONE, *(TrainerLayout(2, **size) for size in [*fit, *mixed])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, layout) for kind in (*KINDS, *HYBRIDS) for layout in layouts(kind)], ids=str
+)
+def test_log_probs_and_gradients_equal_transformers(
+    workers: LocalRanks, case: Callable[[str], Case], kind: str, layout: TrainerLayout
+) -> None:
+    case(kind).assert_equals(workers, layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "passed", "flags"),
+    [
+        ("qwen3_vl", {"transformer": FULL}, {"vision_recompute": False}),
+        ("qwen2_5_vl", {"transformer": FULL}, {}),
+        ("qwen3_vl", {}, {"share_prompts": False}),
+        ("qwen3_vl", {"ddp": OVERLAP}, {}),
+    ],
+    ids=["recompute", "recompute everything", "prompts apart", "overlapped"],
+)
+def test_other_ways_give_the_same(
+    workers: LocalRanks, case: Callable[[str], Case], kind: str, passed: Any, flags: dict[str, Any]
+) -> None:
+    case(kind).assert_equals(workers, TrainerLayout(2, tp=2) if passed else ONE, passed, **flags)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_tower_alone_equals_transformers(tmp_path: Path, kind: str) -> None:
+    """Features, those of deepstack, and gradients; images that windows do not divide, and one twice as wide."""
+    from fusionrl.trainer.vision_tower import TOWERS, PixelScale
+
+    model = make_tiny_vlm(tmp_path, kind)
+    seeing, shape = Reference(tmp_path, model), read_model_shape(tmp_path, sees=True).vision
+    assert shape is not None
+    scale = PixelScale(*(tuple(seeing.numbers[name]) for name in ("image_mean", "image_std")))
+    tower = TOWERS[type(shape)](shape, scale, recompute=True)
+    names = {
+        name.removeprefix("visual."): sizes
+        for name, sizes in families.hf_shapes(read_model_shape(tmp_path, sees=True)).items()
+        if name.startswith("visual.")
+    }
+    reader = HFReader(tmp_path)
+    tower.load_state_dict({name: reader.get(f"visual.{name}", sizes) for name, sizes in names.items()})
+    images = [random_image(i, *size, patch=seeing.patch) for i, size in enumerate([(4, 4), (6, 8), (10, 4), (6, 8)])]
+    pixels, grids = zip(*[seeing.patches(image) for image in images], strict=True)
+    found = torch.cat([tower.patches(torch.from_numpy(image)) for image in images]).numpy()
+    assert np.abs(found - np.concatenate(pixels)).max() <= 1e-6
+    features, deep = tower([torch.from_numpy(image) for image in images])
+    visual = model.model.visual
+    whole = visual(torch.from_numpy(np.concatenate(pixels)), torch.tensor(grids))
+    wanted = [whole.pooler_output, *getattr(whole, "deepstack_features", [])]
+    assert len(deep) == len(wanted) - 1 == len(shape.deepstack)
+    weights = torch.randn_like(features)
+    for got, want in zip([features, *deep], wanted, strict=True):
+        assert (got - want).abs().max() <= 1e-5
+    for outputs in ([features, *deep], wanted):
+        sum((part * weights).sum() for part in outputs).backward()
+    gradients = dict(visual.named_parameters())
+    for name, parameter in tower.named_parameters():
+        want = gradients[name].grad
+        assert (parameter.grad - want).norm() <= 1e-5 * want.norm(), name
+
+
+def weights_after(workers: LocalRanks, samples: VisionSamples, steps: int = 2) -> dict[str, np.ndarray]:
+    for step in range(steps):
+        workers.train(samples.shards(), None, step)
+    return workers.run(trainer_worker.weights)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_frozen"),
+    [
+        ({"freeze_vision": True}, lambda name: name.startswith("visual.")),
+        (
+            {"freeze_params_name_list": ["embed_tokens", r"visual\.blocks\.0"]},
+            lambda name: "embed_tokens" in name or "visual.blocks.0" in name,
+        ),
+        ({"only_train_params_name_list": ["vision_model.merger"]}, lambda name: not name.startswith("visual.merger")),
+    ],
+    ids=["vision", "some", "all but"],
+)
+def test_frozen_parameters_stay_as_they_are(
+    workers: LocalRanks, case: Callable[[str], Case], flags: dict[str, Any], is_frozen: Callable[[str], bool]
+) -> None:
+    """To the bit, also after their memory was given away; and all others change."""
+    one = case("qwen3_vl")
+    passed = {"transformer": FULL} if "freeze_params_name_list" in flags else None
+    workers.start(config_of(one.folder, "sft", passed, **SEES, **flags, lr=1e-2))
+    before = workers.run(trainer_worker.weights)[0]
+    workers.call("offload")
+    after = weights_after(workers, one.samples)
+    assert {name for name, x in after.items() if np.array_equal(x, before[name])} == {n for n in before if is_frozen(n)}
+
+
+def test_a_step_without_images_ends_where_gradients_are_overlapped(
+    workers: LocalRanks, case: Callable[[str], Case]
+) -> None:
+    """Megatron waits for a gradient of every parameter; the loss is that of a run without overlap."""
+    one, losses = case("qwen3_vl"), []
+    ids = [[3], [6]]
+    for ddp in ({}, OVERLAP):
+        workers.start(config_of(one.folder, "sft", {"ddp": ddp}, **SEES), TrainerLayout(2))
+        text = [one.samples.shard([[own]], [one.samples.count([3, 6])]) for own in ids]
+        steps = [text, one.samples.shards(2), text]
+        losses.append([workers.train(shards, None, step)["train/loss"] for step, shards in enumerate(steps)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_same_text_with_other_images_is_not_shared(workers: LocalRanks, case: Callable[[str], Case]) -> None:
+    """Of three prompts of the same ids two have the same image."""
+    one = case("qwen3_vl")
+    workers.start(config_of(one.folder, "sft", **SEES))
+    shard = one.samples.shard([[[0, 1, 2]]], [one.samples.count([0, 1, 2])])
+    (packed,) = workers.run(trainer_worker.num_packed_tokens, shard)[0]
+    prompt, responses = 5 + 4 + 7, 9 + 6 + 8
+    assert packed == 2 * prompt + responses - 3
+    blind = replace(shard, spans=[[], [], []], images={})
+    assert workers.run(trainer_worker.num_packed_tokens, blind)[0] == [prompt + responses - 3]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("qwen2_5_vl", {"pp": 2}), ("qwen3_vl", {"tp": 2}), ("qwen3_vl_moe", {"ep": 2})], ids=str
+)
+def test_what_is_saved_and_pushed(
+    workers: LocalRanks, case: Callable[[str], Case], tmp_path: Path, kind: str, sizes: dict[str, int]
+) -> None:
+    """A folder as the source is, to the bit, which transformers loads; pushes have the engines' names."""
+    one, layout = case(kind), TrainerLayout(2, **sizes)
+    workers.start(config_of(one.folder, "sft", **SEES, lr=0.0), layout)
+    workers.train(one.samples.shards(layout.dp), layout)
+    workers.call("save_hf", str(tmp_path / "out"))
+    want, found = tensors_of(one.folder), tensors_of(tmp_path / "out")
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    log_probs, *_ = VisionSamples(kind).reference(tmp_path / "out")
+    assert all(np.array_equal(*pair) for pair in zip(log_probs, one.log_probs, strict=True))
+    parts = workers.run(trainer_worker.gathered, "float32")
+    pushed = ChainMap(*(part for part, _, _ in parts))
+    reader, shape = HFReader(one.folder), read_model_shape(one.folder, sees=True)
+    assert pushed.keys() == families.hf_shapes(shape).keys()
+    for name, tensor in pushed.items():
+        assert torch.equal(tensor, reader.get(name, tensor.shape)), name
+    assert {int(line.split()[1]) for line in parts[0][1] if line.startswith("visual.")} == {0}
+
+
+def test_a_checkpoint_is_read_in_any_layout(workers: LocalRanks, case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Weights to the bit; and the run continues as it would have, also where the tower is frozen."""
+    one, path = case("qwen3_vl"), str(tmp_path / "checkpoint")
+    every: list[dict[str, Any]] = [{}, {"freeze_vision": True}]
+    for flags in every:
+        config = config_of(one.folder, "sft", **SEES, **flags, lr=1e-2)
+        workers.start(config, TrainerLayout(2, tp=2))
+        shards = one.samples.shards(1)
+        workers.train(shards, None, 0)
+        saved = workers.run(trainer_worker.weights)[0]
+        workers.call("save", path, 0)
+        workers.train(shards, None, 1)
+        after = workers.run(trainer_worker.weights)[0]
+        for layout in (TrainerLayout(2, tp=2), TrainerLayout(2, cp=2), ONE):
+            workers.start(config, layout)
+            workers.call("load", path)
+            loaded = workers.run(trainer_worker.weights)[0]
+            assert all(np.array_equal(loaded[name], x) for name, x in saved.items())
+            workers.train(shards, None, 1)
+            trained = workers.run(trainer_worker.weights)[0]
+            for name, x in after.items():
+                if layout.tp == 2:
+                    assert np.array_equal(trained[name], x), name
+                else:
+                    assert np.abs(trained[name] - x).max() <= 1e-4, name
+        shutil.rmtree(path)
+
+
+def test_features_of_a_frozen_tower_are_not_those_of_the_reference(
+    workers: LocalRanks, case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """Whose tower is another one; and each image passes a tower once a rollout."""
+    one = case("qwen3_vl")
+    make_tiny_vlm(tmp_path, "qwen3_vl", seed=3)
+    other, *_ = one.samples.reference(tmp_path)
+    workers.start(config_of(one.folder, "sft", **SEES, freeze_vision=True))
+    workers.call("read_weights", "ref", str(tmp_path), "--ref-load")
+    (shard,) = one.samples.shards()
+    for weights, want in ((None, one.log_probs), ("ref", other), (None, one.log_probs)):
+        scores: Any = workers.call("score", shard, weights)[0]
+        assert max(abs(got - x).max() for got, x in zip(scores, want, strict=True)) <= 1e-5
+    assert workers.run(num_passes, shard)[0] == [4, 4, 4]
+
+
+def num_passes(actor: Any, shard: Any) -> list[int]:
+    """Images that have passed the tower after scoring, after a step, and after another of the same rollout."""
+    from fusionrl.trainer.model import unwrap
+    from fusionrl.trainer.score import score_samples
+
+    model, passed, counts = unwrap(actor.trained.chunks[0]), [], []
+    handle = model.vision_model.register_forward_pre_hook(lambda _, inputs: passed.extend(inputs[0]))
+    for _ in range(3):
+        score_samples(shard, actor.scorer)
+        counts.append(len(passed))
+    handle.remove()
+    model.forget_images()
+    return counts
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_keeps_what_the_plan_counts(kind: str, recomputes: bool) -> None:
+    """Bytes that autograd keeps of a tower wide enough that heads are a small part, within a tenth."""
+    from fusionrl.plan.memory.activations import ActivationOptions
+    from fusionrl.plan.memory.tower import tower_memory
+    from fusionrl.plan.memory.trainer import BatchOptions
+    from fusionrl.trainer.vision_tower import TOWERS, PixelScale
+
+    config = tiny_vision.config_of(kind, tower=256, depth=6, layers=6)
+    shape = shape_from_hf_config(json.loads(config.to_json_string(use_diff=False)), sees=True)
+    assert shape.vision is not None
+    tower = TOWERS[type(shape.vision)](shape.vision, PixelScale(), recomputes)
+    images = [
+        torch.from_numpy(random_image(i, *size, patch=shape.vision.patch_size))
+        for i, size in enumerate([(16, 16), (12, 20)])
+    ]
+    own = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        features, deep = tower(images)
+    measured = sum(storage.nbytes() for storage in held.values()) + features.nbytes + sum(part.nbytes for part in deep)
+    patches = 16 * 16 + 12 * 20
+    batch, options = (
+        BatchOptions(patches, 1, max_patches=patches, recomputes_vision=recomputes),
+        ActivationOptions("local", "fp32", True, 64),
+    )
+    planned = tower_memory(shape, ONE, batch, options, frozenset()).kept
+    assert measured == pytest.approx(planned, rel=0.1)
+
+
+def test_in_bf16(workers: LocalRanks, case: Callable[[str], Case]) -> None:
+    """Losses differ by rounding; with the tower frozen as well."""
+    for kind in ("qwen2_5_vl", "qwen3_vl"):
+        every: list[dict[str, Any]] = [{}, {"freeze_vision": True}]
+        for flags in every:
+            one = case(kind)
+            workers.start(config_of(one.folder, "sft", precision="bf16", **SEES, **flags), TrainerLayout(2, tp=2))
+            assert workers.train(one.samples.shards())["train/loss"] == pytest.approx(one.loss, rel=0.02)
