@@ -35,6 +35,8 @@ ARCHITECTURES = [
     *("LlamaForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"),
     *("Gemma3ForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    "Qwen3_5ForConditionalGeneration",
 ]
 OTHER_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 

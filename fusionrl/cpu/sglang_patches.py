@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusionrl.cpu import attention, sampling, sglang_layers, sglang_models
+from fusionrl.cpu import attention, image_processors, sampling, sglang_layers, sglang_models
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -19,6 +19,7 @@ def register(*, speculates: bool) -> None:
     name_device()
     sglang_layers.register()
     sglang_models.register()
+    image_processors.register()
     _sleep_while_paused()
     sampling.register()
     if speculates:

@@ -20,6 +20,7 @@ from fusionrl.engines import answer_checks
 from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, num_new_tokens, sampling_params
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
+from fusionrl.engines.images import MediaTokens, check_images
 from fusionrl.engines.parser_processes import ParserProcesses
 from fusionrl.engines.request_merging import RequestMerger
 
@@ -111,6 +112,7 @@ class GenerateClient:
         max_connections: int = 1024,
         *,
         vocab_size: int | None = None,
+        media: MediaTokens | None = None,
         num_tries: int = 10,
         stream_responses: bool = False,
         worker_urls: Sequence[str] = (),
@@ -124,13 +126,15 @@ class GenerateClient:
         max_connections   requests under way
         vocab_size        `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang server, and
                           the router would try the request on the next one
+        media             of a model that is asked about images: requests whose placeholders have no images, or the
+                          other way round, are refused here
         num_tries         at one request; the pauses between ten of them add up to about 40 s
         stream_responses  `generate` reads a stream: what an engine that died had sent is kept
         worker_urls       requests go to these engines and not to `base_url`, for the router drops fields that it does
                           not know: to the engine of a routing key, else to the one with the fewest under way
         engine_urls       those that a refused answer's request is sent to; default: `worker_urls`
         """
-        self._vocab_size = vocab_size
+        self._vocab_size, self._media = vocab_size, media
         self._num_tries = num_tries
         self._stream_responses = stream_responses
         self.num_retries = 0
@@ -184,8 +188,9 @@ class GenerateClient:
         version at the time of sending, and `join` takes those of the last event.
 
         If an engine dies, another continues after the tokens received so far: the pieces follow one another, and
-        `part` counts the requests. Stop strings, grammars and penalties then see the tokens since alone; `generate`
-        asks for such answers as a whole.
+        `part` counts the requests. Where a placeholder of an image or another medium is among them, none can: the
+        answer ends there, as at its limit. Stop strings, grammars and penalties then see the tokens since alone;
+        `generate` asks for such answers as a whole.
 
         Raises as `generate`.
         """
@@ -224,6 +229,9 @@ class GenerateClient:
             except aiohttp.ClientError as cause:
                 error = RuntimeError(f"{url} did not answer to the end: {cause!r}")
             if finished:
+                return
+            if self._media is not None and self._media.bar(tokens):
+                yield _cut_off(part)
                 return
             if len(tokens) > before:
                 self.num_tokens_kept += len(tokens) - before
@@ -283,6 +291,8 @@ class GenerateClient:
                     self._targets.refuse(url, error, refused)
 
     def _check_tokens(self, payload: Mapping[str, object]) -> None:
+        if self._media is not None:
+            check_images(payload, self._media)
         if self._vocab_size is None or payload.get("input_ids") is None:
             return
         least, largest = answer_checks.extremes(answer_checks.prompt_of(payload))
@@ -440,6 +450,12 @@ async def _lines(
         response.release()
     finally:
         response.close()
+
+
+def _cut_off(part: int) -> Generation:
+    """The end of an answer that no engine can continue."""
+    nothing = np.zeros(0, np.int32)
+    return Generation(nothing, nothing.astype(np.float32), "", "length", [], 0, 0, {}, part)
 
 
 def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:

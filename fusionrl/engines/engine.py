@@ -66,10 +66,12 @@ class EngineActor(EngineControl):
         # SGLang leaves a handful of sockets in the temporary folder.
         parent = socket_folder(_MAX_TMPDIR_BYTES, "the engine's sockets are")
         self._scratch = tempfile.TemporaryDirectory(prefix="sglang-", dir=parent, ignore_cleanup_errors=True)
-        folder, draft = self.spec.model_path, self.spec.server_args.get("speculative_draft_model_path")
-        has_draft = draft is not None and Path(str(draft)).resolve() != Path(folder).resolve()
-        view = text_view(folder, Path(self._scratch.name, "model"), is_filled=has_draft)
-        spec = replace(self.spec, model_path=view)
+        spec = self.spec
+        if spec.images is None:
+            folder, draft = spec.model_path, spec.server_args.get("speculative_draft_model_path")
+            has_draft = draft is not None and Path(str(draft)).resolve() != Path(folder).resolve()
+            view = text_view(folder, Path(self._scratch.name, "model"), is_filled=has_draft)
+            spec = replace(spec, model_path=view)
         env = server_environment(spec)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
         env["TMPDIR"] = self._scratch.name

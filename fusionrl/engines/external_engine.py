@@ -198,7 +198,7 @@ def _other_model(model: Mapping[str, object], expected: EngineRequirements) -> l
     if not Path(path, "config.json").is_file():  # on another host, or a version of the weights that is gone
         return []
     try:
-        shape = read_model_shape(path).trunk
+        shape = read_model_shape(path, sees=expected.shape.vision is not None).trunk
     except ValueError as error:
         return [f"{message}: {error}"]
     own = expected.shape.trunk
@@ -212,7 +212,8 @@ def _other_reading(model: Mapping[str, object], args: Mapping[str, object], expe
     """The message where it reads its config.json otherwise than the run's own engines do, which get such fields."""
     path, told = str(model.get("model_path")), args.get("json_model_override_args")
     given = json.loads(str(told or "{}"))
-    fields = engine_fields(path if Path(path, "config.json").is_file() else expected.model_path)
+    folder = path if Path(path, "config.json").is_file() else expected.model_path
+    fields = engine_fields(folder, sees=expected.shape.vision is not None)
     fields = {name: value for name, value in fields.items() if name != "architectures"} | expected.overrides
     missing = {name: value for name, value in fields.items() if name not in given or given[name] != value}
     if not missing:

@@ -83,6 +83,8 @@ def import_model() -> None:
         for name in _OF_SCHEDULERS:
             with suppress(ImportError):  # another version of SGLang has it elsewhere, or does without it
                 importlib.import_module(name)
+        if processor := os.environ.get(cpu_wing.PROCESSOR_VARIABLE):
+            importlib.import_module(f"sglang.srt.multimodal.processors.{processor}")
         import fusionrl.models.shape  # noqa: F401  # of `model_checks`
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
+_TOWER = "visual"  # name of a vision tower in SGLang's models
+_TOWER_EPSILON = 1e-6  # of its norms in trainers, and in transformers
 _DRAFTERS = ("MTP", "NextN")  # how such class names of SGLang end
 
 
@@ -143,13 +145,25 @@ def reading_errors(model: torch.nn.Module, shape: ModelShape) -> list[str]:
             if wrong := [value for value in values if not any(math.isclose(value, one) for one in right)]:
                 read, told = (", ".join(f"{x:g}" if x else "none" for x in side) for side in (wrong, right))
                 errors.append(f"SGLang reads {name} {read} where trainers read {told}")
+    if wrong := sorted(_tower_epsilons(model) - {_TOWER_EPSILON}):
+        errors.append(f"SGLang takes {wrong[0]:g} in norms of the vision tower where trainers take {_TOWER_EPSILON:g}")
     return list(dict.fromkeys(errors))
+
+
+def _tower_epsilons(model: torch.nn.Module) -> set[float]:
+    """Epsilons of the norms of a vision tower; SGLang gives it the text model's."""
+    tower = getattr(model, _TOWER, None)
+    modules = [] if tower is None else [*tower.modules()]
+    values = [getattr(one, "variance_epsilon", getattr(one, "eps", None)) for one in modules]
+    return {float(value) for value in values if isinstance(value, float)}
 
 
 def _numbers(model: torch.nn.Module) -> Iterator[tuple[int, str, float]]:
     """(layer, field, number) of what SGLang's layers say of themselves; layer -1: of a module that several may use."""
-    for module in model.modules():
-        children = list(module.children())
+    for place, module in model.named_modules():
+        if place == _TOWER or place.startswith(f"{_TOWER}."):
+            continue
+        children = [child for name, child in module.named_children() if name != _TOWER]
         layer = next((child.layer_id for child in children if _number(child, "sliding_window") is not None), -1)
         for child in children:
             for name in ("rope_theta", "rotary_dim", "rms_norm_eps", "sliding_window"):

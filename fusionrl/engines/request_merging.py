@@ -57,7 +57,9 @@ class RequestMerger:
 
     async def _answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
         if len(waiting) > 1:
-            payload = {**payload, "input_ids": [payload["input_ids"]] * len(waiting)}
+            of_each = ("input_ids", "image_data")
+            repeated = {name: [payload[name]] * len(waiting) for name in of_each if payload.get(name) is not None}
+            payload = {**payload, **repeated}
         try:
             answers = await self._send(payload, None)
         except BaseException as error:  # whatever ended the request ends the wait of everyone who shares it

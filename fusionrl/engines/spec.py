@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fusionrl.base.cpu_wing import ATTENTION_BACKEND
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
 from fusionrl.base.environment import child_environment
 from fusionrl.base.network_interfaces import collective_interfaces
+from fusionrl.engines.image_settings import ImageSettings
 from fusionrl.engines.launch_server import DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE
 from fusionrl.models.engine_config import engine_fields
@@ -72,6 +73,7 @@ class EngineSpec:
     num_threads: int = 1  # OpenMP threads a scheduler on a CPU
     # The user's values of ServerArgs fields, but for those that fusionrl sets (`upstream_flags.SGLANG_OWNED`).
     server_args: dict[str, Any] = field(default_factory=dict)
+    images: ImageSettings | None = None  # None: it is asked about text alone
     wrapper: tuple[str, ...] = ()  # the beginning of the server's command line: a profiler's, under which it runs
     # Part of the log's name. A reward model classifies and a teacher reads: only an engine generates.
     role: Literal["engine", "reward-model", "teacher"] = "engine"
@@ -122,6 +124,7 @@ def server_command(
         **_DEFAULTS,
         **(_CPU_DEFAULTS if spec.device == "cpu" else _FP32_GPU_DEFAULTS if spec.dtype == "float32" else {}),
         **({} if spec.role == "engine" else {"context_length": _reading_length(spec.model_path)}),
+        **({} if spec.images is None else spec.images.arguments(spec.device)),
         **spec.server_args,
         "model_path": os.path.abspath(spec.model_path) if os.path.isdir(spec.model_path) else spec.model_path,
         "device": spec.device,
@@ -134,7 +137,7 @@ def server_command(
         "disaggregation_bootstrap_port": bootstrap_port,
         **(spanning if meeting is not None else {}),
     }
-    if fields := engine_fields(spec.model_path):
+    if fields := engine_fields(spec.model_path, sees=spec.images is not None):
         own = json.loads(arguments.get("json_model_override_args") or "{}")
         arguments["json_model_override_args"] = fields | own
     if spec.device == "cpu" and spec.role == "engine":
@@ -187,6 +190,8 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
         env[NODES_VARIABLE] = str(spec.num_nodes)
     if spec.role != "engine":
         env.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # see `_reading_length`
+    if spec.images is not None:
+        env |= spec.images.environment()
     if os.path.isdir(spec.model_path):
         env["HF_HUB_OFFLINE"] = "1"
     if spec.device == "cuda" and spec.dtype == "float32":
@@ -198,7 +203,7 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
         env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if spec.tp_size > 1:
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _thread_binding(spec))
-        _skip_other_models(env, spec.model_path)
+        _skip_others(env, spec.model_path, spec.images is not None)
     return env
 
 
@@ -231,24 +236,37 @@ def _thread_binding(spec: EngineSpec) -> str:
     return "|".join(groups)
 
 
-def _skip_other_models(env: dict[str, str], model_path: str) -> None:
-    """Tell SGLang not to import the model files that do not serve this checkpoint's architecture.
+def _skip_others(env: dict[str, str], model_path: str, sees: bool) -> None:
+    """Tell SGLang not to import the files of models and processors that do not serve this checkpoint's architecture.
 
-    A scheduler otherwise imports all of its 250 model files, 1.4 s of a start of 10 s. Files that the wanted
-    one imports are not affected. Where no file defines and serves it, those that name it are wanted. Left alone where
-    the user set the variable or the architecture is unknown.
+    A scheduler otherwise imports all of its 250 model files, 1.4 s of a start of 10 s, and of a model that sees those
+    of 55 processors. Files that the wanted one imports are not affected. Where no file defines and serves it, those
+    that name it are wanted. Left alone where the user set the variable or the architecture is unknown.
     """
     config = Path(model_path, "config.json")
     package = importlib.util.find_spec("sglang")
-    if "SGLANG_DISABLED_MODEL_ARCHS" in env or not config.is_file() or package is None or package.origin is None:
+    if not config.is_file() or package is None or package.origin is None:
         return
-    raw = {**text_config(json.loads(config.read_text())), **engine_fields(model_path)}
-    architectures = raw.get("architectures") or []
-    files = sorted(Path(package.origin).parent.glob("srt/models/*.py"))
-    texts = {file.stem: file.read_text(errors="replace") for file in files if file.stem != "__init__"}
-    names = "|".join(re.escape(name) for name in architectures) or "$."
-    serves = re.compile(rf"^class (?:{names})\b.*^EntryClass\b.*\b(?:{names})\b", re.MULTILINE | re.DOTALL)
-    needed = {stem for stem, text in texts.items() if any(name in text for name in architectures)}
-    needed = {stem for stem in needed if serves.search(texts[stem])} or needed
-    if needed:
-        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(texts.keys() - needed - {"registry", "transformers"}))
+    whole = json.loads(config.read_text())
+    raw = whole if sees else {**text_config(whole), **engine_fields(model_path)}
+    names = "|".join(re.escape(name) for name in raw.get("architectures") or []) or "$."
+    folder = Path(package.origin).parent / "srt"
+    if "SGLANG_DISABLED_MODEL_ARCHS" not in env:
+        texts = _texts(folder / "models")
+        serves = re.compile(rf"^class (?:{names})\b.*^EntryClass\b.*\b(?:{names})\b", re.MULTILINE | re.DOTALL)
+        needed = {stem for stem, text in texts.items() if re.search(names, text)}
+        needed = {stem for stem in needed if serves.search(texts[stem])} or needed
+        if needed:
+            others = texts.keys() - needed - {"registry", "transformers"}
+            env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(others))
+    if "vision_config" in whole:
+        processes = re.compile(rf"^    models = \[[^\]]*\b(?:{names})\b", re.MULTILINE)
+        for stem, text in _texts(folder / "multimodal" / "processors").items():
+            if processes.search(text):
+                env[PROCESSOR_VARIABLE] = stem
+
+
+def _texts(package: Path) -> dict[str, str]:
+    """The modules of a package by their names."""
+    files = (file for file in sorted(package.glob("*.py")) if file.stem != "__init__")
+    return {file.stem: file.read_text(errors="replace") for file in files}

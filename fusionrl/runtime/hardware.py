@@ -116,7 +116,8 @@ class HardwareMetrics:
             devices = plan.layout.world_size
             metrics["perf/train_tokens_per_s_per_device"] = work.tokens / train_s / devices
             if self._peak is not None:
-                metrics["perf/mfu"] = train_flops(plan.shape, work) / (train_s * devices * self._peak)
+                images = None if plan.balance is None else plan.balance.images
+                metrics["perf/mfu"] = train_flops(plan.shape, work, images) / (train_s * devices * self._peak)
         num_tokens = values.get("rollout/num_tokens")
         if plan.num_engines and generate_s and num_tokens:
             devices = sum(map(len, plan.engine_bundles))  # engines of groups differ in size

@@ -6,8 +6,10 @@ from pathlib import Path
 from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.engines import forked_server
+from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.runtime import worker_starter
 
@@ -18,7 +20,7 @@ def make_order(config: Config, folder: Path, key: str) -> Order:
     """Order what the nursery of a run is to import and to fork. `key`: of those who may ask for a fork."""
     branches = []
     if uses_engines(config) and config.model.hf_checkpoint is not None:
-        branches.append(engine_branch(config.model.hf_checkpoint, folder))
+        branches.append(engine_branch(config.model.hf_checkpoint, folder, sees=sees_images(config)))
     megatron = ["fusionrl.cpu.early_imports"] if uses_trainers(config) else []
     client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
     worker = Branch(
@@ -30,8 +32,11 @@ def make_order(config: Config, folder: Path, key: str) -> Order:
     return Order(key, [*branches, worker])
 
 
-def engine_branch(model_path: str, folder: Path) -> Branch:
-    """Of the policy's engines. One of another model imports other files of SGLang, and is started in the usual way."""
+def engine_branch(model_path: str, folder: Path, *, sees: bool = False) -> Branch:
+    """Of the policy's engines; `sees`: they are asked about images.
+
+    An engine of another model imports other files of SGLang, and is started in the usual way.
+    """
     spec = EngineSpec(
         index=0,
         model_path=model_path,
@@ -43,6 +48,7 @@ def engine_branch(model_path: str, folder: Path) -> Branch:
         api_key=None,
         log_dir="",
         seed=0,
+        images=ImageSettings(trains_tower=True) if sees else None,
     )
     environment = {name: value for name, value in server_environment(spec).items() if os.environ.get(name) != value}
     environment.pop("PYTHONPATH", None)
@@ -52,5 +58,6 @@ def engine_branch(model_path: str, folder: Path) -> Branch:
         "fusionrl.engines.forked_server:mind_server",
         environment,
         kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_", "THP_"],
-        free=["SGLANG_CPU_OMP_THREADS_BIND"],  # each rank reads it when it begins
+        # Each rank reads the first when it begins, and servers the others.
+        free=["SGLANG_CPU_OMP_THREADS_BIND", CACHE_VARIABLE, KEEP_IDS_VARIABLE],
     )

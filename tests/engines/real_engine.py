@@ -7,18 +7,33 @@ import numpy as np
 import torch
 
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.image_settings import ImageSettings
 
 KEY = "a key of the test"
 
 
 def real_engine(
-    model: Path | str, log_dir: Path, role: Any = "engine", tp_size: int = 1, **server_args: Any
+    model: Path | str,
+    log_dir: Path,
+    role: Any = "engine",
+    *,
+    index: int = 0,
+    tp_size: int = 1,
+    images: ImageSettings | None = None,
+    **server_args: Any,
 ) -> EngineActor:
     """An engine that serves `model` in fp32, not yet started."""
-    places: dict[str, Any] = {"gpu_ids": (), "host": "127.0.0.1", "api_key": KEY, "log_dir": str(log_dir), "seed": 1}
+    places = {
+        "tp_size": tp_size,
+        "gpu_ids": (),
+        "host": "127.0.0.1",
+        "api_key": KEY,
+        "log_dir": str(log_dir),
+        "seed": 1,
+    }
     args = {"max_total_tokens": 8192, **server_args}
-    places |= {"start_timeout_s": 240.0}
-    spec = EngineSpec(0, str(model), "cpu", "float32", tp_size, **places, server_args=args, role=role)
+    options: dict[str, Any] = {"start_timeout_s": 240.0, "server_args": args, "role": role, "images": images}
+    spec = EngineSpec(index, str(model), "cpu", "float32", **places, **options)
     return EngineActor(spec)
 
 

@@ -1,0 +1,78 @@
+"""Images in requests to engines, checked before they are sent. Pure.
+
+A request has one placeholder for each image in its ids, which SGLang repeats once for each token of the image. SGLang
+(0.5.23) does not answer to ids in which they are repeated already, or answers with an error after which the client
+would try again; it ignores an image too many, and takes a placeholder without an image for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Ids of a model that its processor takes for media.
+
+    image  the placeholder of an image
+    known  placeholders of all media: of images, videos and sound
+    start  the token before a placeholder; None: any
+    """
+
+    image: int
+    known: tuple[int, ...]
+    start: int | None
+
+    def bar(self, sampled: Sequence[int] | np.ndarray) -> bool:
+        """Return whether no engine may get these sampled tokens back, with the images of a prompt.
+
+        It would look for the media of a placeholder, and fails (SGLang 0.5.23) where a start ends the ids.
+        """
+        tokens = np.asarray(sampled)
+        return bool(np.isin(tokens, self.known).any()) or (len(tokens) > 0 and tokens[-1] == self.start)
+
+
+def check_images(payload: Mapping[str, object], media: MediaTokens) -> None:
+    """Check that a request has an image for each placeholder among its ids.
+
+    Raises:
+        ValueError: one of its prompts has more or fewer, placeholders that no start token precedes, or placeholders of
+            another medium.
+    """
+    ids, images = payload.get("input_ids"), payload.get("image_data")
+    if ids is None or not isinstance(ids, Sequence | np.ndarray):
+        return
+    is_batch = len(ids) > 0 and isinstance(ids[0], list | tuple | np.ndarray)
+    prompts = list(ids) if is_batch else [ids]
+    groups = _groups(images, len(prompts), is_batch)
+    for prompt, own in zip(prompts, groups, strict=True):
+        tokens = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+        count = tokens.count(media.image)
+        if count != len(own):
+            raise ValueError(
+                f"input_ids have {count} placeholders of images (token {media.image}), and image_data has {len(own)}"
+                " images: give one placeholder for each image; the engine repeats it for the image's tokens"
+            )
+        starts = [place for place, token in enumerate(tokens) if token == media.image]
+        if media.start is not None and any(not place or tokens[place - 1] != media.start for place in starts):
+            raise ValueError(f"input_ids: no token {media.start}, the start of an image, precedes each placeholder")
+        if own and tokens[-1] == media.start:
+            raise ValueError(f"input_ids end with token {media.start}, the start of an image; engines want its image")
+        if other := next((token for token in media.known if token != media.image and token in tokens), None):
+            raise ValueError(f"input_ids have token {other}, which engines take for a video or sound; it has no data")
+
+
+def _groups(images: object, num_prompts: int, is_batch: bool) -> list[list[object]]:
+    """The images of each prompt: SGLang takes one, a list, and for several prompts a list for each."""
+    if images is None:
+        return [[] for _ in range(num_prompts)]
+    if not isinstance(images, list | tuple):
+        images = [images]
+    if not is_batch:
+        return [list(images)]
+    if len(images) != num_prompts:
+        raise ValueError(f"image_data has {len(images)} entries for {num_prompts} prompts; give one list for each")
+    return [list(one) if isinstance(one, list | tuple) else [one] for one in images]
