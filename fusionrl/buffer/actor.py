@@ -24,6 +24,9 @@ from fusionrl.buffer.sample_files import TrainedColumns
 from fusionrl.buffer.stream_messages import StreamMessages
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, user_code
+from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.image_store import IMAGES, MEGABYTE
+from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_auto_tokenizer
 from fusionrl.observe.rollouts import RolloutWriter
@@ -75,6 +78,7 @@ class BufferActor(StreamMessages):
         await self.prepare()
         self.endpoints = endpoints
         await self.set_engines(endpoints.engine_urls)
+        open_image_store(config, plan, self.run_dir)
         self._functions = functions = RolloutFunctions(config, self.source)
         self._collector = collector = Collector(config, plan, border, functions, self.source)
         self._stages = RolloutStages(
@@ -196,6 +200,25 @@ class BufferActor(StreamMessages):
                 yield
         finally:
             self._phase, self._phase_since = "idle", time.monotonic()
+
+
+def open_image_store(config: Config, plan: Plan, run_dir: Path) -> None:
+    """Tell this process's store of images what the run says of it; nothing for a model of text alone.
+
+    Raises:
+        ValueError: the data have images, and the model's files do not say what sizes it takes.
+    """
+    data, folder = config.data, config.model.hf_checkpoint
+    column = ImageColumn.of(data, folder)
+    if folder is None or (column is None and plan.shape.vision is None):
+        return
+    try:
+        processor = read_processor_files(folder) if column is None else column.processor
+    except ValueError:
+        if column is not None:
+            raise
+        return  # a model that could see is asked about text
+    IMAGES.configure(data.image_cache_mb * MEGABYTE, run_dir, processor)
 
 
 def _import_libraries() -> None:

@@ -19,11 +19,14 @@ import numpy as np
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, load_function, user_code
 from fusionrl.config.run_parts import has_own_source, reads_prompts
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import ImageRef
 from fusionrl.data.mixture import Mixture, PromptSequence
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_json import SetState, SourceState, pack, pack_sample, unpack, unpack_sample
+from fusionrl.data.sample_images import images_of
+from fusionrl.data.sample_json import SetState, SourceState, images_in, pack, pack_sample, unpack, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.json_values import write_atomically
 
@@ -234,10 +237,11 @@ def _check_groups(groups: object, where: str) -> None:
 
 
 def _fingerprint(prompts: list[Sample]) -> str:
-    """A hash of the prompts and labels, and of tokens where rows hold them, in their order."""
+    """A hash of the prompts, labels and images, and of tokens where rows hold them, in their order."""
     digest = hashlib.sha256()
     for sample in prompts:
-        digest.update(json.dumps([sample.prompt, sample.label], default=repr).encode())
+        keys = [image.key for image in images_of(sample)]
+        digest.update(json.dumps([sample.prompt, sample.label, *keys], default=repr).encode())
         if sample.num_tokens:  # of a row that holds them (--mode sft)
             digest.update(np.asarray(sample.array("tokens"), np.int32).tobytes())
             digest.update(np.asarray(sample.array("loss_mask")).tobytes())
@@ -245,6 +249,7 @@ def _fingerprint(prompts: list[Sample]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ the run's
+IMAGES_FOLDER = "images"  # next to a saved state
 KEPT = 3  # rollouts whose state is kept, for the checkpoint after one of them
 
 
@@ -258,6 +263,7 @@ class PromptSource:
         self._config = config
         self.hooked: Any = None
         self._states: dict[int, dict[str, Any] | None] = {}  # rollout → state right after it
+        self._images: dict[int, list[ImageRef]] = {}  # rollout → images in its state, which live as long as this list
         self._streams: dict[int, SavedStream] = {}  # rollout → what a stream had under way right after it
         self._loaded_stream: SavedStream | None = None  # of the checkpoint from which the run resumes
 
@@ -341,8 +347,11 @@ class PromptSource:
         if self.hooked is None:
             return
         self._states[rollout_id] = state
+        if IMAGES.processor is not None:
+            self._images[rollout_id] = list(images_in([state, stream]))
         for old in [key for key in self._states if key <= rollout_id - KEPT]:
             del self._states[old]
+            self._images.pop(old, None)
         self._streams = {} if stream is None else {rollout_id: stream}  # of the newest alone: it holds answers
 
     def take_stream(self) -> SavedStream | None:
@@ -358,7 +367,7 @@ class PromptSource:
             self.take_in(groups)
 
     def save(self, path: Path, rollout_id: int) -> None:
-        """Write the state as it was right after rollout `rollout_id` to `path` (JSON)."""
+        """Write the state as it was right after rollout `rollout_id` to `path` (JSON), and next to it its images."""
         assert self.hooked is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
         state: dict[str, object] = {"rollout_id": rollout_id, "source": self._states.get(rollout_id)}
         if (stream := self._streams.get(rollout_id)) is not None:
@@ -366,6 +375,7 @@ class PromptSource:
         elif self._keeps_own_state():
             with self.guarded():
                 self.hooked.save(rollout_id)
+        IMAGES.save(self._images.get(rollout_id, ()), path.parent / IMAGES_FOLDER)
         write_atomically(path, json.dumps(state))
 
     def load(self, path: Path) -> int:
@@ -379,6 +389,7 @@ class PromptSource:
             raise ValueError(f"{path}: no state of the Buffer ({error!r:.300}); resume from another one") from error
         if self.hooked is None or source is None:
             return rollout_id
+        IMAGES.add_folder(path.parent / IMAGES_FOLDER)
         with self.guarded():
             if self._keeps_own_state():
                 self.hooked.load(rollout_id)

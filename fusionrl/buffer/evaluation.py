@@ -10,6 +10,7 @@ import numpy as np
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
 from fusionrl.buffer.collect import RolloutFunctions
 from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.train_shards import take_shards
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.data.attempts import attempt_shares, attempts_of
@@ -125,6 +126,7 @@ class Evaluation:
             result = as_eval_output(self.functions.evaluate(self.border.eval_args(), rollout_id))
         for name, set_result in result.data.items():
             rows = (sample.to_row() for sample in set_result.get("samples", []))
+            write_pictures(self.writer, set_result.get("samples", []))
             self.writer.write(rollout_id, self.attempt, rows, kind=f"eval-{name}")
         version = check_one_version(result.data, pushed_version, rollout_id)
         self._write_summary(rollout_id, result.data)
@@ -154,7 +156,7 @@ class Evaluation:
         assert self.plan.balance is not None and self.plan.batch is not None
         shards, args = {}, self.border.args()
         for eval_set in eval_sets(args):
-            columns = PromptColumns(eval_set.input_key, eval_set.label_key, eval_set.metadata_key, eval_set.tool_key)
+            columns = PromptColumns.of(args, keeps_messages=False).of_set(eval_set, keeps_messages=False)
             samples = load_conversations(eval_set.path, columns, f"--eval-prompt-data {eval_set.name}").samples
             for index, sample in enumerate(samples):
                 sample.index = sample.group_index = index

@@ -10,17 +10,21 @@ from typing import Any
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_rollout
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.supervised import token_columns
 from fusionrl.observe.json_values import json_line, write_atomically
 from fusionrl.rollout.weight_versions import num_unsampled
+
+IMAGES_COLUMN = "images"
 
 
 class AcceptedSamples:
     """A file of accepted samples, a JSON line each; `<file>.summary.json` counts the outcomes of all samples, in total
     and for each step (the number of finished rollouts).
 
-    The file holds no answer to a prompt twice, whatever the rollout, and no rollout twice, whatever the attempt.
+    The file holds no answer to a prompt twice, whatever the rollout, and no rollout twice, whatever the attempt. Images
+    are in `<file>.images`, and in the column `images` of a row (--multimodal-keys '{"image": "images"}').
     """
 
     def __init__(self, path: Path, threshold: float, per_prompt: int, keeps_tokens: bool = False) -> None:
@@ -30,6 +34,7 @@ class AcceptedSamples:
         """
         self.path, self.threshold, self.per_prompt, self.keeps_tokens = path, threshold, per_prompt, keeps_tokens
         self.summary_path = path.with_name(path.name + ".summary.json")
+        self._images = path.with_name(path.name + ".images")
         self._known: set[bytes] | None = None  # answers in the file; None: not read yet
         self._is_clean = True  # False: rows of rollouts that are made again have not been dropped yet
 
@@ -81,6 +86,8 @@ class AcceptedSamples:
             taken = 0
             for reward, sample in sorted(group, key=lambda pair: -pair[0]):
                 row = _row(rollout_id, sample, reward, self.keeps_tokens)
+                if sample.image_spans:
+                    row[IMAGES_COLUMN] = [f"{self._images.name}/{image.key}.png" for _, image in sample.image_spans]
                 answer = _digest(row)
                 if answer in known or answer in new:
                     counts["duplicates"] += 1
@@ -89,6 +96,7 @@ class AcceptedSamples:
                 else:
                     new.add(answer)
                     rows.append(row)
+                    IMAGES.save((image for _, image in sample.image_spans), self._images)
                     taken += 1
         counts["accepted"] = len(rows)
         with self.path.open("ab") as out:
@@ -145,4 +153,5 @@ def _row(rollout_id: int, sample: Sample, reward: float, keeps_tokens: bool) -> 
 
 
 def _digest(row: Mapping[str, object]) -> bytes:
-    return hashlib.sha256(json.dumps([row["prompt"], row["response"]], sort_keys=True).encode()).digest()
+    parts = [row["prompt"], row["response"], *([row[IMAGES_COLUMN]] if IMAGES_COLUMN in row else [])]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()

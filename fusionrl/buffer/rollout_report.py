@@ -22,6 +22,7 @@ from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.safe_text import as_text, ending, shorten
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rollout.image_requests import image_metrics
 from fusionrl.rollout.time_limit import TIMED_OUT
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 
@@ -83,6 +84,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
         **_timed_out(samples),
         **_rewritten(samples),
         **_drafts(samples),
+        **image_metrics(samples),
         "rollout/raw_reward": mean,
         "rollout/raw_reward_std": float(np.sqrt(np.average((rewards - mean) ** 2, weights=shares))),
         "rollout/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),

@@ -111,7 +111,8 @@ class RolloutStages:
             chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
             if path is not None and mode == "rl":
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
-            work = Work.of(sample.num_tokens for sample in chosen.samples)
+            images = {image.key: image.num_tokens for sample in chosen.samples for _, image in sample.image_spans}
+            work = Work.of((sample.num_tokens for sample in chosen.samples), images.values())
             if chosen.samples is not samples:
                 samples.clear()  # `cut` takes the samples out of the last list that holds them
             version = version if trains is None else trains

@@ -5,13 +5,15 @@ Values of single samples that trainers computed are written next to a rollout's 
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fusionrl.config.config import Config
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_json import read_samples
 from fusionrl.data.tokenizer import load_tokenizer
@@ -36,6 +38,7 @@ class SampleFiles:
     def write(self, rollout_id: int, samples: Sequence[Sample]) -> Path | None:
         """Write a rollout's samples and return their file; None for a rollout of mode sft that has no room."""
         if self._config.run.mode != "sft":
+            write_pictures(self._writer, samples)
             return self._writer.write(rollout_id, self._attempt, (sample.to_row() for sample in samples))
         if self._num_bytes >= SFT_BYTES:
             if self._has_room:
@@ -43,6 +46,7 @@ class SampleFiles:
                 logger.info("rollouts/ has %.1f GiB of samples: those of step %d and later are left out", size, step)
             self._has_room = False
             return None
+        write_pictures(self._writer, samples)
         path = self._writer.write(rollout_id, self._attempt, self._supervised_rows(samples))
         self._num_bytes += path.stat().st_size
         return path
@@ -57,10 +61,17 @@ class SampleFiles:
             yield sample.to_row() | texts | {"reward": None}
 
 
+def write_pictures(writer: RolloutWriter, samples: Iterable[Sample]) -> None:
+    """Write a small picture of each image of the samples."""
+    for image in {image.key: image for sample in samples for _, image in sample.image_spans}.values():
+        writer.add_picture(image.key, partial(IMAGES.thumbnail, image))
+
+
 def save_samples(pattern: str, rollout_id: int, samples: Sequence[Sample]) -> None:
-    """Write the samples to the file that `pattern` names, with `{rollout_id}` filled in."""
+    """Write the samples to the file that `pattern` names, with `{rollout_id}` filled in, and images next to it."""
     path = Path(pattern.format(rollout_id=rollout_id))
     path.parent.mkdir(parents=True, exist_ok=True)
+    IMAGES.save((image for sample in samples for _, image in sample.image_spans), path.parent / "images")
     with path.open("wb") as out:
         out.writelines(json_line(sample.to_row()) for sample in samples)
 
@@ -70,6 +81,7 @@ def load_samples(pattern: str, rollout_id: int, plan: Plan) -> list[Sample]:
     path = Path(pattern.format(rollout_id=rollout_id))
     if not path.is_file():
         raise ValueError(f"--load-debug-rollout-data: there is no {path}")
+    IMAGES.add_folder(path.parent / "images")
     try:
         return read_samples(path, plan.shape.vocab_size, plan.shape.num_experts or None)
     except ValueError as error:

@@ -18,9 +18,10 @@ from fusionrl.base.malloc import give_freed_back
 from fusionrl.buffer.staleness import StepStaleness, is_current
 from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.data.attempts import attempts_of
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
 from fusionrl.data.sampling import UNKNOWN_VERSION, temperatures_of
-from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
+from fusionrl.data.train_batch import FIELDS, ShardSpan, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
@@ -123,6 +124,7 @@ class _Sizes:
     trained  [n] tokens that are trained on
     groups   [n] the run of samples of one group, side by side, that the sample is of: 0, 1, …
     attempts [n] the attempt that the sample is of
+    images   [n] key of an image → its tokens; [] where no sample has one
     """
 
     lengths: np.ndarray
@@ -130,6 +132,7 @@ class _Sizes:
     trained: np.ndarray
     groups: np.ndarray
     attempts: np.ndarray
+    images: list[dict[str, int]]
 
     @property
     def has_fan_out(self) -> bool:
@@ -141,12 +144,14 @@ class _Sizes:
             sample.validate()
         numbers = [sample.group_index for sample in samples]
         first = [i == 0 or number is None or number != numbers[i - 1] for i, number in enumerate(numbers)]
+        images = [{image.key: image.num_tokens for _, image in sample.image_spans} for sample in samples]
         return cls(
             np.array([sample.num_tokens for sample in samples], np.int64),
             np.array([sample.response_length for sample in samples], np.int64),
             np.array([trained_amount(sample) for sample in samples], np.float64),
             np.cumsum(first) - 1,
             attempts_of(samples),
+            images if any(images) else [],
         )
 
 
@@ -162,7 +167,8 @@ def _plan_steps(
         prompts, siblings = lengths - sizes.responses[first:end], _siblings(sizes.groups[first:end])
         num_tokens = int(np.floor(sizes.trained[first:end]).sum())
         num_attempts = len(np.unique(sizes.attempts[first:end]))
-        for rank, bins in enumerate(divide(lengths, prompts, siblings, plan.dp_size, balance)):
+        images = sizes.images[first:end]
+        for rank, bins in enumerate(divide(lengths, prompts, siblings, plan.dp_size, balance, images)):
             members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
             steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_attempts))
@@ -265,6 +271,7 @@ def _take_shard(
     }
     ends = dict.fromkeys(present, 0)
     metadata, blank = [], Sample()
+    spans, images = list[list[ShardSpan]](), dict[str, np.ndarray]()
     for first in range(0, len(members), PACKED_AT_ONCE):
         packed = members[first : first + PACKED_AT_ONCE]
         chosen = [samples[i] for i in packed]
@@ -273,6 +280,8 @@ def _take_shard(
             part = flat_field(name, values)
             fields[name][ends[name] : ends[name] + len(part)] = part
             ends[name] += len(part)
+        spans += [_shard_spans(sample) for sample in chosen]
+        images |= {image.key: IMAGES.pixels(image) for sample in chosen for _, image in sample.image_spans}
         metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
         for i in packed:
             samples[i] = blank
@@ -281,7 +290,11 @@ def _take_shard(
             freed()
     columns = {name: [values[i] for i in members] for name, values in extra.items()}
     fields["position"] = np.asarray(members, np.int64)
-    return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns)
+    return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns, spans if images else [], images)
+
+
+def _shard_spans(sample: Sample) -> list[ShardSpan]:
+    return [(first, image.key, IMAGES.grid(image)) for first, image in sample.image_spans]
 
 
 def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[object]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base.log_suppression import quiet
-from fusionrl.checks.long_rows import count_tokens, fewest_bytes
+from fusionrl.checks.images import image_text, usable_columns
+from fusionrl.checks.long_rows import count_tokens, fewest_bytes, light_rows
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
@@ -68,6 +69,8 @@ def check_set(
 
     if files is not None:
         probe = template_probe(files, columns, load, config.data.loss_mask_type if is_sft else None)
+    columns = usable_columns(columns)
+    placeholder = image_text(columns.images, files)
     checker = RowChecker(
         columns,
         key_flag,
@@ -76,6 +79,7 @@ def check_set(
         probe=probe,
         vocab_size=vocab_size,
         ask_reward=ask_reward,
+        placeholder=placeholder,
     )
     return check_file(spec, flag, checker)
 
@@ -83,7 +87,7 @@ def check_set(
 def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None) -> int:
     """Return the number of prompts of all sets, which --num-epoch counts; 0 where it is not known."""
     data, is_sft = config.data, config.run.mode == "sft"
-    specs, weights, columns = data.prompt_data or [], data.prompt_data_weights, prompt_columns(config)
+    specs, weights, columns = data.prompt_data or [], data.prompt_data_weights, usable_columns(prompt_columns(config))
     flag = f"--prompt-data-weights {' '.join(map(str, weights))}"
     if weights and len(weights) != len(specs):
         errors.append(f"{flag}: {len(weights)} weights for {len(specs)} sets of --prompt-data; give one for each")
@@ -147,9 +151,9 @@ def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -
 
     errors, limit = [], f"--rollout-max-prompt-len {columns.max_prompt_len}"
     for spec in specs:
-        shortest = fewest_bytes(read_rows(spec), (columns.input_key, columns.tool_key))
+        shortest = fewest_bytes(light_rows(spec, columns), (columns.input_key, columns.tool_key))
         # The fewest bytes may not be the fewest tokens: all rows are asked before a run is refused.
-        if not any(map(fits, itertools.chain(shortest, (row for _, row in read_rows(spec))))):
+        if not any(map(fits, itertools.chain(shortest, (row for _, row in light_rows(spec, columns))))):
             errors.append(f"--prompt-data {spec}: no prompt is left: the shortest are over {limit}")
     return errors
 

@@ -1,7 +1,6 @@
 """Checks of the evaluation sets and of what is kept by their results."""
 
 import re
-from dataclasses import replace
 
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
 from fusionrl.checks.rewards import label_check, rm_type_errors
@@ -33,14 +32,7 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
             errors.append(f"{where} the name of a set has letters, digits, '_' and '-' only; rename it")
         if names.count(eval_set.name) > 1:
             errors.append(f"{where} two sets have this name; rename one")
-        columns = replace(
-            prompt_columns(config),
-            input_key=eval_set.input_key,
-            label_key=eval_set.label_key,
-            metadata_key=eval_set.metadata_key,
-            tool_key=eval_set.tool_key,
-            keeps_messages=eval_set.custom_generate_function_path is not None,
-        )
+        columns = prompt_columns(config).of_set(eval_set, eval_set.custom_generate_function_path is not None)
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
         ask_reward = _label_check(config, eval_set)
         check = check_set(config, files, eval_set.path, columns, (flag, key_flag), vocab_size, ask_reward)

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.data import prompt_columns
-from fusionrl.checks.long_rows import LongRow, context_length, count_tokens, first_over, most_bytes
+from fusionrl.checks.images import usable_columns
+from fusionrl.checks.long_rows import (
+    LongRow,
+    added_tokens,
+    context_length,
+    count_tokens,
+    first_over,
+    light_rows,
+    most_bytes,
+)
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, readable_sets
 from fusionrl.config.groups.data import EvalGroup
@@ -29,7 +38,7 @@ from fusionrl.config.run_parts import (
 )
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
-from fusionrl.data.rows import Row, scan_rows
+from fusionrl.data.rows import Row
 from fusionrl.data.supervised import TOKENS, SupervisedSamples, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
@@ -77,7 +86,7 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
     if config.rollout.rollout_max_response_len is not None:
         errors = [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
         return _explained(errors, shape)
-    columns = _columns(config, data.input_key, data.tool_key)
+    columns = _columns(config)
     limit = min(_reading_limits(config, positions), key=_SIZE, default=None)
     if limit is None or not (long_row := _find(config, spec, columns, limit.num_tokens - 1, _prompt_counter(columns))):
         return []
@@ -145,7 +154,7 @@ def _sample_errors(config: Config, positions: int) -> list[str]:
         # Where --rollout-max-prompt-len is given, the flags alone are held against a micro-batch (`rollout_errors`).
         if config.run.mode == "rl" and uses_trainers(config) and data.rollout_max_prompt_len is None:
             limits.append(_micro_batch(config))
-        columns, response = _columns(config, data.input_key, data.tool_key), (length, "--rollout-max-response-len")
+        columns, response = _columns(config), (length, "--rollout-max-response-len")
         if has_own_source(config):
             errors += _by_flags(config, length, limits)
         for spec in [] if has_own_source(config) else data.prompt_data or []:
@@ -162,7 +171,7 @@ def _eval_errors(config: Config, eval_set: EvalSet, limits: list[Limit]) -> list
     flag, name = "--eval-prompt-data", "--eval-max-response-len" if is_own else "--rollout-max-response-len"
     if config.eval.eval_config is not None:
         flag, name = f"--eval-config {config.eval.eval_config}: set {eval_set.name}:", "max_response_len"
-    columns = _columns(config, eval_set.input_key, eval_set.tool_key)
+    columns = _columns(config, eval_set)
     return _set_errors(config, eval_set.path, flag, columns, (eval_set.max_response_len, name), limits)
 
 
@@ -253,15 +262,14 @@ def _prompt_counter(columns: PromptColumns) -> Count:
 def _conversation_errors(config: Config, positions: int) -> list[str]:
     if has_own_rollout(config) or not uses_trainers(config):
         return []
-    data, errors = config.data, []
-    specs = [(spec, "--prompt-data", data.input_key, data.label_key, data.tool_key) for spec in data.prompt_data or []]
+    own, errors = usable_columns(prompt_columns(config)), []
+    specs = [(spec, "--prompt-data", own) for spec in config.data.prompt_data or []]
     if has_own_source(config) or config.run.load_debug_rollout_data:
         specs = []
     for each in readable_sets(config) if validates(config) else ():
-        specs.append((each.path, "--eval-prompt-data", each.input_key, each.label_key, each.tool_key))
+        specs.append((each.path, "--eval-prompt-data", usable_columns(own.of_set(each, keeps_messages=False))))
     limit = _conversation_limit(config, positions)
-    for spec, flag, input_key, label_key, tool_key in specs:
-        columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
+    for spec, flag, columns in specs:
         long_row = _find(config, spec, columns, limit.num_tokens, _conversation_counter(config, columns))
         if long_row is not None:
             long = f"it has {long_row.num_tokens} tokens, over {limit.name}"
@@ -290,16 +298,19 @@ def _conversation_counter(config: Config, columns: PromptColumns) -> Count:
 
     def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int:
         if holds_tokens(row):
-            return len(row[TOKENS])
+            return len(row[TOKENS]) + added_tokens(row)
         label, tools = row.get(columns.label_key or ""), metadata_and_tools(row, columns)[1]
-        return supervised(tokenizer).make(row[columns.input_key], label, tools).num_tokens
+        return supervised(tokenizer).make(row[columns.input_key], label, tools).num_tokens + added_tokens(row)
 
     return count
 
 
 # ------------------------------------------------------------------------------------------------ shared
-def _columns(config: Config, input_key: str, tool_key: str | None) -> PromptColumns:
-    return replace(prompt_columns(config), input_key=input_key, label_key=None, tool_key=tool_key, keeps_messages=False)
+def _columns(config: Config, eval_set: EvalSet | None = None) -> PromptColumns:
+    """Return the columns of --prompt-data, or of an evaluation set."""
+    columns = prompt_columns(config)
+    columns = columns if eval_set is None else columns.of_set(eval_set, keeps_messages=False)
+    return usable_columns(replace(columns, label_key=None, keeps_messages=False))
 
 
 def _find(config: Config, spec: str, columns: PromptColumns, limit: int, count: Count) -> LongRow | None:
@@ -315,7 +326,7 @@ def _find(config: Config, spec: str, columns: PromptColumns, limit: int, count: 
             return None
 
     try:
-        rows = ((place, row) for place, row in scan_rows(spec, "") if not isinstance(row, ValueError))
+        rows = light_rows(spec, columns, config.run.mode == "sft")
         keys = (columns.input_key, columns.label_key, columns.tool_key, TOKENS)
         candidates = most_bytes(rows, keys, columns.metadata_key)
         if not candidates or candidates[0][0] <= limit:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from fusionrl.data.image_rows import unstored_refs
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
-from fusionrl.data.rows import Row
+from fusionrl.data.row_checks import see
+from fusionrl.data.rows import Row, parse_set, scan_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +22,9 @@ NUM_CANDIDATES = 256  # rows that are tokenized, those with the most bytes first
 BUDGET_S = 5.0  # … for at most so long
 # Tokens that a chat template may add to the text: its own words, and the marks of each message.
 TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 16
+
+
+IMAGE_TOKENS = "\0image tokens"  # of a row of `light_row`: tokens of each of its images
 
 
 class LongRow(NamedTuple):
@@ -70,7 +77,7 @@ def _sized(
         if isinstance(metadata, dict | str) and "tools" in metadata:  # an object, or its JSON
             values.append(metadata["tools"] if isinstance(metadata, dict) else metadata)
         num_messages = sum(len(value) for value in values if isinstance(value, list))
-        num_bytes = sum(_num_bytes(value) for value in values)
+        num_bytes = sum(_num_bytes(value) for value in values) + sum(row.get(IMAGE_TOKENS, ()))
         # The number, so that no two rows of one size are compared by their contents.
         yield num_bytes + MESSAGE_TOKENS * num_messages + TEMPLATE_TOKENS, -number, place, row
 
@@ -80,10 +87,33 @@ def _num_bytes(value: object) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
+def light_rows(spec: str, columns: PromptColumns, is_sft: bool = False) -> Iterator[tuple[str, Row]]:
+    """Yield (place, row) of the rows that can be read, with the numbers of tokens of their images in place of these."""
+    data_file = parse_set(spec, "").path
+    for place, row in scan_rows(spec, ""):
+        with contextlib.suppress(ValueError):
+            if not isinstance(row, ValueError):
+                yield place, _light_row(row, columns, is_sft, data_file)
+
+
+def _light_row(row: Row, columns: PromptColumns, is_sft: bool, data_file: Path) -> Row:
+    if (column := columns.images) is None:
+        return row
+    seen = see(row, columns, is_sft)
+    images = unstored_refs(seen.values, column, column.folder_of(data_file))
+    rest = {key: value for key, value in row.items() if key != column.key}
+    return {**rest, columns.input_key: seen.prompt, IMAGE_TOKENS: [image.num_tokens for image in images]}
+
+
+def added_tokens(row: Row) -> int:
+    """Return the tokens of a row's images beyond one for each, which a rendering has."""
+    return sum(count - 1 for count in row.get(IMAGE_TOKENS, ()))
+
+
 def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:
     tools = metadata_and_tools(row, columns)[1]
     prompt = render_prompt(row[columns.input_key], tokenizer, columns, tools)
-    return len(tokenizer.encode(prompt, add_special_tokens=False))
+    return len(tokenizer.encode(prompt, add_special_tokens=False)) + added_tokens(row)
 
 
 def first_over(

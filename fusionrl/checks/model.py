@@ -10,6 +10,7 @@ from fusionrl.base.wording import attempt, dividing
 from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import FLAG, engine_groups
+from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import uses_engines, uses_trainers
@@ -45,7 +46,7 @@ def checked_shape(config: Config) -> ModelShape:
     folder = config.model.hf_checkpoint
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
-    shape = read_model_shape(folder)
+    shape = read_model_shape(folder, sees=sees_images(config))
     if config.train.enable_mtp_training:
         shape = shape.with_mtp(config.train.mtp_num_layers or 1)
     engines = config.run.mode != "sft" and not config.run.debug_train_only
@@ -66,7 +67,7 @@ def checked_shape(config: Config) -> ModelShape:
     if not names & TOKENIZERS:
         raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
     if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
-        reference = read_model_shape(config.model.ref_load, "--ref-load")
+        reference = read_model_shape(config.model.ref_load, "--ref-load", sees=sees_images(config))
         if reference != shape.trunk:
             raise ValueError(f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint")
         check_weight_files(config.model.ref_load, "--ref-load")
@@ -163,7 +164,8 @@ def weight_shape_errors(config: Config) -> list[str]:
     errors = []
     for flag, folder, by_trainers in _folders(config):
         try:
-            shape = read_model_shape(folder, flag)
+            sees = sees_images(config) and flag in ("--hf-checkpoint", "--ref-load")
+            shape = read_model_shape(folder, flag, sees=sees)
             if flag == "--critic-load":
                 shape = shape.with_value_head()
             elif flag == "--hf-checkpoint" and by_trainers and config.train.enable_mtp_training:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from fusionrl.checks.model import size_errors
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.run_parts import estimator_of, has_own_rollout
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -84,7 +85,9 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
         model = read_scorer(folder, "--opd-teacher-load")
         check_weight_files(folder, "--opd-teacher-load")
         # The trainers compute with the shape of the policy: a teacher replaces their weights for a while.
-        if not of_engine and shape is not None and read_model_shape(folder, "--opd-teacher-load") != shape.trunk:
+        sees = sees_images(config)
+        of_trainers = None if of_engine else read_model_shape(folder, "--opd-teacher-load", sees=sees)
+        if of_trainers is not None and shape is not None and of_trainers != shape.trunk:
             errors.append(f"{where}: its shape differs from that of --hf-checkpoint; use --opd-type sglang")
     except ValueError as error:
         return [*errors, str(error)]

@@ -9,7 +9,9 @@ from fusionrl.base.wording import attempt
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.data import check_prompts
 from fusionrl.checks.effects import effect_errors
+from fusionrl.checks.engine_images import engine_image_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
+from fusionrl.checks.images import image_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
 from fusionrl.checks.model import (
     checked_quantization,
@@ -66,6 +68,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     hooks = hook_paths(vars(config.to_args()))
     errors += [error for field, path in hooks if (error := check_hook(field, path))]
     warnings: list[str] = []
+    errors += image_errors(config, shape) if shape else []
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
     errors += length_errors(config, shape) + template_errors(config) + _flag_errors(config, shape)
@@ -80,7 +83,7 @@ def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _flag_errors(config: Config, shape: ModelShape | None) -> list[str]:
-    errors = engine_size_errors(config, shape) + unserved_errors(config, shape)
+    errors = engine_size_errors(config, shape) + unserved_errors(config, shape) + engine_image_errors(config, shape)
     errors += rollout_errors(config) + mode_errors(config)
     errors += rollout_sampling_errors(config, None if shape is None else shape.vocab_size)
     errors += algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)

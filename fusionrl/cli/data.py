@@ -8,9 +8,12 @@ from fusionrl.base.log_suppression import quiet
 from fusionrl.base.wording import counted
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
+from fusionrl.checks.images import image_errors
 from fusionrl.checks.lengths import conversation_limit, file_length_errors
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.cli.exit_codes import EXIT_USER, refuse
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.data.findings import Finding
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -35,10 +38,11 @@ def run(argv: Sequence[str]) -> int:
         return refuse(error.errors)
 
 
-def _shape(folder: str | None) -> ModelShape | None:
+def _shape(config: Config) -> ModelShape | None:
     """Return the shape of the model; None without one, as where the folder has a tokenizer alone."""
+    folder = config.model.hf_checkpoint
     try:
-        return None if folder is None else read_model_shape(folder)
+        return None if folder is None else read_model_shape(folder, sees=sees_images(config))
     except ValueError:
         return None
 
@@ -66,9 +70,10 @@ def _check(argv: Sequence[str]) -> int:
                 tokenizer = load_tokenizer(folder)
         except (OSError, ValueError) as error:
             errors.append(f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})")
+    shape = _shape(config)
+    errors += image_errors(config, shape)
     if errors:
         return refuse(errors)
-    shape = _shape(folder)
     vocab_size = shape.vocab_size if shape is not None else None
     labels = run_label_check(config, budget_s=math.inf)
     check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size, labels)

@@ -9,6 +9,7 @@ from fusionrl.checks.validate import validate_flags
 from fusionrl.checks.warnings import flag_warnings
 from fusionrl.cli.resolve import not_named_yet
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import imbalance_of
@@ -35,7 +36,10 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     if cluster is not None:
         config = attempt(errors, partial(on_cluster, config, cluster)) or config
     imbalance = attempt(errors, lambda: imbalance_of(plan_flags)) or 1.0
-    shape, quantization = attempt(errors, partial(_shape, config.model.hf_checkpoint)) or (None, None)
+    shape, quantization = attempt(errors, partial(_shape, config.model.hf_checkpoint, sees_images(config))) or (
+        None,
+        None,
+    )
     if config.run.mode == "eval":
         quantization = None  # as for a run here: engines alone load what the files have
     original = config
@@ -69,12 +73,12 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     return 0
 
 
-def _shape(folder: str | None) -> tuple[ModelShape, BlockFp8 | None]:
+def _shape(folder: str | None, sees: bool) -> tuple[ModelShape, BlockFp8 | None]:
     if folder is not None and is_model_name(folder):
         folder = find_model(folder, "--hf-checkpoint", only_config=True)
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a config.json, or a folder that has one")
-    return read_described(folder)
+    return read_described(folder, sees=sees)
 
 
 def _with_scorers(config: Config) -> Config:

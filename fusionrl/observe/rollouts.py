@@ -6,6 +6,8 @@
 
 Runs of earlier versions have `<kind>_<number>.a<attempt>.jsonl`, numbered by rollout_id; they are read as well.
 
+`rollouts/images/` has a small picture of each image of a sample, `<key>.jpg`; a sample's `image_spans` have the keys.
+
 `rollouts/trained/` has a file of the same name with what the trainers found out about the samples: each row has the
 `line` (from 0) of its sample, and one value a sample or an array over its response tokens under each name.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from fusionrl.observe.json_values import json_line, parse_object, write_atomical
 
 _NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
 _EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")
+_KEY = re.compile(r"[0-9a-f]+")
 _KIND = re.compile(r"[A-Za-z0-9][\w-]*")
 # What runs over a sample's tokens, and in how many dimensions.
 _ARRAYS = dict.fromkeys(("tokens", "prompt_tokens", "loss_mask", "weight_versions"), 1)
@@ -109,6 +112,7 @@ class RolloutWriter:
     def __init__(self, run_dir: Path) -> None:
         self.folder = Path(run_dir) / "rollouts"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._pictures: set[str] = set()  # keys of those that are written
 
     def write(self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, object]], kind: str = "train") -> Path:
         """Write the samples of one rollout (its id as hooks know it, see `step_of`) and return the file's path.
@@ -127,6 +131,26 @@ class RolloutWriter:
         path = trained_file(path)
         path.parent.mkdir(exist_ok=True)
         return _write_rows(path, rows)
+
+    def add_picture(self, key: str, make: Callable[[], bytes]) -> None:
+        """Write the small picture of an image, once; `make` returns a JPEG file."""
+        path = picture_file(self.folder, key)
+        if key not in self._pictures and not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, [make()])
+        self._pictures.add(key)
+
+
+def picture_file(folder: Path, key: str) -> Path:
+    """Return the file of an image's small picture, in a run's folder of rollouts."""
+    return folder / "images" / f"{key}.jpg"
+
+
+def images_of_row(row: Mapping[str, object]) -> list[dict[str, object]]:
+    """Return the images of a sample's row in order, each with its `key`, `height` and `width`."""
+    spans = row.get("image_spans")
+    images = [span[1] for span in spans if isinstance(span, list) and len(span) == 2] if isinstance(spans, list) else []
+    return [image for image in images if isinstance(image, dict) and _KEY.fullmatch(str(image.get("key")))]
 
 
 def trained_file(path: Path) -> Path:

@@ -21,7 +21,15 @@ from rich.cells import cell_len, set_cell_size
 
 from fusionrl.base.wording import counted
 from fusionrl.observe.advice import Glimpse
-from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
+from fusionrl.observe.rollouts import (
+    EVAL_KIND,
+    FAILED_KINDS,
+    RolloutFile,
+    images_of_row,
+    list_rollouts,
+    picture_file,
+    rollout_of_step,
+)
 from fusionrl.observe.run_dir import holds_run, last_config
 from fusionrl.observe.safe_text import as_text, shorten, visible
 
@@ -264,6 +272,7 @@ class Samples:
             "prompt": row.get("prompt"),
             "response": row.get("response"),
             "label": row.get("label"),
+            "images": [self._image(image) for image in images_of_row(row)],
             "reward": entry.reward if entry.reward is not None else reward,
             "rewards": reward if isinstance(reward, dict) else None,
             "trained_reward": trained.get("trained_reward"),
@@ -275,6 +284,15 @@ class Samples:
             "is_removed": bool(row.get("remove_sample")),
             "weight_versions": [min(versions), max(versions)] if isinstance(versions, list) and versions else None,
             "metadata": row.get("metadata") or {},
+        }
+
+    def _image(self, image: Mapping[str, object]) -> dict[str, object]:
+        """Return the size of an image and the file of its small picture, where there is one."""
+        file = picture_file(self.file.path.parent, str(image["key"]))
+        return {
+            "width": image.get("width"),
+            "height": image.get("height"),
+            "file": str(file) if file.exists() else None,
         }
 
     def trained_row(self, entry: Entry) -> dict[str, object]:
@@ -353,6 +371,8 @@ def sample_block(record: Mapping[str, Any], limit: int, paint: Paint) -> str:
     if record["rewards"] is not None:
         lines += _field("rewards", json.dumps(record["rewards"], ensure_ascii=False), limit, paint)
     lines += _field("prompt", as_text(record["prompt"]), limit, paint)
+    for image in record["images"]:
+        lines += _field("image", f"{image['width']} x {image['height']}  {image['file'] or ''}".strip(), limit, paint)
     lines += _field("answer", as_text(record["response"]), limit, paint)
     if record["label"] is not None:
         lines += _field("label", as_text(record["label"]), limit, paint)

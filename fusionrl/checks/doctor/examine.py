@@ -21,6 +21,7 @@ from fusionrl.checks.doctor.host import (
 )
 from fusionrl.checks.doctor.model import (
     end_findings,
+    image_findings,
     label_findings,
     prompt_findings,
     template_findings,
@@ -34,6 +35,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.run_parts import generates, uses_engines
 from fusionrl.data.prompts import metadata_and_tools, render_prompt
+from fusionrl.data.row_checks import see
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
 from fusionrl.plan.plan import Plan
@@ -148,7 +150,7 @@ def _probes(config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase, opti
     uses_template = config.data.apply_chat_template or config.run.mode == "sft"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     kwargs = (config.data.apply_chat_template_kwargs or {}) if uses_template and has_template else None
-    findings = tokenizer_findings(tokenizer, plan.shape.vocab_size)
+    findings = tokenizer_findings(tokenizer, plan.shape.vocab_size) + image_findings(config, tokenizer)
     findings += [] if kwargs is None else template_findings(tokenizer, kwargs)
     if uses_engines(config) and not config.rollout.rollout_ignore_eos:
         findings += end_findings(tokenizer, config, plan.shape.vocab_size, kwargs)
@@ -172,9 +174,8 @@ def probe_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
     for spec in (config.data.prompt_data or [])[:1]:
         for index, (_, row) in enumerate(islice(read_rows(spec), NUM_ROWS)):
             metadata, tools = metadata_and_tools(row, columns)
-            prompt = row.get(columns.input_key)
             try:
-                prompt = render_prompt(prompt, tokenizer, columns, tools)  # type: ignore[arg-type]  # checked before
+                prompt = render_prompt(see(row, columns).prompt, tokenizer, columns, tools)  # type: ignore[arg-type]  # checked before
             except ValueError:
                 continue  # a user's function renders it
             label = row.get(columns.label_key) if columns.label_key else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.config.config import Config
+from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import read_end_tokens
 from fusionrl.models.weight_files import stored_tensors
@@ -103,6 +104,17 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, o
         text = f"a rendered conversation does not come back from its tokens: {back!r:.200}"
         findings.append(warning(_TEMPLATE, text, cure))
     return findings or [fact(_TEMPLATE, "a conversation keeps its words and comes back from its tokens unchanged")]
+
+
+def image_findings(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+    """Say what images cost; the flags' checks have read the processor's files and rendered one."""
+    column = ImageColumn.of(config.data, config.model.hf_checkpoint)
+    if column is None:
+        return []
+    limits, name = column.processor.limits, tokenizer.convert_ids_to_tokens(column.processor.placeholder)
+    pixels = f"{limits.min_pixels:,} to {limits.max_pixels:,} pixels"
+    tokens = f"up to {limits.max_pixels // limits.unit**2:,} tokens {name}"
+    return [fact("images", f"{pixels}, {tokens} of {limits.unit} x {limits.unit} pixels each")]
 
 
 def prompt_findings(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[Finding]:

@@ -32,7 +32,7 @@ def page_parts(runs: Sequence[RunBlock], is_served: bool = False) -> Iterator[st
     assert "</script" not in script and "</style" not in style, "it would end its own element"
     title = " and ".join(str(run.facts["name"]) for run in runs)
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}';"
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:;"
         " base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if is_served else "")
     )
     yield '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

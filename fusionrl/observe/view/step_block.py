@@ -1,11 +1,13 @@
 """The samples of a rollout file, packed for the page: numbers of all, texts and tokens of as many as there is room."""
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fusionrl.observe.rollouts import images_of_row, picture_file
 from fusionrl.observe.show import Entry, Samples, is_equal
 from fusionrl.observe.view.packing import Number, Packer, short, short_all, to_json
 
@@ -46,23 +48,38 @@ def build_block(samples: Samples, room: int, numbers: dict[str, int]) -> StepBlo
     if packer.size() > room:
         return StepBlock(None, facts, set(), [])
     num_kept, misses, token_ids, prompts = 0, 0, set[int](), list[tuple[int, int]]()
+    pictures: dict[str, str] = {}  # key → data: URI
     for group in by_interest(samples):
         for entry in group if misses < _MOST_MISSES else ():
-            row = page_row(samples.file.row_at(entry.offset), samples.trained_row(entry), entry.length)
+            line = samples.file.row_at(entry.offset)
+            row = page_row(line, samples.trained_row(entry), entry.length)
+            images = [str(image["key"]) for image in images_of_row(line)]
+            new = {key: uri for key in images if key not in pictures and (uri := _picture(samples, key))}
             prompt = row["prompt"] if isinstance(row["prompt"], str) else to_json(row["prompt"]).decode()
+            prompt += "".join(f"\n{key}" for key in images)
             row["prompt_number"] = number = numbers.setdefault(prompt, len(numbers))
             if (number, group[0].line) not in prompts[-1:]:
                 prompts.append((number, group[0].line))
             text = to_json(row)
-            left = room - packer.size() - 64
+            left = room - packer.size() - 64 - sum(map(len, (*pictures.values(), *new.values())))
             if _most_packed(text, left) > left:
                 misses += 1
                 continue
             packer.add((b"," if num_kept else b"") + b'"%d":' % entry.line + text)
             num_kept += 1
+            pictures |= new
             token_ids.update(_token_ids(row.get("tokens")), _token_ids(row.get("prompt_tokens")))
-    packer.add(b"}}")
+    packer.add(b'},"images":' + to_json(pictures) + b"}")
     return StepBlock(packer.text(), facts | {"kept": num_kept}, token_ids, prompts)
+
+
+def _picture(samples: Samples, key: str) -> str | None:
+    """Return the small picture of an image as a data: URI; None where the run has none."""
+    try:
+        content = picture_file(samples.file.path.parent, key).read_bytes()
+    except OSError:
+        return None
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
 
 
 def _most_packed(text: bytes, left: int) -> int:
@@ -158,6 +175,8 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
         "num_tokens": length,
         "is_removed": bool(row.get("remove_sample")),
     }
+    if images := images_of_row(row):
+        fields["images"] = [image["key"] for image in images]
     for name in ("messages", "metadata", "reward"):
         if isinstance(value := row.get(name), dict | list) and value:
             fields[name] = value if len(to_json(value)) <= _MOST_JSON else "(too large for this page)"

@@ -13,13 +13,21 @@ function sampleView(route, block) {
   if (!row) return [numbers, h("p", {}, "Its text and tokens are not on this page, which has room for some samples only. Write one of this step alone with --steps.")];
   const vocabulary = page.runs[route.run].vocabulary;
   return [
-    numbers, promptPart(route, row), h("h2", {}, "Answer by token"), tokenView(row, vocabulary), turnsPart(row, vocabulary),
+    numbers, promptPart(route, row), imagesPart(row, block), h("h2", {}, "Answer by token"), tokenView(row, vocabulary), turnsPart(row, vocabulary),
     fold("Answer as text", longText(textOf(row.response), 20000)),
     row.prompt_tokens ? fold("Prompt by token", longText(promptTokens(row, vocabulary), 20000)) : null,
     row.messages ? fold("Messages", longText(JSON.stringify(row.messages, null, 2), 20000)) : null,
     row.reward && typeof row.reward === "object" ? fold("Parts of the reward", longText(JSON.stringify(row.reward, null, 2), 20000)) : null,
     row.metadata ? fold("Metadata", longText(JSON.stringify(row.metadata, null, 2), 20000)) : null,
   ];
+}
+
+// The images of the prompt and of tools, small; none where the run did not keep them.
+function imagesPart(row, block) {
+  if (!row.images) return null;
+  const sources = row.images.map((key) => (block.images || {})[key]);
+  return h("section", {}, h("h2", {}, `Images: ${row.images.length}`), h("div", { class: "images" },
+    sources.map((src, i) => (src ? h("img", { src, alt: `image ${i + 1}` }) : h("span", {}, `image ${i + 1} is not on this page`)))));
 }
 
 function fold(title, content) {

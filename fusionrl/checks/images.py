@@ -1,0 +1,90 @@
+"""Checks of images: the flags, and the files of the model's image processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import readable_sets
+from fusionrl.data.image_rows import ImageColumn, media_errors
+from fusionrl.data.row_checks import PromptColumns
+from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles, read_tokenizer_files
+from fusionrl.models.shape import ModelShape
+
+
+def image_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """List what is wrong with the flags of images, and with the model for them."""
+    data, folder = config.data, config.model.hf_checkpoint
+    settings: dict[str, object] = {"": data}
+    if config.eval.eval_config is not None:
+        settings |= {
+            f"--eval-config {config.eval.eval_config}: set {each.name}: ": each for each in readable_sets(config)
+        }
+    errors = media_errors(data.multimodal_keys, "--multimodal-keys")
+    columns: dict[ImageColumn, str] = {}  # what an evaluation set takes over from the flags is wrong once
+    for where, each in settings.items():
+        if where:
+            errors += media_errors(each.multimodal_keys, f"{where}multimodal_keys")  # type: ignore[attr-defined]
+        if (column := ImageColumn.of(each, folder)) is not None:
+            columns.setdefault(column, where)
+    for column, where in columns.items():
+        errors += _column_errors(column, where, folder, shape)
+    if columns and not errors and folder is not None:
+        errors += _template_errors(config, next(iter(columns)), Path(folder))
+    return list(dict.fromkeys(errors))
+
+
+def _column_errors(column: ImageColumn, where: str, folder: str | None, shape: ModelShape | None) -> list[str]:
+    errors, flag = [], f"{where}--multimodal-keys"
+    if column.folder is not None and not Path(column.folder).is_dir():
+        errors.append(f"{where}--multimodal-folder {column.folder}: there is no such folder")
+    if folder is None:
+        return [*errors, f"{flag}: which sizes images have is the model's matter: give --hf-checkpoint"]
+    try:
+        processor = column.processor
+    except ValueError as error:
+        return [*errors, f"{flag}: {error}" if "--image" not in str(error) else f"{where}{error}"]
+    if shape is not None and (vision := shape.vision) is not None:
+        files = (processor.limits.patch, processor.limits.merge, processor.placeholder)
+        model = (vision.patch_size, vision.merge, vision.image_token)
+        names = ("pixels of a patch", "patches of a token's side", "id of an image's token")
+        for name, of_files, of_model in zip(names, files, model, strict=True):
+            if of_files != of_model:
+                cause = f"its image processor has {of_files} {name}, its model {of_model}"
+                errors.append(f"{flag}: --hf-checkpoint {folder}: {cause}; take the files of one model")
+    return errors
+
+
+def image_text(column: ImageColumn | None, files: TokenizerFiles | None) -> str:
+    """Return the text of the token that stands for an image; "" where the files do not say."""
+    return "" if column is None or files is None else files.added_tokens.get(column.processor.placeholder, "")
+
+
+def _template_errors(config: Config, column: ImageColumn, folder: Path) -> list[str]:
+    """Render an image by the chat template, which has to write its placeholder once."""
+    files = read_tokenizer_files(folder)
+    text, data = image_text(column, files), config.data
+    if not text or not files.templates or not (data.apply_chat_template or config.run.mode == "sft"):
+        return []
+    probe = TemplateProbe(files, data.apply_chat_template_kwargs, lambda messages, tools: None)
+    content = [{"type": "image"}, {"type": "text", "text": "?"}]
+    try:
+        count = probe.render([{"role": "user", "content": content}], None).count(text)
+    except Exception as error:  # whatever a template raises
+        return [f"--multimodal-keys: the chat template of --hf-checkpoint {folder} refuses an image ({error})"]
+    if count == 1:
+        return []
+    return [
+        f"--multimodal-keys: the chat template of --hf-checkpoint {folder} writes {count} {text} for an image; take the"
+        " template that came with the model"
+    ]
+
+
+def usable_columns(columns: PromptColumns) -> PromptColumns:
+    """Return the columns, without that of images where its settings cannot be read: `image_errors` says why."""
+    try:
+        is_usable = columns.images is not None and columns.images.processor is not None
+    except ValueError:
+        is_usable = False
+    return columns if is_usable or columns.images is None else replace(columns, images=None)
