@@ -18,7 +18,7 @@ from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score
 from fusionrl.rewards.math_utils import grade_answer_verl
-from fusionrl.rollout.agent import append_text, append_tokens, begin, plain_text, run_agent
+from fusionrl.rollout.agent import append_messages, append_text, append_tokens, begin, plain_text, run_agent
 from fusionrl.rollout.engine_post import post
 from fusionrl.rollout.event_loop import run
 from fusionrl.rollout.generate_state import GenerateState, get_rollout_num_engines
@@ -34,7 +34,7 @@ from fusionrl.rollout.sglang_rollout import (
     room,
     stream_generate,
 )
-from fusionrl.rollout.tools import ToolError, function_schema
+from fusionrl.rollout.tools import ToolAnswer, ToolError, function_schema
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 __all__ = [
@@ -46,8 +46,10 @@ __all__ = [
     "RolloutFnEvalOutput",
     "RolloutFnTrainOutput",
     "Sample",
+    "ToolAnswer",
     "ToolError",
     "abort",
+    "append_messages",
     "append_text",
     "append_tokens",
     "async_rm",

@@ -4,7 +4,8 @@
 
 Tokens in, tokens out: each request is the tokens of all turns so far, exactly as they were sampled. What tools say is
 rendered by the chat template, appended after the sampled turn, and never trained on. The pieces (`begin`, `run_agent`,
-`append_text`, and `generate_turn` of the default rollout) are the building blocks of a user's own agent.
+`append_text`, `append_messages`, and `generate_turn` of the default rollout) are the building blocks of a user's own
+agent.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ import numpy as np
 from fusionrl.base import cpu_wing
 from fusionrl.config.hooks import call_hook, user_code
 from fusionrl.data.chat import tokens_after_assistant
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import add_images, as_ref, images_of
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import part
+from fusionrl.rollout.image_requests import with_images
 from fusionrl.rollout.model_turn import (
     SamplingParams,
     clear_response,
@@ -38,7 +43,7 @@ from fusionrl.rollout.model_turn import (
     prompt_tokens,
     room,
 )
-from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
+from fusionrl.rollout.tools import PythonTool, Tool, ToolAnswer, ToolError, tool_name
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 if TYPE_CHECKING:
@@ -87,25 +92,55 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
             *(call_tool(tools, call, args.tools_path, args.tool_timeout_s) for call in calls)
         )
         part("tool", start, calls=len(calls))
+        results, images = take_images(args, sample, results)
         sample.metadata["num_tool_errors"] += sum(result.is_error for result in results)
         messages = [
             {
                 "role": "tool",
                 "tool_call_id": f"call{number:05d}",  # nine characters, as Mistral's templates demand
                 "name": call.name,
-                "content": plain_text(tokenizer, result.text, args.max_tool_response_len),
+                "content": _content(result, plain_text(tokenizer, result.text, args.max_tool_response_len)),
             }
             for number, (call, result) in enumerate(zip(calls, results, strict=True))
         ]
-        tokens = tokens_after_assistant(
-            messages,
-            tokenizer,
-            end_token=end_token,
-            template_kwargs=args.apply_chat_template_kwargs,
-            tools=tools_of(sample.metadata),
-        )
-        if not append_tokens(args, sample, sampling_params, tokens, tokenizer.decode(tokens)):
+        if not append_messages(args, sample, sampling_params, messages, images, end_token):
             return sample
+
+
+def take_images(
+    args: Namespace, sample: Sample, results: Sequence[ToolResult]
+) -> tuple[list[ToolResult], list[ImageRef]]:
+    """Take the images of tools' answers into the store of images; an answer with one that cannot be used is an error.
+
+    Returns the answers, and references to their images in order. Raises ValueError if the model gets no images.
+    """
+    kept, refs = [], list[ImageRef]()
+    given = sum(place >= sample.prompt_length for place, _ in sample.image_spans)
+    for result in results:
+        try:
+            if given + len(refs) + len(result.images) > args.max_tool_images:
+                raise ToolError(f"there may be no more than {args.max_tool_images} images")
+            refs += [_taken(image) for image in result.images]
+            kept.append(result)
+        except ToolError as error:
+            kept.append(ToolResult(f"error: {error}", True))
+    return kept, refs
+
+
+def _taken(image: object) -> ImageRef:
+    if IMAGES.processor is None:
+        raise ValueError("a tool has answered with an image, but the model gets none: give --multimodal-keys")
+    try:
+        return as_ref(image, IMAGES.processor)
+    except ValueError as error:
+        raise ToolError(str(error)) from error
+
+
+def _content(result: ToolResult, text: str) -> str | list[dict[str, str]]:
+    """Content of a tool's message: its text, behind its images if it has any."""
+    if not result.images:
+        return text
+    return [{"type": "image"} for _ in result.images] + ([{"type": "text", "text": text}] if text else [])
 
 
 # ------------------------------------------------------------------------------------------------ the sample
@@ -120,7 +155,9 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=args.apply_chat_template_kwargs)
         tokenizer = load_tokenizer(args.hf_checkpoint)
         sample.prompt = render_prompt(sample.messages, tokenizer, columns, schemas)
-        sample.prompt_tokens = np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=False), np.int32)
+        tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        whole = with_images(tokens, images_of(sample, IMAGES.processor))
+        sample.prompt_tokens, sample.image_spans = whole.ids, whole.spans
         sample.metadata["tools"] = schemas
     if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not continued
         clear_response(sample)
@@ -134,8 +171,43 @@ def append_text(args: Namespace, sample: Sample, sampling_params: SamplingParams
     return append_tokens(args, sample, sampling_params, tokens, text)
 
 
+def append_messages(
+    args: Namespace,
+    sample: Sample,
+    sampling_params: SamplingParams,
+    messages: Sequence[Mapping[str, object]],
+    images: Sequence[ImageRef] = (),
+    end_token: int | None = None,
+) -> bool:
+    """Append messages of tools or of a user, as the chat template renders them behind the model's turn.
+
+    images     those of the parts `{"type": "image"}` in the messages' content, in order
+    end_token  the token by which the model ended its turn (`end_of_turn`)
+
+    Returns as `append_tokens`. Raises ValueError if the template cannot render them.
+    """
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    tokens = tokens_after_assistant(
+        messages,
+        tokenizer,
+        end_token=end_token,
+        template_kwargs=args.apply_chat_template_kwargs,
+        tools=tools_of(sample.metadata),
+    )
+    try:
+        whole = with_images(tokens, images, sample.num_tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"the chat template of {args.hf_checkpoint} does not write images of tools: {error}"
+        ) from error
+    if not append_tokens(args, sample, sampling_params, whole.ids, tokenizer.decode(tokens)):
+        return False
+    add_images(sample, whole.spans)
+    return True
+
+
 def append_tokens(
-    args: Namespace, sample: Sample, sampling_params: SamplingParams, tokens: list[int], text: str
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, tokens: Sequence[int] | np.ndarray, text: str
 ) -> bool:
     """Append tokens that the model did not sample: mask 0, log-prob 0, and the weight version of the token before.
 
@@ -189,8 +261,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
+    """What a tool has answered."""
+
     text: str
     is_error: bool = False
+    images: tuple[object, ...] = ()
 
 
 async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | None, timeout_s: float) -> ToolResult:
@@ -220,7 +295,10 @@ async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | Non
     with nullcontext() if tools_path is None else user_code(where, tools_path):
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                return ToolResult(await tool(**arguments))
+                answer = await tool(**arguments)
+            if isinstance(answer, ToolAnswer):
+                return ToolResult(answer.text, images=tuple(answer.images))
+            return ToolResult(answer)
         except ToolError as error:
             return ToolResult(f"error: {error}", True)
         except TimeoutError:

@@ -65,16 +65,8 @@ async def _evaluate_set(args: Namespace, eval_set: EvalSet) -> EvalResult:
 
 
 def _prompts_of(args: Namespace, eval_set: EvalSet, flag: str) -> list[Sample]:
-    columns = PromptColumns(
-        eval_set.input_key,
-        eval_set.label_key,
-        eval_set.metadata_key,
-        eval_set.tool_key,
-        args.apply_chat_template,
-        args.apply_chat_template_kwargs,
-        args.rollout_max_prompt_len,
-        keeps_messages=eval_set.custom_generate_function_path is not None,
-    )
+    has_own = eval_set.custom_generate_function_path is not None
+    columns = PromptColumns.of(args, has_own).of_set(eval_set, has_own)
     key = repr((args.hf_checkpoint, eval_set.path, columns))
     if key not in _prompts:
         _prompts[key] = load_prompts(eval_set.path, load_tokenizer(args.hf_checkpoint), columns, flag).samples

@@ -8,6 +8,7 @@ a client, which is closed when the loop ends.
 from __future__ import annotations
 
 import asyncio
+import functools
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from fusionrl.config.engine_groups import has_pairs
+from fusionrl.data.processor import Processor, load_processor
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
 from fusionrl.rollout.event_loop import LoopSemaphore, close_with_loop
+from fusionrl.rollout.image_requests import media_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +80,7 @@ def new_client(args: Namespace) -> GenerateClient:
         timeout_s=3600.0,
         max_connections=request_limit(args),
         vocab_size=args.vocab_size,  # a larger id would kill the server
+        media=media_tokens(),
         stream_responses=args.stream_responses,
         # The router drops the request for experts.
         worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
@@ -139,7 +143,7 @@ class GenerateState:
     works in later rollouts too, and from any event loop.
 
     tokenizer             of --hf-checkpoint
-    processor             None: multimodal data is not supported yet
+    processor             of a model that sees, with the run's sizes of images; None: of one of text alone
     semaphore             the rollout's; a new one where `args` has none (outside a rollout)
     sampling_params       SGLang's, from the flags
     aborted               the rollout has enough samples, and what remains is being stopped
@@ -153,7 +157,7 @@ class GenerateState:
     def __init__(self, args: Namespace) -> None:
         if vars(args).get("generate_state") is self:
             return
-        self.args, self.processor = args, None
+        self.args = args
         self.sampling_params, self.semaphore = sampling_params(args), semaphore_of(args)
         self.dp_rank, self.dp_counts = 0, [0]
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
@@ -166,6 +170,11 @@ class GenerateState:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.args.hf_checkpoint)
+
+    @functools.cached_property
+    def processor(self) -> Processor | None:
+        """Make it at its first use."""
+        return load_processor(self.args.hf_checkpoint)
 
     @property
     def aborted(self) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import expand_prompt
 from fusionrl.data.sampling import as_version, note_request
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.observe.spans import part
 from fusionrl.rollout.generate_state import client_of, is_stopping
+from fusionrl.rollout.image_requests import check_length, may_not_return, request_tokens
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 SamplingParams = dict[str, Any]  # SGLang's
@@ -38,7 +40,8 @@ async def generate_turn(
     """Let the model continue `sample.tokens`, and append what it sampled; the sample gets the turn's status.
 
     `done` are tokens of the same turn that an earlier rollout left; `longest` bounds this turn alone. Returns None,
-    with status TRUNCATED, if no room is left (`room`), and with status ABORTED if the rollout has ended.
+    with status TRUNCATED, if no room is left (`room`) or the model has sampled a placeholder of an image or another
+    medium, which no engine may get back; and with status ABORTED if the rollout has ended.
     """
     if not sample.num_tokens:  # such a request kills an engine
         if sample.prompt_tokens is not None and not len(sample.prompt_tokens):
@@ -55,6 +58,7 @@ async def generate_turn(
         payload["sampling_params"] = dict(params, max_new_tokens=min(longest, params["max_new_tokens"]))
     start = time.monotonic_ns()
     answer = await _client(args).generate(payload, sample.session_id)
+    check_length(sample, answer, sample.num_tokens)
     part("turn", start, **_engine_facts(answer))
     text = answer.text if answer.part == 1 else _decoded(args, answer.tokens, sampling_params)
     _append(args, sample, answer, text, sample.response_length, sampling_params)
@@ -100,20 +104,25 @@ async def stream_generate(
     """
     done, before = sample.response_length, sample.response
     _begin(args, sample)
-    payload = _payload(args, sample, sampling_params, done)
+    payload, num_asked = _payload(args, sample, sampling_params, done), sample.num_tokens
     if payload is None:
         return
     async with aclosing(_client(args).stream(payload, sample.session_id)) as pieces:
         async for piece in pieces:
+            if piece.part == 1:
+                check_length(sample, piece, num_asked)
             _append(args, sample, piece, piece.text, done, sampling_params)
             if piece.finish_reason and piece.part > 1:
-                answered = np.asarray(sample.array("tokens"))[len(payload["input_ids"]) :]
+                answered = np.asarray(sample.array("tokens"))[num_asked:]
                 sample.response = before + _decoded(args, answered, sampling_params)
             yield piece
 
 
 def clear_response(sample: Sample) -> None:
     """Forget the response that an earlier rollout left: the sample begins anew."""
+    spans = [span for span in sample.image_spans if span[0] < sample.prompt_length]
+    if len(spans) < len(sample.image_spans):
+        sample.image_spans, sample.multimodal_inputs = spans, None
     sample.tokens, sample.response, sample.response_length = [], "", 0
     sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
     sample.rollout_routed_experts = None
@@ -158,15 +167,16 @@ def note_no_room(sample: Sample) -> None:
 
 
 def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
-    """[prompt_length] int32: the ids made when the data was read, or the prompt's text tokenized now.
+    """[prompt_length] int32: the ids made when the data was read, or the prompt's text tokenized now, images expanded.
 
-    Raises ValueError if the prompt is a list of messages.
+    Raises ValueError if the prompt is a list of messages, or has other placeholders than images.
     """
     if sample.prompt_tokens is not None:
         return sample.prompt_tokens
     if not isinstance(sample.prompt, str):
         raise ValueError("the prompt is a list of messages: add --apply-chat-template")
-    return np.asarray(load_tokenizer(args.hf_checkpoint).encode(sample.prompt, add_special_tokens=False), np.int32)
+    ids = load_tokenizer(args.hf_checkpoint).encode(sample.prompt, add_special_tokens=False)
+    return expand_prompt(sample, np.asarray(ids, np.int32))
 
 
 def _payload(args: Namespace, sample: Sample, params: SamplingParams, done: int) -> dict[str, Any] | None:
@@ -177,11 +187,14 @@ def _payload(args: Namespace, sample: Sample, params: SamplingParams, done: int)
             note_no_room(sample)
         sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
         return None
+    if may_not_return(sample):
+        sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
+        return None
     if is_stopping(args):
         sample.status = Sample.Status.ABORTED
         return None
     return {
-        "input_ids": np.asarray(sample.array("tokens")).tolist(),
+        **request_tokens(args, sample),
         "sampling_params": dict(params, max_new_tokens=limit),
         "return_logprob": True,
         **({"return_routed_experts": True} if _experts_size(args) else {}),

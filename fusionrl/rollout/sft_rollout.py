@@ -4,9 +4,12 @@ import functools
 import json
 from argparse import Namespace
 
+from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
-from fusionrl.data.supervised import SupervisedSamples
+from fusionrl.data.sample_images import images_of
+from fusionrl.data.supervised import SupervisedSamples, with_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.types import DataSource, RolloutFnTrainOutput
 
@@ -39,5 +42,12 @@ def to_sft_sample(args: Namespace, sample: Sample) -> Sample:
     except ValueError as error:
         where = f"--prompt-data: conversation {sample.index}: " if isinstance(sample.prompt, list) else ""
         raise ValueError(f"{where}{error}") from error
+    column, images = ImageColumn.of(args, args.hf_checkpoint), images_of(sample)
+    processor = IMAGES.processor if column is None else column.processor
+    if processor is not None and (images or column is not None):
+        try:
+            tokenized = with_images(tokenized, images, processor.placeholder)
+        except ValueError as error:
+            raise ValueError(f"--prompt-data: conversation {sample.index}: {error}") from error
     tokenized.index, tokenized.group_index, tokenized.metadata = sample.index, sample.group_index, sample.metadata
     return tokenized

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,7 @@ from fusionrl.sandbox import Limits, SandboxError, probe, run_python
 
 if TYPE_CHECKING:
     from bm25s import BM25
+    from PIL.Image import Image
 
 
 class Tool(Protocol):
@@ -26,12 +28,24 @@ class Tool(Protocol):
 
     schema: dict[str, Any]
 
-    def __call__(self, *_: Any, **arguments: Any) -> Awaitable[str]:
+    def __call__(self, *_: Any, **arguments: Any) -> Awaitable[str | ToolAnswer]:
         """Return the text for the model; a tool writes it as `async def __call__(self, town: str) -> str`, for example.
+        A `ToolAnswer` has images, too.
 
         The model gets a ToolError's text as well; any other exception ends the rollout.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What a tool shows a model that sees: images of any size, and a text behind them.
+
+    An image is one of PIL, bytes of a file, a path or a `data:` URI.
+    """
+
+    text: str = ""
+    images: Sequence[Image | bytes | str] = ()
 
 
 class ToolError(Exception):

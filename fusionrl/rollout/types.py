@@ -12,7 +12,9 @@ from typing import Any, NotRequired, Protocol, TypedDict
 
 from fusionrl.config.hooks import HookError
 from fusionrl.data.attempts import join_attempt
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import adopt_images
 from fusionrl.data.sample_json import check_values
 
 # In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
@@ -126,6 +128,8 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
             problem = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
             raise HookError(f"{_where(field, path)}: sample {sample.index} {problem} status to FAILED", [sample])
         try:
+            if IMAGES.processor is not None:
+                adopt_images(sample, IMAGES.processor)
             check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:
             raise HookError(f"{_where(field, path)}: {error}", [sample]) from error

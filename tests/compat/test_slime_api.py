@@ -1,12 +1,16 @@
 """Functions that exist for slime's users alone: what they return."""
 
 import asyncio
+import base64
+import io
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -160,8 +164,8 @@ def test_the_prompts_of_a_file_are_samples_shuffled_for_each_epoch(
     assert [sample.label for sample in data.samples] != first
     chat = datasets.Dataset(path, tokenizer, None, None, apply_chat_template=True)
     assert chat[0].prompt.startswith("<|im_start|>user\nx<|im_end|>")
-    with pytest.raises(ValueError, match="images are not trained on yet"):
-        datasets.Dataset(path, tokenizer, None, None, multimodal_keys={"image": "images"})
+    with pytest.raises(ValueError, match="video: only images are trained on"):
+        datasets.Dataset(path, tokenizer, None, None, multimodal_keys={"video": "v"})
 
 
 def test_the_hooks_of_samples_are_called_on_nested_lists(tmp_path: Path, tiny_model: Path) -> None:
@@ -194,3 +198,39 @@ def test_an_engine_is_aborted_until_it_has_no_request() -> None:
     asyncio.run(http.abort_servers_until_idle([url, url]))
     handle.stop()
     assert len(aborts) == 5
+
+
+def test_the_processor_of_a_model_that_sees(tmp_path: Path) -> None:
+    """`slime.utils.processing_utils`, without torchvision: ids and pixels are those of transformers' own."""
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from tests.tiny_model import make_byte_tokenizer
+    from tests.tiny_vision import CHAT_TEMPLATE, IMAGE, VISION_TOKENS, image_numbers
+
+    tokenizer = make_byte_tokenizer(more=VISION_TOKENS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen2_5_vl")))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": IMAGE}))
+    processor = datasets.load_processor(str(tmp_path), trust_remote_code=True)
+    assert processor is not None and processor.image_processor.patch_size == 14
+    pictures = [Image.fromarray(np.full((56, side, 3), side, np.uint8)) for side in (28, 84)]
+    messages = [{"role": "user", "content": [{"type": "image", "image": pictures[0]}, {"type": "text", "text": "?"}]}]
+    inputs = datasets.process_vision_info(messages, processor)
+    assert inputs["videos"] is None and np.array_equal(np.asarray(inputs["images"][0]), np.asarray(pictures[0]))
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    for given in (inputs, {"images": pictures[:1]}):
+        output = processor(text=text, **datasets.build_processor_kwargs(given))
+        assert list(output) == ["input_ids", "attention_mask", "pixel_values", "image_grid_thw"]
+        wanted = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)(images=pictures[:1], return_tensors="pt")
+        assert output.image_grid_thw.tolist() == wanted["image_grid_thw"].tolist() == [[1, 4, 2]]
+        assert (output.pixel_values - wanted["pixel_values"]).abs().max() <= 1e-6
+        assert output["input_ids"][0].count(IMAGE) == 2
+    two = processor(["<|image_pad|>", "a<|image_pad|>"], images=pictures)
+    assert [ids.count(IMAGE) for ids in two.input_ids] == [2, 6]
+    assert set(processor("text alone")) == {"input_ids", "attention_mask"}
+    with pytest.raises(ValueError, match="1 placeholders of images in the tokens, but 0 images"):
+        processor("<|image_pad|>")
+    uri = datasets.encode_image_for_rollout_engine(pictures[1])
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))), pictures[1])

@@ -2,12 +2,14 @@
 
 import asyncio
 import importlib.util
+import io
 import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.rollout.image_requests import media_tokens
 from fusionrl.rollout.sglang_rollout import sampling_params
 
 EOS = 258
@@ -70,7 +73,8 @@ class Exchange:
 class Engine:
     """Serves `turns` one after another; `by_prompt(text)` chooses instead where several samples are made at once.
 
-    before  is awaited before each answer
+    before       is awaited before each answer
+    image_unit   pixels of the side of an image's token, in a model that sees
     """
 
     tokenizer: Any
@@ -79,6 +83,7 @@ class Engine:
     exchanges: list[Exchange] = field(default_factory=list)
     before: Callable[[], Awaitable[object]] | None = None
     num_waiting: int = 0
+    image_unit: int = 0
 
     async def answer(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -104,9 +109,15 @@ class Engine:
             "finish_reason": finish,
             "output_token_logprobs": [[p, t, None] for p, t in zip(log_probs, tokens, strict=True)],
             "weight_versions": spans,
+            "prompt_tokens": len(asked["input_ids"]) + self.num_repeated(asked),
         }
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return web.json_response({"text": text, "output_ids": tokens, "meta_info": meta})
+
+    def num_repeated(self, asked: dict[str, Any]) -> int:
+        """Placeholders that SGLang would add to those of a request."""
+        sizes = [image.size for image in pictures(asked)]
+        return sum(width * height // self.image_unit**2 - 1 for width, height in sizes)
 
     def serve(self, args: Any, use: Callable[[], Awaitable[Any]]) -> Any:
         """Run `use()` with this engine's address and a client of it on `args`."""
@@ -119,7 +130,8 @@ class Engine:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0]
             args.router_url = f"http://{host}:{port}"
-            async with GenerateClient(args.router_url, vocab_size=512) as args.generate_client:
+            client = GenerateClient(args.router_url, vocab_size=512, media=media_tokens())
+            async with client as args.generate_client:
                 try:
                     return await use()
                 finally:
@@ -131,6 +143,17 @@ class Engine:
         """What stands between the turns of a sample, after a check of every token."""
         between = check_sample(sample, self.exchanges if exchanges is None else exchanges)
         return [self.tokenizer.decode(tokens) for tokens in between]
+
+
+def pictures(asked: dict[str, Any]) -> list[Any]:
+    """The images of a request, as PIL reads them."""
+    from PIL import Image
+
+    found = []
+    for one in asked.get("image_data", ()):
+        with urlopen(one) as file:  # a data: URI, or a file's
+            found.append(Image.open(io.BytesIO(file.read())))
+    return found
 
 
 def prepare(folder: str, turns: list[Turn | str], **flags: Any) -> tuple[Any, Engine]:

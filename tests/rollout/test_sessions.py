@@ -183,6 +183,8 @@ def test_a_full_context_is_told_in_words_that_agents_know(play: Any) -> None:
 GOOD: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Is it wet?"}]}
 LONG = [{"role": "user", "content": "x" * 7000}]
 PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+SENT = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 # (path, whether the key is sent, body, status, words of the message)
 REFUSED: list[tuple[str, bool, Any, int, str]] = [
     ("/chat/completions", False, GOOD, 401, "no open session"),
@@ -191,7 +193,9 @@ REFUSED: list[tuple[str, bool, Any, int, str]] = [
     ("/chat/completions", True, [], 400, "no JSON object"),
     ("/chat/completions", True, {"model": "m"}, 400, "messages is no list"),
     ("/chat/completions", True, {**GOOD, "max_tokens": 0}, 400, "max_tokens is 0"),
-    ("/chat/completions", True, {"messages": [{"role": "user", "content": [PICTURE]}]}, 400, "type 'image_url'"),
+    ("/chat/completions", True, {"messages": [{"role": "user", "content": [PICTURE]}]}, 400, "nothing is fetched here"),
+    ("/chat/completions", True, {"messages": [{"role": "user", "content": [SENT]}]}, 400, "reads text alone"),
+    ("/chat/completions", True, {"messages": [{"role": "user", "content": [SOUND]}]}, 400, "type 'input_audio'"),
     ("/chat/completions", True, {"messages": [{"role": "assistant", "content": "It"}]}, 400, "last message"),
     ("/v1/messages", True, {**GOOD, "tools": [{"type": "web_search", "name": "w"}]}, 400, "web_search"),
     ("/v1/messages", True, {**GOOD, "messages": LONG}, 400, "prompt is too long: "),

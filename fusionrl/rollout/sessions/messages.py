@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.data.render import THOUGHTS, decoded
+from fusionrl.rollout.sessions.pictures import image_part
+from fusionrl.rollout.sessions.refusal import Refused
 
 Message = dict[str, object]
 
@@ -18,18 +20,6 @@ ROLES = ("system", "user", "assistant", "tool")
 MORE_SAMPLING = "top_k min_p repetition_penalty min_tokens stop_token_ids ignore_eos"
 NO_GRAMMAR = "a grammar would change what the model samples"
 GRAMMARS = "regex ebnf json_schema guided_json guided_regex guided_choice guided_grammar structured_outputs"
-
-
-class Refused(Exception):
-    """A request that gets an error in its protocol's form.
-
-    status  of HTTP. Clients send a request again after 408, 409, 429 and 5xx, and after no other
-    code    as OpenAI names it, "context_length_exceeded" say
-    """
-
-    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 @dataclass(frozen=True)
@@ -249,21 +239,26 @@ def named_event(kind: str, value: Message) -> bytes:
 
 # ------------------------------------------------------------------------------------------------ reading
 def content_of(content: object, role: object) -> str | list[Message]:
-    """Return the content of a message: a string, or several parts of text, which chat templates join.
+    """Return the content of a message: a string, or several parts of text and images, which chat templates join.
 
-    Parts of the assistant's text are joined as they were sampled. Raises Refused for pictures, sounds and files.
+    Parts of the assistant's text are joined as they were sampled. Raises Refused for sounds and files.
     """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     field = f"the content of a message of {role}"
-    parts = []
+    parts: list[Message] = []
     for part in objects(content, field):
-        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Refused(f"{field} holds a part of type {part.get('type')!r}; only text can be rendered")
-        parts.append(str(part["text"]))
-    return "".join(parts) if role == "assistant" or len(parts) < 2 else [{"type": "text", "text": p} for p in parts]
+        if role != "assistant" and (image := image_part(part, field)) is not None:
+            parts.append(image)
+        elif part.get("type") in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise Refused(f"{field} holds a part of type {part.get('type')!r}; it cannot be rendered")
+    if role == "assistant" or (len(parts) < 2 and not any("image" in part for part in parts)):
+        return "".join(str(part["text"]) for part in parts)
+    return parts
 
 
 def function_of(name: str, description: object, parameters: object) -> Message:

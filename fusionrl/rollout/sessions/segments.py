@@ -16,15 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.findings import FindingError
+from fusionrl.data.images import Expanded
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.agent import spelled_out
+from fusionrl.rollout.image_requests import with_images
 from fusionrl.rollout.sessions.messages import Message, TurnRequest, objects, same
+from fusionrl.rollout.sessions.pictures import images_of, without_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,23 +130,26 @@ class Segments:
                 longest = segment
         return longest
 
-    def added(self, segment: Segment, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of what is new in `messages`, from the end of the last turn to the next turn.
+    def added(self, segment: Segment, messages: Sequence[Message]) -> tuple[Expanded, str]:
+        """Return the tokens of what is new in `messages`, from the end of the last turn to the next turn, and the text.
 
         Raises ValueError if the chat template cannot render it after a turn of the assistant.
         """
         names = {call["id"]: _name(call) for call in objects(segment.messages[-1].get("tool_calls") or [], "")}
-        new = [self._guarded(message) for message in messages[len(segment.messages) :]]
+        said = messages[len(segment.messages) :]
+        new = [self._guarded(message) for message in said]
         for message in new:
             if message["role"] == "tool":
                 message["name"] = names.get(message["tool_call_id"], "tool")
-        return tokens_after_assistant(
+        tokens = tokens_after_assistant(
             new,
             self.tokenizer,
             end_token=segment.end_token,
             template_kwargs=segment.template,
             tools=segment.tools or None,
         )
+        whole = with_images(tokens, images_of(said), segment.sample.num_tokens)
+        return whole, self.tokenizer.decode(tokens)
 
     def begun(self, turn_request: TurnRequest, template: Mapping[str, object]) -> Sample:
         """Return a sample whose prompt is what a request asks.
@@ -157,17 +161,23 @@ class Segments:
         guarded = [self._guarded(message) for message in turn_request.messages]
         sample.prompt = render_prompt(guarded, self.tokenizer, columns, turn_request.tools or None)
         sample.prompt_tokens = None
-        sample.tokens = np.asarray(self.tokenizer.encode(sample.prompt, add_special_tokens=False), np.int32)
+        tokens = self.tokenizer.encode(sample.prompt, add_special_tokens=False)
+        whole = with_images(tokens, images_of(turn_request.messages))
+        sample.tokens, sample.image_spans, sample.multimodal_inputs = whole.ids, whole.spans, None
         return sample
 
     def _guarded(self, message: Message) -> Message:
         """Return a copy in which a tool's answer, say, cannot end its own turn and speak in another role."""
+        message = without_data(message)
         if message["role"] not in _GUARDED:
-            return dict(message)
+            return message
         content = message["content"]
         if isinstance(content, list):
-            return {**message, "content": [{**p, "text": spelled_out(self.tokenizer, p["text"])} for p in content]}
+            return {**message, "content": [self._guarded_part(part) for part in content]}
         return {**message, "content": spelled_out(self.tokenizer, str(content))}
+
+    def _guarded_part(self, part: Message) -> Message:
+        return {**part, "text": spelled_out(self.tokenizer, str(part["text"]))} if "text" in part else part
 
     def keep(self, segment: Segment) -> None:
         """Put a segment that was answered just now at the end."""

@@ -8,8 +8,10 @@ import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import add_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.engines.http import EndpointError
@@ -22,7 +24,9 @@ from fusionrl.rollout.model_turn import (
     prompt_tokens,
     room,
 )
-from fusionrl.rollout.sessions.messages import Call, Refused, TurnReply, TurnRequest
+from fusionrl.rollout.sessions.messages import Call, TurnReply, TurnRequest
+from fusionrl.rollout.sessions.pictures import Pictures
+from fusionrl.rollout.sessions.refusal import Refused
 from fusionrl.rollout.sessions.segments import Segment, Segments
 from fusionrl.rollout.types import SESSION
 
@@ -34,7 +38,7 @@ CUT = ("incomplete_details", "Didn't receive a `response.completed` event", "the
 # Fields that a segment sets on its sample; the others come from the row and from the agent.
 _OF_SEGMENT = (
     *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
-    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "status"),
+    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "image_spans", "status"),
 )
 _BY_FLAGS = (
     "it is ignored, for tokens that are trained on are sampled by the run's flags (--rollout-temperature and its like)"
@@ -60,6 +64,7 @@ class Session:
         self._args, self._sample, self._params = args, sample, dict(sampling_params)
         blank = copy.deepcopy(sample)
         clear_response(blank)
+        self._pictures = Pictures()
         self._segments = Segments(tokenizer, args.apply_chat_template_kwargs or {}, blank)
         self.id, self.api_key = secrets.token_hex(8), secrets.token_hex(24)
         self.base_url = ""
@@ -101,23 +106,24 @@ class Session:
         self._check_constraints(turn_request)
         _tell_once(turn_request.ignored, _BY_FLAGS)
         segments = self._segments
+        turn_request = replace(turn_request, messages=self._pictures.taken(turn_request.messages))
         try:
             template = segments.template_of(turn_request)
             segment = segments.continued_by(turn_request, template)
             if segment is None:
                 segment = Segment(segments.begun(turn_request, template), [], turn_request.tools, template)
-                added: list[int] = []
+                added, text = None, ""
             else:
-                added = segments.added(segment, turn_request.messages)
+                added, text = segments.added(segment, turn_request.messages)
         except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
         params = self._params_of(turn_request)
-        self._check_room(segment, len(added), params)
+        self._check_room(segment, 0 if added is None else len(added.ids), params)
         # A copy: a client that hangs up leaves the segment as it was. Arrays are replaced, never written.
         sample = copy.copy(segment.sample)
-        if added:
-            text = segments.tokenizer.decode(added)
-            sample.append_response_tokens(tokens=added, trainable=False, text=text)
+        if added is not None:
+            sample.append_response_tokens(tokens=added.ids, trainable=False, text=text)
+            add_images(sample, added.spans)
         num_prompt_tokens = sample.num_tokens
         segment.is_busy = True
         try:
@@ -141,6 +147,10 @@ class Session:
     ) -> tuple[TurnReply, Generation]:
         try:
             answer = await generate_turn(self._args, sample, params, longest=turn_request.longest)
+            if answer is None and sample.status == Sample.Status.TRUNCATED:
+                self.lacks_room = True
+                reason = "the model has written a placeholder of an image, after which no turn can follow"
+                raise Refused(reason, 400, "context_length_exceeded")
             if answer is None or sample.status == Sample.Status.ABORTED:
                 self.is_aborted = True
                 raise Refused("the rollout has ended, and with it the session", 400, "session_ended")
@@ -213,8 +223,9 @@ class Session:
 
     def count_tokens(self, turn_request: TurnRequest) -> int:
         """Return the tokens of the prompt of a request, as a segment of its own."""
+        turn_request = replace(turn_request, messages=self._pictures.taken(turn_request.messages))
         try:
-            return len(self._segments.begun(turn_request, self._segments.template_of(turn_request)).tokens)
+            return self._segments.begun(turn_request, self._segments.template_of(turn_request)).num_tokens
         except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
 

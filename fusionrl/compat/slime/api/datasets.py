@@ -1,22 +1,26 @@
-"""Names of `slime.utils.data`, `processing_utils` and `types`: prompts, tokenizers, kinds of inputs.
+"""Names of `slime.utils.data`, `processing_utils` and `types`: prompts, tokenizers, processors, kinds of inputs.
 
-Images, videos and sounds are not trained on yet.
+Videos and sounds are not trained on.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import random
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fusionrl.data import tokenizer
+from fusionrl.data import processor, tokenizer
+from fusionrl.data.image_rows import ImageColumn, media_errors
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.processor import Processor, images_of_messages
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import as_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +49,7 @@ class Dataset:
         max_length: int | None,
         *,
         prompt_key: str = "text",
-        multimodal_keys: object = None,
+        multimodal_keys: Mapping[str, Any] | None = None,
         label_key: str | None = None,
         tool_key: str | None = None,
         metadata_key: str = "metadata",
@@ -56,10 +60,11 @@ class Dataset:
         """Read and render all rows; those with more than `max_length` tokens are left out.
 
         Raises:
-            ValueError: a row that cannot be read or rendered, or keys of images, on which nothing is trained yet.
+            ValueError: a row that cannot be read or rendered, or keys of other kinds than images.
         """
-        if multimodal_keys:
-            raise ValueError(f"Dataset: multimodal_keys {multimodal_keys!r}: images are not trained on yet")
+        keys = dict(multimodal_keys or {})
+        if errors := media_errors(keys, "Dataset: multimodal_keys"):
+            raise ValueError("; ".join(errors))
         columns = PromptColumns(
             prompt_key,
             label_key,
@@ -69,6 +74,7 @@ class Dataset:
             apply_chat_template_kwargs,
             max_length,
             keeps_messages=True,
+            images=ImageColumn.of(Namespace(multimodal_keys=keys), tokenizer.name_or_path),
         )
         self.origin_samples = load_prompts(path, tokenizer, columns, "Dataset").samples
         self.samples, self.seed, self.epoch_id = self.origin_samples, seed, -1
@@ -96,8 +102,14 @@ def load_tokenizer(name_or_path: str, **kwargs: object) -> PreTrainedTokenizerBa
     return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
 
 
-def load_processor(name_or_path: str, **kwargs: object) -> None:
-    """Return None, as slime does for a model of text alone: images are not supported yet."""
+def load_processor(name_or_path: str, **kwargs: object) -> Processor | None:
+    """Return the processor of a model that sees; None for one of text alone."""
+    return processor.load_processor(name_or_path)
+
+
+def process_vision_info(prompt: object, processor: Processor | None) -> dict[str, object]:
+    """Return {"images": images of PIL, "videos": None} of messages whose parts bring their own images."""
+    return {"images": images_of_messages(prompt, processor), "videos": None}
 
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -110,10 +122,14 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """Return an image (PIL) as a data URI of a PNG, as SGLang takes it."""
-    data = io.BytesIO()
-    image.convert("RGB").save(data, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    """Return an image (PIL) as a data URI of a PNG, as SGLang takes it; in a run, its normal form."""
+    if IMAGES.processor is None:
+        from fusionrl.data.stored_image import png_of  # imports PIL
+
+        content = png_of(image.convert("RGB"))
+    else:
+        content = IMAGES.png(as_ref(image, IMAGES.processor))
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 # ------------------------------------------------------------------------------------------------ types

@@ -1,0 +1,124 @@
+"""Images of samples in requests to engines.
+
+A sample's tokens are expanded, an engine gets them collapsed (`data.images`): one placeholder for each image. All of a
+sample's images go with each request; SGLang keys what it caches by their content, so it knows earlier turns.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import numpy as np
+import pybase64
+
+from fusionrl.base.network_interfaces import LOOPBACK
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
+from fusionrl.data.sample import Sample
+from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.engines.images import MediaTokens
+
+if TYPE_CHECKING:
+    from fusionrl.engines.client import Generation
+
+FOLDER = "engine-images"  # of the run, where engines find images as files
+
+
+def media_tokens() -> MediaTokens | None:
+    """Return the ids of media of the run's model; None: it is asked about text alone."""
+    processor = IMAGES.processor
+    return None if processor is None else MediaTokens(processor.placeholder, processor.media_tokens, processor.start)
+
+
+def request_tokens(args: Namespace, sample: Sample) -> dict[str, object]:
+    """Return `input_ids` of a request that continues a sample, and `image_data` where it has images."""
+    tokens = np.asarray(sample.array("tokens"))
+    if not sample.image_spans:
+        return {"input_ids": tokens.tolist()}
+    images = [image for _, image in sample.image_spans]
+    return {"input_ids": collapsed(tokens, sample.image_spans).tolist(), "image_data": image_data(args, images)}
+
+
+def image_data(args: Namespace, images: Iterable[ImageRef]) -> list[str]:
+    """Return `image_data` of a request: PNG files of the normal forms, or their addresses (--image-transport)."""
+    if not _by_file(args):
+        return ["data:image/png;base64," + pybase64.b64encode(IMAGES.png(image)).decode() for image in images]
+    return [_file(image, Path(args.run_dir, FOLDER)) for image in images]
+
+
+def _by_file(args: Namespace) -> bool:
+    transport = getattr(args, "image_transport", "data")
+    if transport != "auto":
+        return bool(transport == "file")
+    hosts = {urlsplit(url).hostname for url in getattr(args, "engine_urls", None) or ()}
+    return getattr(args, "run_dir", None) is not None and hosts == {LOOPBACK}
+
+
+def _file(image: ImageRef, folder: Path) -> str:
+    """The address of an image's file, which lives as long as the image does."""
+    path = folder / f"{image.key}.png"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_bytes(IMAGES.png(image))
+        new.replace(path)
+        weakref.finalize(image, path.unlink, missing_ok=True)
+    return path.absolute().as_uri()
+
+
+def with_images(tokens: Sequence[int], images: Sequence[ImageRef], start: int = 0) -> Expanded:
+    """Return rendered tokens with as many placeholders as the images have tokens, and the images' places.
+
+    start  place of the first token in the sample
+
+    Raises:
+        ValueError: the tokens have not one placeholder for each image.
+    """
+    placeholder = -1 if IMAGES.processor is None else IMAGES.processor.placeholder
+    return expanded(np.asarray(tokens, np.int32), images, placeholder, start)
+
+
+def may_not_return(sample: Sample) -> bool:
+    """Return whether no engine may get a sample's tokens back: the model has sampled a placeholder of a medium.
+
+    Trainers take it for a token as any other; an engine would look for its image.
+    """
+    if (media := media_tokens()) is None or not sample.response_length:
+        return False
+    tokens = np.asarray(sample.array("tokens"))
+    others = np.ones(len(tokens), bool)
+    for first, image in sample.image_spans:
+        others[first : first + image.num_tokens] = False
+    return media.bar(tokens[others])
+
+
+def image_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Count images, their tokens, and samples with a placeholder that the model sampled; {} in a run of text."""
+    if (media := media_tokens()) is None:
+        return {}
+    num_known = np.array([np.isin(np.asarray(sample.array("tokens")), media.known).sum() for sample in samples])
+    num_own = np.array([sum(image.num_tokens for _, image in sample.image_spans) for sample in samples])
+    return {
+        "rollout/images": float(sum(len(sample.image_spans) for sample in samples)),
+        "rollout/image_tokens": float(num_own.sum()),
+        "rollout/sampled_placeholders": float((num_known > num_own).sum()),
+    }
+
+
+def check_length(sample: Sample, answer: Generation, num_tokens: int) -> None:
+    """Check that the engine has expanded the images of a sample to as many tokens as they have here.
+
+    Raises:
+        AnswerError: it has read another number of tokens than `num_tokens`, those of the sample at the request.
+    """
+    if sample.image_spans and answer.finish_reason != "abort" and answer.prompt_tokens != num_tokens:
+        raise AnswerError(
+            f"meta_info.prompt_tokens is {answer.prompt_tokens}, and sample {sample.index} had {num_tokens} tokens:"
+            " the engine cuts its images otherwise than trainers do, or has tokenized its text again"
+        )

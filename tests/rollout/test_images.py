@@ -1,0 +1,343 @@
+"""Samples with images against a scripted engine: what it is asked, tools that answer with images, zooming, limits."""
+
+import base64
+import gc
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from PIL import Image
+
+from fusionrl.config.hooks import HookError
+from fusionrl.data.image_store import IMAGES, MEGABYTE
+from fusionrl.data.images import collapsed, normal_form
+from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import images_of, set_images
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.rollout.agent import generate as generate_with_tools
+from fusionrl.rollout.image_requests import image_metrics, with_images
+from fusionrl.rollout.sessions import open_session
+from fusionrl.rollout.sglang_rollout import generate
+from fusionrl.rollout.tools import ToolError
+from fusionrl.rollout.zoom import box_in_original
+from tests.rollout import engine as scripted
+from tests.rollout.engine import Engine, Turn, call, needs, pictures
+from tests.tiny_model import make_byte_tokenizer
+from tests.tiny_vision import IMAGE, VISION_TOKENS, config_of, image_numbers
+
+pytestmark = needs("sglang", "PIL")
+HOOKS = Path(__file__).with_name("image_hooks.py")
+UNIT = 32  # pixels of a token's side
+# As Qwen3-VL's: a tool's answer within a user's turn, images as they come.
+TEMPLATE = """
+{%- macro show(content) %}
+{%- if content is string %}{{ content }}{% else %}{% for part in content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}{% endmacro %}
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<tool_call>
+{"name": ..., "arguments": ...}
+</tool_call><|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ show(m.content) }}
+</tool_response><|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{{ show(m.content) }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ show(m.content) }}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a model that sees: everything but its weights."""
+    path = tmp_path_factory.mktemp("seeing") / "model"
+    tokenizer = make_byte_tokenizer(1 << 16, more=VISION_TOKENS)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    config_of("qwen3_vl").save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen3_vl")))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def store(seeing: str) -> Iterator[None]:
+    """The store of images knows the model."""
+    IMAGES.configure(64 * MEGABYTE, None, read_processor_files(seeing))
+    yield
+    IMAGES.configure(64 * MEGABYTE, None)
+
+
+@pytest.fixture
+def play(seeing: str) -> Callable[..., tuple[Sample, Engine]]:
+    """play([turn, …], image, …, flag=value) -> (finished sample, engine); an agent's where there are tools."""
+
+    def start(turns: list[Turn | str], *images: Image.Image, **changes: Any) -> tuple[Sample, Engine]:
+        sample = asking(seeing, *images)
+        flags = {"apply_chat_template": True, "tool_call_parser": "qwen25", "image_transport": "data"} | changes
+        args, engine = scripted.prepare(seeing, turns, **flags)
+        engine.image_unit = UNIT
+        make = generate_with_tools if "tools_path" in changes else generate
+        engine.serve(args, lambda: make(args, sample, scripted.sampling_params(args)))
+        return sample, engine
+
+    return start
+
+
+def asking(folder: str, *images: Image.Image) -> Sample:
+    """A sample whose prompt shows the images and asks."""
+    parts = [{"type": "image"} for _ in images]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}]
+    sample = Sample(index=0, prompt="?", messages=messages)
+    limits = read_processor_files(folder).limits
+    set_images(sample, [IMAGES.add_picture(image, limits) for image in images])
+    text = f"<|im_start|>user\n{IMAGE_TEXT * len(images)}Which?<|im_end|>\n<|im_start|>assistant\n"
+    whole = with_images(load_tokenizer(folder).encode(text), images_of(sample))
+    sample.prompt_tokens, sample.image_spans = whole.ids, whole.spans
+    return sample
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    assert IMAGES.processor is not None
+    return normal_form(image, IMAGES.processor.limits)
+
+
+def check(sample: Sample, engine: Engine) -> None:
+    """Each request has the sample's tokens so far, collapsed, and all images before them."""
+    sample.validate()
+    tokens, place = np.asarray(sample.tokens), sample.prompt_length
+    for exchange in engine.exchanges:
+        said = exchange.tokens
+        place = next(p for p in range(place, len(tokens)) if tokens[p : p + len(said)].tolist() == said)
+        before = [span for span in sample.image_spans if span[0] < place]
+        assert exchange.asked["input_ids"] == collapsed(tokens[:place], before).tolist()
+        shown = [np.asarray(image) for image in pictures(exchange.asked)]
+        assert len(shown) == len(before)
+        for (_, image), one in zip(before, shown, strict=True):
+            np.testing.assert_array_equal(IMAGES.pixels(image), one)
+        place += len(said)
+
+
+def test_a_request_has_the_images_of_its_sample(play: Any) -> None:
+    first, second = noise(64, 64), noise(128, 96, 1)
+    sample, engine = play(["Both."], first, second)
+    check(sample, engine)
+    (asked,) = (exchange.asked for exchange in engine.exchanges)
+    assert asked["input_ids"].count(IMAGE) == 2 and sample.tokens.count(IMAGE) == 4 + 12
+    np.testing.assert_array_equal(np.asarray(pictures(asked)[1]), pixels(second))
+    assert sample.status == Sample.Status.COMPLETED
+    assert image_metrics([sample]) == {
+        "rollout/images": 2.0,
+        "rollout/image_tokens": 16.0,
+        "rollout/sampled_placeholders": 0.0,
+    }
+
+
+def test_images_as_files_live_as_long_as_their_samples(play: Any, tmp_path: Path) -> None:
+    flags = {"image_transport": "file"}
+    sample, engine = play(["One."], noise(64, 64), run_dir=str(tmp_path), **flags)
+    check(sample, engine)
+    (address,) = engine.exchanges[0].asked["image_data"]
+    path = Path(address.removeprefix("file://"))
+    assert path.parent.parent == tmp_path and path.is_file()
+    del sample
+    gc.collect()
+    assert not path.exists()
+
+
+def test_an_engine_that_cuts_images_otherwise_is_an_error(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "num_repeated", lambda self, asked: 2)
+    with pytest.raises(AnswerError, match="prompt_tokens is 30, and sample 0 had 31 tokens"):
+        play(["One."], noise(64, 64))
+
+
+# ------------------------------------------------------------------------------------------------ placeholders
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_sampled_placeholder_ends_a_sample_that_would_go_on(play: Any, token: str) -> None:
+    sample, engine = play([f"It {token} is."], noise(64, 64))
+    check(sample, engine)
+    assert sample.status == Sample.Status.COMPLETED and np.all(sample.loss_mask)
+    assert image_metrics([sample])["rollout/sampled_placeholders"] == 1.0
+
+    said = token + call("image_zoom_in_tool", bbox_2d=[0, 0, 500, 500])
+    sample, engine = play([said, "never said"], noise(64, 64), tools_path="fusionrl.rollout.zoom.tools")
+    assert (sample.status, len(engine.exchanges)) == (Sample.Status.TRUNCATED, 1)
+    assert len(sample.image_spans) == 2 and sample.metadata["num_turns"] == 1
+
+
+# ------------------------------------------------------------------------------------------------ zoom
+@pytest.mark.parametrize(("coordinates", "scale"), [("auto", 1000), ("thousandths", 1000), ("pixels", 256)])
+def test_the_model_sees_a_part_of_the_original(play: Any, coordinates: str, scale: int) -> None:
+    original = noise(1024, 1024)  # of which the model sees 256 x 256
+    box = [scale / 2, 0, scale, scale / 2]
+    said = call("image_zoom_in_tool", bbox_2d=box, label="the corner")
+    flags = {"tools_path": "fusionrl.rollout.zoom.tools", "zoom_coordinates": coordinates}
+    sample, engine = play([said, "Blue."], original, **flags)
+    check(sample, engine)
+    assert sample.status == Sample.Status.COMPLETED and sample.metadata["num_tool_errors"] == 0
+    (_, whole), (place, part) = sample.image_spans
+    np.testing.assert_array_equal(IMAGES.pixels(whole), pixels(original))
+    np.testing.assert_array_equal(IMAGES.pixels(part), pixels(original.crop((512, 0, 1024, 512))))
+    at = place - sample.prompt_length
+    assert not np.any(sample.loss_mask[at : at + part.num_tokens])
+    assert sample.loss_mask.count(1) == len(said) + 1 + len("Blue.") + 1
+    assert f"<tool_response>\n{IMAGE_TEXT}The part {box} of image 0: the corner\n</tool_response>" in sample.response
+
+
+def test_a_part_of_a_part(play: Any) -> None:
+    original = noise(1024, 1024)
+    first = call("image_zoom_in_tool", bbox_2d=[0, 0, 500, 500])
+    second = call("image_zoom_in_tool", bbox_2d=[500, 500, 1000, 1000], image_index=1)
+    sample, engine = play([first, second, "Red."], original, tools_path="fusionrl.rollout.zoom.tools")
+    check(sample, engine)
+    np.testing.assert_array_equal(IMAGES.pixels(sample.image_spans[2][1]), pixels(original.crop((256, 256, 512, 512))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"bbox_2d": [5, 5, 5, 9]}, "give [x1, y1, x2, y2] with x1 < x2 and y1 < y2"),
+        ({"bbox_2d": [1500, 0, 1600, 9]}, "lies outside the image, which is 1000 x 1000"),
+        ({"bbox_2d": [1, 2, 3]}, "wrong arguments for image_zoom_in_tool: [1, 2, 3] is too short"),
+        ({"bbox_2d": [0, 0, 9, 9], "image_index": 1}, "image_index 1: there are 1 images, the first is 0"),
+    ],
+)
+def test_boxes_that_the_model_is_to_mend(play: Any, arguments: dict[str, Any], told: str) -> None:
+    said = call("image_zoom_in_tool", **arguments)
+    sample, engine = play([said, "Oh."], noise(64, 64), tools_path="fusionrl.rollout.zoom.tools")
+    check(sample, engine)
+    assert f"error: {'' if 'wrong' in told or 'index' in told else 'bbox_2d'}" in sample.response
+    assert told in sample.response
+    assert (len(sample.image_spans), sample.metadata["num_tool_errors"]) == (1, 1)
+
+
+def test_limits_of_tools_images(play: Any) -> None:
+    """Their number, and the room that is left."""
+    said, zoom = call("image_zoom_in_tool", bbox_2d=[0, 0, 900, 900]), "fusionrl.rollout.zoom.tools"
+    sample, engine = play([said, said, "Oh."], noise(64, 64), tools_path=zoom, max_tool_images=1)
+    check(sample, engine)
+    assert "error: there may be no more than 1 images" in sample.response
+    assert (len(sample.image_spans), sample.metadata["num_tool_errors"]) == (2, 1)
+
+    limit = sample.prompt_length + len(said) + 1 + 100  # the part has 64 tokens, and others around it
+    large = noise(256, 256)
+    sample, engine = play([said, "never said"], large, tools_path=zoom, rollout_max_context_len=limit + 60)
+    assert (sample.status, len(engine.exchanges), len(sample.image_spans)) == (Sample.Status.TRUNCATED, 1, 1)
+    assert sample.response_length == len(said) + 1
+
+
+def test_images_of_a_tool_of_one_s_own(play: Any) -> None:
+    """Several, of files too; the model reads of one that cannot be used; a mistake of the tool is raised."""
+    tools = f"{HOOKS}:tools"
+    sample, engine = play([call("draw", what="two"), call("draw", what="thin"), "Oh."], noise(64, 64), tools_path=tools)
+    check(sample, engine)
+    assert [image.num_tokens for _, image in sample.image_spans] == [4, 4, 4]
+    assert f"<tool_response>\n{IMAGE_TEXT}{IMAGE_TEXT}\n</tool_response>" in sample.response
+    assert "error: one side of the image is over 200 times the other" in sample.response
+    with pytest.raises(HookError, match="the tool 'draw': KeyError"):
+        play([call("draw", what="nothing")], noise(64, 64), tools_path=tools)
+    IMAGES.configure(MEGABYTE, None)
+    with pytest.raises(ValueError, match="the model gets none: give --multimodal-keys"):
+        play([call("draw", what="two")], tools_path=tools)
+
+
+def test_a_part_in_pixels_of_the_original() -> None:
+    """Clamped, whole pixels, and never smaller than 28 of them."""
+    assert box_in_original([0, 0, 1000, 1000], (1000, 1000), (333, 77)) == (0, 0, 333, 77)
+    assert box_in_original([-9, 250, 500, 2000], (1000, 1000), (400, 200)) == (0, 50, 200, 200)
+    assert box_in_original([500, 500, 501, 501], (1000, 1000), (400, 200)) == (187, 87, 215, 115)
+    assert box_in_original([0, 0, 1, 1000], (1000, 1000), (400, 20)) == (0, 0, 28, 20)
+    with pytest.raises(ToolError, match="too thin"):
+        box_in_original([0, 0, 1000, 1], (1000, 1000), (4000, 4000))
+    for box in ([0, 0, float("nan"), 1], [1, 0, 0, 1]):
+        with pytest.raises(ToolError, match="give"):
+            box_in_original(box, (10, 10), (10, 10))
+
+
+# ------------------------------------------------------------------------------------------------ sessions
+def png(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def first_and_second(api: str, first: Image.Image, second: Image.Image) -> tuple[str, Any, Any]:
+    """(path, a request with an image, one that continues with the answer of a tool that has one) of a protocol."""
+    text = {"type": "text", "text": "Which?"}
+    if api == "openai":
+        tools = [{"type": "function", "function": {"name": "draw", "parameters": {"type": "object"}}}]
+        shown = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png(i)}"}} for i in (first, second)
+        ]
+        asked: list[Any] = [{"role": "user", "content": [shown[0], text]}]
+        function = {"name": "draw", "arguments": '{"what": "it"}'}
+        calls = [{"id": "call00000", "type": "function", "function": function}]
+        answer = {"role": "tool", "tool_call_id": "call00000", "content": [shown[1]]}
+        more = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}, answer]
+        return "/chat/completions", {"messages": asked, "tools": tools}, {"messages": more, "tools": tools}
+    if api == "responses":
+        tools = [{"type": "function", "name": "draw", "parameters": {"type": "object"}}]
+        shown = [{"type": "input_image", "image_url": f"data:image/png;base64,{png(i)}"} for i in (first, second)]
+        asked = [{"role": "user", "content": [shown[0], {"type": "input_text", "text": "Which?"}]}]
+        called = {"type": "function_call", "call_id": "call00000", "name": "draw", "arguments": '{"what": "it"}'}
+        answer = {"type": "function_call_output", "call_id": "call00000", "output": [shown[1]]}
+        return "/responses", {"input": asked, "tools": tools}, {"input": [*asked, called, answer], "tools": tools}
+    tools = [{"name": "draw", "input_schema": {"type": "object"}}]
+    sources = [{"type": "base64", "media_type": "image/png", "data": png(i)} for i in (first, second)]
+    blocks = [{"type": "image", "source": source} for source in sources]
+    asked = [{"role": "user", "content": [blocks[0], text]}]
+    use = {"type": "tool_use", "id": "call00000", "name": "draw", "input": {"what": "it"}}
+    result = {"type": "tool_result", "tool_use_id": "call00000", "content": [blocks[1]]}
+    more = [*asked, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    head = {"max_tokens": 300, "tools": tools}
+    return "/messages", head | {"messages": asked}, head | {"messages": more}
+
+
+@pytest.mark.parametrize("api", ["openai", "responses", "anthropic"])
+def test_an_agent_of_somebody_else_s_shows_images(seeing: str, api: str) -> None:
+    """In a question and in the answer of a tool; the second request continues the first's sample."""
+    first, second = noise(64, 64), noise(96, 64, 1)
+    path, asked, more = first_and_second(api, first, second)
+    flags = {"rollout_max_response_len": 900, "tool_call_parser": "qwen25", "image_transport": "data"}
+    args, engine = scripted.prepare(seeing, [call("draw", what="it"), "Blue."], **flags)
+    engine.image_unit = UNIT
+
+    async def run() -> list[Sample]:
+        row = asking(seeing, noise(128, 128, 2))  # of which the agent shows nothing
+        async with open_session(args, row, scripted.sampling_params(args)) as session:
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                for body in (asked, more):
+                    async with http.post(session.base_url + path, json=body) as answer:
+                        assert answer.status == 200, await answer.text()
+        return session.samples(1.0)
+
+    (sample,) = engine.serve(args, run)
+    check(sample, engine)
+    assert [image.num_tokens for _, image in sample.image_spans] == [4, 6]
+    for (_, image), original in zip(sample.image_spans, (first, second), strict=True):
+        np.testing.assert_array_equal(IMAGES.pixels(image), pixels(original))
+    assert sample.metadata["session"]["num_turns"] == 2
+    assert f"<tool_response>\n{IMAGE_TEXT}\n</tool_response>" in sample.response
