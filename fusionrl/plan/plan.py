@@ -28,7 +28,7 @@ from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan, plan_scorers
 from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.plan.vision import image_balance, vision_errors
+from fusionrl.plan.vision import image_cost, max_image_tokens, vision_errors
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,8 @@ def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: s
         multiple=layout.pp if layout.vpp > 1 else 1,
         share_prompts=config.train.share_prompts and local and layout.cp == 1 and shape.may_share_prompts,
         dense_within=shape.dense_within,
-        **image_balance(config, shape),
+        images=image_cost(config, shape),
+        max_image_tokens=max_image_tokens(config, shape),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
@@ -57,13 +56,15 @@ def trains_tower(config: Config, shape: ModelShape) -> bool:
     return changes_weights(config) and not tower <= frozen_of(config, shape)
 
 
-def image_balance(config: Config, shape: ModelShape) -> dict[str, Any]:
-    """Return what a `Balance` says of images; nothing of a model that sees none."""
-    if shape.vision is None:
-        return {}
-    patches, of_token = config.train.max_patches_per_gpu, shape.vision.merge**2
-    most = None if patches is None else max(patches // of_token, 1)
-    return {"images": ImageCost.of_shape(shape.vision, trains_tower(config, shape)), "max_image_tokens": most}
+def image_cost(config: Config, shape: ModelShape) -> ImageCost | None:
+    """Return what images cost a run's trainers; None for a model that sees none."""
+    return None if shape.vision is None else ImageCost.of_shape(shape.vision, trains_tower(config, shape))
+
+
+def max_image_tokens(config: Config, shape: ModelShape) -> int | None:
+    """Return the image tokens that --max-patches-per-gpu lets into a micro-batch; None: no limit."""
+    patches = config.train.max_patches_per_gpu
+    return None if shape.vision is None or patches is None else max(patches // shape.vision.merge**2, 1)
 
 
 def frozen_of(config: Config, shape: ModelShape, role: Role | None = None) -> frozenset[str]:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import math
 from argparse import Namespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
 from fusionrl.data.sample import Sample
 from fusionrl.models.shape import read_hf_config
 from fusionrl.rollout.tools import ToolAnswer, ToolError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Coordinates = Literal["pixels", "thousandths"]
 Box = tuple[int, int, int, int]
@@ -49,7 +52,7 @@ class ZoomTool:
 
     def __init__(self, sample: Sample, coordinates: Coordinates) -> None:
         self._sample, self._coordinates = sample, coordinates
-        self.schema = _schema(coordinates)
+        self.schema: dict[str, Any] = {**_schema(coordinates)}
 
     async def __call__(self, bbox_2d: list[float], label: str = "", image_index: int = 0) -> ToolAnswer:
         """Return the part of an image. Raises ToolError for a box or an image that does not exist."""
@@ -59,7 +62,7 @@ class ZoomTool:
         part = await asyncio.to_thread(self._cut, images[image_index], bbox_2d)
         return ToolAnswer(f"The part {bbox_2d} of image {image_index}" + (f": {label}" if label else "."), [part])
 
-    def _cut(self, image: ImageRef, box: list[float]) -> Any:
+    def _cut(self, image: ImageRef, box: list[float]) -> Image:
         original = IMAGES.original(image)
         sides = (image.width, image.height) if self._coordinates == "pixels" else (1000, 1000)
         return original.crop(box_in_original(box, sides, original.size))
@@ -97,7 +100,7 @@ def _grown(start: float, end: float, size: int) -> tuple[int, int]:
     return first, last
 
 
-def _schema(coordinates: Coordinates) -> dict[str, Any]:
+def _schema(coordinates: Coordinates) -> dict[str, object]:
     box = {
         "type": "array",
         "items": {"type": "number"},

@@ -7,8 +7,8 @@ context-parallel ranks as any others, and over tensor-parallel ranks as those of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -41,7 +41,7 @@ class Sight:
 class SeeingModel(ChosenOutputs):
     """A policy that sees images, which it finds in the layout of a micro-batch (`PackedLayout.images`)."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, sight: Sight, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, sight: Sight, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         self.sight = sight
         self._lanes: Tensor | None = None  # by which axis each pair of dimensions is turned
@@ -67,7 +67,7 @@ class SeeingModel(ChosenOutputs):
         """Drop the features of images that a frozen tower has kept."""
         self._features = {}
 
-    def _preprocess(self, *args: object, packed_seq_params: Any = None, **kwargs: object) -> tuple[object, ...]:
+    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[object, ...]:
         parts = GPTModel._preprocess(self, *args, packed_seq_params=packed_seq_params, **kwargs)
         hidden, table = parts[0], parts[1]
         assert isinstance(packed_seq_params, PackedLayout), "packed sequences only"
@@ -126,10 +126,11 @@ class _DeepFeatures:
         self.number = number
 
     def __call__(
-        self, module: torch.nn.Module, args: object, kwargs: dict[str, Any], output: tuple[Tensor, ...]
+        self, module: torch.nn.Module, args: object, kwargs: Mapping[str, object], output: tuple[Tensor, ...]
     ) -> object:
-        images = kwargs["packed_seq_params"].images
-        if images is None:
+        layout = kwargs["packed_seq_params"]
+        assert isinstance(layout, PackedLayout)
+        if (images := layout.images) is None:
             return output
         hidden = _Add.apply(output[0], images, images.deep[self.number], self.number)
         if not module.training:  # while the tower's features of all micro-batches would stay

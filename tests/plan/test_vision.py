@@ -15,7 +15,7 @@ from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.vision import WindowTower
 from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.vision import frozen_of, image_balance, trains_tower, vision_errors
+from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
 from tests.tiny_vision import config_of
 
 SEES = {"multimodal_keys": {"image": "images"}}
@@ -108,9 +108,11 @@ def test_ranks_and_micro_batches_of_samples_with_images() -> None:
     """Text and images mixed: ranks cost the same within 5 %, and a micro-batch has no more patches than allowed."""
     random = np.random.default_rng(5)
     config = Config.from_flat({"mode": "sft", "max_patches_per_gpu": 800} | SEES)
-    images_of = image_balance(config, shape_of("qwen3_vl", tower=64))
-    assert images_of["max_image_tokens"] == 200
-    balance = Balance(SequenceCost(1e6, 1e2), 4096, share_prompts=True, **images_of)
+    shape = shape_of("qwen3_vl", tower=64)
+    most = max_image_tokens(config, shape)
+    assert most == 200
+    cost, own_cost = SequenceCost(1e6, 1e2), image_cost(config, shape)
+    balance = Balance(cost, 4096, share_prompts=True, images=own_cost, max_image_tokens=most)
     groups = [list(range(first, first + 4)) for first in range(0, 256, 4)]
     images: list[dict[str, int]] = []
     for group in groups:

@@ -23,6 +23,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import as_ref
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_PATCH_SIZE = 14
@@ -49,7 +50,7 @@ class Dataset:
         max_length: int | None,
         *,
         prompt_key: str = "text",
-        multimodal_keys: Mapping[str, Any] | None = None,
+        multimodal_keys: Mapping[str, str] | None = None,
         label_key: str | None = None,
         tool_key: str | None = None,
         metadata_key: str = "metadata",
@@ -121,7 +122,7 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
     return inputs
 
 
-def encode_image_for_rollout_engine(image: Any) -> str:
+def encode_image_for_rollout_engine(image: Image) -> str:
     """Return an image (PIL) as a data URI of a PNG, as SGLang takes it; in a run, its normal form."""
     if IMAGES.processor is None:
         from fusionrl.data.stored_image import png_of  # imports PIL
