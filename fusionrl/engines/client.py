@@ -231,7 +231,7 @@ class GenerateClient:
             if finished:
                 return
             if self._media is not None and self._media.bar(tokens):
-                yield _cut_off(part)
+                yield _cut_off(piece, part)
                 return
             if len(tokens) > before:
                 self.num_tokens_kept += len(tokens) - before
@@ -452,10 +452,10 @@ async def _lines(
         response.close()
 
 
-def _cut_off(part: int) -> Generation:
-    """The end of an answer that no engine can continue."""
-    nothing = np.zeros(0, np.int32)
-    return Generation(nothing, nothing.astype(np.float32), "", "length", [], 0, 0, {}, part)
+def _cut_off(last: Generation, part: int) -> Generation:
+    """The end of an answer that no engine can continue, after the last piece that came."""
+    piece = replace(last, tokens=last.tokens[:0], log_probs=last.log_probs[:0], text="", weight_versions=[])
+    return replace(piece, finish_reason="length", part=part)
 
 
 def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:

@@ -286,8 +286,9 @@ async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | Non
     tool = by_name[call.name]
     try:
         arguments = json.loads(call.arguments)
+        json.dumps(arguments, ensure_ascii=False).encode()  # no tokenizer takes half a pair of surrogates
         jsonschema.validate(arguments, {"additionalProperties": False} | tool.schema["function"]["parameters"])
-    except (json.JSONDecodeError, jsonschema.ValidationError) as error:
+    except (ValueError, RecursionError, jsonschema.ValidationError) as error:
         reason = error.message if isinstance(error, jsonschema.ValidationError) else str(error)
         return ToolResult(f"error: wrong arguments for {call.name}: {reason}", True)
     # An error of a generate function's own tool is named with that function.

@@ -205,6 +205,8 @@ def _add_routed_experts(args: Namespace, sample: Sample, answer: Generation) -> 
     """Add the experts that the engine chose for the request's tokens and the answer's, [tokens - 1, layers, topk]."""
     if not _experts_size(args) or answer.finish_reason == "abort":
         return  # an aborted sample is continued, and then the engine reports on all tokens
+    if answer.meta_info.get("finish_reason") is None:
+        return  # the engine died, and no other may continue: trainers choose the experts
     size = (sample.num_tokens - 1, *_experts_size(args))
     try:
         sample.rollout_routed_experts = routed_experts(answer.meta_info, size, getattr(args, "num_experts", None))

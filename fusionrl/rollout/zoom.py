@@ -59,6 +59,7 @@ class ZoomTool:
         images = [image for _, image in self._sample.image_spans]
         if not 0 <= image_index < len(images):
             raise ToolError(f"image_index {image_index}: there are {len(images)} images, the first is 0")
+        image_index = int(image_index)  # a JSON schema's integer may be 0.0
         part = await asyncio.to_thread(self._cut, images[image_index], bbox_2d)
         return ToolAnswer(f"The part {bbox_2d} of image {image_index}" + (f": {label}" if label else "."), [part])
 
@@ -77,7 +78,7 @@ def box_in_original(box: list[float], sides: tuple[float, float], size: tuple[in
         ToolError: the box is empty, outside the image, or too thin.
     """
     x1, y1, x2, y2 = box
-    if not all(math.isfinite(value) for value in box) or x1 >= x2 or y1 >= y2:
+    if not all(abs(value) < math.inf for value in box) or x1 >= x2 or y1 >= y2:  # isfinite fails for a long integer
         raise ToolError(f"bbox_2d {box}: give [x1, y1, x2, y2] with x1 < x2 and y1 < y2")
     x1, x2 = (min(max(x, 0), sides[0]) for x in (x1, x2))
     y1, y2 = (min(max(y, 0), sides[1]) for y in (y1, y2))

@@ -21,12 +21,14 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of, set_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.engines.client import GenerateClient
 from fusionrl.rollout.agent import generate as generate_with_tools
-from fusionrl.rollout.image_requests import image_metrics, with_images
+from fusionrl.rollout.image_requests import image_metrics, media_tokens, with_images
 from fusionrl.rollout.sessions import open_session
-from fusionrl.rollout.sglang_rollout import generate
+from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
 from fusionrl.rollout.zoom import box_in_original
+from tests.engines import streaming
 from tests.rollout import engine as scripted
 from tests.rollout.engine import Engine, Turn, call, needs, pictures
 from tests.tiny_model import make_byte_tokenizer
@@ -187,6 +189,29 @@ def test_a_sampled_placeholder_ends_a_sample_that_would_go_on(play: Any, token: 
     assert len(sample.image_spans) == 2 and sample.metadata["num_turns"] == 1
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_placeholder_of_an_engine_that_died_ends_its_sample(seeing: str, is_streamed: bool) -> None:
+    """No engine may continue, and none says which experts it chose."""
+    sample = asking(seeing, noise(UNIT, UNIT))
+    assert sample.prompt_tokens is not None
+    served = streaming.Engine([97, IMAGE, 99, 100], len(sample.prompt_tokens), [("die", 3)])
+    args, _ = scripted.prepare(seeing, [], image_transport="data")
+    args.routed_experts_size = (3, 2)
+
+    async def use(url: str) -> None:
+        async with GenerateClient(url, media=media_tokens(), stream_responses=True) as args.generate_client:
+            if is_streamed:
+                async for _ in stream_generate(args, sample, scripted.sampling_params(args)):
+                    pass
+            else:
+                await generate(args, sample, scripted.sampling_params(args))
+
+    streaming.serve(served, use)
+    sample.validate()
+    assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 3)
+    assert sample.rollout_routed_experts is None
+
+
 # ------------------------------------------------------------------------------------------------ zoom
 @pytest.mark.parametrize(("coordinates", "scale"), [("auto", 1000), ("thousandths", 1000), ("pixels", 256)])
 def test_the_model_sees_a_part_of_the_original(play: Any, coordinates: str, scale: int) -> None:
@@ -209,7 +234,7 @@ def test_the_model_sees_a_part_of_the_original(play: Any, coordinates: str, scal
 def test_a_part_of_a_part(play: Any) -> None:
     original = noise(1024, 1024)
     first = call("image_zoom_in_tool", bbox_2d=[0, 0, 500, 500])
-    second = call("image_zoom_in_tool", bbox_2d=[500, 500, 1000, 1000], image_index=1)
+    second = call("image_zoom_in_tool", bbox_2d=[500, 500, 1000, 1000], image_index=1.0)
     sample, engine = play([first, second, "Red."], original, tools_path="fusionrl.rollout.zoom.tools")
     check(sample, engine)
     np.testing.assert_array_equal(IMAGES.pixels(sample.image_spans[2][1]), pixels(original.crop((256, 256, 512, 512))))
@@ -266,7 +291,7 @@ def test_images_of_a_tool_of_one_s_own(play: Any) -> None:
 def test_a_part_in_pixels_of_the_original() -> None:
     """Clamped, whole pixels, and never smaller than 28 of them."""
     assert box_in_original([0, 0, 1000, 1000], (1000, 1000), (333, 77)) == (0, 0, 333, 77)
-    assert box_in_original([-9, 250, 500, 2000], (1000, 1000), (400, 200)) == (0, 50, 200, 200)
+    assert box_in_original([-9, 250, 500, 10**400], (1000, 1000), (400, 200)) == (0, 50, 200, 200)
     assert box_in_original([500, 500, 501, 501], (1000, 1000), (400, 200)) == (187, 87, 215, 115)
     assert box_in_original([0, 0, 1, 1000], (1000, 1000), (400, 20)) == (0, 0, 28, 20)
     with pytest.raises(ToolError, match="too thin"):

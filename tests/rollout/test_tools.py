@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from fusionrl.rollout import tools
+from fusionrl.rollout.agent import ToolCall, call_tool
 from fusionrl.rollout.sandbox import Limits, SandboxError
 from fusionrl.rollout.tools import PythonTool, SearchTool, tool_name
 
@@ -35,6 +36,13 @@ def test_a_script_that_ends_its_sandbox_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tools, "probe", Mock(side_effect=SandboxError("nothing starts here")))
     with pytest.raises(SandboxError, match="nothing starts here"):
         asyncio.run(PythonTool()(code="x"))
+
+
+@pytest.mark.parametrize("code", ["[" * 100_000, "1" * 5000, '"\\ud800"'], ids=["deep", "long", "half a pair"])
+def test_arguments_that_json_or_a_tokenizer_refuses_are_told(code: str) -> None:
+    call = ToolCall("python", f'{{"code": {code}}}')
+    result = asyncio.run(call_tool([PythonTool()], call, None, 9.0))
+    assert result.is_error and result.text.startswith("error: wrong arguments for python: ")
 
 
 def bm25(query: list[str], documents: list[list[str]], k1: float = 1.5, b: float = 0.75) -> list[float]:
