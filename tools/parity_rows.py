@@ -156,7 +156,8 @@ def selective(*modules: str) -> dict[str, Any]:
 WINDOWED: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2})
 DENSE = (*WINDOWED, {"cp": 2})
 MIXED = (*DENSE, {"ep": 2})
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+# A bucket for each parameter: what waits for none, or is ready in another order on some rank, ends the run.
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}
 ROWS = [
     Row("qwen3", 2),
     Row("qwen3", 2, note="overlapped", ddp=OVERLAP),

@@ -53,6 +53,8 @@ class ChosenOutputs(GPTModel):
             else:  # Megatron's looks for labels of these layers
                 outputs = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
             return outputs / self.logits_scale if self.logits_scale != 1.0 else outputs
+        for hook in self.output_layer._forward_pre_hooks.values():  # by which overlapped gathering waits for the weight
+            hook(self.output_layer, ())
         if labels.ahead and self.training:
 
             def of_layer(hidden: Tensor, work: Ahead) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of
+from tools.parity_rows import OVERLAP
 
 COMMON = {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.01, "clip_grad": 1.0, "weight_decay": 0.01}
 _of_one_rank: dict[object, tuple[list, list]] = {}
@@ -67,7 +68,7 @@ def test_micro_batches_and_data_parallel_ranks_change_nothing(workers, hf, per_t
     ("kind", "fields"),
     [
         ("ddp", {"overlap_grad_reduce": True}),
-        ("ddp", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+        ("ddp", OVERLAP),
         ("transformer", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
         ("transformer", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}),
     ],
