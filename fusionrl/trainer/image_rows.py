@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -37,6 +37,12 @@ class ImageRows:
     sources: Tensor
     deep: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def blank(cls, shape: VisionShape, device: torch.device) -> Self:
+        """A black image of one feature, which no token has."""
+        nowhere = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls({"": torch.zeros(shape.unit, shape.unit, shape.channels, device=device)}, nowhere, nowhere)
 
 
 def prompt_keys(shard: TrainShard, samples: Sequence[int], prompts: Sequence[int]) -> list[bytes]:

@@ -3,6 +3,9 @@
 Every tensor-parallel rank has the tower whole, and runs it over those images alone that have a token on its part of the
 row; no rank waits for another. Its gradients are those of the rank's own tokens: Megatron sums them over data- and
 context-parallel ranks as any others, and over tensor-parallel ranks as those of norms under sequence parallelism.
+
+Where Megatron gathers weights and reduces gradients during the passes, ranks must use the tower's buckets in one order:
+a rank without an image in a micro-batch runs its tower over a blank one, whose features nothing reads.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Sight:
     """What a model has to see.
 
     recompute  the tower's blocks are computed again in backward
-    overlaps   gradients are reduced during backward, which waits for those of every parameter
+    overlaps   gradients are reduced during backward
     """
 
     shape: VisionShape
@@ -88,11 +91,12 @@ class SeeingModel(ChosenOutputs):
 
     def _with_images(self, hidden: Tensor, images: ImageRows | None) -> Tensor:
         """Embeddings [T / sequence parallel size, 1, h] with the features of images in their places."""
-        trained = [parameter for parameter in self.vision_model.parameters() if parameter.requires_grad]
+        is_trained = any(parameter.requires_grad for parameter in self.vision_model.parameters())
         if images is None:
-            touches = trained and self.sight.overlaps and torch.is_grad_enabled()
-            return _Touch.apply(hidden, *trained) if touches else hidden
-        features, deep = self._run(images) if trained else self._frozen(images)
+            if not (is_trained and self.sight.overlaps):
+                return hidden
+            images = ImageRows.blank(self.sight.shape, hidden.device)
+        features, deep = self._run(images) if is_trained else self._frozen(images)
         images.deep = [part.detach() for part in deep]
         return _Merge.apply(hidden[:, 0], images, features, *deep)[:, None]
 
@@ -174,17 +178,3 @@ class _Add(torch.autograd.Function):
         images: ImageRows = ctx.images
         images.grads[ctx.number].index_add_(0, images.sources, grad[:, 0].index_select(0, images.rows))
         return grad, None, None, None
-
-
-class _Touch(torch.autograd.Function):
-    """Give the tower gradients of zeros in a micro-batch without an image on this rank."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *(torch.zeros_like(parameter) for parameter in ctx.parameters)

@@ -1,4 +1,5 @@
-"""Vision towers as torch modules, with the names of checkpoints; nothing of Megatron.
+"""Vision towers as torch modules, with the names of checkpoints; nothing of Megatron, whose hooks before a module's
+forward pass wait for its weights: a weight is read by its own module's `forward` alone.
 
 A patch is embedded by one product with a matrix, as the kernel of the convolution is as large as its stride. Attention
 is within segments (whole images, or windows of them): all segments of one length are one call.
@@ -145,16 +146,32 @@ class _Merger(nn.Module):
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
+class _PatchProjection(nn.Conv3d):
+    def forward(self, patches: Tensor) -> Tensor:
+        """[patches, values of one] → [patches, h]."""
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
 class _PatchEmbedding(nn.Module):
     def __init__(self, shape: VisionShape, bias: bool) -> None:
         super().__init__()
         kernel = (shape.temporal_patch_size, shape.patch_size, shape.patch_size)
-        self.proj = nn.Conv3d(shape.channels, shape.hidden_size, kernel, stride=kernel, bias=bias)
+        self.proj = _PatchProjection(shape.channels, shape.hidden_size, kernel, stride=kernel, bias=bias)
 
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, values of one] → [patches, h]."""
-        weight = self.proj.weight
-        return F.linear(patches.to(weight.dtype), weight.flatten(1), self.proj.bias)
+        return self.proj(patches)
+
+
+class _PlaceTable(nn.Embedding):
+    def forward(self, grid: Grid, merge: int) -> Tensor:
+        """[patches of an image, h]: the table, a square, stretched to the image."""
+        times, height, width = grid
+        side = round(self.num_embeddings**0.5)
+        table = self.weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+        values = F.interpolate(table, (height, width), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
+        values = values.reshape(height // merge, merge, width // merge, merge, -1).transpose(1, 2)
+        return values.reshape(height * width, -1).repeat(times, 1).to(self.weight.dtype)
 
 
 class Tower(nn.Module):
@@ -275,28 +292,18 @@ class StackedTower(Tower):
 
     def __init__(self, shape: DeepstackTower, scale: PixelScale, recompute: bool = False) -> None:
         super().__init__(shape, scale, recompute)
-        self.pos_embed = nn.Embedding(shape.num_positions, shape.hidden_size)
+        self.pos_embed = _PlaceTable(shape.num_positions, shape.hidden_size)
         self.merger = _Merger(shape, joins_first=False)
         self.deepstack_merger_list = nn.ModuleList([_Merger(shape, joins_first=True) for _ in shape.deepstack])
 
     def embed(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """With the table of positions, stretched to each image."""
-        stretched = {grid: self._stretched(grid) for grid in dict.fromkeys(grids)}
+        stretched = {grid: self.pos_embed(grid, self.shape.merge) for grid in dict.fromkeys(grids)}
         return super().embed(patches, grids) + torch.cat([stretched[grid] for grid in grids])
 
     def deep_features(self, number: int, x: Tensor) -> Tensor:
         """By a merger of their own."""
         return self.deepstack_merger_list[number](x)
-
-    def _stretched(self, grid: Grid) -> Tensor:
-        """[patches of an image, h]."""
-        times, height, width = grid
-        weight, merge = self.pos_embed.weight, self.shape.merge
-        side = round(self.shape.num_positions**0.5)
-        table = weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        values = F.interpolate(table, (height, width), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
-        values = values.reshape(height // merge, merge, width // merge, merge, -1).transpose(1, 2)
-        return values.reshape(height * width, -1).repeat(times, 1).to(weight.dtype)
 
 
 TOWERS: dict[type[VisionShape], type[Tower]] = {WindowTower: WindowedTower, DeepstackTower: StackedTower}
