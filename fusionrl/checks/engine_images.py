@@ -1,10 +1,81 @@
-"""Checks of settings for images."""
+"""Settings of engines that see, and checks of the user's own."""
+
+import os
+from collections.abc import Mapping
 
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
+from fusionrl.config.eval_sets import readable_sets
 from fusionrl.config.run_parts import uses_engines
-from fusionrl.engines.image_settings import ImageSettings, check_settings
+from fusionrl.data.images import ImageLimits
+from fusionrl.data.processor_files import read_processor_files
+from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.vision import trains_tower
+
+
+def image_settings(config: Config, shape: ModelShape) -> ImageSettings | None:
+    """Return what a run's policy engines need; None: the run has no images.
+
+    Their limits are so wide that they leave the normal forms of all sets as they are.
+    """
+    folder = config.model.hf_checkpoint
+    if shape.vision is None or folder is None:
+        return None
+    own = [(config.data.image_min_pixels, config.data.image_max_pixels)]
+    own += [(one.image_min_pixels, one.image_max_pixels) for one in readable_sets(config)]
+    limits: list[ImageLimits] = []
+    if any(limit is not None for pair in own for limit in pair):
+        limits = [read_processor_files(folder).limited(*pair).limits for pair in own]
+    least = min((limit.min_pixels for limit in limits), default=None)
+    return ImageSettings(trains_tower(config, shape), least, max((limit.max_pixels for limit in limits), default=None))
+
+
+def check_settings(
+    settings: ImageSettings,
+    device: str | None,
+    args: Mapping[str, object],
+    prefix: str = "--sglang-",
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Check the user's own settings of an engine that is asked about images.
+
+    device       None: not known yet
+    args         fields of `ServerArgs`
+    prefix       of their flags, for messages
+    environment  default: this process's
+
+    Raises:
+        ValueError: with one of them, the engine sees other images than the trainers, or features of earlier weights.
+    """
+    env = os.environ if environment is None else environment
+    if settings.trains_tower and env.get(CACHE_VARIABLE, "0") != "0":
+        raise ValueError(
+            f"{CACHE_VARIABLE}={env[CACHE_VARIABLE]}: SGLang would answer with features of images from before a weight"
+            " push, for it keeps them; unset the variable, or freeze the vision tower (--freeze-vision)"
+        )
+    if env.get(KEEP_IDS_VARIABLE, "1").lower() not in ("1", "true"):
+        raise ValueError(
+            f"{KEEP_IDS_VARIABLE}={env[KEEP_IDS_VARIABLE]}: SGLang would tokenize prompts with images again, into other"
+            " tokens than were sampled; unset the variable"
+        )
+    reasons = {
+        "enable_multimodal": (False, "the engines would not see"),
+        "language_model_only": (True, "the engines would not see"),
+        "encoder_only": (True, "the engines would generate nothing"),
+        "mm_preprocess_cache_size_mb": (0, "each sibling's images would be decoded and cut anew"),
+    }
+    for name, (wrong, reason) in reasons.items():
+        if name in args and args[name] == wrong:
+            raise ValueError(f"{prefix}{name.replace('_', '-')} {wrong}: {reason}; leave it out")
+    backend = args.get("image_processor_backend", "auto")
+    if device == "cpu" and backend not in ("auto", "pil"):
+        raise ValueError(f"{prefix}image-processor-backend {backend}: it is for engines on a GPU; leave it out")
+    if config := args.get("mm_process_config"):
+        raise ValueError(
+            f"{prefix}mm-process-config {config!r}: engines and trainers see the same images only where"
+            " fusionrl sets their limits; use --image-min-pixels and --image-max-pixels"
+        )
 
 
 def engine_image_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -15,7 +86,7 @@ def engine_image_errors(config: Config, shape: ModelShape | None) -> list[str]:
     groups = [(f"--engine-group {group.name}: ", common | group.server_args) for group in engine_groups(config)]
     errors = []
     try:
-        if (settings := ImageSettings.of(config, shape)) is not None:
+        if (settings := image_settings(config, shape)) is not None:
             for prefix, args in [("--sglang-", common), *groups]:
                 check_settings(settings, None if device == "auto" else device, args, prefix)
     except ValueError as error:

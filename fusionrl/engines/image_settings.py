@@ -1,18 +1,6 @@
 """Settings of engines that see. Pure."""
 
-from __future__ import annotations
-
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
-
-from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import readable_sets
-from fusionrl.data.images import ImageLimits
-from fusionrl.data.processor_files import read_processor_files
-from fusionrl.models.shape import ModelShape
-from fusionrl.plan.vision import trains_tower
 
 CACHE_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"
 """MB of towers' features that an engine keeps; weight pushes do not empty it."""
@@ -32,23 +20,6 @@ class ImageSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
 
-    @classmethod
-    def of(cls, config: Config, shape: ModelShape) -> Self | None:
-        """Return what a run's policy engines need; None: the run has no images.
-
-        Their limits are so wide that they leave the normal forms of all sets as they are.
-        """
-        folder = config.model.hf_checkpoint
-        if shape.vision is None or folder is None:
-            return None
-        own = [(config.data.image_min_pixels, config.data.image_max_pixels)]
-        own += [(one.image_min_pixels, one.image_max_pixels) for one in readable_sets(config)]
-        limits: list[ImageLimits] = []
-        if any(limit is not None for pair in own for limit in pair):
-            limits = [read_processor_files(folder).limited(*pair).limits for pair in own]
-        least = min((limit.min_pixels for limit in limits), default=None)
-        return cls(trains_tower(config, shape), least, max((limit.max_pixels for limit in limits), default=None))
-
     def arguments(self, device: str) -> dict[str, object]:
         """Return fields of `ServerArgs`."""
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
@@ -63,50 +34,3 @@ class ImageSettings:
     def environment(self) -> dict[str, str]:
         """Return environment variables of an engine."""
         return {KEEP_IDS_VARIABLE: "1", **({CACHE_VARIABLE: "0"} if self.trains_tower else {})}
-
-
-def check_settings(
-    settings: ImageSettings,
-    device: str | None,
-    args: Mapping[str, object],
-    prefix: str = "--sglang-",
-    environment: Mapping[str, str] | None = None,
-) -> None:
-    """Check the user's own settings of an engine that is asked about images.
-
-    device       None: not known yet
-    args         fields of `ServerArgs`
-    prefix       of their flags, for messages
-    environment  default: this process's
-
-    Raises:
-        ValueError: with one of them, the engine sees other images than the trainers, or features of earlier weights.
-    """
-    env = os.environ if environment is None else environment
-    if settings.trains_tower and env.get(CACHE_VARIABLE, "0") != "0":
-        raise ValueError(
-            f"{CACHE_VARIABLE}={env[CACHE_VARIABLE]}: SGLang would answer with features of images from before a weight"
-            " push, for it keeps them; unset the variable, or freeze the vision tower (--freeze-vision)"
-        )
-    if env.get(KEEP_IDS_VARIABLE, "1").lower() not in ("1", "true"):
-        raise ValueError(
-            f"{KEEP_IDS_VARIABLE}={env[KEEP_IDS_VARIABLE]}: SGLang would tokenize prompts with images again, into other"
-            " tokens than were sampled; unset the variable"
-        )
-    reasons = {
-        "enable_multimodal": (False, "the engines would not see"),
-        "language_model_only": (True, "the engines would not see"),
-        "encoder_only": (True, "the engines would generate nothing"),
-        "mm_preprocess_cache_size_mb": (0, "each sibling's images would be decoded and cut anew"),
-    }
-    for name, (wrong, reason) in reasons.items():
-        if name in args and args[name] == wrong:
-            raise ValueError(f"{prefix}{name.replace('_', '-')} {wrong}: {reason}; leave it out")
-    backend = args.get("image_processor_backend", "auto")
-    if device == "cpu" and backend not in ("auto", "pil"):
-        raise ValueError(f"{prefix}image-processor-backend {backend}: it is for engines on a GPU; leave it out")
-    if config := args.get("mm_process_config"):
-        raise ValueError(
-            f"{prefix}mm-process-config {config!r}: engines and trainers see the same images only where"
-            " fusionrl sets their limits; use --image-min-pixels and --image-max-pixels"
-        )

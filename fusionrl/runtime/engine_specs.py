@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from fusionrl.checks.engine_images import check_settings, image_settings
 from fusionrl.config.config import Config
 from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_command
 from fusionrl.config.run_parts import uses_trainers
-from fusionrl.engines.image_settings import ImageSettings, check_settings
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.models.engine_config import pushed_arguments
 from fusionrl.plan.pipeline_knobs import pause_mode
@@ -61,7 +61,7 @@ def engine_specs(
             start_timeout_s=config.rollout.engine_start_timeout_s,
             num_threads=config.rollout.engine_num_threads,
             server_args=_server_args(config, plan, role, index),
-            images=ImageSettings.of(config, plan.shape) if role == "engine" else None,
+            images=image_settings(config, plan.shape) if role == "engine" else None,
             role=role,
             wrapper=_wrapper(config, role, index, Path(log_dir).parent),
             num_nodes=len(parts),
@@ -124,7 +124,7 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
     prefix = f"--engine-group {group.name}: " if group is not None else "--sglang-"
     if group is not None and group.role in ("prefill", "decode"):
         server_args["disaggregation_mode"] = group.role
-    if (images := ImageSettings.of(config, plan.shape)) is not None:
+    if (images := image_settings(config, plan.shape)) is not None:
         check_settings(images, plan.device, server_args, prefix)
     if plan.engines_give_memory:
         server_args.setdefault("enable_memory_saver", True)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from fusionrl.base.cpu_wing import PROCESSOR_VARIABLE
+from fusionrl.checks.engine_images import check_settings, image_settings
 from fusionrl.config.config import Config
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineSpec
-from fusionrl.engines.image_settings import CACHE_VARIABLE, ImageSettings, check_settings
+from fusionrl.engines.image_settings import CACHE_VARIABLE, ImageSettings
 from fusionrl.engines.images import MediaTokens, check_images
 from fusionrl.engines.request_merging import RequestMerger
 from fusionrl.engines.spec import server_command, server_environment
@@ -142,15 +143,15 @@ def test_an_engine_has_the_limits_of_all_sets(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen3_vl")))  # 1,024 to 65,536
     shape = read_model_shape(tmp_path, sees=True)
     flags: dict[str, object] = {"hf_checkpoint": str(tmp_path), "multimodal_keys": {"image": "images"}}
-    assert ImageSettings.of(Config.from_flat(flags), shape) == ImageSettings(True)
-    assert ImageSettings.of(Config.from_flat(flags | {"mode": "eval"}), shape) == ImageSettings(False)
-    assert ImageSettings.of(Config.from_flat(flags | {"freeze_vision": True}), shape) == ImageSettings(False)
+    assert image_settings(Config.from_flat(flags), shape) == ImageSettings(True)
+    assert image_settings(Config.from_flat(flags | {"mode": "eval"}), shape) == ImageSettings(False)
+    assert image_settings(Config.from_flat(flags | {"freeze_vision": True}), shape) == ImageSettings(False)
     sets = {"eval": {"datasets": [{"name": "a", "path": "a.jsonl", "image_max_pixels": 99_999}]}}
     (tmp_path / "sets.yaml").write_text(json.dumps(sets))
     flags |= {"image_max_pixels": 4096, "eval_config": str(tmp_path / "sets.yaml")}
-    assert ImageSettings.of(Config.from_flat(flags), shape) == ImageSettings(True, 1024, 99_999)
+    assert image_settings(Config.from_flat(flags), shape) == ImageSettings(True, 1024, 99_999)
     text = read_model_shape(tmp_path)
-    assert ImageSettings.of(Config.from_flat({"hf_checkpoint": str(tmp_path)}), text) is None
+    assert image_settings(Config.from_flat({"hf_checkpoint": str(tmp_path)}), text) is None
 
 
 def test_an_engine_that_sees(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     def make(trainers: list[Actor], engines: list[Actor], peak: float | None = None) -> HardwareMetrics:
         layout = SimpleNamespace(world_size=len(trainers)) if trainers else None
         shape = read_model_shape(tiny_model)
-        plan: Any = SimpleNamespace(layout=layout, shape=shape, num_engines=len(engines))
+        plan: Any = SimpleNamespace(layout=layout, shape=shape, balance=None, num_engines=len(engines))
         plan.engine_bundles = tuple((index,) for index in range(len(engines)))
         groups: Any = SimpleNamespace(actors=trainers, auxiliaries=[])
         pool: Any = SimpleNamespace(everyone=engines)

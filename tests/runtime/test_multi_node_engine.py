@@ -136,7 +136,7 @@ def specs(
     *nodes: str, config: Config | None = None, groups: Sequence[EngineGroup] = (), index: int = 0
 ) -> list[EngineSpec]:
     facts = {"device": "cuda", "rollout_dtype": "bf16", "engines_give_memory": False, "knobs": None}
-    plan: Any = SimpleNamespace(scorers=(), transport="broadcast", **facts)
+    plan: Any = SimpleNamespace(scorers=(), transport="broadcast", shape=SimpleNamespace(vision=None), **facts)
     plan.group_of = lambda engine: groups[engine] if groups else None
     return engine_specs(
         *(config or Config.from_flat({"hf_checkpoint": "org/model"}), plan, "engine", index, places(*nodes)),
@@ -188,6 +188,7 @@ CASES = [
 def group_args(group: str, **values: Any) -> dict[str, object]:
     groups = read_groups((f"g:num_gpus=1{group}",), 1)
     plan: Any = SimpleNamespace(group_of=lambda index: groups[0], engines_give_memory=False, device="cpu", knobs=None)
+    plan.shape = SimpleNamespace(vision=None)
     return policy_server_args(Config.from_flat(values), plan, 0)
 
 
