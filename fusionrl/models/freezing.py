@@ -10,7 +10,7 @@ from fusionrl.models import families
 from fusionrl.models.rules import VISION
 from fusionrl.models.shape import ModelShape
 
-FREEZE, ONLY = "--freeze-params-name-list", "--only-train-params-name-list"
+FREEZE, ONLY, TOWER = "--freeze-params-name-list", "--only-train-params-name-list", "--freeze-vision"
 
 
 @lru_cache(maxsize=8)
@@ -36,7 +36,8 @@ def frozen_tensors(
     frozen |= _found(names, freeze, FREEZE)
     frozen |= names.keys() - _found(names, only, ONLY) if only else set()
     if len(frozen) == len(names):
-        raise ValueError(f"{ONLY if only else FREEZE}: no parameter is left to train")
+        given = [flag for flag, is_given in ((FREEZE, freeze), (ONLY, only), (TOWER, freezes_vision)) if is_given]
+        raise ValueError(f"{' and '.join(given)}: no parameter is left to train")
     return frozenset(frozen)
 
 

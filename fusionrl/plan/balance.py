@@ -194,10 +194,9 @@ def _divide(
     if images and balance.images is not None:
         different = [list(_images_of(unit, images).values()) for unit in units]
         costs += np.array([sum(map(balance.images, counts)) for counts in different])
-        if balance.max_image_tokens is not None:
-            counts = np.array([sum(counts) for counts in different])
-            needs = np.column_stack([needs, counts])
-            limits.append(max(balance.max_image_tokens, int(counts.max(initial=0))))
+        if (limit := balance.max_image_tokens) is not None:  # what has more fills a micro-batch, but for texts
+            needs = np.column_stack([needs, [min(sum(counts), limit) for counts in different]])
+            limits.append(limit)
     per_rank = split_by_cost(costs, ranks)
     micro = pack_ranks(per_rank, needs, costs, limits, stages=balance.stages, multiple=balance.multiple)
     most = max(float(costs[items].sum()) for items in per_rank)

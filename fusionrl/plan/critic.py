@@ -58,6 +58,7 @@ def auxiliary_config(config: Config, role: Role) -> Config:
         schedule["lr_warmup_fraction"] = None
     if schedule["lr"] < train.min_lr:
         schedule["min_lr"] = schedule["lr"]
+    schedule |= {"freeze_params_name_list": [], "only_train_params_name_list": [], "freeze_vision": False}
     return config.model_copy(
         update={"model": model.model_copy(update=sizes | start), "train": train.model_copy(update=schedule)}
     )

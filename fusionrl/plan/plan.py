@@ -24,11 +24,12 @@ from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, mtp_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
+from fusionrl.plan.memory.states import stage_parameters
 from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan, plan_scorers
 from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.plan.vision import image_cost, max_image_tokens, vision_errors
+from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, vision_errors
 
 
 @dataclass(frozen=True)
@@ -336,17 +337,23 @@ def _checked_layout(config: Config, shape: ModelShape, world_size: int | None = 
 
 
 def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> None:
-    """Megatron's optimizer has a part for experts only on the stages that have some, and such states do not load."""
-    if not shape.num_experts or config.checkpoint.no_save or layout.pp == 1:
+    """Megatron's optimizer has a part for what a stage trains of experts, and one for what else it trains.
+
+    States of which a stage lacks one are not saved, or do not load.
+    """
+    stages = stage_layers(layout, shape.num_layers, config.passthrough.transformer)
+    if config.checkpoint.no_save or stages is None:
         return
-    stages = stage_layers(layout, shape.num_layers, config.passthrough.transformer) or []
-    without = [stage for stage, layers in enumerate(stages) if not set(layers) & set(shape.expert_layers)]
-    if without:
-        raise ValueError(
-            f"--pipeline-model-parallel-size {layout.pp}: stage {without[0]} (layers {stages[without[0]][0]} to"
-            f" {stages[without[0]][-1]}) has no experts, and a checkpoint of such a run could not be loaded again;"
-            " choose other stages, or --no-save"
-        )
+    counted = stage_parameters(shape, layout, stages, frozen_of(config, shape))
+    trains_experts = any(parameters.expert for parameters in counted)
+    for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True)):
+        lacks = "experts" if trains_experts and not parameters.expert else ""
+        if lacks or not (parameters.dense or parameters.exact or parameters.shared):
+            raise ValueError(
+                f"--pipeline-model-parallel-size {layout.pp}: stage {stage} (layers {layers[0]} to {layers[-1]}) trains"
+                f" no {lacks or 'parameters outside of experts'}, and a checkpoint of such a run could not be loaded"
+                " again; choose other stages, other parameters to train, or --no-save"
+            )
 
 
 def _virtual_size(config: Config, shape: ModelShape | None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import changes_weights
 from fusionrl.models.families import model_rules
@@ -67,13 +66,11 @@ def max_image_tokens(config: Config, shape: ModelShape) -> int | None:
     return None if shape.vision is None or patches is None else max(patches // shape.vision.merge**2, 1)
 
 
-def frozen_of(config: Config, shape: ModelShape, role: Role | None = None) -> frozenset[str]:
-    """Return the Megatron names of the parameters of a role's trainers that are not trained.
+def frozen_of(config: Config, shape: ModelShape) -> frozenset[str]:
+    """Return the Megatron names of the parameters that are not trained.
 
     Raises ValueError as `frozen_tensors`.
     """
     train = config.train
-    if role is not None:
-        return frozenset()
     lists = tuple(train.freeze_params_name_list), tuple(train.only_train_params_name_list)
     return frozen_tensors(shape, *lists, train.freeze_vision and shape.vision is not None)

@@ -104,7 +104,7 @@ class ModelRank:
     @property
     def frozen(self) -> frozenset[str]:
         """Megatron names of the parameters that are not trained."""
-        return frozen_of(self.config, self.shape, self.role)
+        return frozen_of(self.config, self.shape)
 
     @phase("setup")
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:

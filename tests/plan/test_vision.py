@@ -14,7 +14,9 @@ from fusionrl.models.freezing import frozen_names, frozen_tensors
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.vision import WindowTower
 from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
+from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.plan import plan_errors
 from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
 from tests.tiny_vision import config_of
 
@@ -89,6 +91,37 @@ def test_patterns_that_cannot_be(freeze: list[str], only: list[str], message: st
     assert message in error
 
 
+def test_stages_that_train_nothing_of_a_kind() -> None:
+    """Megatron neither saves nor loads such states."""
+
+    def errors(pp: int, shape: ModelShape, **flags: Any) -> list[str]:
+        sizes = {"actor_num_gpus_per_node": pp, "pipeline_model_parallel_size": pp}
+        return plan_errors(Config.from_flat({"mode": "sft", "hf_checkpoint": "x"} | SEES | sizes | flags), 0, shape)
+
+    dense, tied = (shape_of("qwen2_5_vl", layers=4, tie=tie) for tie in (False, True))
+    mixed = shape_of("qwen3_vl_moe", layers=4)
+    (error,) = errors(2, dense, only_train_params_name_list=["merger"])
+    assert "stage 1 (layers 2 to 3) trains no parameters outside of experts, and a checkpoint" in error
+    assert errors(1, dense, only_train_params_name_list=["merger"]) == []
+    assert errors(2, dense, only_train_params_name_list=["merger"], no_save=True) == []
+    assert errors(2, tied, freeze_params_name_list=["embed_tokens"]) == []
+    (error,) = errors(1, mixed, only_train_params_name_list=["experts"])
+    assert "stage 0 (layers 0 to 3) trains no parameters outside" in error
+    assert errors(1, mixed, freeze_params_name_list=["experts"]) == []
+
+
+def test_a_critic_trains_all_of_its_own() -> None:
+    config = Config.from_flat({"freeze_vision": True, "freeze_params_name_list": ["merger"]})
+    own = auxiliary_config(config, "critic").train
+    assert not own.freeze_vision and not own.freeze_params_name_list
+
+
+def test_all_flags_are_named_by_which_nothing_is_left_to_train() -> None:
+    only = [r"visual\.merger"]
+    (error,) = errors_of(shape_of("qwen3_vl"), TrainerLayout(1), freeze_vision=True, only_train_params_name_list=only)
+    assert error == "--only-train-params-name-list and --freeze-vision: no parameter is left to train"
+
+
 def test_cost_of_an_image() -> None:
     """Of Qwen2.5-VL-7B's tower, by a count of its parameters; attention within windows and to whole images."""
     tower = WindowTower(**TOWER_7B, window_size=112, full_layers=(7, 15, 23, 31))
@@ -136,3 +169,12 @@ def test_ranks_and_micro_batches_of_samples_with_images() -> None:
             total += sum(map(balance.images, different.values()))
         costs.append(total)
     assert max(costs) / min(costs) < 1.05
+
+
+def test_one_large_image_does_not_lift_the_limit_of_other_micro_batches() -> None:
+    balance = Balance(SequenceCost(1.0, 0.0), 10_000, images=ImageCost(1.0, 0.0), max_image_tokens=200)
+    counts = [900, *[150] * 8, 0, 0]
+    images = [{str(i): count} if count else {} for i, count in enumerate(counts)]
+    lengths = np.array([count + 10 for count in counts])
+    ((*bins,),) = divide(lengths, lengths - 5, [[i] for i in range(len(counts))], 1, balance, images)
+    assert sorted(sum(counts[i] for i in part) for part in bins if part) == [*[150] * 8, 900]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import needs_reference
 from fusionrl.models.families import model_rules
@@ -197,15 +196,13 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     a, is_rl = config.algorithm, config.run.mode == "rl"
     uses_reference = needs_reference(a)
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
-    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance, None)
+    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
     groups = [Group("trainers", stages, plan.trainer_bundles, num_sets)]
     auxiliary = plan.auxiliary
     if auxiliary is not None:
         role_config = auxiliary_config(config, auxiliary.role)
-        memories = _stages(
-            *(plan, role_config, auxiliary.shape, auxiliary.layout, auxiliary.batch, has_fused_layers, imbalance),
-            auxiliary.role,
-        )
+        sizes = auxiliary.shape, auxiliary.layout, auxiliary.batch
+        memories = _stages(plan, role_config, *sizes, has_fused_layers, imbalance)
         groups.append(Group(auxiliary.role, memories, auxiliary.bundles, int(auxiliary.role == "prm")))
     return groups
 
@@ -218,7 +215,6 @@ def _stages(
     batch: BatchPlan | None,
     has_fused_layers: bool,
     imbalance: float,
-    role: Role | None,
 ) -> tuple[StageMemory, ...]:
     passed, on_cpu = config.passthrough, plan.device == "cpu"
     impl = layer_impl(config.model.transformer_impl, plan.device, has_fused_layers, plan.precision)
@@ -247,8 +243,7 @@ def _stages(
     of_images = config.train.max_patches_per_gpu, config.train.vision_recompute
     options = BatchOptions(tokens, max(num_samples, 1), chunk_size, entropy_grad, custom, *of_images)
     states = StateOptions.of(plan.precision, passed.optimizer, passed.ddp)
-    frozen = frozen_of(config, shape, role)
-    return trainer_memory(shape, layout, options, states, activations, passed.transformer, frozen)
+    return trainer_memory(shape, layout, options, states, activations, passed.transformer, frozen_of(config, shape))
 
 
 def _beside_engines(plan: Plan, config: Config, groups: list[Group]) -> list[tuple[str, float]]:
