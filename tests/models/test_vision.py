@@ -186,6 +186,10 @@ def test_what_does_not_fit_is_refused(made: Callable[[str], Path]) -> None:
     assert "hidden_act 'relu' of the vision_config" in refused("vision_config", {"hidden_act": "relu"})
     rope = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [4, 2, 2]}
     assert "'yarn' is not supported" in refused("text_config", {"rope_parameters": rope})
-    assert "[8, 8, 8] for 8 pairs" in refused("text_config", {"rope_parameters": {"mrope_section": [8, 8, 8]}})
+    rope = {"mrope_section": [8, 8, 8], "mrope_interleaved": True}
+    assert "[8, 8, 8] for 8 pairs" in refused("text_config", {"rope_parameters": rope})
+    rope = {"mrope_section": [4, 2, 2]}
+    for one in (rope, rope | {"mrope_interleaved": False}):
+        assert "mrope_interleaved must be true" in refused("text_config", {"rope_parameters": one})
     with pytest.raises(ValueError, match="here: a qwen3 model sees no images; models that do are qwen3_5, .*qwen3_vl"):
         shape_from_hf_config(raw["text_config"] | {"model_type": "qwen3"}, "here", sees=True)

@@ -95,11 +95,14 @@ def read_stacked(
 ) -> VisionShape:
     """Qwen3-VL's tower; `deepstack`: its layers if config.json does not say."""
     vision = {**_STACKED, **raw["vision_config"]}
-    return DeepstackTower(
+    shape = DeepstackTower(
         **_tower(raw, text, tokens, _COMMON | _STACKED),
         num_positions=vision["num_position_embeddings"],
         deepstack_layers=tuple(vision.get("deepstack_visual_indexes", deepstack)),
     )
+    if not shape.mrope_interleaved:  # transformers' classes do not read it, and engines go by it
+        raise ValueError("this model's axes are always interleaved: mrope_interleaved must be true in rope_parameters")
+    return shape
 
 
 def _read(text: Callable[[HfConfig], dict[str, object]], raw: HfConfig) -> dict[str, object]:
