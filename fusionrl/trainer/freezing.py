@@ -10,6 +10,7 @@ from torch import Tensor
 from fusionrl.models import families
 from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
+from fusionrl.trainer.model import unwrap
 
 
 def freeze(modules: list[torch.nn.Module], shape: ModelShape, frozen: Set[str]) -> None:
@@ -22,16 +23,16 @@ def freeze(modules: list[torch.nn.Module], shape: ModelShape, frozen: Set[str]) 
         if sources.issuperset(rule.hf):  # by these names also the copy of a tied embedding
             tensor.requires_grad_(False)
             if name.startswith("embedding."):
-                _want_gradients(modules[0])
+                _want_gradients(modules)
 
 
-def _want_gradients(module: torch.nn.Module) -> None:
+def _want_gradients(modules: list[torch.nn.Module]) -> None:
     """Let embeddings want gradients: layers that are computed again in backward have none without."""
-    while not hasattr(module, "embedding"):
-        module = module.module
 
     def want(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
         wants = torch.is_grad_enabled() and not output.requires_grad
         return output.detach().requires_grad_() if wants else output
 
-    module.embedding.register_forward_hook(want)
+    for model in map(unwrap, modules):  # of several pipeline pieces one has it
+        if hasattr(model, "embedding"):
+            model.embedding.register_forward_hook(want)

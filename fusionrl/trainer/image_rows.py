@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 class ImageRows:
     """Images of a micro-batch that have a token on this rank; each is there once.
 
-    images   key → [height, width, channels] uint8
+    images   key → [height, width, channels] uint8, in host memory
     rows     [n] places in this rank's embeddings that images fill
     sources  [n] which of the images' features fills each
     deep     features of each layer of deepstack, once the tower has run; detached from the graph
     grads    gradients of these, while backward runs
     """
 
-    images: dict[str, Tensor]
+    images: dict[str, np.ndarray]
     rows: Tensor
     sources: Tensor
     deep: list[Tensor] = field(default_factory=list)
@@ -42,7 +42,7 @@ class ImageRows:
     def blank(cls, shape: VisionShape, device: torch.device) -> Self:
         """A black image of one feature, which no token has."""
         nowhere = torch.zeros(0, dtype=torch.int64, device=device)
-        return cls({"": torch.zeros(shape.unit, shape.unit, shape.channels, device=device)}, nowhere, nowhere)
+        return cls({"": np.zeros((shape.unit, shape.unit, shape.channels), np.uint8)}, nowhere, nowhere)
 
 
 def prompt_keys(shard: TrainShard, samples: Sequence[int], prompts: Sequence[int]) -> list[bytes]:
@@ -83,7 +83,7 @@ def _image_rows(
     slicing = options.slicing
     length = row.held.numel() // slicing.sequence_parallel_size
     start = length * slicing.sequence_parallel_rank
-    images: dict[str, Tensor] = {}
+    images: dict[str, np.ndarray] = {}
     firsts: dict[str, int] = {}  # of the features of each
     rows, sources, filled, num_features = [], [], set(), 0
     for of_sample, places in zip(spans, row.rows, strict=False):
@@ -98,7 +98,7 @@ def _image_rows(
             if not here.numel():
                 continue
             if key not in images:
-                images[key] = torch.tensor(shard.images[key]).to(options.device)
+                images[key] = shard.images[key]
                 firsts[key], num_features = num_features, num_features + count
             rows.append(local[here])
             sources.append(firsts[key] + here)

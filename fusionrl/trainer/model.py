@@ -107,7 +107,7 @@ def _build_chunk(
 
     def usual() -> GPTModel:
         if callable(spec) and not is_spec:
-            return _checked_model("custom_spec_path", str(spec_path), spec(**place))
+            return _checked_model("custom_spec_path", str(spec_path), spec(**place), shape)
         kind, sight = ValueModel if shape.value_head else ChosenOutputs, _sight(config, shape)
         if sight:
             from fusionrl.trainer.vision import SeeingModel
@@ -133,7 +133,7 @@ def _build_chunk(
     extras = {"config": transformer, "args": config.to_args(**plan.answers), "usual": usual}
     extras = {name: value for name, value in extras.items() if name in taken}
     field = "custom_model_provider_path"
-    return _checked_model(field, provider_path, call_hook(field, provider_path, **place, **extras))
+    return _checked_model(field, provider_path, call_hook(field, provider_path, **place, **extras), shape)
 
 
 def _sight(config: Config, shape: ModelShape) -> dict[str, object]:
@@ -151,10 +151,18 @@ def _sight(config: Config, shape: ModelShape) -> dict[str, object]:
     return {"sight": Sight(shape.vision, scale, config.train.vision_recompute, overlaps)}
 
 
-def _checked_model(field: str, path: str, model: object) -> GPTModel:
-    """Return a user's model with the outputs that the trainer asks for. Raises HookError if it is not a GPTModel."""
+def _checked_model(field: str, path: str, model: object, shape: ModelShape) -> GPTModel:
+    """Return a user's model with the outputs that the trainer asks for.
+
+    Raises HookError if it is not a GPTModel, or sees none of a run's images.
+    """
     if not isinstance(model, GPTModel):
         raise HookError(f"{flag_of(field)} {path}: it returned {type(model).__name__}; expected Megatron's GPTModel")
+    if shape.vision is not None and not hasattr(model, "sight"):
+        raise HookError(
+            f"{flag_of(field)} {path}: it returned a {type(model).__name__}, which has no vision tower, for a run with"
+            " images; expected what `usual` of --custom-model-provider-path returns, a `trainer.vision.SeeingModel`"
+        )
     if not isinstance(model, ChosenOutputs):
         model.__class__ = type(type(model).__name__, (ChosenOutputs, type(model)), {})
     return model

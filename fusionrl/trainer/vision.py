@@ -10,9 +10,10 @@ a rank without an image in a micro-batch runs its tower over a blank one, whose 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -57,14 +58,16 @@ class SeeingModel(ChosenOutputs):
         self.vision_model = tower.to(config.params_dtype).to_empty(device=device)
         for parameter in tower.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+            # Each rank has the whole gradient otherwise, up to the order in which kernels add.
+            parameter.average_gradients_across_tp_domain = not config.sequence_parallel
         depth = len(sight.shape.deepstack)
         if len(self.decoder.layers) < depth:
             raise ValueError(
-                f"--pipeline-model-parallel-layout: features of images enter the first {depth} layers, but the first"
-                f" stage has {len(self.decoder.layers)}"
+                f"features of images enter the first {depth} layers, but the first pipeline piece has"
+                f" {len(self.decoder.layers)}; change --pipeline-model-parallel-layout or the pipeline's sizes"
             )
         for number in range(depth):
-            self.decoder.layers[number].register_forward_hook(_DeepFeatures(number), with_kwargs=True)
+            self.decoder.layers[number].register_forward_hook(_adds_features(number), with_kwargs=True)
 
     def forget_images(self) -> None:
         """Drop the features of images that a frozen tower has kept."""
@@ -96,12 +99,13 @@ class SeeingModel(ChosenOutputs):
             if not (is_trained and self.sight.overlaps):
                 return hidden
             images = ImageRows.blank(self.sight.shape, hidden.device)
-        features, deep = self._run(images) if is_trained else self._frozen(images)
+        features, deep = self._run(images.images.values()) if is_trained else self._frozen(images)
         images.deep = [part.detach() for part in deep]
         return _Merge.apply(hidden[:, 0], images, features, *deep)[:, None]
 
-    def _run(self, images: ImageRows) -> tuple[Tensor, list[Tensor]]:
-        features, deep = self.vision_model(list(images.images.values()))
+    def _run(self, images: Iterable[np.ndarray]) -> tuple[Tensor, list[Tensor]]:
+        device = next(self.vision_model.parameters()).device
+        features, deep = self.vision_model([torch.tensor(image).to(device) for image in images])
         return features, deep
 
     @torch.no_grad()
@@ -109,7 +113,7 @@ class SeeingModel(ChosenOutputs):
         """The same by a tower that nothing trains: an image passes it once."""
         known = dict(self._features)
         if new := {key: image for key, image in images.images.items() if key not in known}:
-            features, deep = self.vision_model(list(new.values()))
+            features, deep = self._run(new.values())
             counts = [self.sight.shape.num_image_tokens(*image.shape[:2]) for image in new.values()]
             split = zip(*(part.split(counts) for part in (features, *deep)), strict=True)
             known |= zip(new, split, strict=True)
@@ -119,31 +123,28 @@ class SeeingModel(ChosenOutputs):
         return features, deep
 
 
-class _DeepFeatures:
+def _adds_features(number: int) -> Callable[..., object]:
     """After a decoder layer: features of deepstack's layer `number` are added to the hidden states of images.
 
     The images are those of the layer's own argument, and so of its micro-batch, also when it runs again in backward
     while others are in flight.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(
-        self, module: torch.nn.Module, args: object, kwargs: Mapping[str, object], output: tuple[Tensor, ...]
-    ) -> object:
+    def add(module: torch.nn.Module, args: object, kwargs: Mapping[str, object], output: tuple[Tensor, ...]) -> object:
         layout = kwargs["packed_seq_params"]
         assert isinstance(layout, PackedLayout)
         if (images := layout.images) is None:
             return output
-        hidden = _Add.apply(output[0], images, images.deep[self.number], self.number)
+        hidden = _Add.apply(output[0], images, images.deep[number], number)
         if not module.training:  # while the tower's features of all micro-batches would stay
-            images.deep[self.number] = hidden.new_empty(0)
+            images.deep[number] = hidden.new_empty(0)
         return (hidden, *output[1:])
+
+    return add
 
 
 class _Merge(torch.autograd.Function):
-    """Put features into embeddings [T, h].
+    """Put features into embeddings [T, h], which may be in fp32 where the tower is in bf16.
 
     Its backward runs after those of all layers, and is the only one through which gradients reach the tower: also those
     that `_Add` has put aside. So the tower's backward runs once, whatever layers are computed again.
@@ -151,16 +152,19 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, embeddings: Tensor, images: ImageRows, features: Tensor, *deep: Tensor) -> Tensor:
-        ctx.images, ctx.shape = images, features.shape
-        images.grads = [torch.zeros_like(part) for part in deep]
-        return embeddings.index_copy(0, images.rows, features.index_select(0, images.sources))
+        ctx.images, ctx.shape, ctx.dtype = images, features.shape, features.dtype
+        images.grads = [torch.zeros_like(part) for part in deep] if any(ctx.needs_input_grad[2:]) else []
+        return embeddings.index_copy(0, images.rows, features.index_select(0, images.sources).to(embeddings.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         images: ImageRows = ctx.images
-        own = grad.new_zeros(ctx.shape).index_add_(0, images.sources, grad.index_select(0, images.rows))
-        deep, images.grads, images.deep = images.grads, [], []
+        own = None
+        if ctx.needs_input_grad[2]:
+            own = _gathered(grad.new_zeros(ctx.shape, dtype=ctx.dtype), images, grad)
+        deep = images.grads or [None] * len(images.deep)
+        images.grads, images.deep = [], []
         return grad.index_fill(0, images.rows, 0), None, own, *deep
 
 
@@ -170,11 +174,17 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, images: ImageRows, deep: Tensor, number: int) -> Tensor:
         ctx.images, ctx.number = images, number
-        return hidden.index_add(0, images.rows, deep.index_select(0, images.sources)[:, None])
+        return hidden.index_add(0, images.rows, deep.index_select(0, images.sources)[:, None].to(hidden.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         images: ImageRows = ctx.images
-        images.grads[ctx.number].index_add_(0, images.sources, grad[:, 0].index_select(0, images.rows))
+        if images.grads:
+            _gathered(images.grads[ctx.number], images, grad[:, 0])
         return grad, None, None, None
+
+
+def _gathered(total: Tensor, images: ImageRows, grad: Tensor) -> Tensor:
+    """`total` [features, h], to which the gradients of hidden states [T, h] are added."""
+    return total.index_add_(0, images.sources, grad.index_select(0, images.rows).to(total.dtype))

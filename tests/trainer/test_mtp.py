@@ -177,6 +177,18 @@ def test_layouts(workers, published, family, sizes, passed):
     assert first == pytest.approx(metrics["train/mtp_loss"], rel=1e-3)
 
 
+def test_an_embedding_that_is_frozen(workers, published):
+    """The last stage of several pieces has one in a piece that is not its first."""
+    folder, layout = published("glm4_moe", num_hidden_layers=4)[0], TrainerLayout(2, pp=2, vpp=2)
+    frozen = {"freeze_params_name_list": ["embed_tokens"]}
+    workers.start(config_of(folder, "sft", {"transformer": RECOMPUTED}, **ON, **frozen), layout)
+    before = workers.run(trainer_worker.weights)[0]
+    workers.train(Samples(7, seed=5).shards(micro=2), layout)
+    after = workers.run(trainer_worker.weights)[0]
+    kept = {name for name, x in before.items() if np.array_equal(after[name], x)}
+    assert {name for name in kept if not name.endswith("correction_bias")} == {"model.embed_tokens.weight"}
+
+
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize(("family", "sizes"), [("deepseek_v3", {"pp": 2}), ("qwen3_5_text", {"tp": 2})])
 def test_they_are_saved_as_they_were_read_and_pushed_where_they_are_trained(

@@ -82,6 +82,14 @@ def test_megatrons_options_change_nothing(workers, hf, kind, fields):
     assert_same(history(workers, folder, samples, TrainerLayout(2), 2, steps=2, passthrough=passed), one, 3e-6)
 
 
+def test_a_tied_embedding_that_is_frozen_on_both_stages(workers, hf):
+    samples, frozen = Samples(7, seed=12), {"freeze_params_name_list": ["embed_tokens"]}
+    one = assert_as_on_one_rank(workers, hf("qwen2", True)[0], samples, TrainerLayout(2, pp=2), 3e-6, **frozen)
+    workers.start(config_of(hf("qwen2", True)[0]))
+    name = "model.embed_tokens.weight"
+    assert np.array_equal(workers.run(trainer_worker.weights)[0][name], one[1][0][name])
+
+
 def test_a_rank_without_samples_takes_part(workers, hf):
     samples = Samples(1, seed=12, low=20, high=21)
     assert_as_on_one_rank(workers, hf("llama", True)[0], samples, TrainerLayout(2), 1e-6)

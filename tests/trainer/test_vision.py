@@ -22,7 +22,7 @@ from fusionrl.plan.layout import TrainerLayout
 from tests import tiny_vision
 from tests.tiny_vision import HYBRIDS, KINDS, Reference, make_tiny_vlm, random_image
 from tests.trainer import trainer_worker
-from tests.trainer.trainer_worker import LocalRanks, config_of
+from tests.trainer.trainer_worker import Failed, LocalRanks, config_of
 from tests.trainer.vision_samples import VisionSamples
 from tools.parity_rows import FULL, OVERLAP
 
@@ -92,8 +92,9 @@ def test_log_probs_and_gradients_equal_transformers(
         ("qwen2_5_vl", {"transformer": FULL}, {}),
         ("qwen3_vl", {}, {"share_prompts": False}),
         ("qwen3_vl", {"ddp": OVERLAP}, {}),
+        ("qwen3_vl", {"transformer": {"sequence_parallel": False}}, {}),
     ],
-    ids=["recompute", "recompute everything", "prompts apart", "overlapped"],
+    ids=["recompute", "recompute everything", "prompts apart", "overlapped", "no sequence parallel"],
 )
 def test_other_ways_give_the_same(
     workers: LocalRanks, case: Callable[[str], Case], kind: str, passed: Any, flags: dict[str, Any]
@@ -145,24 +146,36 @@ def weights_after(workers: LocalRanks, samples: VisionSamples, steps: int = 2) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_frozen"),
+    ("kind", "layout", "flags", "is_frozen"),
     [
-        ({"freeze_vision": True}, lambda name: name.startswith("visual.")),
+        ("qwen3_vl", ONE, {"freeze_vision": True}, lambda name: name.startswith("visual.")),
         (
+            "qwen3_vl",
+            ONE,
             {"freeze_params_name_list": ["embed_tokens", r"visual\.blocks\.0"]},
             lambda name: "embed_tokens" in name or "visual.blocks.0" in name,
         ),
-        ({"only_train_params_name_list": ["vision_model.merger"]}, lambda name: not name.startswith("visual.merger")),
+        (  # nothing of the last stage is trained
+            "qwen2_5_vl",
+            TrainerLayout(2, pp=2),
+            {"only_train_params_name_list": ["vision_model.merger"]},
+            lambda name: not name.startswith("visual.merger"),
+        ),
     ],
     ids=["vision", "some", "all but"],
 )
 def test_frozen_parameters_stay_as_they_are(
-    workers: LocalRanks, case: Callable[[str], Case], flags: dict[str, Any], is_frozen: Callable[[str], bool]
+    workers: LocalRanks,
+    case: Callable[[str], Case],
+    kind: str,
+    layout: TrainerLayout,
+    flags: dict[str, Any],
+    is_frozen: Callable[[str], bool],
 ) -> None:
     """To the bit, also after their memory was given away; and all others change."""
-    one = case("qwen3_vl")
+    one = case(kind)
     passed = {"transformer": FULL} if "freeze_params_name_list" in flags else None
-    workers.start(config_of(one.folder, "sft", passed, **SEES, **flags, lr=1e-2))
+    workers.start(config_of(one.folder, "sft", passed, **SEES, **flags, lr=1e-2), layout)
     before = workers.run(trainer_worker.weights)[0]
     workers.call("offload")
     after = weights_after(workers, one.samples)
@@ -273,16 +286,16 @@ def test_features_of_a_frozen_tower_are_not_those_of_the_reference(
 
 def num_passes(actor: Any, shard: Any) -> list[int]:
     """Images that have passed the tower after scoring, after a step, and after another of the same rollout."""
-    from fusionrl.trainer.model import unwrap
+    from fusionrl.trainer.model import forget_images
     from fusionrl.trainer.score import score_samples
 
-    model, passed, counts = unwrap(actor.trained.chunks[0]), [], []
-    handle = model.vision_model.register_forward_pre_hook(lambda _, inputs: passed.extend(inputs[0]))
+    passed, counts = [], []
+    handle = tower_of(actor).register_forward_pre_hook(lambda _, inputs: passed.extend(inputs[0]))
     for _ in range(3):
         score_samples(shard, actor.scorer)
         counts.append(len(passed))
     handle.remove()
-    model.forget_images()
+    forget_images(actor.trained)
     return counts
 
 
@@ -332,3 +345,56 @@ def test_in_bf16(workers: LocalRanks, case: Callable[[str], Case]) -> None:
             one = case(kind)
             workers.start(config_of(one.folder, "sft", precision="bf16", **SEES, **flags), TrainerLayout(2, tp=2))
             assert workers.train(one.samples.shards())["train/loss"] == pytest.approx(one.loss, rel=0.02)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_features_in_bf16_enter_hidden_states_in_fp32(is_trained: bool) -> None:
+    """As by --fp32-residual-connection, which layers without Transformer Engine lack. Autograd gives the same."""
+    from fusionrl.trainer.image_rows import ImageRows
+    from fusionrl.trainer.vision import _Add, _Merge
+
+    rows, sources = torch.tensor([1, 2, 5, 6]), torch.tensor([0, 1, 0, 1])
+    images, hidden = ImageRows({}, rows, sources), torch.randn(8, 4, requires_grad=True)
+    features, deep = (torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=is_trained) for _ in range(2))
+    images.deep, inputs = [deep.detach()], [hidden, features, deep] if is_trained else [hidden]
+    merged = _Merge.apply(hidden, images, features, deep)
+    out = _Add.apply(merged[:, None], images, images.deep[0], 0)[:, 0]
+    want = hidden.index_copy(0, rows, features[sources].float()).index_add(0, rows, deep[sources].float())
+    assert torch.equal(out, want) and len(images.grads) == is_trained
+    weights = torch.randn(8, 4).bfloat16().float()
+    for got, grad in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, want)), strict=True):
+        assert got.dtype is grad.dtype and torch.allclose(got, grad, rtol=1e-2)
+
+
+def test_replicas_of_a_tower_stay_the_same(workers: LocalRanks, case: Callable[[str], Case]) -> None:
+    """Tensor-parallel ranks, whose kernels may add in another order; with sequence parallelism or without."""
+    one = case("qwen3_vl")
+    for is_divided in (False, True):
+        passed = {"transformer": {"sequence_parallel": is_divided}}
+        workers.start(config_of(one.folder, "sft", passed, **SEES, lr=1e-2), TrainerLayout(2, tp=2))
+        workers.run(lean)
+        workers.train(one.samples.shards())
+        ours, theirs = workers.run(tower_weights)
+        assert all(np.array_equal(theirs[name], x) for name, x in ours.items())
+
+
+def lean(actor: Any) -> None:
+    """Change the tower's gradients on all ranks but the first."""
+    for parameter in tower_of(actor).parameters():
+        parameter.register_hook(lambda grad: grad + 0.1 * actor.rank)
+
+
+def tower_weights(actor: Any) -> dict[str, np.ndarray]:
+    return {name: x.detach().numpy().copy() for name, x in tower_of(actor).named_parameters()}
+
+
+def tower_of(actor: Any) -> torch.nn.Module:
+    from fusionrl.trainer.model import unwrap
+
+    return unwrap(actor.trained.chunks[0]).vision_model
+
+
+def test_a_users_model_without_a_tower_is_refused(workers: LocalRanks, case: Callable[[str], Case]) -> None:
+    provider = f"{Path(__file__).with_name('train_hooks.py')}:plain_gpt"
+    with pytest.raises(Failed, match=r"plain_gpt: it returned a \w+, which has no vision tower, for a run with images"):
+        workers.start(config_of(case("qwen3_vl").folder, "sft", **SEES, custom_model_provider_path=provider))
