@@ -6,6 +6,7 @@ synchronous, so it runs in a thread, and status, metrics, abort and save answer 
 
 import asyncio
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.registry import runs_programs
+from fusionrl.rollout.image_requests import FOLDER
 from fusionrl.rollout.weight_versions import take_warnings
 
 logger = logging.getLogger(__name__)
@@ -218,6 +220,7 @@ def open_image_store(config: Config, plan: Plan, run_dir: Path) -> None:
         if column is not None:
             raise
         return  # a model that could see is asked about text
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)  # files of a Buffer that was killed
     IMAGES.configure(data.image_cache_mb * MEGABYTE, run_dir, processor)
 
 

@@ -140,6 +140,10 @@ class ImageStore:
         found = self._get("png", image.key)
         return found if isinstance(found, bytes) else self._put("png", image.key, _png(fromarray(self.pixels(image))))
 
+    def has_png(self, image: ImageRef) -> bool:
+        """Return whether `png` answers at once."""
+        return self._get("png", image.key) is not None
+
     def thumbnail(self, image: ImageRef, side: int = 256) -> bytes:
         """Return the normal form as a small JPEG file, for people; raises as `pixels`."""
         from PIL.Image import fromarray

@@ -34,7 +34,7 @@ from fusionrl.data.sample_images import add_images, as_ref, images_of
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import part
-from fusionrl.rollout.image_requests import with_images
+from fusionrl.rollout.image_requests import may_not_return, with_images
 from fusionrl.rollout.model_turn import (
     SamplingParams,
     clear_response,
@@ -61,8 +61,9 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
 
     Without tools there is one turn, in which nothing is read as a call.
 
-    COMPLETED is an answer without calls; TRUNCATED a turn that was cut off, calls in the last of --max-turns, or an
-    answer of tools that leaves no room. `sample.metadata` counts `num_turns`, `num_tool_calls` and `num_tool_errors`.
+    COMPLETED is an answer without calls; TRUNCATED a turn that was cut off, calls in the last of --max-turns or next to
+    a placeholder of an image (`generate_turn`), or an answer of tools that leaves no room. `sample.metadata` counts
+    `num_turns`, `num_tool_calls` and `num_tool_errors`.
     Raises ValueError if the prompt has no messages, or the chat template cannot render tools' answers.
     """
     tokenizer = load_tokenizer(args.hf_checkpoint)
@@ -84,7 +85,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
         if not calls:
             return sample
         sample.metadata["num_tool_calls"] += len(calls)
-        if sample.metadata["num_turns"] == args.max_turns:
+        if sample.metadata["num_turns"] == args.max_turns or may_not_return(sample):
             sample.status = Sample.Status.TRUNCATED
             return sample
         start = time.monotonic_ns()
@@ -92,7 +93,9 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
             *(call_tool(tools, call, args.tools_path, args.tool_timeout_s) for call in calls)
         )
         part("tool", start, calls=len(calls))
-        results, images = take_images(args, sample, results)
+        images: list[ImageRef] = []
+        if any(result.images for result in results):  # to decode them takes long
+            results, images = await asyncio.to_thread(take_images, args, sample, results)
         sample.metadata["num_tool_errors"] += sum(result.is_error for result in results)
         messages = [
             {

@@ -6,7 +6,9 @@ sample's images go with each request; SGLang keys what it caches by their conten
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from fusionrl.engines.client import Generation
 
 FOLDER = "engine-images"  # of the run, where engines find images as files
+_being_made: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[None]] = {}  # by images' keys
 
 
 def media_tokens() -> MediaTokens | None:
@@ -45,11 +48,36 @@ def request_tokens(args: Namespace, sample: Sample) -> dict[str, object]:
     return {"input_ids": collapsed(tokens, sample.image_spans).tolist(), "image_data": image_data(args, images)}
 
 
+async def make_images(args: Namespace, sample: Sample) -> None:
+    """Make what a request has of a sample's images, apart from the event loop: a large PNG takes a second.
+
+    Siblings wait for the same, and continue in one turn of the event loop: `RequestMerger` sends them together.
+    """
+    loop = asyncio.get_running_loop()
+    for _, image in sample.image_spans:
+        if _is_made(args, image):
+            continue
+        if (task := _being_made.get((loop, image.key))) is None:
+            task = _being_made[loop, image.key] = loop.create_task(_make(args, image))
+        await asyncio.shield(task)  # which one sibling's end does not cancel
+
+
+async def _make(args: Namespace, image: ImageRef) -> None:
+    try:
+        await asyncio.to_thread(image_data, args, [image])
+    finally:
+        del _being_made[asyncio.get_running_loop(), image.key]
+
+
+def _is_made(args: Namespace, image: ImageRef) -> bool:
+    return _path(args, image).exists() if _by_file(args) else IMAGES.has_png(image)
+
+
 def image_data(args: Namespace, images: Iterable[ImageRef]) -> list[str]:
     """Return `image_data` of a request: PNG files of the normal forms, or their addresses (--image-transport)."""
     if not _by_file(args):
         return ["data:image/png;base64," + pybase64.b64encode(IMAGES.png(image)).decode() for image in images]
-    return [_file(image, Path(args.run_dir, FOLDER)) for image in images]
+    return [_file(image, _path(args, image)) for image in images]
 
 
 def _by_file(args: Namespace) -> bool:
@@ -60,12 +88,15 @@ def _by_file(args: Namespace) -> bool:
     return getattr(args, "run_dir", None) is not None and hosts == {LOOPBACK}
 
 
-def _file(image: ImageRef, folder: Path) -> str:
+def _path(args: Namespace, image: ImageRef) -> Path:
+    return Path(args.run_dir, FOLDER, f"{image.key}.png")
+
+
+def _file(image: ImageRef, path: Path) -> str:
     """The address of an image's file, which lives as long as the image does."""
-    path = folder / f"{image.key}.png"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         new.write_bytes(IMAGES.png(image))
         new.replace(path)
         weakref.finalize(image, path.unlink, missing_ok=True)

@@ -19,7 +19,7 @@ from fusionrl.engines.answer_checks import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.observe.spans import part
 from fusionrl.rollout.generate_state import client_of, is_stopping
-from fusionrl.rollout.image_requests import check_length, may_not_return, request_tokens
+from fusionrl.rollout.image_requests import check_length, make_images, may_not_return, request_tokens
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 SamplingParams = dict[str, Any]  # SGLang's
@@ -50,7 +50,7 @@ async def generate_turn(
             f"sample {sample.index} has no tokens to continue: call begin(args, sample) first, or set sample.tokens"
             " to the tokens of the prompt"
         )
-    payload = _payload(args, sample, sampling_params, done)
+    payload = await _payload(args, sample, sampling_params, done)
     if payload is None:
         return None
     if longest is not None:
@@ -104,7 +104,7 @@ async def stream_generate(
     """
     done, before = sample.response_length, sample.response
     _begin(args, sample)
-    payload, num_asked = _payload(args, sample, sampling_params, done), sample.num_tokens
+    payload, num_asked = await _payload(args, sample, sampling_params, done), sample.num_tokens
     if payload is None:
         return
     async with aclosing(_client(args).stream(payload, sample.session_id)) as pieces:
@@ -179,7 +179,7 @@ def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
     return expand_prompt(sample, np.asarray(ids, np.int32))
 
 
-def _payload(args: Namespace, sample: Sample, params: SamplingParams, done: int) -> dict[str, Any] | None:
+async def _payload(args: Namespace, sample: Sample, params: SamplingParams, done: int) -> dict[str, Any] | None:
     """Return the request that continues `sample.tokens`; None, with the status set, if none is needed."""
     limit = min(params["max_new_tokens"] - done, room(args, sample, params))
     if limit < 1:
@@ -190,6 +190,7 @@ def _payload(args: Namespace, sample: Sample, params: SamplingParams, done: int)
     if may_not_return(sample):
         sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
         return None
+    await make_images(args, sample)
     if is_stopping(args):
         sample.status = Sample.Status.ABORTED
         return None

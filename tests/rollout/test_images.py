@@ -1,19 +1,25 @@
 """Samples with images against a scripted engine: what it is asked, tools that answer with images, zooming, limits."""
 
+import asyncio
 import base64
+import copy
 import gc
 import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import numpy as np
 import pytest
 from PIL import Image
 
+from fusionrl.buffer.actor import open_image_store
+from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
+from fusionrl.data import image_store
 from fusionrl.data.image_store import IMAGES, MEGABYTE
 from fusionrl.data.images import collapsed, normal_form
 from fusionrl.data.processor_files import read_processor_files
@@ -22,8 +28,10 @@ from fusionrl.data.sample_images import images_of, set_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError
 from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.generation import Generation
+from fusionrl.engines.request_merging import RequestMerger
 from fusionrl.rollout.agent import generate as generate_with_tools
-from fusionrl.rollout.image_requests import image_metrics, media_tokens, with_images
+from fusionrl.rollout.image_requests import FOLDER, image_metrics, media_tokens, with_images
 from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
@@ -86,6 +94,21 @@ def store(seeing: str) -> Iterator[None]:
     IMAGES.configure(64 * MEGABYTE, None, read_processor_files(seeing))
     yield
     IMAGES.configure(64 * MEGABYTE, None)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decoded, resized or encoded on an event loop, which it would hold up."""
+
+    def checked(function: Any) -> Any:
+        def call_apart(*args: Any) -> Any:
+            assert asyncio._get_running_loop() is None, f"{function.__name__} on an event loop"
+            return function(*args)
+
+        return call_apart
+
+    for name in ("_png", "decoded", "resized"):
+        monkeypatch.setattr(image_store, name, checked(getattr(image_store, name)))
 
 
 @pytest.fixture
@@ -169,6 +192,37 @@ def test_images_as_files_live_as_long_as_their_samples(play: Any, tmp_path: Path
     assert not path.exists()
 
 
+def test_a_new_buffer_removes_the_files_of_one_that_was_killed(seeing: str, tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "half-written.7").write_bytes(b"")
+    config = Config.from_flat({"hf_checkpoint": seeing, "multimodal_keys": {"image": "images"}})
+    open_image_store(config, Mock(), tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.usefixtures("apart")
+def test_siblings_wait_for_their_image_and_are_sent_together(seeing: str) -> None:
+    """Its PNG is made apart from the event loop, once."""
+    sample = asking(seeing, noise(64, 64))
+    samples = [copy.deepcopy(sample) for _ in range(3)]
+    args, _ = scripted.prepare(seeing, [], rollout_max_response_len=4, image_transport="data")
+    sent: list[Any] = []
+
+    async def send(payload: Any, body: bytes | None) -> list[Generation]:
+        sent.append(payload)
+        one = Generation(np.zeros(1, np.int32), np.zeros(1, np.float32), "", "length", [(0, 1)], len(whole), 0, {})
+        return [one for _ in payload["image_data"]]
+
+    async def run() -> None:
+        merger = RequestMerger(send)
+        args.generate_client = Mock(generate=lambda payload, _: merger.generate(payload))
+        await asyncio.gather(*(generate(args, one, scripted.sampling_params(args)) for one in samples))
+
+    whole = np.asarray(sample.prompt_tokens)
+    asyncio.run(run())
+    assert [len(request["image_data"]) for request in sent] == [3]
+
+
 def test_an_engine_that_cuts_images_otherwise_is_an_error(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "num_repeated", lambda self, asked: 2)
     with pytest.raises(AnswerError, match="prompt_tokens is 30, and sample 0 had 31 tokens"):
@@ -186,7 +240,7 @@ def test_a_sampled_placeholder_ends_a_sample_that_would_go_on(play: Any, token: 
     said = token + call("image_zoom_in_tool", bbox_2d=[0, 0, 500, 500])
     sample, engine = play([said, "never said"], noise(64, 64), tools_path="fusionrl.rollout.zoom.tools")
     assert (sample.status, len(engine.exchanges)) == (Sample.Status.TRUNCATED, 1)
-    assert len(sample.image_spans) == 2 and sample.metadata["num_turns"] == 1
+    assert len(sample.image_spans) == 1 and sample.metadata["num_turns"] == 1, "its tools have not run"
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -213,6 +267,7 @@ def test_a_placeholder_of_an_engine_that_died_ends_its_sample(seeing: str, is_st
 
 
 # ------------------------------------------------------------------------------------------------ zoom
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(("coordinates", "scale"), [("auto", 1000), ("thousandths", 1000), ("pixels", 256)])
 def test_the_model_sees_a_part_of_the_original(play: Any, coordinates: str, scale: int) -> None:
     original = noise(1024, 1024)  # of which the model sees 256 x 256
@@ -296,7 +351,7 @@ def test_a_part_in_pixels_of_the_original() -> None:
     assert box_in_original([0, 0, 1, 1000], (1000, 1000), (400, 20)) == (0, 0, 28, 20)
     with pytest.raises(ToolError, match="too thin"):
         box_in_original([0, 0, 1000, 1], (1000, 1000), (4000, 4000))
-    for box in ([0, 0, float("nan"), 1], [1, 0, 0, 1]):
+    for box in ([0, 0, float("nan"), 1], [1.0, 0, 0, 1]):
         with pytest.raises(ToolError, match="give"):
             box_in_original(box, (10, 10), (10, 10))
 
@@ -340,6 +395,7 @@ def first_and_second(api: str, first: Image.Image, second: Image.Image) -> tuple
     return "/messages", head | {"messages": asked}, head | {"messages": more}
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("api", ["openai", "responses", "anthropic"])
 def test_an_agent_of_somebody_else_s_shows_images(seeing: str, api: str) -> None:
     """In a question and in the answer of a tool; the second request continues the first's sample."""
@@ -349,8 +405,9 @@ def test_an_agent_of_somebody_else_s_shows_images(seeing: str, api: str) -> None
     args, engine = scripted.prepare(seeing, [call("draw", what="it"), "Blue."], **flags)
     engine.image_unit = UNIT
 
+    row = asking(seeing, noise(128, 128, 2))  # of which the agent shows nothing
+
     async def run() -> list[Sample]:
-        row = asking(seeing, noise(128, 128, 2))  # of which the agent shows nothing
         async with open_session(args, row, scripted.sampling_params(args)) as session:
             headers = {"Authorization": f"Bearer {session.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as http:

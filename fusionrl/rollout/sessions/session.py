@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import add_images
 from fusionrl.data.tokenizer import load_tokenizer
@@ -106,7 +107,11 @@ class Session:
         self._check_constraints(turn_request)
         _tell_once(turn_request.ignored, _BY_FLAGS)
         segments = self._segments
-        turn_request = replace(turn_request, messages=self._pictures.taken(turn_request.messages))
+        if IMAGES.processor is None:
+            messages = self._pictures.taken(turn_request.messages)
+        else:  # to decode them takes long
+            messages = await asyncio.to_thread(self._pictures.taken, turn_request.messages)
+        turn_request = replace(turn_request, messages=messages)
         try:
             template = segments.template_of(turn_request)
             segment = segments.continued_by(turn_request, template)
