@@ -1,6 +1,6 @@
 """A trainer rank's data for a push: its own parts, or, together with the other ranks, the whole model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,9 @@ class Exporter:
     reload: Callable[[], None] = lambda: None
     quantization: BlockFp8 | None = None
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every weight, whole, as engines load it; collective over all ranks."""
-        return quantized(self.full(), self.quantization)
+    def whole(self, without: Set[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every other weight, whole, as engines load it; collective over all ranks."""
+        return quantized((named for named in self.full() if named[0] not in without), self.quantization)
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """The same before anything is quantised."""

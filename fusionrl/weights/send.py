@@ -245,7 +245,12 @@ class WeightSender:
         """
         if transport == "ipc" and self.device == "cuda":
             who = (self.rank, self.object_group, self.timeout_s, self.exporter.device)
-            return CudaIpc(*who, targets, feeds, version).send(self.exporter.whole(), self.buffer_size)
+            knows_frozen = self._reached.issuperset(map(_process, targets))
+            leaves_out = bool(self.frozen) and all(self._tell_all(knows_frozen))
+            tensors = self.exporter.whole(self.frozen if leaves_out else frozenset())
+            report = CudaIpc(*who, targets, feeds, version).send(tensors, self.buffer_size)
+            self._reached.update(map(_process, targets))
+            return report
         push = self._push
         assert push is not None, "prepare comes first"
         is_source = self.rank in push.plan.sources

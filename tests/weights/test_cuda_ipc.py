@@ -3,17 +3,22 @@
 import ast
 import base64
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from fusionrl.plan.push import Feed
+from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.weights import cuda_ipc
 from fusionrl.weights.cuda_ipc import STORAGE_DEVICE, CudaIpc, with_uuid
+from fusionrl.weights.export import Exporter
 from fusionrl.weights.remote_calls import stamp_of
+from fusionrl.weights.send import WeightSender
 
 
 def sglang_reads() -> SimpleNamespace:
@@ -71,8 +76,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], object]]:
     return calls
 
 
-def push(sent: list[tuple[list[str], object]], feed: Feed, error: Exception | None = None) -> dict:
-    """Three tensors, of which two fit into a bucket, from rank 0."""
+def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """Three, of which two fit into a bucket."""
+    return iter([(name, torch.zeros(4)) for name in "abc"])
+
+
+def engine(sent: list[tuple[list[str], object]], error: Exception | None = None) -> SimpleNamespace:
+    """The handle of an engine."""
 
     def update(payloads: list[str], *, load_format: None, **stamp: object) -> object:
         def call() -> None:
@@ -82,9 +92,25 @@ def push(sent: list[tuple[list[str], object]], feed: Feed, error: Exception | No
 
         return call
 
-    target = SimpleNamespace(index=0, handle=SimpleNamespace(update_weights_from_tensor=SimpleNamespace(remote=update)))
-    tensors = iter([(name, torch.zeros(4)) for name in "abc"])
-    return CudaIpc(0, None, 5.0, torch.device("cpu"), [target], [feed], version=7).send(tensors, 32)
+    return SimpleNamespace(update_weights_from_tensor=SimpleNamespace(remote=update))
+
+
+def push(sent: list[tuple[list[str], object]], feed: Feed, error: Exception | None = None) -> dict:
+    """Push from rank 0."""
+    target = EngineTarget(0, engine(sent, error), "node", (0,))
+    return CudaIpc(0, None, 5.0, torch.device("cpu"), [target], [feed], version=7).send(tensors(), 32)
+
+
+def test_what_is_frozen_is_sent_once_to_each_process(sent: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exporter, "full", lambda exporter: tensors())
+    layout, device = SimpleNamespace(world_size=1), torch.device("cpu")
+    exporter: Any = Exporter([], None, Mock(), layout, 0, "float32", device)  # type: ignore[arg-type]
+    place: Any = {"rank": 0, "device": "cuda", "backend": "nccl", "host": "", "buffer_size": 32, "timeout_s": 5.0}
+    sender = WeightSender(**place, exporter=exporter, frozen=frozenset("ab"))
+    for num_restarts in (0, 0, 1, 1):
+        target = EngineTarget(0, engine(sent), "node", (0,), num_restarts)
+        sender.send([target], [Feed(0, (0,), 0)], 7, "ipc")
+    assert [payload for (payload,), _ in sent] == ["a+b", "c", "c", "a+b", "c", "c"]
 
 
 def test_an_engine_gets_each_bucket_once_for_each_of_its_ranks(sent: list) -> None:
