@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_ASPECT = 200  # of the longer side to the shorter: processors refuse more
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap height and width
 _ORIENTATION = 0x0112  # EXIF's tag
+_PNG_EXIF = (b"eXIf", b"Raw profile type exif")  # PNG has it in a chunk anywhere, or in a text
+_UNREADABLE = (OSError, SyntaxError, EOFError)  # of PIL
 _RESIZES = 8  # of a thin image, until its size stays
 
 
@@ -139,7 +141,12 @@ def image_size(content: bytes) -> tuple[int, int]:
     """
     with _opened(content) as image:
         width, height = image.size
-        is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+        if image.format == "PNG" and not any(mark in content for mark in _PNG_EXIF):
+            return height, width  # PIL would decode all of it to look
+        try:
+            is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+        except _UNREADABLE as error:
+            raise ValueError(f"the image cannot be decoded ({error})") from error
     return (width, height) if is_turned else (height, width)
 
 
@@ -155,7 +162,7 @@ def decoded(content: bytes) -> Image:
         try:
             image.load()
             return as_rgb(ImageOps.exif_transpose(image))
-        except (OSError, SyntaxError, EOFError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"the image cannot be decoded ({error})") from error
 
 
@@ -166,7 +173,7 @@ def _opened(content: bytes) -> Image:
         return Image.open(io.BytesIO(content))
     except UnidentifiedImageError as error:
         raise ValueError("it is not an image file of a known format") from error
-    except (OSError, SyntaxError, EOFError, ValueError, Image.DecompressionBombError) as error:
+    except (*_UNREADABLE, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"the image cannot be opened ({error})") from error
 
 

@@ -66,7 +66,11 @@ def images_of(sample: Sample, processor: ProcessorFiles | None = None) -> list[I
 
 
 def as_ref(value: object, processor: ProcessorFiles | None) -> ImageRef:
-    """Return the reference to an image that a hook or a tool gives: of PIL, or as in a row of the data."""
+    """Return the reference to an image that a hook or a tool gives: of PIL, or as in a row of the data.
+
+    Raises:
+        ValueError: it cannot be read, or does not fit.
+    """
     from PIL.Image import Image
 
     from fusionrl.data.stored_image import ref_of
@@ -80,7 +84,9 @@ def as_ref(value: object, processor: ProcessorFiles | None) -> ImageRef:
     if isinstance(value, Image):
         return IMAGES.add_picture(value, processor.limits)
     file = image_file(value, Path())
-    return IMAGES.add_file(file.content, processor.limits, file.source)
+    image = IMAGES.add_file(file.content, processor.limits, file.source)
+    IMAGES.pixels(image)  # an error of the image, not of the request that shows it
+    return image
 
 
 # ------------------------------------------------------------------------------------------------ images of hooks

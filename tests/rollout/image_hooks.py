@@ -17,6 +17,7 @@ class Draw:
         images: dict[str, Any] = {
             "two": [Image.new("RGBA", (64, 64)), file.getvalue()],
             "thin": [Image.new("RGB", (1, 500))],
+            "cut": [file.getvalue()[:-40]],
         }
         return ToolAnswer(images=images[what])
 

@@ -10,6 +10,7 @@ the store, by which two conversations are compared.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,16 +39,16 @@ def image_part(part: Mapping[str, object], where: str) -> Message | None:
         value = f"data:{value.get('media_type')};base64,{value.get('data')}"
     uri = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(uri, str) or not uri.startswith("data:"):
-        told = f"{uri if isinstance(uri, str) else value!r:.80}"
-        raise Refused(f"{where} holds the image {told}: nothing is fetched here; send it as a data: URI, in base64")
+        told = uri if isinstance(uri, str) else value or dict(part)
+        raise Refused(f"{where} holds the image {told!s:.80}: nothing is fetched here; send it in base64")
     return {"type": "image", "image": uri}
 
 
 @dataclass
 class Pictures:
-    """The images of a session, by their `data:` URIs."""
+    """The images of a session, by hashes of their `data:` URIs, which have megabytes."""
 
-    _known: dict[str, ImageRef] = field(default_factory=dict)
+    _known: dict[bytes, ImageRef] = field(default_factory=dict)
 
     def taken(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with references in place of `data:` URIs.
@@ -68,12 +69,13 @@ class Pictures:
             return part
         if IMAGES.processor is None:
             raise Refused("a message holds an image, and the model here reads text alone (--multimodal-keys)")
-        if uri not in self._known:
-            try:
-                self._known[uri] = as_ref(uri, IMAGES.processor)
-            except ValueError as error:
-                raise Refused(f"an image in a message cannot be used: {error}") from error
-        return {"type": "image", "image": self._known[uri]}
+        try:
+            key = hashlib.sha256(uri.encode()).digest()
+            if key not in self._known:
+                self._known[key] = as_ref(uri, IMAGES.processor)
+        except ValueError as error:
+            raise Refused(f"an image in a message cannot be used: {error}") from error
+        return {"type": "image", "image": self._known[key]}
 
 
 def images_of(messages: Sequence[Message]) -> list[ImageRef]:

@@ -39,7 +39,8 @@ CUT = ("incomplete_details", "Didn't receive a `response.completed` event", "the
 # Fields that a segment sets on its sample; the others come from the row and from the agent.
 _OF_SEGMENT = (
     *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
-    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "image_spans", "status"),
+    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "image_spans", "multimodal_inputs"),
+    "status",
 )
 _BY_FLAGS = (
     "it is ignored, for tokens that are trained on are sampled by the run's flags (--rollout-temperature and its like)"
