@@ -34,6 +34,7 @@ from fusionrl.rollout.agent import generate as generate_with_tools
 from fusionrl.rollout.image_requests import FOLDER, image_metrics, media_tokens, with_images
 from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sessions.server import LONGEST_BODY
+from fusionrl.rollout.sessions.session import NO_ROOM
 from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
 from fusionrl.rollout.zoom import box_in_original
@@ -465,6 +466,25 @@ def test_an_agent_of_somebody_else_s_shows_images(meet: Any, api: str) -> None:
     user = f"<|im_end|>\n<|im_start|>user\n{IMAGE_TEXT}" if api == "chat" else ""
     between = f"\n<|im_start|>user\n<tool_response>\n{tool}\n</tool_response>{user}<|im_end|>\n"
     assert sample.response == f"{said[0]}{between}<|im_start|>assistant\n{said[1]}"
+
+
+def test_a_sampled_placeholder_ends_a_session(meet: Any) -> None:
+    """As a full context does: agents that know its words end, or begin anew."""
+
+    async def agent(base_url: str, api_key: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": "Hm?"}]
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(base_url + "/chat/completions", json={"messages": messages}) as answer:
+                messages += [(await answer.json())["choices"][0]["message"], {"role": "user", "content": "So?"}]
+            async with http.post(base_url + "/chat/completions", json={"messages": messages}) as answer:
+                told = (await answer.json())["error"]
+        assert told["code"] == "context_length_exceeded"
+        assert "prompt is too long: the placeholder" in told["message"] and NO_ROOM in told["message"]
+
+    sample, _ = meet(agent, ["It <|video_pad|> is.", "never said"])
+    assert (sample.status, sample.metadata["session"]["num_turns"]) == (Sample.Status.TRUNCATED, 1)
+    assert np.all(sample.loss_mask)
 
 
 def uri(content: bytes) -> str:

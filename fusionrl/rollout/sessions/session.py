@@ -155,8 +155,8 @@ class Session:
             answer = await generate_turn(self._args, sample, params, longest=turn_request.longest)
             if answer is None and sample.status == Sample.Status.TRUNCATED:
                 self.lacks_room = True
-                reason = "the model has written a placeholder of an image, after which no turn can follow"
-                raise Refused(reason, 400, "context_length_exceeded")
+                reason = f"the placeholder of an image that the model has written, and what follows, {NO_ROOM}"
+                raise Refused(f"prompt is too long: {reason}", 400, "context_length_exceeded")
             if answer is None or sample.status == Sample.Status.ABORTED:
                 self.is_aborted = True
                 raise Refused("the rollout has ended, and with it the session", 400, "session_ended")
