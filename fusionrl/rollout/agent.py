@@ -324,13 +324,13 @@ async def parse_tool_calls(
     calls: list[Any] = []
     if not parser.has_tool_call(text):
         return text, []
-    content = text
-    try:
-        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):  # the model gets an error for an unknown tool
+    content, reason = text, "it is not complete, or not in the format described"
+    # The model gets an error for an unknown tool. An exception would leave the variable in the environment.
+    with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+        try:
             content, calls = parser.parse_non_stream(text)
-        reason = "it is not complete, or not in the format described"
-    except Exception as error:  # the text is a model's, and the parsers of thirty formats raise all kinds
-        reason = f"{type(error).__name__}: {error}"
+        except Exception as error:  # the text is a model's, and the parsers of thirty formats raise all kinds
+            reason = f"{type(error).__name__}: {error}"
     if not calls:
         return text, [ToolCall("", error=f"the tool call cannot be read: {reason}")]
     return content, [ToolCall(call.name or "", call.parameters) for call in calls]

@@ -1,5 +1,6 @@
 """The agent loop against a scripted HTTP engine: tokens, masks, log-probs and versions of whole samples."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def test_what_the_model_did_wrong_is_told_to_the_model(play: Any, said: str, tol
     first, *others = engine.texts(sample)
     assert first.startswith(f"\n<|im_start|>user\n<tool_response>\n{told}") and others == [""]
     assert (sample.status, sample.metadata["num_tool_errors"]) == (Sample.Status.COMPLETED, 1)
+    assert "SGLANG_FORWARD_UNKNOWN_TOOLS" not in os.environ  # also where SGLang's parser raised an error
 
 
 def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
