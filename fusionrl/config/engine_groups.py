@@ -33,6 +33,7 @@ ALIKE = {
     "enable_symm_mem": "all ranks of a push agree on NCCL's settings",
     "enable_memory_saver": "engines give their memory back together",
     "enable_return_routed_experts": "every answer has the same fields",
+    "mm_enable_dp_encoder": "checksums say which part of a vision tower each rank has",
 }
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from fusionrl.engines.control import EngineControl
 from fusionrl.engines.http import EndpointError, as_list, as_object
+from fusionrl.engines.image_settings import ImageSettings, check_settings
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import ModelShape, differences, read_model_shape, read_text_config, shape_from_hf_config
 
@@ -31,6 +32,7 @@ class EngineRequirements:
     # Others that are the same for all engines, also where the run does not set them (None).
     alike: dict[str, object] = field(default_factory=dict)
     overrides: dict[str, object] = field(default_factory=dict)  # of the run's own engines (json_model_override_args)
+    images: ImageSettings | None = None  # None: the run has no images
     wait_s: float = 0.0  # time in which a server that is still starting has to answer
     by_ipc: bool = False  # weights go by CUDA IPC, from the trainer on an engine's own GPU
     only_here: bool = False  # weights go by broadcast, in a run that listens on loopback alone
@@ -152,9 +154,14 @@ def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: E
             errors.append(f"it has --{name.replace('_', '-')} {args[name]}; a push reaches tensor-parallel ranks alone")
     for name, value in (expected.flags | expected.alike).items():
         if (args.get(name) or None) != (value or None):
-            flag = "--" + name.replace("_", "-")
-            cure = f"with {flag}" + ("" if value is True else f" {value}") if value else f"without {flag}"
+            flag, text = "--" + name.replace("_", "-"), json.dumps(value) if isinstance(value, dict) else str(value)
+            cure = f"with {flag}" + ("" if value is True else f" {text}") if value else f"without {flag}"
             errors.append(f"its {flag} is {args.get(name)}; start it {cure}, as this run's own engines are")
+    if expected.images is not None:
+        try:  # its processor's limits are among `expected.flags`
+            check_settings(expected.images, None, {**args, "mm_process_config": None}, "its --", {})
+        except ValueError as error:
+            errors.append(str(error))
     return errors
 
 

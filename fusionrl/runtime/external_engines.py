@@ -24,9 +24,10 @@ from ray.actor import ActorHandle
 
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, ExternalEngineFacts, host_of
+from fusionrl.engines.image_settings import CACHE_VARIABLE, ImageSettings
 from fusionrl.engines.router import Router
 from fusionrl.models.engine_config import engine_fields
-from fusionrl.models.shape import read_text_config
+from fusionrl.models.shape import read_hf_config, read_text_config
 from fusionrl.observe.engine_list import EngineState, add_wanted, read_wanted, write_states
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget
@@ -44,7 +45,7 @@ _MISSING_S = 0.5  # a list that is being written in place reads as empty or part
 _PENDING = object()
 _NEEDED = ("disable_radix_cache", "enable_return_routed_experts", "incremental_streaming_output")
 """ServerArgs fields without which the run would get wrong answers; it sets them on its own engines."""
-_ALIKE = ("quantization", "context_length", "allow_auto_truncate")
+_ALIKE = ("quantization", "context_length", "allow_auto_truncate", "mm_enable_dp_encoder")
 """Of `fusionrl.config.engine_groups.ALIKE`, those that also apply to external engines."""
 
 
@@ -182,6 +183,12 @@ class ExternalEngines:
         has_push = self._plan.layout is not None
         own_weights = [] if has_push else [self._own_engines.engines[0].weight_checksums.remote()]
         joined = actor.join.remote(self._requirements, *own_weights)
+        if self._requirements.images is not None and self._requirements.images.trains_tower:
+            logger.warning(
+                "engine %d at %s: it must have been started with %s=0 in its environment, which it does not show; else"
+                " it answers with features of images from before a weight push",
+                *(self._next, url, CACHE_VARIABLE),
+            )
         self._engines.append(ExternalEngine(self._next, url, actor, joined))
         self._next += 1
 
@@ -345,11 +352,15 @@ class ExternalEngineWorker(AttachedEngine):
 def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineRequirements:
     """Return what an external engine must match; `is_alone`: the whole run is on one machine."""
     folder = str(config.model.hf_checkpoint)
-    served = {**read_text_config(folder, "--hf-checkpoint"), **engine_fields(folder)}
+    served = read_hf_config(folder, "--hf-checkpoint")  # of a model that sees: engines serve all of it
+    if plan.shape.vision is None:
+        served = {**read_text_config(folder, "--hf-checkpoint"), **engine_fields(folder)}
     server_args = policy_server_args(config, plan, 0)
     # With another runner of experts an engine may record none of them.
     names = (*_NEEDED, "moe_runner_backend") if server_args.get("enable_return_routed_experts") else _NEEDED
     needed = {name: value for name, value in server_args.items() if name in names and value}
+    if (images := ImageSettings.of(config, plan.shape)) is not None:
+        needed |= {name: value for name, value in images.arguments(plan.device).items() if name == "mm_process_config"}
     # SGLang may write a quantised checkpoint's own method into its arguments.
     alike = {name: server_args.get(name) for name in _ALIKE if name != "quantization" or plan.quantization is None}
     classes = tuple(served.get("architectures") or ())
@@ -361,6 +372,7 @@ def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineReq
         needed,
         alike,
         json.loads(str(server_args.get("json_model_override_args") or "{}")),
+        images,
         wait_s=config.rollout.engine_start_timeout_s,
         by_ipc=plan.transport == "ipc" and plan.device == "cuda",
         only_here=plan.transport == "broadcast" and is_alone,

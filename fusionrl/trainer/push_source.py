@@ -67,7 +67,8 @@ class PushSource(TrainerBase):
         # A draft model has further layers in other tensors; a stale one is slow and never wrong.
         tensors = held(self._exporter(self.shape.trunk).full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
-        return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple)
+        whole_tower = bool(self.config.passthrough.sglang.get("mm_enable_dp_encoder"))
+        return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple, whole_tower)
 
     def _exporter(self, shape: ModelShape | None = None) -> Exporter:
         from fusionrl.weights.export import Exporter

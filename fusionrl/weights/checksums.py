@@ -38,9 +38,11 @@ def engine_checksums(
     tp_size: int,
     hash_of: Callable[[torch.Tensor], str] | None = None,
     mlp_multiple: int = 1,
+    whole_tower: bool = False,
 ) -> list[dict[str, str]]:
     """For each engine rank: engine tensor name → hash (`hash_tensor` if no other is given). `tensors` are (Hugging Face
-    name, full tensor). The width of each rank's part of an MLP is a multiple of `mlp_multiple`."""
+    name, full tensor). The width of each rank's part of an MLP is a multiple of `mlp_multiple`. `whole_tower`: each
+    rank has all of a vision tower (SGLang's --mm-enable-dp-encoder)."""
     hash_of = hash_of or hash_tensor
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
     waiting: dict[str, dict[tuple[int, int], tuple[str, torch.Tensor]]] = {}
@@ -72,9 +74,8 @@ def engine_checksums(
         for path in family.engine_paths:
             target = target.replace(path, ".")
         for rank in range(tp_size):
-            held = [
-                torch.cat([_shard(*part, shape, rank, tp_size) for part in of_expert]) for of_expert in experts.values()
-            ]
+            part_of = (0, 1) if whole_tower and _is_tower(name) else (rank, tp_size)
+            held = [torch.cat([_shard(*part, shape, *part_of) for part in of_expert]) for of_expert in experts.values()]
             ranks[rank][target] = hash_of(torch.stack(held) if is_expert else held[0])
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
     return ranks

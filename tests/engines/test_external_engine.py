@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, misfits, other_weights
+from fusionrl.engines.image_settings import ImageSettings
 from fusionrl.models.shape import read_model_shape
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer import hf_models
@@ -45,12 +46,16 @@ def test_one_that_fits(expected: EngineRequirements) -> None:
         ({}, {"context_length": 64}, "its --context-length is 64; start it without --context-length"),
         ({}, {"dp_size": 2}, "--dp-size 2; a push reaches tensor-parallel ranks alone"),
         ({}, {"disable_radix_cache": False}, "start it with --disable-radix-cache, as this run's own engines are"),
+        ({}, {"language_model_only": True}, "its --language-model-only True: the engines would not see; leave it out"),
+        ({}, {"mm_process_config": {}}, 'start it with --mm-process-config {"image": {"max_pixels": 9}}, as this'),
     ],
 )
 def test_one_that_does_not(
     expected: EngineRequirements, model: dict[str, Any], args: dict[str, Any], told: str
 ) -> None:
-    (message,) = found(expected, model, **args)
+    limits = {"mm_process_config": {"image": {"max_pixels": 9}}}
+    sees = replace(expected, images=ImageSettings(True, max_pixels=9), flags=expected.flags | limits)
+    (message,) = found(sees, model, **limits | args)
     assert told in message
 
 

@@ -2,6 +2,7 @@
 the servers are a few lines that answer health checks."""
 
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.engine_groups import EngineGroup, read_groups
 from fusionrl.engines.process import ChildProcess, base_url
 from fusionrl.engines.spec import EngineSpec, server_command
+from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.push import join_nodes
 from fusionrl.plan.visible_devices import Gpu
 from fusionrl.runtime.actor_process import ProcessSettings
@@ -24,6 +26,7 @@ from fusionrl.runtime.engine_specs import engine_specs, policy_server_args
 from fusionrl.runtime.external_engines import engine_requirements
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import Bundle
+from tests import tiny_vision
 from tests.models.test_families import shape_of
 from tests.own_process import wait_until
 
@@ -222,6 +225,23 @@ def test_engines_of_gpt_oss_record_the_experts_that_trainers_replay(tmp_path: Pa
     assert args("gpt_oss", moe_runner_backend="cutlass")["moe_runner_backend"] == "cutlass"
     with pytest.raises(ValueError, match="--sglang-moe-runner-backend=triton_kernel: its kernel records no experts"):
         args("gpt_oss", moe_runner_backend="triton_kernel")
+
+
+def test_external_engines_serve_the_whole_of_a_model_that_sees(tmp_path: Path) -> None:
+    """With the limits of the run's images; Qwen3.5 without images is its text part, of another class."""
+    raw = tiny_vision.config_of("qwen3_5").to_dict() | {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    numbers = tiny_vision.image_numbers("qwen3_5")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers))
+    plan: Any = SimpleNamespace(group_of=lambda index: None, engines_give_memory=False, device="cpu", knobs=None)
+    plan.quantization, plan.rollout_dtype, plan.transport = None, "fp32", "shm"
+    flags = {"hf_checkpoint": str(tmp_path), "multimodal_keys": {"image": "x"}, "image_max_pixels": 64 * 64}
+    for sees, name in ((True, "Qwen3_5ForConditionalGeneration"), (False, "Qwen3_5ForCausalLM")):
+        plan.shape = read_model_shape(tmp_path, sees=sees)
+        wanted = engine_requirements(Config.from_flat(flags), plan, True)
+        limits = {"min_pixels": 32 * 32, "max_pixels": 64 * 64}
+        assert wanted.flags.get("mm_process_config") == ({"image": limits} if sees else None)
+        assert wanted.architectures == (name,) and (wanted.images is not None) == sees
 
 
 def test_engines_do_not_read_mxfp4_that_trainers_push_otherwise(tmp_path: Path) -> None:

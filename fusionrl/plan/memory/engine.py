@@ -124,6 +124,8 @@ def engine_memory(
     kind, width = str(server_args.get("kv_cache_dtype", "auto")), _TORCH_WIDTHS[dtype]
     token, state = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, width)), request_bytes(shape, tp, width)
     weights, limit = weight_bytes / tp, passed(server_args, "max_total_tokens", int)
+    if shape.vision is not None and server_args.get("mm_enable_dp_encoder"):  # each device has the tower whole
+        weights += shape.vision.num_weights() * width * (1 - 1 / tp)
     if on_cpu:
         states = _num_states(server_args, state, 0.0, on_cpu=True) if state else (0, 0)
         return EngineMemory(weights, limit or _CPU_TOKENS, token, None, state, *states)
