@@ -5,8 +5,9 @@
 --states       For every layout of tools/parity.py and every rank of it: builds Megatron's real model, its data-parallel
                buffers and its distributed optimizer, and counts their bytes. Parameters and buffers must be equal.
 --activations  For layers of every kind, without, with selective and with full recompute: runs the real layers and
-               counts the storages that autograd keeps. Within 2 %.
---step         Whole training steps on one rank: the peak of what torch allocates, and the estimate's. Within 10 %.
+               counts the storages that autograd keeps. Within 2 %; vision towers, counted as a whole, within 10 %.
+--step         Whole training steps on one rank, also with images: the peak of what torch allocates, and the
+               estimate's. Within 10 %.
 --published    The estimate of layouts whose peaks on GPUs others have published. Nothing runs.
 
 Without a choice: all of them. All ranks are in this process: a process group that only pretends to communicate gives
@@ -19,7 +20,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,15 @@ from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Recompute, chunk_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
+from fusionrl.plan.memory.tower import tower_memory
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
-from tests.tiny_vision import config_of
+from fusionrl.plan.vision import frozen_of
+from tests.tiny_vision import config_of, random_image
 from tools import published_peaks
 from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
 
-BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.05
+BOUND, TOWER_BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.10, 0.05
 _HEAD = {
     "states": "| model | layout | ranks | parameters of a rank, bytes | buffers | optimizer | equal |\n"
     "|---|---|---|---|---|---|---|",
@@ -86,7 +90,7 @@ def become(layout: TrainerLayout, rank: int) -> None:
 
 
 def build(
-    shape: ModelShape, layout: TrainerLayout, rank: int, precision: str, passthrough: PassThrough
+    shape: ModelShape, layout: TrainerLayout, rank: int, precision: str, passthrough: PassThrough, **flags: Any
 ) -> tuple[Config, list[Any], Any]:
     """(configuration, model chunks, TransformerConfig) of one rank: Megatron's real model, with random weights."""
     import torch
@@ -95,7 +99,7 @@ def build(
 
     become(layout, rank)
     values = {"mode": "sft", "precision": precision, "train_num_threads": 1, "lr": 1e-3}
-    config = Config.from_flat(values, passthrough)
+    config = Config.from_flat(values | flags, passthrough)
     modules, transformer = model.build_model(config, shape, trainer_plan(config, layout), torch.device("cpu"))
     model.randomize(modules)
     return config, modules, transformer
@@ -200,11 +204,15 @@ def parity_shape(name: str) -> ModelShape:
     from transformers import AutoConfig
 
     if name in SEEING:
-        seeing = config_of(name.split()[0], **SEEING[name])
-        return shape_from_hf_config(json.loads(seeing.to_json_string(use_diff=False)), sees=True)
+        return seeing_shape(name.split()[0], **SEEING[name])
     family, sizes = name.split()[0], COMMON | {"tie_word_embeddings": False} | MODELS[name]
     config = AutoConfig.for_model(KNOWN_AS.get(family, family), **sizes)
     return shape_from_hf_config(config.to_dict() | {"model_type": family})
+
+
+def seeing_shape(kind: str, **sizes: int) -> ModelShape:
+    """The shape of a model that sees, with its tower."""
+    return shape_from_hf_config(json.loads(config_of(kind, **sizes).to_json_string(use_diff=False)), sees=True)
 
 
 def states_line(entry: dict[str, Any]) -> str:
@@ -284,6 +292,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "short_conv: a kind of a plug-in": {"model_type": "short_conv", "conv_size": 3},
 }
+_TOWER = {"tower": 256, "depth": 6}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -372,15 +381,7 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     shard = _shard(case.lengths, shape.vocab_size)
     batch = build_micro_batch(shard, list(range(len(case.lengths))), shard.steps[0], options)
     (module,) = modules
-    own_storages = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    saved: dict[int, Any] = {}
     routed = 0
-
-    def pack(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own_storages:
-            saved[storage._cdata] = storage  # alive, so that no other gets its address
-        return tensor
 
     def count(_: Any, inputs: tuple[Any, ...], __: Any) -> None:
         nonlocal routed
@@ -388,7 +389,7 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
 
     experts = [part for name, part in module.named_modules() if name.endswith("mlp.experts")]
     hooks = [part.register_forward_hook(count) for part in experts]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_storages(module) as saved:
         module.train()
         output = module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
     assert output.requires_grad
@@ -399,6 +400,51 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     even = len(experts) * tokens / split * layout.etp * (shape.mixture.topk if shape.mixture else 1)
     # Storages freed at the end of the forward pass (recomputed outputs) have a size of 0 by now.
     return sum(storage.nbytes() for storage in saved.values()), tokens, routed / even if experts else 1.0
+
+
+@contextmanager
+def saved_storages(module: Any) -> Iterator[dict[int, Any]]:
+    """Collect the storages that autograd keeps meanwhile, but for the module's own."""
+    import torch
+
+    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    saved: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage  # alive, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def measure_tower(kind: str, recompute: str) -> dict[str, Any]:
+    """Bytes a patch that a tower keeps, wide enough that heads are a small part; with its features, which follow."""
+    import torch
+
+    from fusionrl.trainer.vision_tower import TOWERS, PixelScale
+
+    shape, sizes = seeing_shape(kind, **_TOWER, layers=6), ((16, 16), (12, 20))
+    assert shape.vision is not None
+    tower = TOWERS[type(shape.vision)](shape.vision, PixelScale(), recompute == "blocks")
+    pictures = [random_image(i, *size, patch=shape.vision.patch_size) for i, size in enumerate(sizes)]
+    with saved_storages(tower) as saved:
+        features, deep = tower([torch.from_numpy(picture) for picture in pictures])
+    patches = sum(columns * rows for columns, rows in sizes)
+    measured = sum(part.nbytes for part in (*deep, features)) + sum(storage.nbytes() for storage in saved.values())
+    batch = BatchOptions(patches, 1, max_patches=patches, recomputes_vision=recompute == "blocks")
+    options = ActivationOptions("local", "fp32", True, 64)
+    estimate = tower_memory(shape, TrainerLayout(1), batch, options, frozenset()).kept
+    return {
+        "layer": f"{kind}: vision tower",
+        "recompute": recompute,
+        "measured": measured / patches,
+        "estimate": estimate / patches,
+        "difference": estimate / measured - 1,
+        "holds": abs(estimate / measured - 1) <= TOWER_BOUND,
+    }
 
 
 def layer_shape(case: LayerCase, num_layers: int) -> ModelShape:
@@ -468,6 +514,11 @@ def check_activations(only: Sequence[str], report: Callable[[dict[str, Any]], No
         if _is_chosen(f"{case.name} {case.recompute}", only):
             results.append(measure_layer(case))
             report(results[-1])
+    for kind in ("qwen2_5_vl", "qwen3_vl"):
+        for recompute in ("none", "blocks"):
+            if _is_chosen(f"{kind}: vision tower {recompute}", only):
+                results.append(measure_tower(kind, recompute))
+                report(results[-1])
     return results
 
 
@@ -493,22 +544,31 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def check_step(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """A dictionary for each of STEPS: two micro-batches of one sequence, all but its first token trained on."""
+    """A dictionary for each of STEPS: two micro-batches of one sequence, all but its first token trained on.
+
+    Of models that see, half of these tokens are an image's.
+    """
     import_megatron()
     results = []
     for name, (raw, transformer) in STEPS.items():
         if _is_chosen(name, only):
             results.append({"name": name} | measure_step(shape_from_hf_config(raw), transformer))
             report(results[-1])
+    for kind in ("qwen2_5_vl", "qwen3_vl"):
+        shape = seeing_shape(kind, **_TOWER, layers=4, hidden=512, ffn=1536)
+        for tower, flags in {"tower trained": {}, "tower frozen": {"freeze_vision": True}}.items():
+            if _is_chosen(name := f"{kind}, images, {tower} | none", only):
+                results.append({"name": name} | measure_step(shape, {}, **flags))
+                report(results[-1])
     return results
 
 
-def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 1024) -> dict[str, Any]:
+def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 1024, **flags: Any) -> dict[str, Any]:
     """The peak of a training step by torch's own record of its allocations, and the estimate."""
     import torch
     from torch.autograd.profiler import profile
 
-    from fusionrl.trainer import model
+    from fusionrl.trainer import freezing, model
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.micro_batches import build_micro_batch
     from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
@@ -516,14 +576,22 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
     from fusionrl.trainer.step import StepLoss, train_step
 
     layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
-    config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed))
+    config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed), **flags)
+    freezing.freeze(modules, shape, frozen := frozen_of(config, shape))
     trained = model.build_training(config, modules, transformer, trainer_plan(config, layout))
     shard = _shard([num_tokens + 1] * count, shape.vocab_size)
+    if (vision := shape.vision) is not None:
+        grid = (1, 32, num_tokens * vision.merge**2 // 64)  # half of the tokens
+        spans = [[(1, str(i), grid)] for i in range(count)]
+        pictures = {str(i): random_image(i, grid[2], grid[1], patch=vision.patch_size) for i in range(count)}
+        shard.fields["tokens"].reshape(count, -1)[:, 1 : 1 + num_tokens // 2] = vision.image_token
+        shard = replace(shard, spans=spans, images=pictures)
     step = TrainStep([[i] for i in range(count)], shard.steps[0].num_tokens, count)
-    options = MicroBatchOptions(Slicing(), device, 1.0, None, True)
+    options = MicroBatchOptions(Slicing(), device, 1.0, None, True, vision=vision, runs_tower=vision is not None)
     batches = [build_micro_batch(shard, [i], step, options) for i in range(count)]
     buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     states = sum(b.param_data.nbytes + b.grad_data.nbytes for b in buffers)
+    states += sum(p.nbytes for module in modules for p in module.parameters() if not p.requires_grad)
     for inner in trained.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
             for param in group["params"]:
@@ -537,9 +605,10 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
     )
     top = int(np.cumsum([event.nbytes() for event in events]).max())
     activations = ActivationOptions("local", "fp32", True, num_tokens, Recompute.of(passed), own_attention=True)
-    (memory,) = trainer_memory(
-        shape, layout, BatchOptions(num_tokens, count), StateOptions.of("fp32", {}, {}), activations, passed
-    )
+    patches = None if vision is None else num_tokens * vision.merge**2 // 2
+    batch = BatchOptions(num_tokens, count, max_patches=patches)
+    states_of = StateOptions.of("fp32", {}, {})
+    (memory,) = trainer_memory(shape, layout, batch, states_of, activations, passed, frozen)
     # What stands anyway would hide an error of the rest.
     difference = (memory.training - memory.states.on_device) / top - 1
     return {

@@ -10,13 +10,14 @@ from tools import memory_check
 
 Rows = dict[str, list[dict[str, Any]]]
 STATES = {"qwen3_moe TP 2 EP 2 ETP 1": [4], "qwen3 tied PP 2 VPP 2": [2], "deepseek_v3 TP 2 PP 2 CP 2 EP 2": [8]}
-STATES |= {"qwen3_next TP 2": [2]}
+STATES |= {"qwen3_next TP 2": [2], "qwen3_vl TP 2 PP 2": [4]}
 ACTIVATIONS = [
     *(f"qwen3: attention with q/k norms, MLP{kind}" for kind in (" core_attn", " full", ", long none")),
     *(f"qwen2_moe: with a shared expert {recompute}" for recompute in ("none", "moe")),
     "glm4: output norms mlp",
     *(f"qwen3_5_text: {kind}" for kind in ("a gated delta net none", "gated attention none")),
     "short_conv: a kind of a plug-in none",
+    *(f"{kind}: vision tower {recompute}" for kind in ("qwen2_5_vl", "qwen3_vl") for recompute in ("none", "blocks")),
     *(f"deepseek_v3: latent attention, {kind}" for kind in ("mixture none", "MLP, long mla_up_proj")),
 ]
 
@@ -45,7 +46,8 @@ def test_parameters_buffers_and_optimizer_are_megatrons(found: Rows, only: str, 
 @pytest.mark.parametrize("only", ACTIVATIONS)
 def test_kept_tensors_are_autograds(found: Rows, only: str) -> None:
     (row, *others) = [row for row in found["activations"] if only in f"{row['layer']} {row['recompute']}"]
-    assert abs(row["difference"]) <= 0.02 and row["measured"] > 1000 and len(others) <= 1
+    bound = memory_check.TOWER_BOUND if "tower" in only else 0.02
+    assert abs(row["difference"]) <= bound and row["measured"] > 1000 and len(others) <= 1
 
 
 def test_published_peaks_are_within_five_percent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import ChainMap
 from collections.abc import Callable
@@ -17,9 +16,8 @@ from safetensors.torch import load_file
 
 from fusionrl.models import families
 from fusionrl.models.hf_io import HFReader
-from fusionrl.models.shape import read_model_shape, shape_from_hf_config
+from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
-from tests import tiny_vision
 from tests.tiny_vision import HYBRIDS, KINDS, Reference, make_tiny_vlm, random_image
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Failed, LocalRanks, config_of
@@ -28,14 +26,15 @@ from tools.parity_rows import FULL, OVERLAP
 
 SEES: dict[str, Any] = {"multimodal_keys": {"image": "images"}, "calculate_per_token_loss": True}
 ONE = TrainerLayout(1)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
 
 class Case:
     """A tiny model in a folder, samples, and transformers' numbers of them."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, **sizes: int) -> None:
         self.kind, self.folder, self.samples = kind, folder, VisionSamples(kind)
-        make_tiny_vlm(folder, kind)
+        make_tiny_vlm(folder, kind, **sizes)
         self.log_probs, self.loss, self.gradients = self.samples.reference(folder)
 
     def assert_equals(self, workers: LocalRanks, layout: TrainerLayout, passed: Any = None, **flags: Any) -> None:
@@ -299,52 +298,20 @@ def num_passes(actor: Any, shard: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_tower_keeps_what_the_plan_counts(kind: str, recomputes: bool) -> None:
-    """Bytes that autograd keeps of a tower wide enough that heads are a small part, within a tenth."""
-    from fusionrl.plan.memory.activations import ActivationOptions
-    from fusionrl.plan.memory.tower import tower_memory
-    from fusionrl.plan.memory.trainer import BatchOptions
-    from fusionrl.trainer.vision_tower import TOWERS, PixelScale
-
-    config = tiny_vision.config_of(kind, tower=256, depth=6, layers=6)
-    shape = shape_from_hf_config(json.loads(config.to_json_string(use_diff=False)), sees=True)
-    assert shape.vision is not None
-    tower = TOWERS[type(shape.vision)](shape.vision, PixelScale(), recomputes)
-    images = [
-        torch.from_numpy(random_image(i, *size, patch=shape.vision.patch_size))
-        for i, size in enumerate([(16, 16), (12, 20)])
-    ]
-    own = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
-    held: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        features, deep = tower(images)
-    measured = sum(storage.nbytes() for storage in held.values()) + features.nbytes + sum(part.nbytes for part in deep)
-    patches = 16 * 16 + 12 * 20
-    batch, options = (
-        BatchOptions(patches, 1, max_patches=patches, recomputes_vision=recomputes),
-        ActivationOptions("local", "fp32", True, 64),
-    )
-    planned = tower_memory(shape, ONE, batch, options, frozenset()).kept
-    assert measured == pytest.approx(planned, rel=0.1)
-
-
-def test_in_bf16(workers: LocalRanks, case: Callable[[str], Case]) -> None:
+@pytest.mark.parametrize("layout", [TrainerLayout(2, tp=2), pytest.param(ONE, marks=ON_GPU)], ids=str)
+def test_in_bf16(workers: LocalRanks, case: Callable[[str], Case], tmp_path: Path, layout: TrainerLayout) -> None:
     """Losses differ by rounding; with the tower frozen as well."""
-    for kind in ("qwen2_5_vl", "qwen3_vl"):
+    for kind in KINDS if layout == ONE else KINDS[:2]:
+        one = (
+            Case(kind, tmp_path / kind, hidden=256) if layout == ONE else case(kind)
+        )  # wide enough for a GPU's kernels
         every: list[dict[str, Any]] = [{}, {"freeze_vision": True}]
         for flags in every:
-            one = case(kind)
-            workers.start(config_of(one.folder, "sft", precision="bf16", **SEES, **flags), TrainerLayout(2, tp=2))
-            assert workers.train(one.samples.shards())["train/loss"] == pytest.approx(one.loss, rel=0.02)
+            workers.start(config_of(one.folder, "sft", precision="bf16", **SEES, **flags), layout)
+            shards = one.samples.shards()
+            scores: Any = workers.call("score", shards[0])[0]
+            assert max(abs(got - want).mean() for got, want in zip(scores, one.log_probs, strict=True)) <= 0.1
+            assert workers.train(shards)["train/loss"] == pytest.approx(one.loss, rel=0.02)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

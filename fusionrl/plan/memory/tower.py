@@ -25,12 +25,14 @@ class TowerMemory:
     """Bytes of one rank.
 
     kept     of a micro-batch, for backward
-    again    what backward needs for a moment
+    cached   features that a frozen tower keeps for the length of a rollout
+    again    what backward needs for a moment, once the layers' activations of its micro-batch are gone
     flat     the copy in which gradients are summed over tensor-parallel ranks, once all activations are gone
-    forward  what a pass without gradients needs, and keeps
+    forward  what a pass without gradients needs
     """
 
     kept: float = 0.0
+    cached: float = 0.0
     again: float = 0.0
     flat: float = 0.0
     forward: float = 0.0
@@ -56,10 +58,10 @@ def tower_memory(
     ends = 5 * vision.hidden_size + 20 + 2.5 * vision.hidden_size * len(vision.deepstack)  # of the mergers above all
     if not trained:
         cache = min(features * batch.num_micro_batches, KEPT_FEATURES)
-        return TowerMemory(kept=features, again=cache, forward=cache + block + pixels)
+        return TowerMemory(features, cache, forward=block + pixels)
     kept, again = features + patches * width * (ends + vision.patch_dim), block / 2
     if batch.recomputes_vision:
         kept, again = kept + patches * width * vision.hidden_size * vision.num_layers, float(block)
     else:
         kept += block * vision.num_layers
-    return TowerMemory(kept, again + pixels, 4.0 * trained if layout.tp > 1 else 0.0, block + pixels)
+    return TowerMemory(kept, 0.0, again + pixels, 4.0 * trained if layout.tp > 1 else 0.0, block + pixels)

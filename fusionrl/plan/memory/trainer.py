@@ -122,10 +122,11 @@ def _stage(
     flying = in_flight(layout, stage, batch.num_micro_batches)
     # The inputs of a stage: token ids, or hidden states of the stage before, and the rotary table.
     entry = 8.0 if stage == 0 else 0.0
-    saved = tokens * (sum(each for each, _ in sizes) + entry) * flying
+    of_layers = tokens * (sum(each for each, _ in sizes) + entry)
+    saved = of_layers * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
     if stage == 0:
-        saved += tower.kept * flying
+        saved += tower.kept * flying + tower.cached
     rows = -(-shape.vocab_size // layout.tp)
     head = head_now = 0.0
     if is_last:
@@ -143,8 +144,8 @@ def _stage(
     table = rows * shape.hidden_size  # of the embedding, and of the output layer
     largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
     layer_now += largest
-    if stage == 0:  # the tower's backward comes last, when the layers' activations of its micro-batch are gone
-        layer_now = max(layer_now, tower.again, tower.flat - saved)
+    if stage == 0:  # the tower's backward comes last
+        layer_now = max(layer_now, tower.again - of_layers, tower.flat - saved)
     transient_of = "head" if head_now > layer_now else "layer"
     # Without gradients a layer's tensors are given back as soon as they have been used: at most all of them.
     widths = (layer_bytes(shape, layout, activations, kinds) for kinds in set(kinds_of(shape, layers)))
@@ -158,7 +159,7 @@ def _stage(
         transient=max(head_now, layer_now) + placeholders,
         transient_of=transient_of,
         placeholders=placeholders,
-        scoring=max(scoring, head_now if is_last else 0.0, tower.forward if stage == 0 else 0.0),
+        scoring=max(scoring, head_now if is_last else 0.0, tower.forward + tower.cached if stage == 0 else 0.0),
     )
 
 
