@@ -104,7 +104,7 @@ def config_of(
     if is_hybrid:
         rope["partial_rotary_factor"] = 0.5
         text |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
-        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 48}
+        text |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "shared_expert_intermediate_size": 48}
         text["layer_types"] = ["full_attention" if layer % 2 else "linear_attention" for layer in range(layers)]
     if is_mixture:
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}

@@ -5,7 +5,8 @@
 Tiny models in fp32 on this machine's CPU, gloo between processes. A row is one layout, trained for three steps on
 packed sequences of different lengths and compared with one rank: the loss and the gradient norm of each step, and at
 the first step the gradient of every tensor under its Hugging Face name. One rank's first gradients are compared with
-those of transformers' autograd. With --logits, instead: every family's logits against transformers', packed and not, at
+those of transformers' autograd. Models that see have no image in the second step; the log-probs of every layout are
+compared with transformers'. With --logits, instead: every family's logits against transformers', packed and not, at
 one rank and divided. Exit code 1 where a bound is passed. Two to six minutes on two cores.
 """
 
@@ -32,7 +33,7 @@ from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.vision_samples import VisionSamples
 from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
 
-LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
+LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, LOG_PROB_BOUND = 1e-5, 1e-4, 1e-4, 1e-5
 STEPS = 3
 # Layouts that live processes run before they are replaced: each group of process groups keeps descriptors open.
 LAYOUTS_PER_PROCESS = 8
@@ -108,8 +109,8 @@ class Batch:
         self.response = np.maximum(self.total // 2, 1).astype(np.int32)
         self.tokens = [random.integers(0, COMMON["vocab_size"], n).astype(np.int32) for n in self.total]
 
-    def shards(self, dp: int) -> list[TrainShard]:
-        """Dealt out in turn over `dp` ranks, four micro-batches each."""
+    def shards(self, dp: int, step: int = 0) -> list[TrainShard]:
+        """Dealt out in turn over `dp` ranks, four micro-batches each; the same in every step."""
         counts = int(self.response.sum()), len(self.total)
         return [self._shard(list(range(rank, len(self.total), dp)), counts) for rank in range(dp)]
 
@@ -152,12 +153,22 @@ class SeeingBatch:
     def __init__(self, family: str) -> None:
         self.samples = VisionSamples(family)
 
-    def shards(self, dp: int) -> list[TrainShard]:
-        return self.samples.shards(dp, micro=-(-len(self.samples) // (4 * dp)))
+    def shards(self, dp: int, step: int = 0) -> list[TrainShard]:
+        if step != 1:
+            return self.samples.shards(dp, micro=-(-len(self.samples) // (4 * dp)))
+        texts = [i for i, spans in enumerate(self.samples.spans) if not spans]
+        own = [[[i] for i in texts[rank::dp]] for rank in range(dp)]
+        return [self.samples.shard([micro], [self.samples.count(texts)]) for micro in own]
 
     def reference_gradients(self, model: Any, folder: Path) -> tuple[float, dict[str, np.ndarray]]:
-        _, loss, gradients = self.samples.reference(folder, model)
+        self.log_probs, loss, gradients = self.samples.reference(folder, model)
         return loss, gradients
+
+    def scores_differ(self, ranks: LocalRanks, layout: TrainerLayout) -> float:
+        """Largest absolute difference of a log-prob to transformers'."""
+        scores = ranks.on_shards("score", self.shards(layout.dp))
+        own = [(scores[layout.ranks_of_dp(dp)[0]], self.log_probs[dp :: layout.dp]) for dp in range(layout.dp)]
+        return max(float(np.abs(got - want).max()) for pair in own for got, want in zip(*pair, strict=True))
 
 
 def batch_of(name: str) -> Batch | SeeingBatch:
@@ -173,6 +184,7 @@ class Result:
     norms: list[float]
     gradients: dict[str, np.ndarray]
     seconds: float
+    log_probs: float | None  # their largest difference to transformers', of models that see
 
 
 def first_gradients(actor: Any) -> dict[str, np.ndarray] | None:
@@ -232,7 +244,7 @@ def run_logits(models: Sequence[str], report: Any, shared: LocalRanks | None = N
             ranks = shared or LocalRanks(2)
             try:
                 for row in rows:
-                    ranks.start(trainer_config(folder, PassThrough()), row.layout)
+                    ranks.start(trainer_config(folder, row), row.layout)
                     entry: dict[str, Any] = {"model": name, "layout": row.name or "one rank", "ranks": row.world}
                     for packing, groups in packings.items():
                         answers = ranks.run(all_logits, shard, groups)
@@ -250,27 +262,27 @@ def run_logits(models: Sequence[str], report: Any, shared: LocalRanks | None = N
     return results
 
 
-def trainer_config(folder: Path, passthrough: PassThrough) -> Config:
+def trainer_config(folder: Path, row: Row) -> Config:
     """fp32, one thread a rank, plain supervised loss."""
     values = {"mode": "sft", "hf_checkpoint": str(folder), "precision": "fp32", "train_num_threads": 1}
-    values |= {"multimodal_keys": {"image": "images"}} if folder.name.startswith(tuple(SEEING)) else {}
-    return Config.from_flat(values | {"lr": 1e-3, "clip_grad": 1.0}, passthrough)
+    values |= {"multimodal_keys": {"image": "images"}} if row.model in SEEING else {}
+    passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
+    return Config.from_flat(values | {"lr": 1e-3, "clip_grad": 1.0} | row.flags, passthrough)
 
 
-def measure(
-    ranks: LocalRanks, folder: Path, layout: TrainerLayout, passthrough: PassThrough, batch: Batch | SeeingBatch
-) -> Result:
-    ranks.start(trainer_config(folder, passthrough), layout)
-    shards = batch.shards(layout.dp)
+def measure(ranks: LocalRanks, folder: Path, row: Row, batch: Batch | SeeingBatch) -> Result:
+    layout = row.layout
+    ranks.start(trainer_config(folder, row), layout)
+    log_probs = batch.scores_differ(ranks, layout) if isinstance(batch, SeeingBatch) else None
     losses, norms, gradients = [], [], {}
     start = time.perf_counter()
     for step in range(STEPS):
-        metrics = ranks.train(shards, layout, step)
+        metrics = ranks.train(batch.shards(layout.dp, step), layout, step)
         losses.append(metrics["train/loss"])
         norms.append(metrics["train/grad_norm"])
         if step == 0:
             gradients = ranks.run(first_gradients)[0]
-    return Result(losses, norms, gradients, (time.perf_counter() - start) / STEPS)
+    return Result(losses, norms, gradients, (time.perf_counter() - start) / STEPS, log_probs)
 
 
 def relative(got: Sequence[float], want: Sequence[float]) -> float:
@@ -312,14 +324,13 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
                         ranks.close()
                     ranks, size, used = LocalRanks(row.world), row.world, 0
                 used += 1
-                model = make_model(row.model, folders[row.model]) if row.world == 1 else None
-                passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
-                batch = batches[row.model]
-                got = measure(ranks, folders[row.model], row.layout, passthrough, batch)
+                batch, folder = batches[row.model], folders[row.model]
+                if row.world == 1:
+                    loss, gradients = batch.reference_gradients(make_model(row.model, folder), folder)
+                got = measure(ranks, folder, row, batch)
                 entry: dict[str, Any] = {"model": row.model, "ranks": row.world, "seconds_per_step": got.seconds}
-                if model is not None:
+                if row.world == 1:
                     references[row.model] = got
-                    loss, gradients = batch.reference_gradients(model, folders[row.model])
                     norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
                     tensor = worst_tensor(got.gradients, scaled(gradients, norm))
                     entry |= {"layout": "one rank, against transformers"}
@@ -333,6 +344,9 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
                 entry["holds"] = (
                     entry["loss"] <= LOSS_BOUND and entry["norm"] <= NORM_BOUND and entry["gradient"] <= GRADIENT_BOUND
                 )
+                if got.log_probs is not None:
+                    entry["log_probs"] = got.log_probs
+                    entry["holds"] &= got.log_probs <= LOG_PROB_BOUND
                 results.append(entry)
                 report(entry)
         finally:
@@ -343,9 +357,11 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
 
 def line(entry: dict[str, Any]) -> str:
     """One row of the table."""
+    log_probs = f" log-probs {entry['log_probs']:.1e} |" if "log_probs" in entry else ""
     return (
         f"| {entry['model']} | {entry['layout']} | {entry['ranks']} | {entry['loss']:.1e} | {entry['norm']:.1e} "
         f"| {entry['gradient']:.1e} | {entry['tensors']} | {'yes' if entry['holds'] else 'NO: ' + entry['worst']} |"
+        f"{log_probs}"
     )
 
 

@@ -115,13 +115,16 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"layers": 4},
     "qwen3_vl deep": {"layers": 8},
     "qwen3_vl_moe": {"layers": 6},
+    "qwen3_vl_moe deep": {"layers": 12},
+    "qwen3_5": {"layers": 4},
+    "qwen3_5_moe": {"layers": 4},
 }
 """Models that see (`tests/tiny_vision.py`), trained on texts and images."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout of one model, with further fields of Megatron's classes."""
+    """One layout of one model, with further fields for Megatron and flags of the run."""
 
     model: str
     world: int
@@ -129,6 +132,7 @@ class Row:
     note: str = ""
     transformer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> TrainerLayout:
@@ -204,13 +208,13 @@ ROWS = [
     Row("granite", 2, note="full recompute", transformer=FULL),
     Row("gemma3_text", 2, {"pp": 2, "vpp": 2}),
     Row("gemma3_text", 2, note="full recompute", transformer=FULL),
-    *(Row(model, 2, sizes) for model in ("qwen2_5_vl", "qwen3_vl") for sizes in DENSE),
-    *(Row("qwen3_vl_moe", 2, sizes) for sizes in MIXED),
-    *(Row(model, 2, note="overlapped", ddp=OVERLAP) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
-    *(Row(model, 2, {"tp": 2}, "full recompute", FULL) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
-    *(Row(model, 2, {"pp": 2}, "full recompute", FULL) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
-    Row("qwen2_5_vl", 2, {"pp": 2, "vpp": 2}),
-    Row("qwen3_vl deep", 2, {"pp": 2, "vpp": 2}),
+    *(Row(model, 2, sizes) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_5") for sizes in DENSE),
+    *(Row(model, 2, sizes) for model in ("qwen3_vl_moe", "qwen3_5_moe") for sizes in MIXED),
+    *(Row(model, 2, note="overlapped", ddp=OVERLAP) for model in SEEING if "deep" not in model),
+    *(Row(model, 2, {"tp": 2}, "full recompute", FULL) for model in SEEING if "deep" not in model),
+    *(Row(model, 2, {"pp": 2}, "full recompute", FULL) for model in SEEING if "deep" not in model),
+    *(Row(model, 2, {"tp": 2}, "towers kept", flags={"vision_recompute": False}) for model in SEEING if "_vl" in model),
+    *(Row(model, 2, {"pp": 2, "vpp": 2}) for model in ("qwen2_5_vl", "qwen3_vl deep", "qwen3_vl_moe deep", "qwen3_5")),
     Row("qwen3", 4),
     Row("qwen3", 4, {"pp": 4}),
     Row("qwen3", 4, {"cp": 4}),
@@ -227,15 +231,20 @@ ROWS = [
     Row("deepseek_v3", 4, {"tp": 2, "pp": 2}),
     *(
         Row(model, 4, sizes)
-        for model in ("qwen2_5_vl", "qwen3_vl")
-        for sizes in ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2})
+        for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+        for sizes in ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "cp": 2}, {"tp": 2})
     ),
-    *(Row("qwen3_vl_moe", 4, {"tp": 2, **sizes}) for sizes in ({"cp": 2}, {"pp": 2}, {"ep": 2, "etp": 1})),
-    Row("qwen3_vl", 4, {"pp": 2, "cp": 2}),
-    Row("qwen3_vl", 4, {"tp": 2}),
-    Row("qwen3_vl_moe", 4, {"tp": 2, "pp": 2}, "full recompute", FULL),
+    *(
+        Row(model, 4, {"tp": 2, **sizes})
+        for model in ("qwen3_vl_moe", "qwen3_5_moe")
+        for sizes in ({"cp": 2}, {"pp": 2}, {"ep": 2, "etp": 1})
+    ),
+    *(Row(model, 4, {"tp": 2, "pp": 2}, "full recompute", FULL) for model in ("qwen2_5_vl", "qwen3_vl_moe")),
     Row("qwen3", 8, {"tp": 2, "pp": 2}),
     Row("qwen3", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2}),
     Row("qwen3_moe", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "ep": 2, "etp": 1}),
-    Row("deepseek_v3", 8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}),
+    *(
+        Row(model, 8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1})
+        for model in ("deepseek_v3", "qwen3_vl_moe", "qwen3_5_moe")
+    ),
 ]
