@@ -3,7 +3,8 @@
     python tools/gpu_proof.py [--only NAME,…] [--again] [--list] [--out DIR] [--limit-s SECONDS]
     python tools/gpu_proof.py --rehearse        # on a CPU, at tiny sizes: it tests this program
 
-Stages run one after the other, the most valuable first, each in processes of its own for at most two minutes. After
+Stages run one after the other, the most valuable first, each in processes of its own for at most two minutes; those
+with a published model take longer, and want the folders that FUSIONRL_PROOF_MODEL and FUSIONRL_PROOF_DATA name. After
 each, DIR/results.jsonl has a line and the page its rows; a rehearsal writes to a copy of the page, DIR/gpu-results.md.
 A stage that has passed on this machine with these sources is not run again without --again. What the machine cannot
 run is named, with the reason. The exit status is 1 if a stage failed.
@@ -74,7 +75,7 @@ def _run_one(stage: Stage, out: Path, rehearses: bool, limit_s: float, num_gpus:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if rehearses:
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    return run_stage(stage, Setting(folder, out / "task", rehearses), limit_s, environ)
+    return run_stage(stage, Setting(folder, out / "task", rehearses), stage.limit_s or limit_s, environ)
 
 
 def _fill_in(stage: Stage, result: Result, out: Path, where: str, rehearses: bool) -> None:

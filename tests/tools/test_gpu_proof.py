@@ -76,6 +76,8 @@ def test_what_the_machine_lacks_is_said() -> None:
     assert missing(stage, 1, lambda name: True, False) == "needs 2 GPUs, and this machine shows 1"
     assert missing(stage, 2, lambda name: True, False) is None
     assert missing(stage, 0, machine.has_package, True) is None
+    named = Stage("x", (), lambda setting: [], lambda *_: {}, variables=("NO_SUCH_VARIABLE",))
+    assert missing(named, 1, machine.has_package, False) == "not in the environment: NO_SUCH_VARIABLE"
 
 
 def _stage(*code: str) -> Stage:

@@ -49,6 +49,8 @@ class Stage:
     read      its figures
     num_gpus  that it needs
     packages  that it needs in addition to those of a run
+    variables  of the environment that name what it needs
+    limit_s   seconds that it may take; None: those of the command line
     """
 
     name: str
@@ -57,6 +59,8 @@ class Stage:
     read: Read
     num_gpus: int = 1
     packages: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    limit_s: float | None = None
 
 
 @dataclass
@@ -75,6 +79,9 @@ def missing(stage: Stage, num_gpus: int, has_package: Callable[[str], bool], reh
     absent = [name for name in stage.packages if not has_package(name)]
     if absent and not rehearses:
         return f"not installed: {', '.join(absent)}"
+    unset = [name for name in stage.variables if name not in os.environ]
+    if unset and not rehearses:
+        return f"not in the environment: {', '.join(unset)}"
     if stage.num_gpus > num_gpus and not rehearses:
         return f"needs {stage.num_gpus} GPUs, and this machine shows {num_gpus}"
     return None

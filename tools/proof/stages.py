@@ -1,26 +1,39 @@
 """The stages of the proof, most valuable first. Each shows what no machine without a GPU can."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 from tools.proof.machine import ROOT
 from tools.proof.stage import Failed, Figures, Setting, Stage
 
+_PICTURES = "vision/train.parquet"
+_COLUMNS = (
+    "--input-key",
+    "problem",
+    "--label-key",
+    "answer",
+    "--multimodal-keys",
+    '{"image": "images"}',
+)  # geometry3k's
+_PUBLISHED = ("FUSIONRL_PROOF_MODEL", "FUSIONRL_PROOF_DATA")  # folders: a Qwen2.5-VL or Qwen3-VL, and geometry3k
 _DRAFTS = ("spec_accept_rate", "spec_accept_length")
 _FUSIONRL = [sys.executable, "-m", "fusionrl.cli", "train"]
 
 
 # -------------------------------------------------------------------------------------------- runs
-def _run(*flags: str, model: str = "model") -> Callable[[Setting], list[str]]:
+def _run(*flags: str, model: str = "model", data: str = "train.jsonl") -> Callable[[Setting], list[str]]:
     """The command of a run of two steps, every push verified."""
 
     def command(setting: Setting) -> list[str]:
+        columns = _COLUMNS if data == _PICTURES else ("--input-key", "prompt", "--label-key", "label")
         base = [
             *("--mode", "rl", "--hf-checkpoint", str(setting.task / model)),
-            *("--prompt-data", str(setting.task / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+            *("--prompt-data", str(setting.task / data), *columns),
             *("--apply-chat-template", "--custom-rm-path", f"{ROOT}/tools/proof/hooks.py:partial_credit"),
             *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
             *("--lr", "1e-4", "--num-rollout", "2", "--no-save", "--verify-weights", "always"),
@@ -39,7 +52,7 @@ def _on_this_device(flags: tuple[str, ...], setting: Setting) -> list[str]:
     """The flags; in a rehearsal without those that a CPU refuses."""
     if not setting.rehearses:
         return list(flags)
-    flags = tuple(flag for flag in flags if not flag.startswith("--sglang-speculative"))
+    flags = tuple(flag for flag in flags if not flag.startswith(("--sglang-speculative", "--sglang-mm-")))
     return [{"--use-rollout-routing-replay": "--use-routing-replay"}.get(flag, flag) for flag in flags]
 
 
@@ -61,6 +74,11 @@ def _read_run(limit: float) -> Callable[[Setting, int, str], Figures]:
             raise Failed(f"log-probs of engines and trainers differ by {max(worst, apart):.2e}, more than {limit:.0e}")
         logs = "".join(path.read_text(errors="replace") for path in sorted((folder / "logs").glob("trainer-*.log")))
         drafts = {name: trained[-1][f"rollout/{name}"] for name in _DRAFTS if f"rollout/{name}" in trained[-1]}
+        rewards = [float(row["rollout/raw_reward"]) for row in trained]
+        if len(rewards) > 2:
+            drafts |= {
+                "reward of the first and last five steps": f"{fmean(rewards[:5]):.3f}, {fmean(rewards[-5:]):.3f}"
+            }
         return drafts | {
             "log-probs differ by": max(worst, apart),
             "equal tensors": int(verified[-1]["sync/verify_tensors"]),
@@ -70,6 +88,32 @@ def _read_run(limit: float) -> Callable[[Setting, int, str], Figures]:
         }
 
     return read
+
+
+def _geometry(*flags: str) -> Callable[[Setting], list[str]]:
+    """The command of 20 steps of a published model on geometry3k; a rehearsal runs two of the tiny one on pictures."""
+
+    def command(setting: Setting) -> list[str]:
+        if setting.rehearses:
+            return _run(*_COLOCATED, *flags, model="vision/model", data=_PICTURES)(setting)
+        model, data = (os.environ[name] for name in _PUBLISHED)
+        return [
+            *(*_FUSIONRL, "--mode", "rl", "--hf-checkpoint", model, "--prompt-data", data, *_COLUMNS),
+            *(
+                "--apply-chat-template",
+                "--rm-type",
+                "math",
+                "--rollout-batch-size",
+                "16",
+                "--n-samples-per-prompt",
+                "8",
+            ),
+            *("--rollout-max-response-len", "1024", "--num-rollout", "20", "--lr", "1e-6", "--use-dynamic-batch-size"),
+            *("--max-tokens-per-gpu", "8192", "--no-save", "--verify-weights", "always", "--colocate", *flags),
+            *("--run-dir", str(setting.folder / "run")),
+        ]
+
+    return command
 
 
 # -------------------------------------------------------------------------------------------- benches and tests
@@ -110,6 +154,11 @@ def _read_loss(setting: Setting, code: int, output: str) -> Figures:
     if code and not setting.rehearses:  # its bounds hold at the real size
         raise Failed("out of its bounds")
     return {"time / plain": losses["s / plain"], "memory / plain": losses["MiB beyond gradients / plain"]}
+
+
+def _tower(setting: Setting) -> list[str]:
+    size = ("--width", "64", "--layers", "2", "--patches", "64", "--turns", "1") if setting.rehearses else ()
+    return [sys.executable, "-m", "tools.bench.tower", "--device", setting.device, *size]
 
 
 def _push(setting: Setting) -> list[str]:
@@ -186,6 +235,7 @@ def _read_parity(setting: Setting, code: int, output: str) -> Figures:
 
 
 _COLOCATED = ("--colocate",)
+_IN_TORCH = ("--sglang-mm-attention-backend=sdpa",)  # heads of the tiny tower are narrow, too
 _NEXTN = (
     *("--sglang-speculative-algorithm=NEXTN", "--sglang-speculative-num-steps=1"),
     *("--sglang-speculative-eagle-topk=1", "--sglang-speculative-num-draft-tokens=2"),
@@ -226,6 +276,52 @@ STAGES = (
         ("engines draft with the layer",),
         _run(*_COLOCATED, "--enable-mtp-training", *_NEXTN, model="drafts"),
         _read_run(0.1),
+    ),
+    Stage(
+        "vision",
+        ("the loop with images in bf16", "pushes of a vision tower"),
+        _run(*_COLOCATED, *_IN_TORCH, model="vision/model", data=_PICTURES),
+        _read_run(0.1),
+    ),
+    Stage(
+        "vision-fp32",
+        ("the loop with images in fp32",),
+        _run(*_COLOCATED, *_IN_TORCH, "--precision", "fp32", model="vision/model", data=_PICTURES),
+        _read_run(1e-3),
+    ),
+    Stage(
+        "vision-frozen",
+        ("a frozen tower",),
+        _run(
+            *(*_COLOCATED, *_IN_TORCH, "--freeze-vision", "--sglang-mm-feature-transport=cuda_ipc"),
+            model="vision/model",
+            data=_PICTURES,
+        ),
+        _read_run(0.1),
+    ),
+    Stage(
+        "vision-layers",
+        ("models that see in bf16", "positions on three axes"),
+        _pytest("tests/trainer/test_vision.py"),
+        _read_pytest,
+    ),
+    Stage("vision-pixels", ("torchvision's image processor",), _pytest("tests/data/test_images.py"), _read_pytest),
+    Stage("vision-tower", ("vision towers alone",), _tower, _read_json("qwen2_5_vl", "qwen3_vl")),
+    Stage(
+        "geometry3k",
+        ("geometry3k with the tower trained",),
+        _geometry(),
+        _read_run(0.1),
+        variables=_PUBLISHED,
+        limit_s=1800.0,
+    ),
+    Stage(
+        "geometry3k-frozen",
+        ("geometry3k with a frozen tower",),
+        _geometry("--freeze-vision"),
+        _read_run(0.1),
+        variables=_PUBLISHED,
+        limit_s=1800.0,
     ),
     Stage("kinds", ("windows, sinks and delta nets",), _pytest("tests/trainer/test_gpu_layers.py"), _read_pytest),
     Stage("fp8", ("engines in block-wise fp8",), _pytest("tests/e2e/test_gpu.py", "-k", "fp8"), _read_pytest),

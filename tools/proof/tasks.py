@@ -1,9 +1,10 @@
-"""Data and models of the stages, made from a seed: the quickstart's task, models with experts, delta nets, drafts."""
+"""Data and models of the stages, made from a seed: the quickstarts' tasks, models with experts, delta nets, drafts."""
 
 import json
 import shutil
 from pathlib import Path
 
+from tools import make_vision_quickstart
 from tools.make_quickstart import write_quickstart
 
 
@@ -17,6 +18,7 @@ def make_task(folder: Path) -> None:
     _make(folder, "delta", "qwen3_5_text", DELTA)
     _make(folder, "drafts", "glm4_moe", DRAFTS)
     _add_further_layer(folder / "drafts")
+    make_vision_quickstart.write_quickstart(folder / "vision", 0)
     (folder / "drafts" / "whole").touch()
 
 
