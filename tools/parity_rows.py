@@ -213,7 +213,10 @@ ROWS = [
     *(Row(model, 2, note="overlapped", ddp=OVERLAP) for model in SEEING if "deep" not in model),
     *(Row(model, 2, {"tp": 2}, "full recompute", FULL) for model in SEEING if "deep" not in model),
     *(Row(model, 2, {"pp": 2}, "full recompute", FULL) for model in SEEING if "deep" not in model),
-    *(Row(model, 2, {"tp": 2}, "towers kept", flags={"vision_recompute": False}) for model in SEEING if "_vl" in model),
+    *(
+        Row(model, 2, {"tp": 2}, "towers kept", flags={"vision_recompute": False})
+        for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    ),
     *(Row(model, 2, {"pp": 2, "vpp": 2}) for model in ("qwen2_5_vl", "qwen3_vl deep", "qwen3_vl_moe deep", "qwen3_5")),
     Row("qwen3", 4),
     Row("qwen3", 4, {"pp": 4}),

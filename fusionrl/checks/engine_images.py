@@ -9,7 +9,7 @@ from fusionrl.config.eval_sets import readable_sets
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.data.images import ImageLimits
 from fusionrl.data.processor_files import read_processor_files
-from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
+from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.vision import trains_tower
 
@@ -59,15 +59,8 @@ def check_settings(
             f"{KEEP_IDS_VARIABLE}={env[KEEP_IDS_VARIABLE]}: SGLang would tokenize prompts with images again, into other"
             " tokens than were sampled; unset the variable"
         )
-    reasons = {
-        "enable_multimodal": (False, "the engines would not see"),
-        "language_model_only": (True, "the engines would not see"),
-        "encoder_only": (True, "the engines would generate nothing"),
-        "mm_preprocess_cache_size_mb": (0, "each sibling's images would be decoded and cut anew"),
-    }
-    for name, (wrong, reason) in reasons.items():
-        if name in args and args[name] == wrong:
-            raise ValueError(f"{prefix}{name.replace('_', '-')} {wrong}: {reason}; leave it out")
+    if (error := refused(args, prefix)) is not None:
+        raise ValueError(error)
     backend = args.get("image_processor_backend", "auto")
     if device == "cpu" and backend not in ("auto", "pil"):
         raise ValueError(f"{prefix}image-processor-backend {backend}: it is for engines on a GPU; leave it out")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fusionrl.engines.control import EngineControl
 from fusionrl.engines.http import EndpointError, as_list, as_object
-from fusionrl.engines.image_settings import ImageSettings, check_settings
+from fusionrl.engines.image_settings import ImageSettings, refused
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import ModelShape, differences, read_model_shape, read_text_config, shape_from_hf_config
 
@@ -157,11 +157,8 @@ def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: E
             flag, text = "--" + name.replace("_", "-"), json.dumps(value) if isinstance(value, dict) else str(value)
             cure = f"with {flag}" + ("" if value is True else f" {text}") if value else f"without {flag}"
             errors.append(f"its {flag} is {args.get(name)}; start it {cure}, as this run's own engines are")
-    if expected.images is not None:
-        try:  # its processor's limits are among `expected.flags`
-            check_settings(expected.images, None, {**args, "mm_process_config": None}, "its --", {})
-        except ValueError as error:
-            errors.append(str(error))
+    if expected.images is not None and (reason := refused(args, "its --")) is not None:
+        errors.append(reason)
     return errors
 
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 import ray
 from ray.actor import ActorHandle
 
+from fusionrl.checks.engine_images import image_settings
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, ExternalEngineFacts, host_of
-from fusionrl.engines.image_settings import CACHE_VARIABLE, ImageSettings
+from fusionrl.engines.image_settings import CACHE_VARIABLE
 from fusionrl.engines.router import Router
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import read_hf_config, read_text_config
@@ -359,7 +360,7 @@ def engine_requirements(config: Config, plan: Plan, is_alone: bool) -> EngineReq
     # With another runner of experts an engine may record none of them.
     names = (*_NEEDED, "moe_runner_backend") if server_args.get("enable_return_routed_experts") else _NEEDED
     needed = {name: value for name, value in server_args.items() if name in names and value}
-    if (images := ImageSettings.of(config, plan.shape)) is not None:
+    if (images := image_settings(config, plan.shape)) is not None:
         needed |= {name: value for name, value in images.arguments(plan.device).items() if name == "mm_process_config"}
     # SGLang may write a quantised checkpoint's own method into its arguments.
     alike = {name: server_args.get(name) for name in _ALIKE if name != "quantization" or plan.quantization is None}
