@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,12 @@ def uri(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+HUGE = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">II5B", 20000, 20000, 8, 2, 0, 0, 0))
+HUGE += png_chunk(b"IDAT", zlib.compress(b""))
 CUT = base64.b64decode(png(Image.new("RGB", (640, 640))))[:200]
 THIN = base64.b64decode(png(Image.new("RGB", (1, 500))))
 # (what `image_url` of OpenAI's chat holds, or a path and a part, words of the error)
@@ -155,6 +163,7 @@ UNUSABLE: list[tuple[Any, str]] = [
     ("data:image/png;base64,A", "a data: URI that cannot be read"),
     ("data:image/png;base64,\ud800", "surrogates"),
     (uri(b"GIF8"), "not an image file of a known format"),
+    (uri(HUGE), "Image size (400000000 pixels) exceeds limit"),
     (uri(CUT), "the image cannot be decoded"),
     (("/responses", {"type": "input_image", "image_url": uri(THIN)}), "one side of the image is over 200 times"),
     (("/responses", {"type": "input_image", "file_id": "file-7"}), "file-7"),
