@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Reinforcement learning of a tiny model that sees, on this machine, with the real parts, in about two minutes:
-# SFT -> GRPO, with an evaluation before and after it. Usage: bash scripts/vision-quickstart.sh [SEED] [FOLDER]
+# SFT -> GRPO, with an evaluation before and after it. Usage: bash scripts/vision-quickstart.sh [SEED] [FOLDER] [TASK]
+# TASK zoom: the answer is visible only in a part of the picture, at which the model looks with image_zoom_in_tool.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup-env.sh
@@ -18,22 +19,34 @@ run() {
     "$@"
 }
 
-say "a model of 0.6 M parameters, and pictures whose shapes it counts (seed $seed)"
-run python tools/make_vision_quickstart.py --out "$out" --seed "$seed"
+task=(--multimodal-keys '{"image": "images"}')
+if [ "${3:-count}" = count ]; then
+    what="pictures whose shapes it counts"
+    sft=(--input-key problem --label-key answer --num-rollout 40)
+    rl=(--rm-type exact --rollout-max-response-len 4 --num-rollout 60 --lr 1e-3 --eval-interval 30
+        --eval-temperature 0)
+else
+    what="pictures with patterns that it sees when it zooms in"
+    task+=(--image-max-pixels 4096 --tool-key tools)
+    sft=(--input-key messages --num-rollout 90)
+    rl=(--custom-generate-function-path fusionrl.rollout.agent.generate --tools-path fusionrl.rollout.zoom.tools
+        --tool-call-parser qwen25 --max-turns 2 --rollout-max-response-len 6 --rollout-max-context-len 256
+        --rm-type last_number --num-rollout 40 --lr 5e-4 --eval-interval 20)  # sampled: the likeliest box is right from the start
+fi
 
-task=(--input-key problem --label-key answer --multimodal-keys '{"image": "images"}')
+say "a model of 0.8 M parameters, and $what (seed $seed)"
+run python tools/make_vision_quickstart.py --out "$out" --seed "$seed" --task "${3:-count}"
 
 say "1 of 2: supervised training, until the model is right now and then"
 run fusionrl train --mode sft --run-dir "$out/sft" --hf-checkpoint "$out/model" --seed "$seed" "${task[@]}" \
-    --prompt-data "$out/sft.parquet" --rollout-shuffle \
-    --rollout-batch-size 32 --num-rollout 40 --lr 2e-3 --lr-warmup-iters 10 \
-    --no-save --save-hf "$out/sft-model"
+    --prompt-data "$out/sft.parquet" --rollout-shuffle --rollout-batch-size 32 "${sft[@]}" \
+    --lr 2e-3 --lr-warmup-iters 10 --no-save --save-hf "$out/sft-model"
 
 say "2 of 2: GRPO, rewarded for right answers"
 run fusionrl train --mode rl --run-dir "$out/grpo" --hf-checkpoint "$out/sft-model" --seed "$seed" "${task[@]}" \
-    --prompt-data "$out/train.parquet" --rollout-shuffle --rollout-seed "$seed" --apply-chat-template --rm-type exact \
-    --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-max-response-len 4 --num-rollout 60 --lr 1e-3 --colocate \
-    --eval-prompt-data held-out "$out/eval.parquet" --eval-temperature 0 --eval-interval 30 --no-save
+    --prompt-data "$out/train.parquet" --rollout-shuffle --rollout-seed "$seed" --apply-chat-template \
+    --input-key problem --label-key answer --rollout-batch-size 16 --n-samples-per-prompt 8 "${rl[@]}" --colocate \
+    --eval-prompt-data held-out "$out/eval.parquet" --no-save
 
 say "look at the answers next to the pictures"
 run fusionrl view "$out/grpo"

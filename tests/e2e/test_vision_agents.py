@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_zoom_sessions_and_sampled_placeholders_are_trained(tmp_path: Path) -> N
     run(flags, tmp_path)
     (row,) = [row for row in metrics_of(folder) if "train/loss" in row]
     assert row["train/logprob_diff_max"] < 1e-4 and row["train/grad_norm"] > 0
-    samples = list(read_rollouts(folder, "train"))
+    samples: list[Any] = list(read_rollouts(folder, "train"))
     assert row["rollout/sampled_placeholders"] == np.count_nonzero([*map(sampled_placeholders, samples)])
     for kind, name in enumerate(NUM_TURNS):
         own = [sample for sample in samples if sample["index"] % 4 == kind]
@@ -56,7 +57,8 @@ def test_zoom_sessions_and_sampled_placeholders_are_trained(tmp_path: Path) -> N
         whole = []
         for sample in own:
             num_turns = np.count_nonzero(np.diff([0, *sample["loss_mask"]]) == 1)
-            sizes = [image["height"] * image["width"] // 1024 for image in images_of_row(sample)]
+            images: list[Any] = images_of_row(sample)
+            sizes = [image["height"] * image["width"] // 1024 for image in images]
             assert sizes == ([4, 4] if name in ("one turn", "zoom") else [4, 3])[: len(sizes)]
             if num_turns == NUM_TURNS[name]:
                 whole.append(sample)

@@ -62,7 +62,7 @@ async def shows(args: Any, sample: Any, base_url: str, api_key: str) -> float:
             for one in data:
                 source = {"type": "base64", "media_type": "image/png", "data": one}
                 messages.append({"role": "user", "content": [{"type": "image", "source": source}]})
-                answer = await client.messages.create(model="any", max_tokens=8, messages=messages)
+                answer: Any = await client.messages.create(model="any", max_tokens=8, messages=messages)
                 messages.append({"role": "assistant", "content": answer.content})
         return float(len(answer.content[0].text))
     from openai import AsyncOpenAI
