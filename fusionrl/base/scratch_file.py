@@ -27,6 +27,11 @@ class ScratchFile:
         self._lock = threading.Lock()
         self.num_bytes = 0  # of the file
 
+    @property
+    def address(self) -> str:
+        """Path of the file for other processes of this user, while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
     def write(self, content: bytes) -> Extent:
         """Put bytes aside.
 

@@ -248,6 +248,11 @@ def _fingerprint(prompts: list[Sample]) -> str:
     return digest.hexdigest()[:16]
 
 
+def images_in_states(*states: object) -> list[ImageRef]:
+    """Return the images in states for a checkpoint, which live as long as this list; none in a run of text."""
+    return [] if IMAGES.processor is None else list(images_in(list(states)))
+
+
 # ------------------------------------------------------------------------------------------------ the run's
 IMAGES_FOLDER = "images"  # next to a saved state
 KEPT = 3  # rollouts whose state is kept, for the checkpoint after one of them
@@ -342,13 +347,18 @@ class PromptSource:
     def keeps(self, rollout_id: int) -> bool:
         return rollout_id in self._states
 
-    def keep_with(self, rollout_id: int, state: dict[str, Any] | None, stream: SavedStream | None) -> None:
-        """Remember `state` as that right after a rollout, with what a stream has under way by then."""
+    def keep_with(
+        self,
+        rollout_id: int,
+        state: dict[str, Any] | None,
+        stream: SavedStream | None,
+        images: Sequence[ImageRef] | None = None,
+    ) -> None:
+        """Remember `state` as that right after a rollout, with what a stream has under way by then, and its images."""
         if self.hooked is None:
             return
         self._states[rollout_id] = state
-        if IMAGES.processor is not None:
-            self._images[rollout_id] = list(images_in([state, stream]))
+        self._images[rollout_id] = list(images_in_states(state, stream) if images is None else images)
         for old in [key for key in self._states if key <= rollout_id - KEPT]:
             del self._states[old]
             self._images.pop(old, None)
@@ -389,7 +399,8 @@ class PromptSource:
             raise ValueError(f"{path}: no state of the Buffer ({error!r:.300}); resume from another one") from error
         if self.hooked is None or source is None:
             return rollout_id
-        IMAGES.add_folder(path.parent / IMAGES_FOLDER)
+        self._images[rollout_id] = images_in_states(source, stream)
+        IMAGES.load(self._images[rollout_id], path.parent / IMAGES_FOLDER)
         with self.guarded():
             if self._keeps_own_state():
                 self.hooked.load(rollout_id)

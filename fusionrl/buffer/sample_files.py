@@ -81,11 +81,12 @@ def load_samples(pattern: str, rollout_id: int, plan: Plan) -> list[Sample]:
     path = Path(pattern.format(rollout_id=rollout_id))
     if not path.is_file():
         raise ValueError(f"--load-debug-rollout-data: there is no {path}")
-    IMAGES.add_folder(path.parent / "images")
     try:
-        return read_samples(path, plan.shape.vocab_size, plan.shape.num_experts or None)
+        samples = read_samples(path, plan.shape.vocab_size, plan.shape.num_experts or None)
     except ValueError as error:
         raise ValueError(f"--load-debug-rollout-data: {error}") from error
+    IMAGES.load((image for sample in samples for _, image in sample.image_spans), path.parent / "images")
+    return samples
 
 
 KEPT = 3  # rollouts whose samples may still be trained on

@@ -16,7 +16,8 @@ import numpy as np
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.run_parts import estimator_of
-from fusionrl.data.sample import Sample, prompt_of, response_mask
+from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.sample_images import prompt_of
 from fusionrl.data.sampling import UNKNOWN_VERSION
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.pipeline.knobs import Knobs

@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from fusionrl.buffer.data_source import PromptSource
+from fusionrl.buffer.data_source import PromptSource, images_in_states
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.staleness import check_bound, check_not_older, oldest_version, without_answer
 from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, reason_of, state_numbers
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
 from fusionrl.config.engine_groups import has_pairs
+from fusionrl.data.images import ImageRef
 from fusionrl.data.sample import Sample, Status
 from fusionrl.pipeline import events
 from fusionrl.pipeline.apply import apply
@@ -131,18 +132,20 @@ class Stream(LoopThread):
 
         self._call(change)
 
-    def snapshot(self, rollout_id: int) -> tuple[dict[str, Any] | None, SavedStream]:
-        """Return the data source's state and what a checkpoint holds of the stream, after rollout `rollout_id`.
+    def snapshot(self, rollout_id: int) -> tuple[dict[str, Any] | None, SavedStream, list[ImageRef]]:
+        """Return the data source's state and what a checkpoint holds of the stream, after rollout `rollout_id`; images.
 
         That rollout is trained, and a later one is not: where one was fetched, its prompts come again. After an
         error has ended the stream, too: unfinished groups are generated again.
         """
 
-        def now() -> tuple[dict[str, Any] | None, dict[str, Any], dict[int, StreamGroup]]:
-            return self._source.state_at(rollout_id), self.state.to_dict(rollout_id + 1), dict(self._live)
+        def now() -> tuple[dict[str, Any] | None, list[ImageRef], dict[str, Any], dict[int, StreamGroup]]:
+            source = self._source.state_at(rollout_id)
+            return source, images_in_states(source), self.state.to_dict(rollout_id + 1), dict(self._live)
 
-        source, state, held = self._read(now)
-        return source, packed(state, held, self.knobs)
+        source, images, state, held = self._read(now)
+        stream = packed(state, held, self.knobs)
+        return source, stream, [*images, *images_in_states(stream)]
 
     # ------------------------------------------------------------------------------------ its own thread
     async def _main(self, started: Future[None]) -> None:

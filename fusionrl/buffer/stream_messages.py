@@ -72,8 +72,7 @@ class StreamMessages:
     async def _remember(self, rollout_id: int | None) -> None:
         """Remember what a checkpoint after rollout `rollout_id`, the newest that is trained, holds of the stream."""
         if self._stream is not None and rollout_id is not None and not self.source.keeps(rollout_id):
-            state, stream = await asyncio.to_thread(self._stream.snapshot, rollout_id)
-            self.source.keep_with(rollout_id, state, stream)
+            self.source.keep_with(rollout_id, *await asyncio.to_thread(self._stream.snapshot, rollout_id))
 
     async def waits_for(self) -> str:
         """Return which groups the trainers wait for and why; "" if they do not wait, or without a stream."""

@@ -281,7 +281,9 @@ def _take_shard(
             fields[name][ends[name] : ends[name] + len(part)] = part
             ends[name] += len(part)
         spans += [_shard_spans(sample) for sample in chosen]
-        images |= {image.key: IMAGES.pixels(image) for sample in chosen for _, image in sample.image_spans}
+        for image in [image for sample in chosen for _, image in sample.image_spans]:
+            if image.key not in images:  # siblings have the same
+                images[image.key] = IMAGES.pixels(image)
         metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
         for i in packed:
             samples[i] = blank

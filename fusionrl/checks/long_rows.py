@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fusionrl.data.image_rows import unstored_refs
+from fusionrl.data.findings import FindingError
+from fusionrl.data.image_rows import header_ref, read_images
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
 from fusionrl.data.row_checks import see
 from fusionrl.data.rows import Row, parse_set, scan_rows
@@ -100,7 +101,9 @@ def _light_row(row: Row, columns: PromptColumns, is_sft: bool, data_file: Path) 
     if (column := columns.images) is None:
         return row
     seen = see(row, columns, is_sft)
-    images = unstored_refs(seen.values, column, column.folder_of(data_file))
+    images, findings = read_images(seen.values, column, column.folder_of(data_file), header_ref)
+    if findings:
+        raise FindingError(findings[0])
     rest = {key: value for key, value in row.items() if key != column.key}
     return {**rest, columns.input_key: seen.prompt, IMAGE_TOKENS: [image.num_tokens for image in images]}
 

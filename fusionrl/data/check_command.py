@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusionrl.data.findings import Finding, FindingError
-from fusionrl.data.image_rows import unstored_refs
+from fusionrl.data.image_rows import decoded_ref
 from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import (
     check_file,
@@ -19,7 +19,7 @@ from fusionrl.data.prompts import (
     rendered_prompt,
     special_tokens_of,
 )
-from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding, see
+from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding
 from fusionrl.data.rows import Row
 from fusionrl.data.sample import response_mask
 from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
@@ -54,7 +54,7 @@ class DataCheck:
         if self.tokenizer is not None:
             named["special_tokens"] = special_tokens_of(self.tokenizer)
             named["placeholder"] = placeholder_of(self.tokenizer, self.columns)
-        self._checker = RowChecker(self.columns, is_sft=self.is_sft, **named)
+        self._checker = RowChecker(self.columns, is_sft=self.is_sft, take_image=decoded_ref, **named)
         check = check_file(spec, "", self._checker, self._more_findings)
         self.num_rows += check.num_rows
         return check.errors, check.warnings
@@ -70,12 +70,9 @@ class DataCheck:
         except FindingError:  # the checker has named it
             tools = None
         has_label = columns.label_key is None or columns.label_key in row
-        try:
-            seen = see(row, columns, self.is_sft)
-            images = self._images_of(seen.values)
-        except ValueError:  # the checker has named it
+        if (seen := self._checker.seen) is None:
             return []
-        prompt = seen.prompt
+        prompt, images = seen.prompt, seen.images
         duplicates = self._duplicate(row, prompt, tools, images, where) if has_label else []
         if self.tokenizer is None:
             return duplicates
@@ -84,10 +81,6 @@ class DataCheck:
             return duplicates + length_findings(row, prompt, tools, images, is_counted=not mistakes)
         except ValueError as error:
             return [*duplicates, column_finding(columns.input_key, error)]
-
-    def _images_of(self, values: list[object]) -> list[ImageRef]:
-        column = self.columns.images
-        return [] if column is None else unstored_refs(values, column, column.folder_of(self._checker.data_file))
 
     def _prompt_findings(
         self, row: Row, prompt: object, tools: object, images: list[ImageRef], *, is_counted: bool
@@ -101,7 +94,7 @@ class DataCheck:
         cause = f"the prompt is longer than --rollout-max-prompt-len {columns.max_prompt_len}"
         if is_surely_too_long(text, columns.max_prompt_len):
             return [*findings, Finding(cause, "by its characters alone; tokens were not counted")]
-        length = len(prompt_ids(text, images, self.tokenizer, columns).ids)
+        length = len(prompt_ids(text, images, self.tokenizer, columns)[0])
         if is_counted:
             self.lengths.append(length)
         if columns.max_prompt_len is not None and length > columns.max_prompt_len:

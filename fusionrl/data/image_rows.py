@@ -2,7 +2,8 @@
 
 In a text `<image>` stands for the next image of the column. A message whose content is a list of parts keeps their
 order: {"type": "image"} is the next image of the column, {"type": "image", "image": …} and {"type": "image_url", …}
-bring their own. A value is bytes, {"bytes": …, "path": …}, a path or a `data:` URI.
+bring their own. A value is bytes, {"bytes": …, "path": …}, a path or a `data:` URI. Texts of the assistant stay as they
+are: a model may write `<image>`.
 """
 
 from __future__ import annotations
@@ -10,24 +11,26 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote, unquote_to_bytes
 
 from fusionrl.data.findings import Finding, FindingError
-from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageRef, image_size, key_of_file
+from fusionrl.data.images import ImageLimits, ImageRef, decoded, image_size, key_of_file
 from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
 
 IMAGE = "image"
 PLACEHOLDERS = {IMAGE: "<image>", "video": "<video>", "audio": "<audio>"}
 _OTHER_PARTS = frozenset(("video", "video_url", "audio", "audio_url", "input_audio"))
-_IMAGE_PARTS = frozenset((IMAGE, "image_url", "input_image"))
+IMAGE_PARTS = frozenset((IMAGE, "image_url", "input_image"))
+_IMAGE_FIELDS = (IMAGE, "image_url", "source", "url", "path")  # of such a part
 _URL_HINT = "download it first: what a run fetches may be another image the next time"
 
 Message = dict[str, Any]
+# Its bytes, sizes that the model takes, its path where it has one → the reference to an image.
+TakeImage: TypeAlias = Callable[[bytes, ImageLimits, str | None], ImageRef]
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class ImageColumn:
 def media_errors(keys: Mapping[str, object], flag: str) -> list[str]:
     """Return what is wrong with columns by kind, as --multimodal-keys names them."""
     errors = [f'{flag}: {kind}: only images are trained on; give {{"image": COLUMN}}' for kind in keys if kind != IMAGE]
-    if not isinstance(keys.get(IMAGE, ""), str):
+    if IMAGE in keys and not (isinstance(keys[IMAGE], str) and keys[IMAGE]):
         errors.append(f"{flag}: {keys[IMAGE]!r} is not the name of a column")
     return errors
 
@@ -77,10 +80,12 @@ class SeenRow:
     """A row's prompt with images as parts {"type": "image"}, and the value of each image, in order.
 
     prompt  as it came where the row has no images
+    images  what was made of the values, where they were read
     """
 
     prompt: object
     values: list[object]
+    images: list[ImageRef] = field(default_factory=list)
 
 
 def seen_row(row: Mapping[str, object], prompt: object, key: str) -> SeenRow:
@@ -111,13 +116,13 @@ class _Column:
     """The images of a row, of which each placeholder takes the next."""
 
     def __init__(self, row: Mapping[str, object], key: str) -> None:
-        self.key, self.is_there, self.values = key, row.get(key) is not None, listed(row.get(key))
+        self.row, self.key, self.values = row, key, listed(row.get(key))
         self.taken: list[object] = []
         self.num_left = len(self.values)
 
     def take(self) -> None:
         if not self.num_left:
-            if not self.is_there:
+            if self.row.get(self.key) is None:
                 cause = (
                     f"column {self.key!r} (--multimodal-keys) is missing, but the prompt has a placeholder of an image"
                 )
@@ -127,21 +132,25 @@ class _Column:
         self.taken.append(self.values[-self.num_left])
         self.num_left -= 1
 
+    def refuse_media(self, text: str) -> None:
+        """Refuse a placeholder of a medium that the row has a column of."""
+        for kind, placeholder in PLACEHOLDERS.items():
+            if kind != IMAGE and placeholder in text and (self.row.get(kind) or self.row.get(f"{kind}s")):
+                raise FindingError(Finding(f"the prompt has a placeholder {placeholder}; only images are trained on"))
+
 
 def _split_message(message: Message, column: _Column) -> Message:
-    content = message.get("content")
-    if isinstance(content, str):
-        if PLACEHOLDERS[IMAGE] not in content:
-            _refuse_media(content)
-            return message
-        return {**message, "content": list(_split_text(content, column))}
+    content, is_said = message.get("content"), message.get("role") == "assistant"
+    if isinstance(content, str) and not is_said:
+        parts = list(_split_text(content, column))
+        return {**message, "content": parts} if PLACEHOLDERS[IMAGE] in content else message
     if not isinstance(content, list):
         return message
-    return {**message, "content": [part for item in content for part in _split_part(item, column)]}
+    return {**message, "content": [part for item in content for part in _split_part(item, column, is_said)]}
 
 
 def _split_text(text: str, column: _Column) -> Iterator[Message]:
-    _refuse_media(text)
+    column.refuse_media(text)
     for number, piece in enumerate(text.split(PLACEHOLDERS[IMAGE])):
         if number:
             column.take()
@@ -150,24 +159,17 @@ def _split_text(text: str, column: _Column) -> Iterator[Message]:
             yield {"type": "text", "text": piece}
 
 
-def _refuse_media(text: str) -> None:
-    for kind, placeholder in PLACEHOLDERS.items():
-        if kind != IMAGE and placeholder in text:
-            raise FindingError(Finding(f"the prompt has a placeholder {placeholder}; only images are trained on"))
-
-
-def _split_part(part: object, column: _Column) -> Iterator[object]:
+def _split_part(part: object, column: _Column, is_said: bool) -> Iterator[object]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in _IMAGE_PARTS | _OTHER_PARTS:
-        if isinstance(part, dict) and kind == "text" and PLACEHOLDERS[IMAGE] in str(part.get("text")):
+    if not isinstance(part, dict) or kind not in IMAGE_PARTS | _OTHER_PARTS:
+        if isinstance(part, dict) and kind == "text" and PLACEHOLDERS[IMAGE] in str(part.get("text")) and not is_said:
             yield from _split_text(part["text"], column)
         else:
             yield part
         return
     if kind in _OTHER_PARTS:
         raise FindingError(Finding(f"a message has a part of the type {kind!r}; only images are trained on"))
-    value = part.get(str(kind), part.get(IMAGE))
-    value = value.get("url") if isinstance(value, dict) and "url" in value else value
+    value = image_value(part)
     if value is None and kind == IMAGE:
         column.take()
     elif value is None:
@@ -175,6 +177,16 @@ def _split_part(part: object, column: _Column) -> Iterator[object]:
     else:
         column.taken.append(value)
     yield {"type": IMAGE}
+
+
+def image_value(part: Mapping[str, object]) -> object:
+    """Return the image that a part of the `IMAGE_PARTS` brings, in a protocol's or a template's form; None: none."""
+    value = next((part[name] for name in _IMAGE_FIELDS if part.get(name) is not None), None)
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("type") == "base64":
+        return f"data:{value.get('media_type')};base64,{value.get('data')}"
+    return value.get("url", value)
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -226,41 +238,35 @@ def _of_uri(uri: str) -> bytes:
         raise FindingError(Finding("an image is a data: URI that cannot be read", str(error))) from error
 
 
-def image_findings(values: Sequence[object], column: ImageColumn, folder: Path) -> list[Finding]:
-    """Return what is wrong with the images of a row, by their headers."""
-    findings = []
-    for number, value in enumerate(values, 1):
-        try:
-            column.processor.limits.fit(*image_size(image_file(value, folder).content))
-        except FindingError as error:
-            findings.append(Finding(error.finding.cause, f"image {number}: {error.finding.detail}", error.finding.hint))
-        except ValueError as error:
-            cause, _, detail = str(error).partition(" (")
-            findings.append(Finding(cause, f"image {number}" + (f": {detail.removesuffix(')')}" if detail else "")))
-    return findings
-
-
-def unstored_refs(values: Sequence[object], column: ImageColumn, folder: Path) -> list[ImageRef]:
-    """Return references to the images of a row in which nothing is wrong; no store has their pixels."""
-    limits, refs = column.processor.limits, []
-    for value in values:
-        content = image_file(value, folder).content
-        size = limits.fit(*image_size(content))
-        refs.append(ImageRef(key_of_file(content, *size), *size, limits.num_tokens(*size)))
-    return refs
-
-
-def image_refs(values: Sequence[object], column: ImageColumn, folder: Path) -> list[ImageRef]:
-    """Take the images of a row into the store of this process.
-
-    Raises:
-        ValueError: names the first that cannot be read, or does not fit.
-    """
-    refs = []
+def read_images(
+    values: Sequence[object], column: ImageColumn, folder: Path, take: TakeImage
+) -> tuple[list[ImageRef], list[Finding]]:
+    """Return what `take` makes of the images of a row, and what is wrong with the others."""
+    refs, findings = [], []
     for number, value in enumerate(values, 1):
         try:
             file = image_file(value, folder)
-            refs.append(IMAGES.add_file(file.content, column.processor.limits, file.source))
+            refs.append(take(file.content, column.processor.limits, file.source))
+        except FindingError as error:
+            findings.append(replace(error.finding, detail=f"image {number}: {error.finding.detail}"))
         except ValueError as error:
-            raise ValueError(f"image {number}: {error}") from error
-    return refs
+            cause, _, detail = str(error).partition(" (")
+            findings.append(Finding(cause, f"image {number}" + (f": {detail.removesuffix(')')}" if detail else "")))
+    return refs, findings
+
+
+def header_ref(content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:
+    """Return a reference to an image file by its header alone; no store has its pixels.
+
+    Raises:
+        ValueError: no image that can be read, or one that does not fit the limits.
+    """
+    size = limits.fit(*image_size(content))
+    return ImageRef(key_of_file(content, *size), *size, limits.num_tokens(*size), source)
+
+
+def decoded_ref(content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:
+    """As `header_ref`, of an image that can be decoded to its end."""
+    image = header_ref(content, limits, source)
+    decoded(content)
+    return image

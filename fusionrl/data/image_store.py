@@ -5,7 +5,7 @@
     PNG          of the normal form, for engines; as the normal forms
 
 An image lives as long as a sample, a prompt or a saved state has its reference: when the last one is gone, so is the
-image. Nothing counts them but Python.
+image. Nothing counts them but Python. Another process of this machine may read what one has: `lend`, `borrow`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +24,7 @@ import numpy as np
 
 from fusionrl.base.scratch_file import Extent, ScratchFile
 from fusionrl.data.images import (
+    UNREADABLE,
     ImageLimits,
     ImageRef,
     as_rgb,
@@ -30,9 +32,11 @@ from fusionrl.data.images import (
     image_size,
     interned,
     key_of_file,
+    png_of,
     resized,
 )
 from fusionrl.data.processor_files import ProcessorFiles
+from fusionrl.observe.json_values import write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,6 +44,20 @@ if TYPE_CHECKING:
 Value = TypeVar("Value", np.ndarray, bytes)
 MEGABYTE = 1 << 20
 DEFAULT_BYTES = 2048 * MEGABYTE
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Where another process finds images while the one that has them holds their references.
+
+    processor  the model's settings of images
+    file       path of its scratch file
+    extents    of the images there; others have a source
+    """
+
+    processor: ProcessorFiles
+    file: str = ""
+    extents: tuple[tuple[ImageRef, Extent], ...] = ()
 
 
 class ImageStore:
@@ -51,7 +69,7 @@ class ImageStore:
         self._dead: deque[str] = deque()  # keys of references that are gone
         self._scratch: ScratchFile | None = None
         self._extents: dict[str, Extent] = {}
-        self._saved: list[Path] = []  # folders of `save`
+        self._borrowed: dict[str, tuple[str, Extent]] = {}  # key → where it is in a scratch file of another process
         self._cache: OrderedDict[tuple[str, str], np.ndarray | bytes] = OrderedDict()
         self.num_bytes = 0  # of the cache
         self.configure(max_bytes, folder)
@@ -70,43 +88,35 @@ class ImageStore:
         Raises:
             ValueError: no image that can be read, or one that does not fit the limits.
         """
-        return self._add(content, limits.fit(*image_size(content)), limits, source)
-
-    def _add(self, content: bytes, size: tuple[int, int], limits: ImageLimits, source: str | None = None) -> ImageRef:
+        size = limits.fit(*image_size(content))
         key = key_of_file(content, *size)
         image = interned(key, *size, limits.num_tokens(*size), source)
         with self._lock:
             self._watch(image)
-            if image.source is None and key not in self._extents:
-                if self._scratch is None:
-                    self._scratch = ScratchFile(self._folder)
-                self._extents[key] = self._scratch.write(content)
+            if image.source is None:
+                self._write(key, content)
         return image
 
     def add_picture(self, picture: Image, limits: ImageLimits) -> ImageRef:
         """Take in an image that a tool or a hook made; raises as `add_file`."""
-        picture = as_rgb(picture)
-        image = self.add_file(_png(picture), limits)
-        self._put("pixels", image.key, _frozen(resized(picture, image.height, image.width)))
+        try:
+            picture = as_rgb(picture)
+        except UNREADABLE as error:
+            raise ValueError(f"the image cannot be decoded ({error})") from error
+        image = self.add_file(png_of(picture), limits)
+        self._put("pixels", image, _frozen(resized(picture, image.height, image.width)))
         return image
 
-    def add_pixels(self, pixels: np.ndarray, limits: ImageLimits) -> ImageRef:
-        """Take in a normal form [h, w, 3] uint8, also one over the limits of pixels."""
-        from PIL.Image import fromarray
-
-        image = self._add(_png(fromarray(pixels)), (pixels.shape[0], pixels.shape[1]), limits)
-        self._put("pixels", image.key, _frozen(pixels.copy()))
-        return image
-
-    def add_folder(self, folder: Path) -> None:
-        """Look for images also in a folder that `save` wrote."""
-        with self._lock:
-            self._saved.insert(0, folder)
+    def _write(self, key: str, content: bytes) -> None:
+        if key not in self._extents:
+            if self._scratch is None:
+                self._scratch = ScratchFile(self._folder)
+            self._extents[key] = self._scratch.write(content)
 
     def _watch(self, image: ImageRef) -> None:
         """Drop the image when its reference is gone."""
         self._sweep()
-        if (living := self._living.get(image.key)) is None or living() is not image:
+        if (living := self._living.get(image.key)) is None or living() is None:
             self._living[image.key] = weakref.ref(image, partial(_note_death, self._dead, image.key))
 
     def _sweep(self) -> None:
@@ -117,6 +127,7 @@ class ImageStore:
             del self._living[key]
             for kind in ("pixels", "png"):
                 self._forget((kind, key))
+            self._borrowed.pop(key, None)
             if (extent := self._extents.pop(key, None)) is not None:
                 assert self._scratch is not None
                 self._scratch.give_back(extent)
@@ -131,14 +142,14 @@ class ImageStore:
         found = self._get("pixels", image.key)
         if isinstance(found, np.ndarray):
             return found
-        return self._put("pixels", image.key, _frozen(resized(self.original(image), image.height, image.width)))
+        return self._put("pixels", image, _frozen(resized(self.original(image), image.height, image.width)))
 
     def png(self, image: ImageRef) -> bytes:
         """Return the normal form as a PNG file; raises as `pixels`."""
         from PIL.Image import fromarray
 
         found = self._get("png", image.key)
-        return found if isinstance(found, bytes) else self._put("png", image.key, _png(fromarray(self.pixels(image))))
+        return found if isinstance(found, bytes) else self._put("png", image, png_of(fromarray(self.pixels(image))))
 
     def has_png(self, image: ImageRef) -> bool:
         """Return whether `png` answers at once."""
@@ -155,24 +166,33 @@ class ImageStore:
 
     def original(self, image: ImageRef) -> Image:
         """Return the original in RGB, upright, or the normal form where that alone was saved; raises as `pixels`."""
+        content = self._content(image)
+        try:
+            return decoded(content)
+        except ValueError as error:
+            raise ValueError(f"image {image.source or image.key}: {error}") from error
+
+    def _content(self, image: ImageRef) -> bytes:
+        """Return the file of an image; raises as `pixels`."""
         with self._lock:
             self._sweep()
-            extent, scratch, saved = self._extents.get(image.key), self._scratch, list(self._saved)
+            extent, scratch, borrowed = self._extents.get(image.key), self._scratch, self._borrowed.get(image.key)
         if extent is not None and scratch is not None:
-            return decoded(scratch.read(extent))
-        problem = f"the pixels of image {image.key} are not in this process, and no file has them"
-        if image.source is not None:
-            try:
-                content = Path(image.source).read_bytes()
-                if key_of_file(content, image.height, image.width) == image.key:
-                    return decoded(content)
-                problem = f"the image {image.source} has changed since the run began with it"
-            except OSError as error:
-                problem = f"the image {image.source} cannot be read any more ({error})"
-        for folder in saved:
-            if (path := folder / f"{image.key}.png").is_file():
-                return decoded(path.read_bytes())
-        raise ValueError(problem)
+            return scratch.read(extent)
+        if borrowed is None and image.source is None:
+            raise ValueError(f"the pixels of image {image.key} are not in this process, and no file has them")
+        path, part = borrowed or (str(image.source), None)
+        try:
+            if part is not None:
+                with open(path, "rb") as file:
+                    file.seek(part.start)
+                    return file.read(part.size)
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"the image {path} cannot be read any more ({error})") from error
+        if key_of_file(content, image.height, image.width) != image.key:
+            raise ValueError(f"the image {path} has changed since the run began with it")
+        return content
 
     def grid(self, image: ImageRef) -> tuple[int, int, int]:
         """Return the patches of an image as (1, rows, columns)."""
@@ -188,10 +208,11 @@ class ImageStore:
                 self._cache.move_to_end((kind, key))
         return value
 
-    def _put(self, kind: str, key: str, value: Value) -> Value:
+    def _put(self, kind: str, image: ImageRef, value: Value) -> Value:
         with self._lock:
-            self._forget((kind, key))
-            self._cache[kind, key] = value
+            self._watch(image)
+            self._forget((kind, image.key))
+            self._cache[kind, image.key] = value
             self.num_bytes += _size(value)
             while self.num_bytes > self._max_bytes and self._cache:
                 self._forget(next(iter(self._cache)))
@@ -203,10 +224,42 @@ class ImageStore:
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def save(self, images: Iterable[ImageRef], folder: Path) -> None:
-        """Write the normal form of each image, `<key>.png`, to a folder."""
-        for image in {image.key: image for image in images}.values():
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{image.key}.png").write_bytes(self.png(image))
+        """Write the normal form of each image that is not there yet, `<key>.png`, to a folder."""
+        for image in images:
+            if not (path := folder / f"{image.key}.png").exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, [self.png(image)])
+
+    def load(self, images: Iterable[ImageRef], folder: Path) -> None:
+        """Take in images whose originals are gone, or are others now, from a folder that `save` wrote."""
+        for image in images:
+            try:
+                self._content(image)
+            except ValueError:
+                if (path := folder / f"{image.key}.png").is_file():
+                    with self._lock:
+                        self._watch(image)
+                        self._write(image.key, path.read_bytes())
+
+    # ------------------------------------------------------------------------------------------------ other processes
+    def lend(self, images: Iterable[ImageRef]) -> Loan | None:
+        """Return where another process of this machine reads images; None where this one has none."""
+        if self.processor is None:
+            return None
+        with self._lock:
+            known = ((image, self._extents.get(image.key)) for image in images)
+            extents = tuple((image, extent) for image, extent in known if extent is not None)
+            if not extents or self._scratch is None:
+                return Loan(self.processor)
+            return Loan(self.processor, self._scratch.address, extents)
+
+    def borrow(self, loan: Loan) -> None:
+        """Read images of another process from now on."""
+        with self._lock:
+            self.processor = loan.processor
+            for image, extent in loan.extents:
+                self._watch(image)
+                self._borrowed[image.key] = (loan.file, extent)
 
 
 def _note_death(dead: deque[str], key: str, _: object) -> None:
@@ -221,12 +274,6 @@ def _frozen(pixels: np.ndarray) -> np.ndarray:
 
 def _size(value: np.ndarray | bytes) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else len(value)
-
-
-def _png(picture: Image) -> bytes:
-    content = io.BytesIO()
-    picture.save(content, "PNG", compress_level=1)
-    return content.getvalue()
 
 
 IMAGES = ImageStore()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_ASPECT = 200  # of the longer side to the shorter: processors refuse more
-_TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap height and width
 _ORIENTATION = 0x0112  # EXIF's tag
-_PNG_EXIF = (b"eXIf", b"Raw profile type exif")  # PNG has it in a chunk anywhere, or in a text
-_UNREADABLE = (OSError, SyntaxError, EOFError)  # of PIL
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values → PIL's `Transpose` that makes an image upright
+_SWAPS = (2, 4, 5, 6)  # those that swap height and width
 _RESIZES = 8  # of a thin image, until its size stays
+_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+UNREADABLE = (OSError, SyntaxError, EOFError)  # what PIL raises at a broken file
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,14 @@ class ImageRef:
 
 
 _living: weakref.WeakValueDictionary[str, ImageRef] = weakref.WeakValueDictionary()
+_naming = threading.RLock()  # of what is collected meanwhile, something may ask for a reference
 
 
 def interned(key: str, height: int, width: int, num_tokens: int, source: str | None = None) -> ImageRef:
     """Return the one reference of this process to an image: that is how a store knows when the last one is gone."""
     image = ImageRef(key, height, width, num_tokens, source)
-    return _living.setdefault(key, image)
+    with _naming:
+        return _living.setdefault(key, image)
 
 
 ImageSpan: TypeAlias = tuple[int, ImageRef]  # (place of the first placeholder in expanded ids, the image)
@@ -139,15 +143,9 @@ def image_size(content: bytes) -> tuple[int, int]:
     Raises:
         ValueError: no image that can be read.
     """
-    with _opened(content) as image:
-        width, height = image.size
-        if image.format == "PNG" and not any(mark in content for mark in _PNG_EXIF):
-            return height, width  # PIL would decode all of it to look
-        try:
-            is_turned = image.getexif().get(_ORIENTATION) in _TURNED
-        except _UNREADABLE as error:
-            raise ValueError(f"the image cannot be decoded ({error})") from error
-    return (width, height) if is_turned else (height, width)
+    image, turn = _opened(content)
+    width, height = image.size
+    return (width, height) if turn in _SWAPS else (height, width)
 
 
 def decoded(content: bytes) -> Image:
@@ -156,33 +154,54 @@ def decoded(content: bytes) -> Image:
     Raises:
         ValueError: no image that can be read.
     """
-    from PIL import ImageOps
+    from PIL.Image import Transpose
 
-    with _opened(content) as image:
-        try:
-            image.load()
-            return as_rgb(ImageOps.exif_transpose(image))
-        except _UNREADABLE as error:
-            raise ValueError(f"the image cannot be decoded ({error})") from error
+    image, turn = _opened(content)
+    try:
+        image = as_rgb(image)
+    except UNREADABLE as error:
+        raise ValueError(f"the image cannot be decoded ({error})") from error
+    return image if turn is None else image.transpose(Transpose(turn))
 
 
-def _opened(content: bytes) -> Image:
+def picture(content: bytes) -> Image:
+    """Return the image of a file that `png_of` made, as it was."""
+    image, _ = _opened(content)
+    image.load()
+    return image
+
+
+def png_of(image: Image) -> bytes:
+    """Return an image as a PNG file, in RGB where PNG has not its colours."""
+    content = io.BytesIO()
+    (image if image.mode in _PNG_MODES else as_rgb(image)).save(content, "PNG", compress_level=1)
+    return content.getvalue()
+
+
+def _opened(content: bytes) -> tuple[Image, int | None]:
+    """Open an image file by its header; also return how to turn what is decoded. Raises as `image_size`."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content))
+        # PNG's own `getexif` decodes the image; a TIFF is turned when it is decoded, and has that size before.
+        value = 0 if image.format == "TIFF" else Image.Image.getexif(image).get(_ORIENTATION)
     except UnidentifiedImageError as error:
         raise ValueError("it is not an image file of a known format") from error
-    except (*_UNREADABLE, ValueError, Image.DecompressionBombError) as error:
+    except (*UNREADABLE, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"the image cannot be opened ({error})") from error
+    return image, _TURNS.get(value)
 
 
 def as_rgb(image: Image) -> Image:
     """Return an image in RGB; of 16-bit grey values the upper eight bits, of transparent pixels their colours."""
     from PIL.Image import fromarray
 
+    image.load()
     if image.mode.startswith("I"):
-        image = fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        grey = np.asarray(image).astype(np.int64)
+        is_small = image.mode == "I" and grey.max() < 256  # eight bits in words of 32
+        image = fromarray((grey if is_small else grey >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -207,19 +226,9 @@ def resized(image: Image, height: int, width: int) -> np.ndarray:
     return np.array(image)
 
 
-def key_of(pixels: np.ndarray) -> str:
-    """Return the key of a normal form [h, w, 3] uint8."""
-    height, width, _ = pixels.shape
-    return _hash(b"pixels", height, width, np.ascontiguousarray(pixels).data)
-
-
 def key_of_file(content: bytes, height: int, width: int) -> str:
     """Return the key of the normal form, of this size, of an image file: without decoding it."""
-    return _hash(b"file", height, width, content)
-
-
-def _hash(kind: bytes, height: int, width: int, content: bytes | memoryview) -> str:
-    digest = hashlib.sha256(b"%b %d %d " % (kind, height, width))
+    digest = hashlib.sha256(b"file %d %d " % (height, width))
     digest.update(content)
     return digest.hexdigest()[:32]
 
@@ -235,17 +244,6 @@ def patches(pixels: np.ndarray, limits: ImageLimits, mean: Sequence[float], std:
     values: np.ndarray = normal.reshape(height // p // m, m, p, width // p // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     frames = np.broadcast_to(values[:, :, :, :, :, None], (*values.shape[:5], 2, p, p))
     return np.ascontiguousarray(frames.reshape(height * width // p**2, -1))
-
-
-def pixels_of(
-    values: np.ndarray, grid: Sequence[int], limits: ImageLimits, mean: Sequence[float], std: Sequence[float]
-) -> np.ndarray:
-    """Return [h, w, 3] uint8 of what `patches` made, of a grid (1, rows, columns) of patches."""
-    (_, rows, columns), p, m = grid, limits.patch, limits.merge
-    frames = np.asarray(values, np.float32).reshape(rows // m, columns // m, m, m, 3, -1, p, p)[:, :, :, :, :, 0]
-    scaled = frames.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * p, columns * p, 3)
-    colours = (scaled * np.asarray(std, np.float32) + np.asarray(mean, np.float32)) * 255
-    return np.rint(colours).clip(0, 255).astype(np.uint8)
 
 
 # ------------------------------------------------------------------------------------------------ among tokens

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fusionrl.data.image_rows import IMAGE
+from fusionrl.data.image_rows import IMAGE_PARTS, image_value
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import expanded
 from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
@@ -117,5 +117,5 @@ def images_of_messages(messages: object, processor: Processor | None) -> list[St
     files = IMAGES.processor if processor is None else getattr(processor, "files", IMAGES.processor)
     contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    values = [part[IMAGE] for part in parts if part.get("type") == IMAGE and part.get(IMAGE) is not None]
-    return [StoredImage(as_ref(value, files)) for value in values] or None
+    values = [image_value(part) for part in parts if part.get("type") in IMAGE_PARTS]
+    return [StoredImage(as_ref(value, files), is_new=True) for value in values if value is not None] or None

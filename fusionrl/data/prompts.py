@@ -15,19 +15,16 @@ import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.findings import Finding, FindingError, Findings
-from fusionrl.data.image_rows import image_refs
-from fusionrl.data.images import Expanded, ImageRef, expanded
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import ImageRef, ImageSpan, expanded
 from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages, tools_of
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
     PromptColumns,
     RowChecker,
-    read_metadata,
-    read_tools,
-    see,
 )
-from fusionrl.data.rows import Row, line_finding, parse_set, read_rows, scan_rows
+from fusionrl.data.rows import Row, line_finding, parse_set, read_metadata, read_rows, read_tools, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import set_images
 from fusionrl.data.supervised import holds_tokens, token_sample, with_images
@@ -149,19 +146,14 @@ class _CheckedRow:
 
 def _checked_rows(path: str | Path, checker: RowChecker, flag: str) -> Iterator[_CheckedRow]:
     """Yield each row; raises ValueError at the first that has a mistake."""
-    columns, checker.data_file = checker.columns, parse_set(path, flag).path
+    columns, checker.data_file, checker.take_image = checker.columns, parse_set(path, flag).path, IMAGES.add_file
     for place, row in read_rows(path, flag):
-        where, images = f"{flag} {path}: {place}", list[ImageRef]()
+        where = f"{flag} {path}: {place}"
         if problem := checker.error(row):
             raise ValueError(f"{where}: {problem}")
-        label = row.get(columns.label_key) if columns.label_key else None
-        seen = see(row, columns, checker.is_sft)
-        if columns.images is not None:
-            try:
-                images = image_refs(seen.values, columns.images, columns.images.folder_of(checker.data_file))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-        yield _CheckedRow(where, row, seen.prompt, label, *metadata_and_tools(row, columns), images)
+        label, seen = row.get(columns.label_key) if columns.label_key else None, checker.seen
+        assert seen is not None
+        yield _CheckedRow(where, row, seen.prompt, label, *metadata_and_tools(row, columns), seen.images)
 
 
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
@@ -231,20 +223,17 @@ def _prompt_sample(checked: _CheckedRow, tokenizer: PreTrainedTokenizerBase, col
     text = render_prompt(prompt, tokenizer, columns, checked.tools)
     if is_surely_too_long(text, columns.max_prompt_len):
         return None
-    ids = prompt_ids(text, checked.images, tokenizer, columns)
-    if columns.max_prompt_len is not None and len(ids.ids) > columns.max_prompt_len:
+    ids, spans = prompt_ids(text, checked.images, tokenizer, columns)
+    if columns.max_prompt_len is not None and len(ids) > columns.max_prompt_len:
         return None
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    sample = Sample(
-        prompt=text, prompt_tokens=ids.ids, messages=messages if columns.apply_chat_template else None, **named
-    )
-    sample.image_spans = ids.spans
-    return sample
+    named |= {"prompt_tokens": ids, "image_spans": spans}
+    return Sample(prompt=text, messages=messages if columns.apply_chat_template else None, **named)
 
 
 def prompt_ids(
     text: str, images: Sequence[ImageRef], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns
-) -> Expanded:
+) -> tuple[np.ndarray, Sequence[ImageSpan]]:
     """Return the ids of a rendered prompt, expanded, and the spans of its images.
 
     Raises:
@@ -252,10 +241,11 @@ def prompt_ids(
     """
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
     if columns.images is None:
-        return Expanded(ids, [], np.ones(len(ids), np.int64))
+        return ids, ()
     placeholder = columns.images.processor.placeholder
     try:
-        return expanded(ids, images, placeholder)
+        whole = expanded(ids, images, placeholder)
+        return whole.ids, whole.spans
     except ValueError as error:
         name = placeholder_of(tokenizer, columns)
         cause = f"the chat template does not write one {name} for each image"

@@ -17,9 +17,19 @@ from typing import Any
 from fusionrl.base.spelling import closest
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
-from fusionrl.data.image_rows import IMAGE, PLACEHOLDERS, ImageColumn, SeenRow, image_findings, listed, seen_row
+from fusionrl.data.image_rows import (
+    IMAGE,
+    PLACEHOLDERS,
+    ImageColumn,
+    SeenRow,
+    TakeImage,
+    header_ref,
+    listed,
+    read_images,
+    seen_row,
+)
 from fusionrl.data.render import decoded, tools_of
-from fusionrl.data.rows import MAX_DEPTH, StrictDecoder
+from fusionrl.data.rows import MAX_DEPTH, read_metadata, read_tools
 from fusionrl.data.supervised import holds_tokens, token_finding
 from fusionrl.data.tokenizer_files import TemplateProbe, signature
 
@@ -93,6 +103,8 @@ class RowChecker:
     ask_reward      asks the reward that will grade with the label, where it is a built-in one
     data_file       file of the rows, where relative paths of images begin
     placeholder     text of the token that stands for an image, where it is known
+    take_image      reads an image
+    seen            prompt and images of the row that was checked last; None: something is wrong with its images
     """
 
     columns: PromptColumns
@@ -104,6 +116,8 @@ class RowChecker:
     ask_reward: AskReward | None = None
     data_file: Path = Path()
     placeholder: str = ""
+    take_image: TakeImage = header_ref
+    seen: SeenRow | None = None
 
     def __post_init__(self) -> None:
         self.label_flag = self.key_flag.replace("input", "label")
@@ -117,6 +131,7 @@ class RowChecker:
         findings: list[Finding] = []
         columns, key = self.columns, self.columns.input_key
         tools = self._check_metadata_and_tools(row, findings)
+        self.seen = SeenRow(row.get(key), [])
         if columns.images is not None:
             row = self._check_images(row, columns.images, findings)
         if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
@@ -153,6 +168,7 @@ class RowChecker:
         self, row: Mapping[str, object], column: ImageColumn, findings: list[Finding]
     ) -> Mapping[str, object]:
         """Return the row with its images as parts of messages; as it came where it has none, or has a mistake."""
+        self.seen = None
         try:
             seen = see(row, self.columns, self.is_sft)
         except FindingError as error:
@@ -160,10 +176,14 @@ class RowChecker:
             return row
         self.num_with_images += bool(seen.values)
         messages = seen.prompt if isinstance(seen.prompt, list) else [{"content": seen.prompt}]
+        if self.is_sft and holds_tokens(row):
+            messages = []  # its texts are for people
         if self.placeholder and any(self.placeholder in text for message in messages for text in _texts(message)):
             cause = f"column {self.columns.input_key!r}: a text holds {self.placeholder}, which stands for an image"
             findings.append(Finding(cause, hint=f"write {PLACEHOLDERS[IMAGE]} for an image, and nothing else so"))
-        findings += image_findings(seen.values, column, column.folder_of(self.data_file))
+        seen.images, wrong = read_images(seen.values, column, column.folder_of(self.data_file), self.take_image)
+        findings += wrong
+        self.seen = None if wrong else seen
         if not (self.is_sft or self.columns.apply_chat_template or self.columns.keeps_messages) and seen.values:
             cause = f"column {self.columns.input_key!r} has images: add --apply-chat-template"
             findings.append(Finding(cause, hint="the template says how the model marks an image"))
@@ -461,36 +481,3 @@ def value_problem(value: object) -> tuple[str, str] | None:
         else:
             return f"holds a value of the kind {type(item).__name__}, which JSON has not; write it as text", ""
     return None
-
-
-def read_metadata(value: object, key: str) -> dict[str, object]:
-    """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
-
-    Raises:
-        ValueError: no JSON object.
-    """
-    parsed = _from_json(value, key)
-    if parsed is not None and not isinstance(parsed, dict):
-        raise FindingError(Finding(f"column {key!r} is not a JSON object"))
-    return dict(parsed or {})
-
-
-def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
-    """The list of tools, or JSON text of it; None for an empty one.
-
-    Raises:
-        ValueError: no list of tools.
-    """
-    parsed = _from_json(value, key)
-    if parsed is None or (isinstance(parsed, list) and all(isinstance(tool, dict) for tool in parsed)):
-        return parsed or None
-    raise FindingError(Finding(f"column {key!r} (--tool-key) is not a list of tools"))
-
-
-def _from_json(value: object, key: str) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return StrictDecoder().parse(value) if value else None
-    except ValueError as error:
-        raise FindingError(Finding(f"column {key!r} is text, but not valid JSON", str(error))) from error

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.packages import install_hint
 from fusionrl.base.spelling import hint
-from fusionrl.data.findings import Finding
+from fusionrl.data.findings import Finding, FindingError
 
 if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch, Schema
@@ -454,3 +454,37 @@ def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
         raise ValueError(f"row {number}: not a valid JSON array ({error})") from error
     if after_space(text, position + 1) != len(text):
         raise ValueError(f"not a valid JSON array ({json.JSONDecodeError('Extra data', text, position + 1)})")
+
+
+# ------------------------------------------------------------------------------------------------ columns of JSON
+def read_metadata(value: object, key: str) -> dict[str, object]:
+    """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
+
+    Raises:
+        ValueError: no JSON object.
+    """
+    parsed = _from_json(value, key)
+    if parsed is not None and not isinstance(parsed, dict):
+        raise FindingError(Finding(f"column {key!r} is not a JSON object"))
+    return dict(parsed or {})
+
+
+def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
+    """The list of tools, or JSON text of it; None for an empty one.
+
+    Raises:
+        ValueError: no list of tools.
+    """
+    parsed = _from_json(value, key)
+    if parsed is None or (isinstance(parsed, list) and all(isinstance(tool, dict) for tool in parsed)):
+        return parsed or None
+    raise FindingError(Finding(f"column {key!r} (--tool-key) is not a list of tools"))
+
+
+def _from_json(value: object, key: str) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return StrictDecoder().parse(value) if value else None
+    except ValueError as error:
+        raise FindingError(Finding(f"column {key!r} is text, but not valid JSON", str(error))) from error

@@ -177,13 +177,15 @@ class Sample:
             raise ValueError(f"sample {self.index}: {error}") from error
 
     def pack(self) -> None:
-        """Make arrays of the lists that a hook read or wrote; of a list that holds no numbers, an error comes later."""
+        """Undo what a hook's reading did: lists become arrays again; of one without numbers, an error comes later."""
         versions = self.__dict__["weight_versions"]
         if versions is not None and not len(versions):
             self.weight_versions = None
         for name in LIST_FIELDS:
             with contextlib.suppress(TypeError, ValueError, OverflowError):
                 self.__dict__[name] = self.array(name)
+        if self.image_spans and _is_derived(self.__dict__["multimodal_inputs"], self.image_spans):
+            self.multimodal_inputs = None
 
     def append_response_tokens(
         self,
@@ -354,8 +356,8 @@ class Sample:
                 out[name] = value.to_dict()
             elif name in DTYPES:
                 out[name] = np.asarray(value)
-            elif name == "multimodal_train_inputs":
-                continue  # pixels are for trainers alone
+            elif name == "multimodal_train_inputs" or (name == "multimodal_inputs" and value.get("images")):
+                continue  # pixels are not for JSON; the keys of images are in `image_spans`
             else:  # what hooks put into metadata, rewards and attributes may hold arrays and numpy scalars
                 out[name] = to_jsonable(value)
         return out
@@ -395,6 +397,8 @@ def stored_fields(sample: Sample) -> dict[str, Any]:
     """Return what a file stores of a sample: every attribute, without slime's rare fields at their defaults."""
 
     def is_default(name: str, value: object) -> bool:
+        if name == "image_spans":
+            return not value
         return name in _RARE and type(value) is type(_RARE[name]) and value == _RARE[name]
 
     values = {name: value for name, value in vars(sample).items() if not is_default(name, value)}
@@ -410,23 +414,6 @@ def _is_derived(inputs: object, spans: Sequence[ImageSpan]) -> bool:
     from fusionrl.data.stored_image import ref_of
 
     return [ref_of(image) for image in inputs.get("images") or ()] == [image for _, image in spans]
-
-
-def prompt_of(sample: Sample) -> Sample:
-    """Return a sample of the same prompt, with its row's fields and its group, and without index, answer and reward."""
-    spans = sample.image_spans
-    return Sample(
-        group_index=sample.group_index,
-        prompt=copy.deepcopy(sample.prompt),
-        label=copy.deepcopy(sample.label),
-        metadata=copy.deepcopy(sample.metadata),
-        generate_function_path=sample.generate_function_path,
-        custom_rm_path=sample.custom_rm_path,
-        prompt_tokens=sample.prompt_tokens,
-        messages=copy.deepcopy(sample.messages),
-        image_spans=[span for span in spans if not sample.num_tokens or span[0] < sample.prompt_length],
-        multimodal_inputs=None if spans else copy.copy(vars(sample)["multimodal_inputs"]),
-    )
 
 
 def is_trained_on(sample: Sample) -> bool:

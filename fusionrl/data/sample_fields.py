@@ -8,7 +8,7 @@ import numpy as np
 
 
 class _StoredField:
-    """A field that is read as it is stored."""
+    """A field that is read and set as it is stored."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,6 +21,9 @@ class _StoredField:
             return sample.__dict__[self.name]
         except KeyError:
             raise AttributeError(self.name) from None
+
+    def __set__(self, sample: object, value: object) -> None:
+        sample.__dict__[self.name] = value
 
 
 class ListField(_StoredField):
@@ -38,9 +41,6 @@ class ListField(_StoredField):
         if sample is not None and isinstance(value, np.ndarray):
             value = sample.__dict__[self.name] = value.tolist()
         return value
-
-    def __set__(self, sample: object, value: object) -> None:
-        sample.__dict__[self.name] = value
 
 
 class DefaultField(_StoredField):
@@ -84,15 +84,9 @@ class ImagesField(_StoredField):
         value = sample.__dict__[self.name] = image_inputs([image for _, image in spans])
         return value
 
-    def __set__(self, sample: object, value: object) -> None:
-        sample.__dict__[self.name] = value
-
 
 class TrainInputsField(_StoredField):
-    """slime's `multimodal_train_inputs`: {"pixel_values", "image_grid_thw"} of the images, made when it is read.
-
-    A hook that makes pixels of its own sets it.
-    """
+    """slime's `multimodal_train_inputs`: {"pixel_values", "image_grid_thw"} of the images, made when it is read."""
 
     def __get__(self, sample: object | None, owner: type | None = None) -> object:
         """Return the field."""
@@ -102,9 +96,6 @@ class TrainInputsField(_StoredField):
         from fusionrl.data.stored_image import train_inputs
 
         return train_inputs([image for _, image in spans])
-
-    def __set__(self, sample: object, value: object) -> None:
-        sample.__dict__[self.name] = value
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from fusionrl.data.image_rows import image_file
-from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageRef, ImageSpan, expanded, pixels_of, span_problem
+from fusionrl.data.image_store import IMAGES, Loan
+from fusionrl.data.images import ImageRef, ImageSpan, expanded, span_problem
 from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.data.sample import Sample
 
@@ -33,13 +34,47 @@ def add_images(sample: Sample, spans: Sequence[ImageSpan]) -> None:
     sample.image_spans = [*sample.image_spans, *spans]
 
 
+def prompt_of(sample: Sample) -> Sample:
+    """Return a sample of the same prompt, with its row's fields and its group, and without index, answer and reward."""
+    new = Sample(
+        group_index=sample.group_index,
+        prompt=copy.deepcopy(sample.prompt),
+        label=copy.deepcopy(sample.label),
+        metadata=copy.deepcopy(sample.metadata),
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        messages=copy.deepcopy(sample.messages),
+    )
+    vars(new).update(prompt_images(sample))
+    return new
+
+
+def prompt_images(sample: Sample) -> dict[str, object]:
+    """Return the fields of images, and `prompt_tokens`, of a sample of the same prompt that has no tokens yet.
+
+    Places are those in `prompt_tokens`; without these, the images are in `multimodal_inputs` until there are tokens.
+    """
+    ids, spans = sample.prompt_tokens, list(sample.image_spans)
+    if not spans:
+        return {"prompt_tokens": ids, "multimodal_inputs": copy.deepcopy(vars(sample)["multimodal_inputs"])}
+    if sample.num_tokens:
+        spans = [span for span in spans if span[0] < sample.prompt_length]
+    if ids is not None and span_problem(ids, spans, len(ids), None) is None:
+        return {"prompt_tokens": ids, "image_spans": spans, "multimodal_inputs": None}
+    from fusionrl.data.stored_image import image_inputs
+
+    inputs = image_inputs([image for _, image in spans]) if spans else None
+    return {"prompt_tokens": None, "image_spans": (), "multimodal_inputs": inputs}
+
+
 def expand_prompt(sample: Sample, ids: np.ndarray) -> np.ndarray:
     """Return the ids of the prompt of a sample without tokens, expanded; the sample gets the places of its images.
 
     Raises:
         ValueError: the ids do not have one placeholder for each image.
     """
-    if not vars(sample)["multimodal_inputs"] or sample.image_spans or IMAGES.processor is None:
+    vars(sample).update(prompt_images(sample))
+    if not vars(sample)["multimodal_inputs"] or IMAGES.processor is None:
         return ids
     try:
         whole = expanded(ids, images_of(sample, IMAGES.processor), IMAGES.processor.placeholder)
@@ -55,9 +90,7 @@ def images_of(sample: Sample, processor: ProcessorFiles | None = None) -> list[I
     Raises:
         ValueError: one of the hook's cannot be read, or `processor`, which says what sizes images have, is not given.
     """
-    inputs = vars(sample)["multimodal_inputs"]
-    values = inputs.get("images") if isinstance(inputs, Mapping) else None
-    if not values:
+    if not (values := _given(sample)):
         return [image for _, image in sample.image_spans]
     try:
         return [as_ref(value, processor) for value in values]
@@ -83,56 +116,108 @@ def as_ref(value: object, processor: ProcessorFiles | None) -> ImageRef:
         raise ValueError("an image in a run without --multimodal-keys")
     if isinstance(value, Image):
         return IMAGES.add_picture(value, processor.limits)
-    file = image_file(value, Path())
-    image = IMAGES.add_file(file.content, processor.limits, file.source)
-    IMAGES.pixels(image)  # an error of the image, not of the request that shows it
+    image = IMAGES.add_file(image_file(value, Path()).content, processor.limits)  # a copy: a tool may delete its files
+    IMAGES.pixels(image)  # whether it can be decoded
     return image
+
+
+def loan_of(samples: Iterable[Sample]) -> Loan | None:
+    """Return what another process needs to read the images of samples; None in a run of text."""
+    if IMAGES.processor is None:
+        return None
+    refs = {image.key: image for sample in samples for _, image in sample.image_spans}
+    refs |= {ref.key: ref for sample in samples for value in _given(sample) if (ref := getattr(value, "ref", None))}
+    return IMAGES.lend(refs.values())
+
+
+def _given(sample: Sample) -> list[object]:
+    """Return the images in `multimodal_inputs`, where a hook or the row has put some."""
+    inputs = vars(sample)["multimodal_inputs"]
+    return list(inputs.get("images") or ()) if isinstance(inputs, Mapping) else []
 
 
 # ------------------------------------------------------------------------------------------------ images of hooks
 def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
-    """Find the places of images that a hook added to a sample without noting where, as functions for slime do.
+    """Find the places of images that a hook gave to a sample without noting where, as functions for slime do.
 
-    Its tokens are expanded. The images that have no span yet follow those that have, and each is the next run of
-    placeholders, of its length, that is not trained on. Pixels in `multimodal_train_inputs` replace the images'.
+    Its tokens are expanded. An image that a hook has put in another's stead takes its place, where both have as many
+    tokens. The images that have no place follow those that have, and each is the next run of placeholders, of its
+    length, that is not trained on. Without a place of its own, an image that came with the row was not shown.
 
     Raises:
-        ValueError: an image has no such run.
+        ValueError: an image has no such run, or `multimodal_train_inputs` has other pixels than the images.
     """
-    fields, tokens = vars(sample), np.asarray(sample.array("tokens"))
-    if not len(tokens) or not (fields["multimodal_inputs"] or fields["multimodal_train_inputs"]):
+    fields = vars(sample)
+    values, pixels = _given(sample), fields["multimodal_train_inputs"]
+    if not values and pixels is None:
         return
-    images = _own_pixels(fields["multimodal_train_inputs"], processor) or images_of(sample, processor)
-    trained, spans = sample.array("loss_mask"), list(sample.image_spans)
+    images = images_of(sample, processor)
+    if sample.num_tokens:
+        sample.image_spans = _placed(sample, images, any(map(_is_hooks, values)), processor)
+        images = [image for _, image in sample.image_spans]
+        _check_pixels(sample, pixels, images, processor)
+    if values:
+        from fusionrl.data.stored_image import image_inputs
+
+        fields["multimodal_inputs"] = image_inputs(images) | {
+            name: value for name, value in fields["multimodal_inputs"].items() if name != "images"
+        }
+    fields["multimodal_train_inputs"] = None
+
+
+def _is_hooks(value: object) -> bool:
+    """Return whether a hook has put an image into `multimodal_inputs`, or changed it there."""
+    from fusionrl.data.stored_image import StoredImage
+
+    return not isinstance(value, StoredImage) or value.is_new or value.is_changed
+
+
+def _placed(sample: Sample, images: Sequence[ImageRef], has_own: bool, processor: ProcessorFiles) -> list[ImageSpan]:
+    """Return the spans of a sample with these images, of which a hook has given some where `has_own`."""
+    tokens, trained, spans = np.asarray(sample.array("tokens")), sample.array("loss_mask"), list(sample.image_spans)
     if span_problem(tokens, spans, sample.prompt_length, trained):
         spans = []  # the function made other tokens of the prompt
-    if len(images) <= len(spans):
-        return
-    mask = np.zeros(len(tokens), bool)
-    mask[sample.prompt_length :] = True if trained is None else trained != 0
-    is_placeholder = (tokens == processor.placeholder) & ~mask
-    place = spans[-1][0] + spans[-1][1].num_tokens if spans else 0
+    if spans and not has_own:
+        return spans
+    name = f"sample {sample.index} has {len(images)} images in multimodal_inputs, but"
+    if len(images) < len(spans):
+        raise ValueError(f"{name} {len(spans)} among its tokens")
+    is_free = tokens == processor.placeholder
+    is_free[sample.prompt_length :] &= False if trained is None else trained == 0
+    for number, ((start, held), image) in enumerate(zip(spans, images, strict=False)):
+        if image.num_tokens != held.num_tokens:
+            counts = f"{held.num_tokens} placeholders for image {number + 1}, which has {image.num_tokens} tokens"
+            raise ValueError(f"{name} {counts}; make its tokens of the images that are there")
+        spans[number], is_free[start : start + held.num_tokens] = (start, image), False
+    place = spans[-1][0] if spans else 0
+    runs = np.flatnonzero(np.diff(is_free, prepend=False, append=False)).reshape(-1, 2).tolist()
     for image in images[len(spans) :]:
         count = image.num_tokens
-        starts = np.flatnonzero(is_placeholder[place:]) + place
-        first = next((int(i) for i in starts if is_placeholder[i : i + count].sum() == count), None)
+        first = next((start for start, end in runs if start >= place and end - start == count), None)
         if first is None:
             raise ValueError(
-                f"sample {sample.index} has {len(images)} images, but its tokens have no {count} placeholders"
-                f" ({processor.placeholder}) for image {len(spans) + 1}; add_images(sample, spans) notes where one is"
+                f"{name} its tokens have no run of {count} placeholders ({processor.placeholder}) for image"
+                f" {len(spans) + 1}; add_images(sample, spans) notes where one is"
             )
         spans.append((first, image))
         place = first + count
-    sample.image_spans = spans
+    return spans
 
 
-def _own_pixels(inputs: object, processor: ProcessorFiles) -> list[ImageRef]:
-    """Return the images of pixels that a hook made; an empty list for none."""
-    if not isinstance(inputs, Mapping) or inputs.get("pixel_values") is None or inputs.get("image_grid_thw") is None:
-        return []
-    values = np.asarray(inputs["pixel_values"], np.float32)
-    grids = np.asarray(inputs["image_grid_thw"]).reshape(-1, 3).tolist()
-    ends = np.cumsum([rows * columns for _, rows, columns in grids])
-    settings = (processor.limits, processor.mean, processor.std)
-    parts = zip(np.split(values, ends[:-1]), grids, strict=True)
-    return [IMAGES.add_pixels(pixels_of(part, grid, *settings), processor.limits) for part, grid in parts]
+def _check_pixels(sample: Sample, inputs: object, images: Sequence[ImageRef], processor: ProcessorFiles) -> None:
+    """Check that what a hook has set as `multimodal_train_inputs` are the pixels of the images, less than a level off.
+
+    Raises:
+        ValueError: they are others: engines and trainers would see different images.
+    """
+    if not isinstance(inputs, Mapping) or inputs.get("pixel_values") is None:
+        return
+    from fusionrl.data.stored_image import train_inputs
+
+    for name, wanted in ((train_inputs(images, processor) if images else None) or {"pixel_values": ()}).items():
+        values, numbers = np.asarray(inputs.get(name), np.float32), np.asarray(wanted, np.float32)
+        if values.shape != numbers.shape or not np.allclose(values, numbers, atol=0.01):
+            raise ValueError(
+                f"sample {sample.index}: {name} of multimodal_train_inputs are not those of its {len(images)} images;"
+                " trainers make them of multimodal_inputs['images']: put images of your own there"
+            )

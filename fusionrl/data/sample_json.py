@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
-from fusionrl.data.images import ImageRef, interned
+from fusionrl.data.images import ImageRef, interned, picture, png_of
 from fusionrl.data.sample import COUNTS, Sample, Status, stored_fields
 from fusionrl.observe.json_values import to_jsonable
 
@@ -102,7 +102,7 @@ def pack(value: object) -> object:
 
 
 def _pack_picture(value: "Image") -> object:
-    from fusionrl.data.stored_image import png_of, ref_of
+    from fusionrl.data.stored_image import ref_of
 
     if (ref := ref_of(value)) is not None:
         return {"$view": pack(ref)}
@@ -141,11 +141,9 @@ def unpack(value: object) -> Any:
     if kind == "$image":
         return interned(*held)
     if kind in ("$view", "$picture"):
-        from fusionrl.data import stored_image
+        from fusionrl.data.stored_image import StoredImage
 
-        return (
-            stored_image.StoredImage(unpack(held)) if kind == "$view" else stored_image.picture(base64.b64decode(held))
-        )
+        return StoredImage(unpack(held)) if kind == "$view" else picture(base64.b64decode(held))
     if kind == "$bytes":
         return base64.b64decode(held)
     if kind == "$tensor":

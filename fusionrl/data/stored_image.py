@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageRef, patches
+from fusionrl.data.images import ImageRef, patches, picture, png_of
 from fusionrl.data.processor_files import ProcessorFiles
 
 if TYPE_CHECKING:
@@ -18,28 +18,49 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class StoredImage(Image.Image):
-    """The normal form of an image; copies are references, too, and changes are made in copies, as with open files."""
+class _Pixels:
+    """The normal form of an image as PIL has it, which all its images share until they change theirs."""
 
     def __init__(self, ref: ImageRef) -> None:
+        self.im = Image.fromarray(IMAGES.pixels(ref)).im
+
+
+_shared: weakref.WeakValueDictionary[str, _Pixels] = weakref.WeakValueDictionary()
+
+
+class StoredImage(Image.Image):
+    """The normal form of an image. Copies are references, too, unless the image was changed.
+
+    is_new  a hook took it from messages: it did not come with a row's sample
+    """
+
+    _pixels: _Pixels | None = None
+
+    def __init__(self, ref: ImageRef, is_new: bool = False) -> None:
         super().__init__()
-        self.ref = ref
+        self.ref, self.is_new, self.readonly = ref, is_new, 1
         self._mode, self._size = "RGB", (ref.width, ref.height)
 
     def load(self) -> PixelAccess | None:
-        """Read the pixels, where that was not done yet."""
+        """Read the pixels, where that was not done yet. What changes them in place works on a copy."""
         if self._im is None:
-            self.im = Image.fromarray(IMAGES.pixels(self.ref)).im
+            self._pixels = _shared.get(self.ref.key) or _shared.setdefault(self.ref.key, _Pixels(self.ref))
+            self.im = self._pixels.im
         return super().load()
 
-    def __copy__(self) -> Self:
-        return type(self)(self.ref)
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is no longer the image of its reference."""
+        return self._im is not None and (self._pixels is None or self._im is not self._pixels.im)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return type(self)(self.ref)
+    def __copy__(self) -> Image.Image:
+        return self.copy() if self.is_changed else type(self)(self.ref, self.is_new)
 
-    def __reduce__(self) -> tuple[type[StoredImage], tuple[ImageRef]]:
-        return type(self), (self.ref,)
+    def __deepcopy__(self, memo: dict[int, object]) -> Image.Image:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (picture, (png_of(self),)) if self.is_changed else (type(self), (self.ref, self.is_new))
 
     def __repr__(self) -> str:
         return f"<image {self.ref.width} x {self.ref.height} {self.ref.key}>"
@@ -51,11 +72,8 @@ def image_inputs(images: Sequence[ImageRef]) -> dict[str, object]:
 
 
 def ref_of(image: object) -> ImageRef | None:
-    """Return the reference of a stored image whose pixels nobody changed; None for another object."""
-    if not isinstance(image, StoredImage):
-        return None
-    is_changed = image._im is not None and not np.array_equal(np.asarray(image), IMAGES.pixels(image.ref))
-    return None if is_changed else image.ref
+    """Return the reference of a stored image without changes; None for another object."""
+    return image.ref if isinstance(image, StoredImage) and not image.is_changed else None
 
 
 def train_inputs(images: Sequence[ImageRef], processor: ProcessorFiles | None = None) -> dict[str, Tensor] | None:
@@ -71,17 +89,3 @@ def train_inputs(images: Sequence[ImageRef], processor: ProcessorFiles | None = 
     values = np.concatenate([patches(IMAGES.pixels(image), *settings) for image in images])
     grids = [[1, image.height // p, image.width // p] for image in images]
     return {"pixel_values": torch.from_numpy(values), "image_grid_thw": torch.tensor(grids)}
-
-
-def picture(content: bytes) -> Image.Image:
-    """Return the image of a PNG file."""
-    image = Image.open(io.BytesIO(content))
-    image.load()
-    return image
-
-
-def png_of(image: Image.Image) -> bytes:
-    """Return an image as a PNG file."""
-    content = io.BytesIO()
-    image.save(content, "PNG")
-    return content.getvalue()

@@ -31,6 +31,7 @@ from typing import Any
 from fusionrl.base.environment import child_environment, secrets_of_hooks
 from fusionrl.base.pipe_messages import LENGTH, frame
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import loan_of
 from fusionrl.observe.logs import LEVELS
 from fusionrl.rewards.reward_call import LostReward, RewardRaised
 from fusionrl.rewards.settings import PackedGrading
@@ -226,7 +227,7 @@ class RewardPool:
         is_async  whether it runs on an event loop
         """
         number = next(self._numbers)
-        message = frame((number, grading, call, pickle.dumps((list(samples), kwargs))))
+        message = frame((number, grading, call, pickle.dumps((list(samples), kwargs, loan_of(samples)))))
         job = _Job(number, list(samples), message, limit_s, is_async)
         with self._lock:
             if self._closed:

@@ -2,10 +2,10 @@
 
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
-Messages are pickles behind their length. In: (number, `PackedGrading`, call, pickled samples and kwargs). Out: first
-None, then (number, reward or `RewardRaised`, changed attributes of each sample). The process ends with the connection.
-Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows which job runs
-(see `pool.STATE`).
+Messages are pickles behind their length. In: (number, `PackedGrading`, call, pickled samples, kwargs and `Loan` of
+their images). Out: first None, then (number, reward or `RewardRaised`, changed attributes of each sample). The process
+ends with the connection. Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows
+which job runs (see `pool.STATE`).
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from fusionrl.base.pipe_messages import frame, receive
 from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.rewards.pool import STATE
@@ -52,7 +53,9 @@ class _Job:
     def start(self) -> object:
         """Unpickle the call, which runs code of the user's classes, and make it; returns the reward or an awaitable."""
         grading = _gradings.read(self._pickled[0])
-        self.samples, kwargs = pickle.loads(self._pickled[1])
+        self.samples, kwargs, loan = pickle.loads(self._pickled[1])
+        if loan is not None:
+            IMAGES.borrow(loan)
         self._before = [_attributes(sample) for sample in self.samples]
         self.path = reward_path(grading, self.samples[0])
         return call_reward(grading, self.samples if self.call == "group" else self.samples[0], **kwargs)

@@ -16,7 +16,8 @@ import numpy as np
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, user_code
 from fusionrl.data.attempts import join_attempt
-from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, prompt_of, reward_value
+from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
+from fusionrl.data.sample_images import prompt_of
 from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import expand_prompt
+from fusionrl.data.sample_images import expand_prompt, prompt_images
 from fusionrl.data.sampling import as_version, note_request
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError, routed_experts
@@ -120,9 +120,7 @@ async def stream_generate(
 
 def clear_response(sample: Sample) -> None:
     """Forget the response that an earlier rollout left: the sample begins anew."""
-    spans = [span for span in sample.image_spans if span[0] < sample.prompt_length]
-    if len(spans) < len(sample.image_spans):
-        sample.image_spans, sample.multimodal_inputs = spans, None
+    vars(sample).update(prompt_images(sample))
     sample.tokens, sample.response, sample.response_length = [], "", 0
     sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
     sample.rollout_routed_experts = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import io
 import json
 from argparse import Namespace
@@ -13,19 +14,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from fusionrl.cli import data as data_command
+from fusionrl.data import image_rows
 from fusionrl.data.check_command import DataCheck
 from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, collapsed, normal_form
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import add_images, adopt_images, images_of
+from fusionrl.data.sample_images import add_images, adopt_images, as_ref, images_of, prompt_of, set_images
 from fusionrl.data.sample_json import images_in, pack_sample, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.model_turn import prompt_tokens
+from fusionrl.rollout.model_turn import clear_response, prompt_tokens
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from tests.tiny_model import make_byte_tokenizer
 from tests.tiny_vision import CHAT_TEMPLATE, IMAGE, VIDEO, VISION_TOKENS, image_numbers
@@ -132,6 +134,9 @@ def test_values_parts_and_folders(columns: PromptColumns, model: Path, tmp_path:
         {"type": "text", "text": "and <image>, "},
         {"type": "image_url", "image_url": {"url": uri(png(1))}},
         {"type": "image", "image": "sub/a b.png"},
+        {"type": "image", "path": "sub/a b.png"},
+        {"type": "image", "url": uri(png(1))},
+        {"type": "input_image", "image_url": uri(png(1))},
         {"type": "image"},
     ]
     values = ["sub/a b.png", {"bytes": None, "path": "sub/a b.png"}, f"file://{tmp_path}/sub/a%20b.png"]
@@ -140,19 +145,15 @@ def test_values_parts_and_folders(columns: PromptColumns, model: Path, tmp_path:
         {"problem": [{"role": "user", "content": parts}], "answer": "x", "images": values, "metadata": {"i": 1}},
     )
     (sample,) = load_prompts(path, load_tokenizer(str(model)), columns).samples
-    assert isinstance(sample.prompt, str) and sample.prompt.count("<|image_pad|>") == 5
+    assert isinstance(sample.prompt, str) and sample.prompt.count("<|image_pad|>") == 8
     (first, *_), refs = sample.image_spans, [image for _, image in sample.image_spans]
     assert first[1].source == str((tmp_path / "sub" / "a b.png").resolve())
-    assert refs == [refs[0], refs[0], refs[2], refs[0], refs[0]] and refs[2] != refs[0]
+    a, b = refs[0], refs[2]
+    assert refs == [a, a, b, a, a, b, b, a] and a != b
     assert sample.messages is not None
     assert [part["type"] for part in sample.messages[0]["content"]] == [
-        "image",
-        "text",
-        "image",
-        "text",
-        "image",
-        "image",
-        "image",
+        *("image", "text", "image", "text"),
+        *["image"] * 6,
     ]
     elsewhere = PromptColumns(
         "problem", "answer", apply_chat_template=True, images=ImageColumn("images", str(model), str(tmp_path / "sub"))
@@ -203,7 +204,11 @@ def test_supervised_samples_with_images(columns: PromptColumns, model: Path, tmp
         text = tokenizer.decode(said)
         assert text in ("Yes.<|im_end|>No.<|im_end|>", "Yes.<|im_end|>", tokenizer.decode([3, 4]))
     assert samples[3].array("tokens").tolist() == [1, 2, *[IMAGE] * 6, 3, 4]  # type: ignore[union-attr]
-    seen = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
+    said = [{"role": "user", "content": "A tag of images?"}, {"role": "assistant", "content": "<image> or <video>."}]
+    rows = [{"problem": said, "answer": ""}, rows[3] | {"problem": "For people: <|image_pad|> <video>"}]
+    tagged, tokens = load_conversations(write_lines(tmp_path, *rows), columns).samples
+    assert tagged.prompt == said and not tagged.image_spans and len(tokens.image_spans) == 1
+    seen = [{"role": "user", "content": "?"}, {"role": "assistant", "content": [{"type": "image"}]}]
     path = write_lines(tmp_path, {"problem": seen, "images": uri(png(0)), "answer": ""})
     (sample,) = load_conversations(path, columns).samples
     with pytest.raises(ValueError, match="an image in a turn of the assistant cannot be trained on"):
@@ -234,7 +239,8 @@ def test_hooks_see_slimes_shape(sample: Sample) -> None:
     # Hooks of slime note no places: the images are those of the runs of placeholders.
     processor = IMAGES.processor
     assert processor is not None
-    for given in ({"multimodal_inputs": inputs}, {"multimodal_train_inputs": train}):
+    for more in ({}, {"multimodal_train_inputs": train}):
+        given: dict[str, Any] = {"multimodal_inputs": inputs} | more
         made = Sample(tokens=[*copied.tokens, IMAGE, 5], response_length=2, **given)
         adopt_images(made, processor)
         made.validate()
@@ -249,9 +255,94 @@ def test_hooks_see_slimes_shape(sample: Sample) -> None:
     assert [place for place, _ in changed.image_spans] == [place + 1 for place, _ in sample.image_spans]
     lost = Sample(index=4, tokens=[1, IMAGE], multimodal_inputs=inputs)
     with pytest.raises(
-        ValueError, match=r"sample 4 has 2 images, but its tokens have no 6 placeholders \(261\) for image 1"
+        ValueError, match=r"sample 4 has 2 images .*, but its tokens have no run of 6 placeholders \(261\) for image 1"
     ):
         adopt_images(lost, processor)
+
+
+def other(seed: int, height: int = 56, width: int = 84) -> Image.Image:
+    return Image.open(io.BytesIO(png(seed, height, width)))
+
+
+def keys_of(sample: Sample) -> list[str]:
+    assert IMAGES.processor is not None
+    adopt_images(sample, IMAGES.processor)
+    sample.validate()
+    return [image.key for _, image in sample.image_spans]
+
+
+def given(sample: Sample) -> list[Any]:
+    assert sample.multimodal_inputs is not None
+    return sample.multimodal_inputs["images"]
+
+
+def test_a_hook_replaces_images(sample: Sample) -> None:
+    """What it put in another's stead is what engines and trainers see, or an error: never ignored."""
+    assert IMAGES.processor is not None
+    before = [image.key for _, image in sample.image_spans]
+    given(sample)[0] = other(9)
+    first, second = keys_of(sample)
+    assert first not in before and second == before[1]
+    assert np.array_equal(np.asarray(given(sample)[0]), np.asarray(other(9)))
+    ImageDraw.Draw(given(sample)[1]).point((3, 3), (1, 2, 3))
+    assert keys_of(sample)[0] == first and keys_of(sample)[1] != second
+    assert given(sample)[1].getpixel((3, 3)) == (1, 2, 3)
+    for change, problem in (
+        (lambda images: images.__setitem__(1, other(9)), "1 placeholders for image 2, which has 6 tokens"),
+        (lambda images: images.__setitem__(slice(None), [other(9)]), "has 1 images .* but 2 among its tokens"),
+        (lambda images: images.append(other(9)), "no run of 6 placeholders .* for image 3"),
+    ):
+        changed = copy.deepcopy(sample)
+        change(given(changed))
+        with pytest.raises(ValueError, match=problem):
+            adopt_images(changed, IMAGES.processor)
+    changed = copy.deepcopy(sample)
+    given(changed).append(other(9))
+    changed.append_response_tokens(tokens=[5, *[IMAGE] * 7, 5, *[IMAGE] * 6, 5], trainable=False)  # 7 are another's
+    place = sample.num_tokens + 9
+    assert len(keys_of(changed)) == 3 and changed.image_spans[2][0] == place
+
+
+def test_pixels_that_a_hook_sets(sample: Sample) -> None:
+    """Those of the processor, as slime's functions set them, are the images' own; others are refused."""
+    assert IMAGES.processor is not None
+    before, train = [image.key for _, image in sample.image_spans], sample.multimodal_train_inputs
+    assert train is not None
+    sample.multimodal_train_inputs = train
+    assert keys_of(sample) == before and vars(sample)["multimodal_train_inputs"] is None
+    for wrong in (train | {"pixel_values": train["pixel_values"] + 0.1}, {"pixel_values": train["pixel_values"]}):
+        sample.multimodal_train_inputs = wrong
+        with pytest.raises(ValueError, match="of multimodal_train_inputs are not those of its 2 images"):
+            adopt_images(sample, IMAGES.processor)
+    with pytest.raises(ValueError, match="are not those of its 0 images"):
+        adopt_images(Sample(tokens=[1], multimodal_train_inputs=train), IMAGES.processor)
+
+
+def test_reading_images_changes_nothing(sample: Sample) -> None:
+    """Also where the sample shows fewer of its row's images, or others."""
+    spans = sample.image_spans
+    for noted in (spans, spans[:1], spans[1:]):
+        seen = copy.deepcopy(sample)
+        assert len(given(seen)) == 2
+        seen.image_spans = noted
+        if noted is not spans:
+            tokens, (first, image) = np.asarray(seen.array("tokens")), spans[0] if noted[0] is spans[1] else spans[1]
+            tokens[first : first + image.num_tokens] = 7
+            seen.tokens = tokens
+        assert keys_of(seen) == [image.key for _, image in noted]
+        seen.pack()
+        assert vars(seen)["multimodal_inputs"] is None
+
+
+def test_a_tool_s_file_is_copied(sample: Sample, tmp_path: Path) -> None:
+    (tmp_path / "crop.png").write_bytes(png(9))
+    ref = as_ref(str(tmp_path / "crop.png"), IMAGES.processor)
+    (tmp_path / "crop.png").unlink()
+    IMAGES.configure(0, None, IMAGES.processor)  # a cache of nothing
+    assert np.array_equal(IMAGES.pixels(ref), np.asarray(other(9)))
+    for broken in (png(9)[:9000], Image.open(io.BytesIO(png(8)[:9000])), "gone.png", uri(png(7)[:9000])):
+        with pytest.raises(ValueError, match="decoded|cannot be read"):
+            as_ref(broken, IMAGES.processor)
 
 
 def test_files_and_checkpoints_keep_references(sample: Sample) -> None:
@@ -271,6 +362,23 @@ def test_files_and_checkpoints_keep_references(sample: Sample) -> None:
     assert restored.multimodal_inputs is not None
     assert images_of(restored, IMAGES.processor) == images_of(sample, IMAGES.processor)
     assert len(images_of(restored, IMAGES.processor)) == 3
+    # Rows for people, and samples without tokens: images of hooks become references.
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
+    assert images_of(again) == images_of(sample, IMAGES.processor)[:2] and again.image_spans == list(sample.image_spans)
+    blank = Sample(multimodal_inputs={"images": [other(7)], "own": 1})
+    assert IMAGES.processor is not None
+    adopt_images(blank, IMAGES.processor)
+    assert "multimodal_inputs" not in blank.to_dict()
+    restored = unpack_sample(json.loads(json.dumps(pack_sample(blank))))
+    assert images_of(restored) == images_of(blank) and (restored.multimodal_inputs or {})["own"] == 1
+
+
+def test_rows_of_text_say_nothing_of_images(columns: PromptColumns, model: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path, {"problem": "Text.", "answer": "x"})
+    for each in (columns, dataclasses.replace(columns, images=None)):
+        (text,) = load_prompts(path, load_tokenizer(str(model)), each).samples
+        assert not {"image_spans", "multimodal_inputs"} & text.to_dict().keys()
+        assert "image_spans" not in pack_sample(text)
 
 
 def test_images_that_join_later(sample: Sample) -> None:
@@ -292,9 +400,33 @@ def test_another_prompt_keeps_the_images(sample: Sample, model: Path) -> None:
     sample.prompt = "Otherwise: " + str(sample.prompt)
     assert sample.prompt_tokens is None and not sample.image_spans and images_of(sample) == images
     args = Namespace(hf_checkpoint=str(model))
-    sample.tokens = prompt_tokens(args, sample)  # type: ignore[assignment]
+    sample.tokens = prompt_tokens(args, sample)
     sample.validate()
     assert images_of(sample) == images == [image for _, image in sample.image_spans]
+    # It begins anew: after an abort, or as another sample of the prompt.
+    ids = np.asarray(sample.array("tokens"))
+    for again in (copy.deepcopy(sample), prompt_of(sample)):
+        clear_response(again)
+        for _ in range(2):  # also where a hook asked for the tokens before
+            tokens = prompt_tokens(args, again)
+            assert tokens.tolist() == ids.tolist() and images_of(again) == images
+        again.tokens = tokens
+        again.validate()
+
+
+def test_samples_of_a_prompt_have_images_of_their_own(sample: Sample) -> None:
+    row = Sample(prompt=[{"role": "user", "content": "?"}])
+    set_images(row, images_of(sample))
+    again = prompt_of(row)
+    given(again).append(other(9))
+    assert (len(given(row)), len(given(again))) == (2, 3)
+    # Of a function that has made other tokens of the prompt: the places are not those of `prompt_tokens`.
+    ids = sample.prompt_tokens
+    assert ids is not None
+    sample.tokens = [7, *ids]
+    assert len(given(sample)) == len(keys_of(sample)) == 2 and sample.image_spans[0][0] == 1 + ids.tolist().index(IMAGE)
+    again = prompt_of(sample)
+    assert (again.prompt_tokens, len(given(again))) == (None, 2)
 
 
 # ------------------------------------------------------------------------------------------------ broken inputs
@@ -324,6 +456,7 @@ BROKEN: dict[str, tuple[Row, str]] = {
     "thin": ({"images": ["thin.png"]}, "one side of the image is over 200 times the other (image 1: 300 x 1 pixels)"),
     "number": ({"images": [7]}, "an image is of an unknown kind (image 1: int 7)"),
     "empty name": ({"images": [""]}, "an image is of an unknown kind"),
+    "cut off late": ({"images": ["late.png"]}, "the image cannot be decoded (image 1: "),
     "base64": ({"images": [base64.b64encode(png(0)).decode()]}, "the file of an image cannot be read"),
     "bad uri": ({"images": ["data:image/png;base64,@@"]}, "an image is a data: URI that cannot be read"),
     "uri without data": ({"images": ["data:image/png;base64"]}, "a data: URI that cannot be read (image 1: no comma"),
@@ -331,7 +464,10 @@ BROKEN: dict[str, tuple[Row, str]] = {
         {"problem": _message({"type": "video", "video": "v.mp4"}, _TEXT)},
         "has a part of the type 'video'; on",
     ),
-    "video placeholder": ({"problem": "<image> <video>"}, "has a placeholder <video>; only images are trained on"),
+    "video placeholder": (
+        {"problem": "<image> <video>", "videos": ["v.mp4"]},
+        "has a placeholder <video>; only images are trained on",
+    ),
     "image_url without": (
         {"problem": _message({"type": "image_url"}, _TEXT)},
         "a part of the type 'image_url' without an",
@@ -351,14 +487,31 @@ def test_what_is_wrong_has_one_line(name: str, columns: PromptColumns, model: Pa
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "empty.png").write_text("")
     (tmp_path / "cut.png").write_bytes(png(0)[:20])
+    (tmp_path / "late.png").write_bytes(png(0)[: len(png(0)) * 2 // 3])
     (tmp_path / "thin.png").write_bytes(png(0, 1, 300))
     changes, wanted = BROKEN[name]
     path = write_lines(tmp_path, _GOOD, _GOOD | changes | {"answer": "2"})
     check = DataCheck(columns, load_tokenizer(str(model)))
     errors, _ = check.problems(str(path))
     assert len(errors) == 1 and "line 2: " in errors[0] and wanted in errors[0]
+    if name == "cut off late":  # a run reads headers alone when it begins
+        _, late = load_prompts(path, load_tokenizer(str(model)), columns).samples
+        with pytest.raises(ValueError, match=r"late\.png: the image cannot be decoded"):
+            IMAGES.pixels(late.image_spans[0][1])
+        return
     with pytest.raises(ValueError, match="line 2: "):
         load_prompts(path, load_tokenizer(str(model)), columns)
+
+
+def test_a_row_s_images_are_read_once(
+    columns: PromptColumns, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ok.png").write_bytes(png(0))
+    path, read = write_lines(tmp_path, _GOOD), []
+    monkeypatch.setattr(image_rows, "image_file", lambda *of, usual=image_rows.image_file: read.append(1) or usual(*of))
+    load_prompts(path, load_tokenizer(str(model)), columns)
+    DataCheck(columns, load_tokenizer(str(model))).problems(str(path))
+    assert len(read) == 2
 
 
 def test_a_template_without_images(columns: PromptColumns, model: Path, tmp_path: Path) -> None:

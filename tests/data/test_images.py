@@ -7,18 +7,21 @@ import gc
 import io
 import json
 import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 from transformers.utils import is_torchvision_available
 
-from fusionrl.data import images
+from fusionrl.data import images, stored_image
 from fusionrl.data.image_store import ImageStore
 from fusionrl.data.images import ImageLimits, ImageRef, collapsed, expanded, normal_form
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
 from fusionrl.data.sample import Sample
 from tests.tiny_vision import image_numbers
 
@@ -65,7 +68,6 @@ def test_tokens_and_pixels_are_those_of_transformers(kind: str, backend: str, tm
         assert np.abs(own - again["pixel_values"]).max() <= 1e-6
         grid = again["image_grid_thw"][0].tolist()
         assert files.limits.num_tokens(*pixels.shape[:2]) == np.prod(grid) // 4
-        assert np.array_equal(images.pixels_of(own, grid, *settings), pixels)
         assert files.limits.fit(*pixels.shape[:2]) == pixels.shape[:2]
     assert (files.placeholder, files.media_tokens) == (7, (7, 8))
 
@@ -79,12 +81,32 @@ def test_files_of_many_kinds_have_one_form() -> None:
     assert images.image_size(turned.getvalue()) == (230, 100)
     upright = ImageOps.exif_transpose(Image.open(turned))
     assert np.array_equal(np.asarray(images.decoded(turned.getvalue())), np.asarray(upright))
+    tiff = io.BytesIO()
+    original.save(tiff, "TIFF", exif=exif)
+    assert images.image_size(tiff.getvalue()) == (230, 100)
+    assert np.array_equal(np.asarray(images.decoded(tiff.getvalue())), np.asarray(upright))
     grey = io.BytesIO()
     Image.fromarray(np.array([[0, 256], [32768, 65535]], np.uint16)).save(grey, "PNG")
     assert np.asarray(images.decoded(grey.getvalue()))[..., 0].tolist() == [[0, 1], [128, 255]]
+    words = Image.fromarray(np.array([[0, 3], [200, 255]], np.int32))
+    assert np.asarray(images.as_rgb(words))[..., 0].tolist() == [[0, 3], [200, 255]]
+    ink = original.convert("CMYK")
+    assert np.array_equal(np.asarray(images.picture(images.png_of(ink))), np.asarray(ink.convert("RGB")))
     frames = io.BytesIO()
     original.save(frames, "GIF", save_all=True, append_images=[picture(2)])
     assert images.decoded(frames.getvalue()).size == (230, 100)
+
+
+def test_a_size_is_known_by_the_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = png(1)
+    for broken in (content[: len(content) * 2 // 3], content[:60]):  # behind its header, and a whole chunk is gone
+        assert images.image_size(broken) == (100, 230)
+        with pytest.raises(ValueError, match="the image cannot be decoded"):
+            images.decoded(broken)
+    with pytest.raises(ValueError, match="the image cannot be opened|not an image file"):
+        images.image_size(content[:20])
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("it was decoded"))
+    assert images.image_size(content) == (100, 230)
 
 
 def test_limits_of_files_and_flags(tmp_path: Path) -> None:
@@ -177,7 +199,96 @@ def test_originals_of_files_and_of_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read any more"):
         ImageStore().pixels(image)
     elsewhere = ImageStore()
-    elsewhere.add_folder(tmp_path / "saved")
+    elsewhere.load([image, REF], tmp_path / "saved")
+    (saved,) = (tmp_path / "saved").iterdir()
+    written = saved.stat()
+    store.save([image], tmp_path / "saved")  # again
+    assert saved.stat() == written
+    saved.unlink()  # an old checkpoint that is not kept
     assert np.array_equal(elsewhere.pixels(image), pixels)
     with pytest.raises(ValueError, match="are not in this process"):
         elsewhere.pixels(REF)
+
+
+def test_references_of_pickles_are_watched(tmp_path: Path) -> None:
+    """What a checkpoint or another process names, and this one decoded, goes with its reference, too."""
+    path, store = tmp_path / "a.png", ImageStore()
+    path.write_bytes(png(4))
+    image = store.add_file(path.read_bytes(), LIMITS, str(path))
+    packed, other = pickle.dumps(image), ImageStore()
+    del image, store
+    gc.collect()
+    image = pickle.loads(packed)
+    other.png(image)
+    assert len(other._cache) == 2
+    del image
+    gc.collect()
+    other._sweep()
+    assert other.num_bytes == 0 and not other._cache
+
+
+def test_an_image_that_cannot_be_decoded_has_a_name(tmp_path: Path) -> None:
+    path, store = tmp_path / "a.png", ImageStore()
+    path.write_bytes(png(4)[:9000])
+    image = store.add_file(path.read_bytes(), LIMITS, str(path))
+    with pytest.raises(ValueError, match=r"a\.png: the image cannot be decoded"):
+        store.pixels(image)
+    image = store.add_file(png(5)[:9000], LIMITS)
+    with pytest.raises(ValueError, match=f"image {image.key}: the image cannot be decoded"):
+        store.pixels(image)
+    with pytest.raises(ValueError, match="the image cannot be decoded"):
+        store.add_picture(Image.open(io.BytesIO(png(6)[:9000])), LIMITS)
+
+
+def test_threads_name_an_image_by_one_reference() -> None:
+    """A reference that another thread takes for the last one would be dropped with the image."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            for number in range(300):
+                key, barrier = f"{number}", threading.Barrier(8)
+
+                def name(key: str = key, barrier: threading.Barrier = barrier) -> ImageRef:
+                    barrier.wait()
+                    return images.interned(key, 28, 28, 1)
+
+                refs = list(threads.map(lambda _, name=name: name(), range(8)))
+                assert len({id(ref) for ref in refs}) == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_another_process_reads_what_this_one_has(tmp_path: Path) -> None:
+    store, other = ImageStore(folder=tmp_path), ImageStore()
+    files = ProcessorFiles(LIMITS, (0.5,) * 3, (0.5,) * 3, PAD, (PAD,))
+    image = store.add_file(png(0), LIMITS)
+    assert store.lend([image]) is None  # of a run of text
+    store.configure(1 << 20, tmp_path, files)
+    loan = store.lend([image, REF])
+    other.borrow(pickle.loads(pickle.dumps(loan)))
+    assert other.processor == files and np.array_equal(other.pixels(image), store.pixels(image))
+    del image, loan
+    gc.collect()
+    other._sweep()
+    assert not other._borrowed
+
+
+# ------------------------------------------------------------------------------------------------ images of PIL
+def test_images_of_hooks_share_their_pixels_until_they_change_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ImageStore()
+    monkeypatch.setattr(stored_image, "IMAGES", store)
+    ref = store.add_picture(picture(3), LIMITS)
+    first, second = stored_image.StoredImage(ref), stored_image.StoredImage(ref)
+    assert np.array_equal(np.asarray(first), store.pixels(ref)) and first.im is not None
+    second.load()
+    assert first.im is second.im
+    second.putpixel((0, 0), (1, 2, 3))
+    first = stored_image.StoredImage(ref)  # whose pixels were not read yet
+    ImageDraw.Draw(first).rectangle((2, 2, 9, 9), fill=(9, 9, 9))
+    assert stored_image.ref_of(first) is stored_image.ref_of(second) is None
+    assert np.array_equal(np.asarray(stored_image.StoredImage(ref)), store.pixels(ref))
+    for copied in (copy.copy(second), copy.deepcopy([second])[0], pickle.loads(pickle.dumps(second))):
+        assert copied.getpixel((0, 0)) == (1, 2, 3) and stored_image.ref_of(copied) is None
+    third = copy.deepcopy(stored_image.StoredImage(ref))
+    assert stored_image.ref_of(third) is stored_image.ref_of(pickle.loads(pickle.dumps(third))) is ref

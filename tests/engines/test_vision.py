@@ -227,8 +227,10 @@ def _assert_turns_are_the_model_s(served: Served) -> None:
     flags = {"hf_checkpoint": folder, "rollout_max_response_len": 10, "rollout_max_context_len": 600}
     args: Any = Config.from_flat(flags | {"image_transport": "file"}).to_args()
     args.run_dir = engine.spec.log_dir
+    from PIL import Image
+
     shown = [served.image(number, 4 + 2 * number, 6) for number in range(3)]
-    refs = [IMAGES.add_pixels(image, processor.limits) for image in shown]
+    refs = [IMAGES.add_picture(Image.fromarray(image), processor.limits) for image in shown]
     whole = with_images(ONE, refs[:1])
 
     async def turns() -> Sample:

@@ -4,11 +4,18 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import ImageLimits
+from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.data.sample import Sample
+from fusionrl.data.stored_image import image_inputs
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
 from fusionrl.rewards.reward_call import LostReward, RewardRaised, is_async
 from fusionrl.rewards.settings import Grading, PackedGrading
@@ -40,6 +47,10 @@ def changes(args, sample, **kwargs):
 def remembers(args, sample, **kwargs): return float(hasattr(args, "seen"))
 def a_lock(args, sample, **kwargs): return threading.Lock()
 def group(args, samples, **kwargs): return [float(s.index) for s in samples]
+def looks(args, sample, **kwargs):
+    image, train = sample.multimodal_inputs["images"][0], sample.multimodal_train_inputs
+    sample.metadata["pixel"] = image.getpixel((3, 5))
+    return float(train["pixel_values"].sum()) if train else 0.0
 async def waits(args, sample, **kwargs):
     await asyncio.sleep(0.02)
     sample.metadata["seen"] = sample.index
@@ -187,6 +198,27 @@ def test_what_a_function_changes_of_its_sample_is_kept(pool: RewardPool, hooks: 
     _, samples = score(pool, f"{hooks}:changes", 20, 5.0)
     assert [(s.metadata["seen"], s.note) for s in samples] == [(i, "new") for i in range(20)]  # type: ignore[attr-defined]
     assert score(pool, f"{hooks}:remembers", 20, 5.0)[0] == [0.0] * 20, "arguments are a copy for each call"
+
+
+def test_a_function_sees_the_images_of_a_sample(pool: RewardPool, hooks: str, tmp_path: Path) -> None:
+    """Also those that came as bytes: this process alone has them. Reading them changes nothing."""
+    limits = ImageLimits(14, 2, 28 * 28, 64 * 28 * 28)
+    pixels = np.random.default_rng(0).integers(0, 256, (56, 28, 3), np.uint8)
+    IMAGES.configure(1 << 20, tmp_path, ProcessorFiles(limits, (0.5,) * 3, (0.5,) * 3, 9, (9,)))
+    try:
+        ref = IMAGES.add_picture(Image.fromarray(pixels), limits)
+        shown = Sample(index=0, tokens=[9, 9, 1], image_spans=[(0, ref)])
+        asked = Sample(index=1, multimodal_inputs=image_inputs([ref]))  # which has no tokens yet
+        train = shown.multimodal_train_inputs
+        assert train is not None
+        for sample, wanted in ((shown, train["pixel_values"].sum().item()), (asked, 0.0)):
+            reward = call(pool, grading(f"{hooks}:looks"), [sample]).result(20)
+            assert reward == pytest.approx(wanted, rel=1e-4)
+            assert sample.metadata["pixel"] == tuple(pixels[5, 3])
+        shown.pack()
+        assert vars(shown)["multimodal_inputs"] is None
+    finally:
+        IMAGES.__init__()  # type: ignore[misc]
 
 
 def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None:

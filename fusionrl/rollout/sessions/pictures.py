@@ -14,13 +14,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fusionrl.data.image_rows import IMAGE_PARTS, image_value
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
 from fusionrl.data.sample_images import as_ref
 from fusionrl.rollout.sessions.refusal import Refused
 
 Message = dict[str, object]
-_KINDS = ("image_url", "input_image", "image")
 
 
 def image_part(part: Mapping[str, object], where: str) -> Message | None:
@@ -31,15 +31,11 @@ def image_part(part: Mapping[str, object], where: str) -> Message | None:
     Raises:
         Refused: the image itself is not in the request.
     """
-    kind = part.get("type")
-    if kind not in _KINDS:
+    if part.get("type") not in IMAGE_PARTS:
         return None
-    value = part.get("source") if kind == "image" else part.get("image_url")
-    if isinstance(value, Mapping) and value.get("type") == "base64":
-        value = f"data:{value.get('media_type')};base64,{value.get('data')}"
-    uri = value.get("url") if isinstance(value, Mapping) else value
+    uri = image_value(part)
     if not isinstance(uri, str) or not uri.startswith("data:"):
-        told = uri if isinstance(uri, str) else value or dict(part)
+        told = uri if isinstance(uri, str) else uri or dict(part)
         raise Refused(f"{where} holds the image {told!s:.80}: nothing is fetched here; send it in base64")
     return {"type": "image", "image": uri}
 

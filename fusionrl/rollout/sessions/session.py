@@ -257,7 +257,7 @@ class Session:
             raise self.failure
         sample, segments = self._sample, self._segments.all
         if self.is_aborted or not segments:
-            vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
+            vars(sample).update({name: copy.copy(vars(self._segments.blank)[name]) for name in _OF_SEGMENT})
             sample.status = Sample.Status.ABORTED
             if self.is_aborted:
                 return [sample]
@@ -269,7 +269,7 @@ class Session:
             return [sample]
         samples = [sample, *(copy.deepcopy(sample) for _ in segments[1:])]
         for number, (copied, segment) in enumerate(zip(samples, segments, strict=True)):
-            vars(copied).update({name: getattr(segment.sample, name) for name in _OF_SEGMENT})
+            vars(copied).update({name: vars(segment.sample)[name] for name in _OF_SEGMENT})
             entry = {"segment": number, "num_segments": len(segments), "num_turns": segment.num_turns}
             copied.metadata = {**(segment.sample.metadata or {}), **(copied.metadata or {}), SESSION: entry}
             copied.reward = copy.copy(reward)

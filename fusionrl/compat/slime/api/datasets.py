@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fusionrl.data import processor, tokenizer
 from fusionrl.data.image_rows import ImageColumn, media_errors
 from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import png_of
 from fusionrl.data.processor import Processor, images_of_messages
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.rows import read_rows
@@ -125,9 +126,7 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
 def encode_image_for_rollout_engine(image: Image) -> str:
     """Return an image (PIL) as a data URI of a PNG, as SGLang takes it; in a run, its normal form."""
     if IMAGES.processor is None:
-        from fusionrl.data.stored_image import png_of  # imports PIL
-
-        content = png_of(image.convert("RGB"))
+        content = png_of(image)
     else:
         content = IMAGES.png(as_ref(image, IMAGES.processor))
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
