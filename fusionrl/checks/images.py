@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def image_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors = media_errors(data.multimodal_keys, "--multimodal-keys")
     columns: dict[ImageColumn, str] = {}  # what an evaluation set takes over from the flags is wrong once
     for where, each in settings.items():
-        if where:
-            errors += media_errors(each.multimodal_keys, f"{where}multimodal_keys")  # type: ignore[attr-defined]
+        keys = each.multimodal_keys  # type: ignore[attr-defined]
+        if where and keys != data.multimodal_keys:
+            errors += media_errors(keys, f"{where}multimodal_keys")
         if (column := ImageColumn.of(each, folder)) is not None:
             columns.setdefault(column, where)
     for column, where in columns.items():
@@ -44,7 +46,11 @@ def _column_errors(column: ImageColumn, where: str, folder: str | None, shape: M
     try:
         processor = column.processor
     except ValueError as error:
-        return [*errors, f"{flag}: {error}" if "--image" not in str(error) else f"{where}{error}"]
+        if "--image" not in (text := str(error)):
+            return [*errors, f"{flag}: {text}"]
+        if where:  # a set's own
+            text = re.sub("--image-(max|min)-pixels", r"image_\1_pixels", text)
+        return [*errors, f"{where}{text}"]
     if shape is not None and (vision := shape.vision) is not None:
         files = (processor.limits.patch, processor.limits.merge, processor.placeholder)
         model = (vision.patch_size, vision.merge, vision.image_token)

@@ -8,10 +8,12 @@ import gc
 import io
 import json
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,13 +21,18 @@ from PIL import Image
 
 from fusionrl import cli
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.stream import Stream
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import normal_form
 from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.prompts import PromptColumns, load_conversations
+from fusionrl.data.sample import Sample
+from fusionrl.data.sample_json import pack_sample, read_samples
 from fusionrl.models.shape import read_model_shape
+from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.plan import make_plan
 from fusionrl.rollout import evaluation
 from tests.tiny_model import make_byte_tokenizer
@@ -125,6 +132,10 @@ def test_each_image_goes_to_a_rank_once(buffer: Callable[..., BufferActor], mode
                 assert np.array_equal(shard.images[spans[0][1]], normal_form(png(prompt), limits))
         keys |= shard.images.keys()
     assert len(keys) == 2 + 8  # of two prompts, and one for each crop
+    for sample in read_samples(next((made.run_dir / "rollouts").glob("*.jsonl"))):
+        sample.validate()
+        assert sample.index is not None
+        assert len(sample.image_spans) == int(sample.index // 8 % 3 > 0) + int(sample.index % 4 == 1)
     assert IMAGES.num_bytes <= 10 * 64 * 64 * 3  # 32 samples hold references
 
 
@@ -140,11 +151,13 @@ def test_memory_does_not_grow(buffer: Callable[..., BufferActor]) -> None:
         scratch = IMAGES._scratch
         assert scratch is not None
         sizes.append((len(IMAGES._living), scratch.num_bytes))
-    assert max(sizes[3:]) <= max(sizes[:3])
+    for numbers in zip(*sizes, strict=True):
+        assert max(numbers[3:]) <= max(numbers[:3])
 
 
 def test_a_resume_has_the_images(buffer: Callable[..., BufferActor], data: Path) -> None:
-    """The samples of a group that was handed back, with a crop that no file has; the data set's images have gone."""
+    """The samples of a group that was handed back, with a crop that no file has; the data set's images have gone, and
+    the checkpoint goes when newer ones are there."""
     named = {"rollout_function_path": f"{HOOKS}:hands_back"}
     made = buffer(**named)
     run(made.generate(0))
@@ -157,14 +170,55 @@ def test_a_resume_has_the_images(buffer: Callable[..., BufferActor], data: Path)
     hashes, pixels = run(made.state_hash(0)), {k: v for shard in wanted.shards for k, v in shard.images.items()}
     del made, wanted
     resumed = buffer(attempt=2, **named)
+    for name in ("1.png", "4.png"):  # the same image
+        (data.parent / name).unlink()
     assert run(resumed.load(str(path))) == 0 and run(resumed.state_hash(0)) == hashes
+    kept = shutil.move(path.parent, data.parent / "kept")
     again = run(resumed.generate(1))
     found = {k: v for shard in again.shards for k, v in shard.images.items()}
     assert found.keys() == pixels.keys() and saved <= found.keys()
     assert all(np.array_equal(found[key], pixels[key]) for key in found)
-    (data.parent / "1.png").write_bytes(png(99))
+    for name, seed in (("4.png", 1), ("1.png", 99)):
+        (data.parent / name).write_bytes(png(seed))
     with pytest.raises(ValueError, match="its 12 prompts are not the 12 of the checkpoint"):
-        run(buffer(attempt=3, **named).load(str(path)))
+        run(buffer(attempt=3, **named).load(str(kept / "buffer.json")))
+
+
+def test_a_small_cache_decodes_an_image_once_a_shard(
+    buffer: Callable[..., BufferActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, decoded = buffer(), list[str]()
+    IMAGES._max_bytes = 0
+    monkeypatch.setattr(RolloutWriter, "add_picture", lambda *given: None)
+    monkeypatch.setattr(
+        IMAGES, "original", lambda image, usual=IMAGES.original: decoded.append(image.key) or usual(image)
+    )
+    shards = run(made.generate(0)).shards
+    assert sorted(decoded) == sorted(key for shard in shards for key in shard.images)
+
+
+def test_images_of_a_stream_s_state_are_held_from_the_look_on(
+    buffer: Callable[..., BufferActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that ends between the look at the state and its keeping is in the checkpoint, with its images."""
+    made = buffer()
+    assert IMAGES.processor is not None
+    held = [Sample(image_spans=[(0, IMAGES.add_file(png(50), IMAGES.processor.limits))])]
+    source = Mock(state_at=lambda rollout_id: {"buffer": [[pack_sample(sample) for sample in held]]})
+    stream = Stream(Knobs(groups_per_fetch=1), Mock(), source)
+
+    def look_and_end(look: Callable[[], Any]) -> Any:
+        seen = look()
+        held.clear()
+        gc.collect()
+        IMAGES._sweep()
+        return seen
+
+    monkeypatch.setattr(stream, "_read", look_and_end)
+    made.source.keep_with(0, *stream.snapshot(0))
+    run(made.save(str(made.run_dir / "buffer.json"), 0))
+    (saved,) = (made.run_dir / "images").iterdir()
+    assert np.array_equal(np.asarray(Image.open(saved)), normal_form(png(50), IMAGES.processor.limits))
 
 
 def test_samples_in_files_and_on_pages(buffer: Callable[..., BufferActor], capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,15 @@ def test_flags_and_evaluation_sets(model: Path, tiny_model: Path, tmp_path: Path
     path.write_text(json.dumps({"eval": {"datasets": sets}}))
     errors = errors_of(model, eval_config=str(path), rollout_max_response_len=4)
     assert len(errors) == 2 and "set a: multimodal_keys: audio: only images are trained on" in errors[0]
-    assert "set b: --image-max-pixels 10: a token of this model's images has 28 x 28 = 784 pixels" in errors[1]
+    assert "set b: image_max_pixels 10: a token of this model's images has 28 x 28 = 784 pixels" in errors[1]
+    sets = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]  # as the flags say
+    path.write_text(json.dumps({"eval": {"datasets": sets}}))
+    for keys, wanted in (
+        ({"video": "v"}, "video: only images are trained on"),
+        ({"image": ""}, "'' is not the name of"),
+    ):
+        (error,) = errors_of(model, eval_config=str(path), rollout_max_response_len=4, multimodal_keys=keys)
+        assert error.startswith(f"--multimodal-keys: {wanted}")
 
 
 def test_prompts_that_are_too_long_by_their_images(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from aiohttp import web
 from fusionrl.compat.slime.api import datasets, distillation, http, losses, metrics, misc, rewards, rollouts
 from fusionrl.config.config import Config
 from fusionrl.data.chat import get_response_lengths
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rewards import text_match
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 
@@ -230,6 +233,19 @@ def test_the_processor_of_a_model_that_sees(tmp_path: Path) -> None:
     two = processor(["<|image_pad|>", "a<|image_pad|>"], images=pictures)
     assert [ids.count(IMAGE) for ids in two.input_ids] == [2, 6]
     assert set(processor("text alone")) == {"input_ids", "attention_mask"}
+    # A data set has the run's limits of pixels.
+    content = io.BytesIO()
+    Image.fromarray(np.zeros((224, 224, 3), np.uint8)).save(content, "PNG")
+    (tmp_path / "a.png").write_bytes(content.getvalue())
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "<image>", "images": ["a.png"]}))
+    options: dict[str, Any] = {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}
+    IMAGES.configure(1 << 20, None, read_processor_files(tmp_path).limited(None, 56 * 56))
+    try:
+        (row,) = datasets.Dataset(str(rows), load_tokenizer(str(tmp_path)), None, None, **options).samples
+        assert [image.num_tokens for _, image in row.image_spans] == [4]
+    finally:
+        IMAGES.__init__()  # type: ignore[misc]
     with pytest.raises(ValueError, match="1 placeholders of images in the tokens, but 0 images"):
         processor("<|image_pad|>")
     uri = datasets.encode_image_for_rollout_engine(pictures[1])

@@ -42,7 +42,7 @@ class DataGroup(Group):
         {}, 'Columns of what is not text, as JSON: {"image": COLUMN}. See docs/guides/vision.md.'
     )
     multimodal_folder: str | None = of_images(
-        None, "Folder in which relative paths of images begin. Default: that of the data file."
+        None, "Folder in which relative paths of images begin. Default: that of the data file, or the set's own folder."
     )
     image_max_pixels: int | None = of_images(
         None, "Pixels of an image at most; larger ones are made smaller. Default: the model's.", ge=1

@@ -18,6 +18,7 @@ from fusionrl.data.image_rows import ImageColumn, media_errors
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import png_of
 from fusionrl.data.processor import Processor, images_of_messages
+from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
@@ -64,7 +65,7 @@ class Dataset:
         Raises:
             ValueError: a row that cannot be read or rendered, or keys of other kinds than images.
         """
-        keys = dict(multimodal_keys or {})
+        keys, files = dict(multimodal_keys or {}), getattr(processor, "files", IMAGES.processor)
         if errors := media_errors(keys, "Dataset: multimodal_keys"):
             raise ValueError("; ".join(errors))
         columns = PromptColumns(
@@ -76,7 +77,7 @@ class Dataset:
             apply_chat_template_kwargs,
             max_length,
             keeps_messages=True,
-            images=ImageColumn.of(Namespace(multimodal_keys=keys), tokenizer.name_or_path),
+            images=ImageColumn.of(Namespace(multimodal_keys=keys, **_limits_of(files)), tokenizer.name_or_path),
         )
         self.origin_samples = load_prompts(path, tokenizer, columns, "Dataset").samples
         self.samples, self.seed, self.epoch_id = self.origin_samples, seed, -1
@@ -92,6 +93,13 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+def _limits_of(files: ProcessorFiles | None) -> dict[str, int]:
+    """Return the run's limits of pixels, as flags name them."""
+    if files is None:
+        return {}
+    return {"image_min_pixels": files.limits.min_pixels, "image_max_pixels": files.limits.max_pixels}
 
 
 # ------------------------------------------------------------------------------------------------ processing_utils
