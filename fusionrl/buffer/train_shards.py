@@ -296,7 +296,11 @@ def _take_shard(
 
 
 def _shard_spans(sample: Sample) -> list[ShardSpan]:
-    return [(first, image.key, IMAGES.grid(image)) for first, image in sample.image_spans]
+    if not sample.image_spans:
+        return []
+    assert IMAGES.processor is not None, "the store was not told the model's settings of images"
+    limits = IMAGES.processor.limits
+    return [(first, image.key, limits.grid(image)) for first, image in sample.image_spans]
 
 
 def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[object]:

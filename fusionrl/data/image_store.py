@@ -194,12 +194,6 @@ class ImageStore:
             raise ValueError(f"the image {path} has changed since the run began with it")
         return content
 
-    def grid(self, image: ImageRef) -> tuple[int, int, int]:
-        """Return the patches of an image as (1, rows, columns)."""
-        assert self.processor is not None, "the store was not told the model's settings of images"
-        patch = self.processor.limits.patch
-        return (1, image.height // patch, image.width // patch)
-
     # ------------------------------------------------------------------------------------------------ cache
     def _get(self, kind: str, key: str) -> np.ndarray | bytes | None:
         with self._lock:

@@ -113,6 +113,10 @@ class ImageLimits:
         """Return the number of placeholders of an image whose normal form has this size."""
         return (height // self.unit) * (width // self.unit)
 
+    def grid(self, image: ImageRef) -> tuple[int, int, int]:
+        """Return the patches of an image as (1, rows, columns)."""
+        return (1, image.height // self.patch, image.width // self.patch)
+
 
 def smart_resize(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Return (height, width), multiples of `unit`, with about the same ratio and a product within the limits.

@@ -85,7 +85,7 @@ def train_inputs(images: Sequence[ImageRef], processor: ProcessorFiles | None = 
 
     if (processor := processor or IMAGES.processor) is None:
         return None
-    p, settings = processor.limits.patch, (processor.limits, processor.mean, processor.std)
+    settings = (processor.limits, processor.mean, processor.std)
     values = np.concatenate([patches(IMAGES.pixels(image), *settings) for image in images])
-    grids = [[1, image.height // p, image.width // p] for image in images]
+    grids = [processor.limits.grid(image) for image in images]
     return {"pixel_values": torch.from_numpy(values), "image_grid_thw": torch.tensor(grids)}

@@ -18,6 +18,7 @@ class Draw:
             "two": [Image.new("RGBA", (64, 64)), file.getvalue()],
             "thin": [Image.new("RGB", (1, 500))],
             "cut": [file.getvalue()[:-40]],
+            "cut while it is read": [Image.open(io.BytesIO(file.getvalue()[:-40]))],
         }
         return ToolAnswer(images=images[what])
 
