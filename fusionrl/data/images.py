@@ -189,7 +189,7 @@ def _opened(content: bytes) -> tuple[Image, int | None]:
     try:
         image = Image.open(io.BytesIO(content))
         # PNG's own `getexif` decodes the image; a TIFF is turned when it is decoded, and has that size before.
-        value = 0 if image.format == "TIFF" else Image.Image.getexif(image).get(_ORIENTATION)
+        value = 0 if image.format == "TIFF" else Image.Image.getexif(image).get(_ORIENTATION, 0)
     except UnidentifiedImageError as error:
         raise ValueError("it is not an image file of a known format") from error
     except (*UNREADABLE, ValueError, Image.DecompressionBombError) as error:

@@ -177,20 +177,22 @@ def _placed(sample: Sample, images: Sequence[ImageRef], has_own: bool, processor
     tokens, trained, spans = np.asarray(sample.array("tokens")), sample.array("loss_mask"), list(sample.image_spans)
     if span_problem(tokens, spans, sample.prompt_length, trained):
         spans = []  # the function made other tokens of the prompt
-    if spans and not has_own:
+    is_free = tokens == processor.placeholder
+    is_free[sample.prompt_length :] &= False if trained is None else trained == 0
+    for start, image in spans:
+        is_free[start : start + image.num_tokens] = False
+    runs = np.flatnonzero(np.diff(is_free, prepend=False, append=False)).reshape(-1, 2).tolist()
+    if spans and not has_own and (not runs or len(images) <= len(spans)):
         return spans
     name = f"sample {sample.index} has {len(images)} images in multimodal_inputs, but"
     if len(images) < len(spans):
         raise ValueError(f"{name} {len(spans)} among its tokens")
-    is_free = tokens == processor.placeholder
-    is_free[sample.prompt_length :] &= False if trained is None else trained == 0
     for number, ((start, held), image) in enumerate(zip(spans, images, strict=False)):
         if image.num_tokens != held.num_tokens:
             counts = f"{held.num_tokens} placeholders for image {number + 1}, which has {image.num_tokens} tokens"
             raise ValueError(f"{name} {counts}; make its tokens of the images that are there")
-        spans[number], is_free[start : start + held.num_tokens] = (start, image), False
+        spans[number] = (start, image)
     place = spans[-1][0] if spans else 0
-    runs = np.flatnonzero(np.diff(is_free, prepend=False, append=False)).reshape(-1, 2).tolist()
     for image in images[len(spans) :]:
         count = image.num_tokens
         first = next((start for start, end in runs if start >= place and end - start == count), None)

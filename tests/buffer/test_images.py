@@ -215,7 +215,7 @@ def test_images_of_a_stream_s_state_are_held_from_the_look_on(
         return seen
 
     monkeypatch.setattr(stream, "_read", look_and_end)
-    made.source.keep_with(0, *stream.snapshot(0))
+    made.source.keep_with(0, *stream.snapshot(-1))
     run(made.save(str(made.run_dir / "buffer.json"), 0))
     (saved,) = (made.run_dir / "images").iterdir()
     assert np.array_equal(np.asarray(Image.open(saved)), normal_form(png(50), IMAGES.processor.limits))

@@ -103,6 +103,7 @@ def test_flags_and_evaluation_sets(model: Path, tiny_model: Path, tmp_path: Path
     assert len(errors) == 2 and "set a: multimodal_keys: audio: only images are trained on" in errors[0]
     assert "set b: image_max_pixels 10: a token of this model's images has 28 x 28 = 784 pixels" in errors[1]
     sets = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]  # as the flags say
+    path = tmp_path / "as-flags.yaml"
     path.write_text(json.dumps({"eval": {"datasets": sets}}))
     for keys, wanted in (
         ({"video": "v"}, "video: only images are trained on"),

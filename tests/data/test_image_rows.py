@@ -301,6 +301,10 @@ def test_a_hook_replaces_images(sample: Sample) -> None:
     changed.append_response_tokens(tokens=[5, *[IMAGE] * 7, 5, *[IMAGE] * 6, 5], trainable=False)  # 7 are another's
     place = sample.num_tokens + 9
     assert len(keys_of(changed)) == 3 and changed.image_spans[2][0] == place
+    again = copy.deepcopy(sample)  # an image of the row a second time
+    given(again).append(given(again)[0])
+    again.append_response_tokens(tokens=[5, *[IMAGE] * 6, 5], trainable=False)
+    assert keys_of(again) == [first, again.image_spans[1][1].key, first]
 
 
 def test_pixels_that_a_hook_sets(sample: Sample) -> None:

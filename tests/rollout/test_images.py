@@ -103,7 +103,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call_apart
 
-    for name in ("_png", "decoded", "resized"):
+    for name in ("png_of", "decoded", "resized"):
         monkeypatch.setattr(image_store, name, checked(getattr(image_store, name)))
 
 
