@@ -341,10 +341,11 @@ def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> No
 
     States of which a stage lacks one are not saved, or do not load.
     """
-    stages = stage_layers(layout, shape.num_layers, config.passthrough.transformer)
-    if config.checkpoint.no_save or stages is None:
+    stages, frozen = stage_layers(layout, shape.num_layers, config.passthrough.transformer), frozen_of(config, shape)
+    may_lack = frozen or (shape.num_experts and layout.pp > 1)
+    if config.checkpoint.no_save or stages is None or not may_lack:
         return
-    counted = stage_parameters(shape, layout, stages, frozen_of(config, shape))
+    counted = stage_parameters(shape, layout, stages, frozen)
     trains_experts = any(parameters.expert for parameters in counted)
     for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True)):
         lacks = "experts" if trains_experts and not parameters.expert else ""

@@ -99,14 +99,17 @@ def test_stages_that_train_nothing_of_a_kind() -> None:
         return plan_errors(Config.from_flat({"mode": "sft", "hf_checkpoint": "x"} | SEES | sizes | flags), 0, shape)
 
     dense, tied = (shape_of("qwen2_5_vl", layers=4, tie=tie) for tie in (False, True))
-    mixed = shape_of("qwen3_vl_moe", layers=4)
+    mixed = shape_of("qwen3_vl_moe", layers=6)
     (error,) = errors(2, dense, only_train_params_name_list=["merger"])
     assert "stage 1 (layers 2 to 3) trains no parameters outside of experts, and a checkpoint" in error
     assert errors(1, dense, only_train_params_name_list=["merger"]) == []
     assert errors(2, dense, only_train_params_name_list=["merger"], no_save=True) == []
     assert errors(2, tied, freeze_params_name_list=["embed_tokens"]) == []
     (error,) = errors(1, mixed, only_train_params_name_list=["experts"])
-    assert "stage 0 (layers 0 to 3) trains no parameters outside" in error
+    assert "stage 0 (layers 0 to 5) trains no parameters outside" in error
+    (error,) = errors(2, mixed, freeze_params_name_list=[r"layers\.[345]\.mlp\.experts"])
+    assert "stage 1 (layers 3 to 5) trains no experts, and a checkpoint" in error
+    assert errors(2, mixed) == []
     assert errors(1, mixed, freeze_params_name_list=["experts"]) == []
 
 
