@@ -63,6 +63,19 @@ async def shows(api: str, base_url: str, api_key: str, first: Image.Image, secon
         assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
         return
     async with pytest.importorskip("openai").AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        if api == "openai-agents":
+            agents = pytest.importorskip("agents")
+
+            async def draw(_: Any, arguments: str) -> list[Any]:
+                return [agents.ToolOutputImage(image_url=uris[1]), agents.ToolOutputText(text="Drawn.")]
+
+            tool = agents.FunctionTool("draw", "Draw.", parameters, draw, strict_json_schema=False)
+            model = agents.OpenAIResponsesModel(model="any", openai_client=client)
+            shown = [{"type": "input_image", "image_url": uris[0]}, {"type": "input_text", "text": "Which?"}]
+            asked = [{"role": "user", "content": shown}]
+            config = agents.RunConfig(tracing_disabled=True)
+            await agents.Runner.run(agents.Agent(name="a", model=model, tools=[tool]), asked, run_config=config)
+            return
         if api == "responses":
             shown = [{"type": "input_image", "image_url": uri, "detail": "auto"} for uri in uris]
             items: list[Any] = [{"role": "user", "content": [shown[0], {"type": "input_text", "text": "Which?"}]}]
@@ -107,7 +120,7 @@ def meet(seeing: str) -> Callable[..., tuple[Sample, Engine]]:  # noqa: F811
 
 
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("api", ["chat", "chat-tool", "responses", "anthropic"])
+@pytest.mark.parametrize("api", ["chat", "chat-tool", "responses", "openai-agents", "anthropic"])
 def test_an_agent_of_somebody_else_s_shows_images(meet: Any, api: str) -> None:
     """In a question and behind the call of a tool; the second request continues the first's sample."""
     first, second = noise(64, 64), noise(96, 64, 1)
