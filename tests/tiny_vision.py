@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests import tiny_kimi
 from tests.tiny_model import SPECIAL_TOKENS, make_byte_tokenizer
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 HYBRIDS = ("qwen3_5", "qwen3_5_moe")
+KIMI = "kimi_vl"
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, VIDEO = range(256 + len(SPECIAL_TOKENS), 256 + len(SPECIAL_TOKENS) + 4)
 CHAT_TEMPLATE = (
@@ -41,8 +43,8 @@ def make_tiny_vlm(path: str | Path, kind: str, seed: int = 0, **sizes: Any) -> t
     import torch
     from transformers import AutoModelForImageTextToText
 
-    tokenizer = make_byte_tokenizer(more=VISION_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = make_byte_tokenizer(more=tuple(spelled(token, kind) for token in VISION_TOKENS))
+    tokenizer.chat_template = template = spelled(CHAT_TEMPLATE, kind)
     tokenizer.save_pretrained(path)
     config = config_of(kind, **sizes)
     with torch.random.fork_rng():
@@ -58,13 +60,29 @@ def make_tiny_vlm(path: str | Path, kind: str, seed: int = 0, **sizes: Any) -> t
                     parameter.mul_(3.0)  # away from the uniform distribution, so that a wrong weight shows
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases
-    model.save_pretrained(path)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(std=0.1)
+    if kind == KIMI:
+        tiny_kimi.save(model, path)
+    else:
+        model.save_pretrained(path)
     if kind == "qwen3_vl_moe":
         turn_experts(path)
     numbers = image_numbers(kind)
     Path(path, "preprocessor_config.json").write_text(json.dumps(numbers, indent=2))
-    Path(path, "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    Path(path, "chat_template.jinja").write_text(template)
     return model
+
+
+def spelled(text: str, kind: str) -> str:
+    """Text in which this kind's placeholder stands."""
+    return text.replace("image_pad", "media_pad") if kind == KIMI else text
+
+
+def patch_of(kind: str) -> int:
+    """Pixels of a patch's side."""
+    return 14 if kind in ("qwen2_5_vl", KIMI) else 16
 
 
 def config_of(
@@ -81,6 +99,8 @@ def config_of(
     """transformers' configuration: 4 heads, 2 KV heads; `tower` is the width of the tower, `depth` its layers."""
     from transformers import AutoConfig
 
+    if kind == KIMI:
+        return tiny_kimi.config_of(IMAGE, hidden, layers or 2, ffn, depth or 2, tower, tower_ffn or 2 * tower, tie)
     is_second, is_mixture, is_hybrid = kind == "qwen2_5_vl", kind.endswith("_moe"), kind in HYBRIDS
     layers = layers or (4 if is_hybrid else 3 if is_mixture else 2)
     depth = depth or (3 if is_mixture else 2)
@@ -114,10 +134,20 @@ def config_of(
     return AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tie, **tokens)
 
 
+def raw_config(kind: str, **sizes: Any) -> dict[str, Any]:
+    """config.json of a folder; `sizes` of `config_of`."""
+    config = config_of(kind, **sizes)
+    whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return tiny_kimi.published_config(config) if kind == KIMI else whole
+
+
 def image_numbers(kind: str) -> dict[str, Any]:
     """preprocessor_config.json, with the published models' means and names of limits; up to 64 tokens an image."""
-    patch = 14 if kind == "qwen2_5_vl" else 16
+    patch = patch_of(kind)
     least = (2 * patch) ** 2
+    if kind == KIMI:
+        numbers: dict[str, Any] = {"patch_size": patch, "in_token_limit": 256, "pad_input": True}
+        return numbers | {"merge_kernel_size": [2, 2], "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     numbers = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2}
     numbers |= {"patch_size": patch}
     if kind == "qwen2_5_vl":
@@ -161,16 +191,21 @@ class Reference:
         self.model = model
         self.numbers: dict[str, Any] = json.loads(Path(folder, "preprocessor_config.json").read_text())
         self.patch: int = self.numbers["patch_size"]
+        self.is_kimi = "in_token_limit" in self.numbers
 
     def patches(self, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
         """(pixels [patches, 3 * 2 * patch ** 2] fp32, grid (1, h, w)) of an image [h, w, 3] uint8 in the normal form.
 
         Patches of a merged one follow one another; each holds its channels twice, for two frames that are equal.
+        Kimi-VL's come row by row, [patches, 3, patch, patch], and have one frame.
         """
         size = self.patch
         means, stds = (np.array(self.numbers[name], np.float32) for name in ("image_mean", "image_std"))
         x = ((image.astype(np.float32) * np.float32(1 / 255) - means) / stds).transpose(2, 0, 1)
         height, width = x.shape[1] // size, x.shape[2] // size
+        if self.is_kimi:
+            x = x.reshape(3, height, size, width, size).transpose(1, 3, 0, 2, 4)
+            return np.ascontiguousarray(x.reshape(-1, 3, size, size)), (1, height, width)
         x = x.reshape(3, height // 2, 2, size, width // 2, 2, size).transpose(1, 4, 2, 5, 0, 3, 6)
         x = np.broadcast_to(x[:, :, :, :, :, None], (*x.shape[:5], 2, size, size))
         return np.ascontiguousarray(x.reshape(height * width, -1)), (1, height, width)
@@ -193,8 +228,27 @@ class Reference:
         if images:
             pixels, grids = zip(*[self.patches(image) for image in images], strict=True)
             found |= {"pixel_values": torch.from_numpy(np.concatenate(pixels)), "image_grid_thw": torch.tensor(grids)}
-            found["mm_token_type_ids"] = (row == IMAGE).int()
+            if not self.is_kimi:
+                found["mm_token_type_ids"] = (row == IMAGE).int()
         return found
+
+    def features(self, images: Sequence[np.ndarray]) -> tuple[list[torch.Tensor], np.ndarray]:
+        """([features of all images, those of each layer of deepstack], their pixels)."""
+        import torch
+
+        pixels, grids = zip(*[self.patches(image) for image in images], strict=True)
+        values, where = torch.from_numpy(np.concatenate(pixels)), torch.tensor(grids)
+        if self.is_kimi:
+            return [torch.cat(self.model.model.get_image_features(values, where).pooler_output)], values.numpy()
+        whole = self.model.model.visual(values, where)
+        return [whole.pooler_output, *getattr(whole, "deepstack_features", [])], values.numpy()
+
+    def pushed(self) -> dict[str, torch.Tensor]:
+        """The weights by the names of pushes."""
+        state = self.model.state_dict()
+        if self.is_kimi:
+            return tiny_kimi.text_names(tiny_kimi.published(self.model, state))
+        return {name.removeprefix("model.") if ".visual." in name else name: x for name, x in state.items()}
 
     def log_probs(self, ids: Sequence[int], images: Sequence[np.ndarray] = (), num_prompt: int = 1) -> np.ndarray:
         """Those of all of `ids` but the first `num_prompt`. Placeholders behind those of the images were sampled."""

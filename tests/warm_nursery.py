@@ -36,7 +36,7 @@ ARCHITECTURES = [
     *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"),
     *("Gemma3ForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-    "Qwen3_5ForConditionalGeneration",
+    *("Qwen3_5ForConditionalGeneration", "KimiVLForConditionalGeneration"),
 ]
 OTHER_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 

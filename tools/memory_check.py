@@ -37,7 +37,7 @@ from fusionrl.plan.memory.tower import tower_memory
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.plan.vision import frozen_of
-from tests.tiny_vision import config_of, random_image
+from tests.tiny_vision import random_image, raw_config
 from tools import published_peaks
 from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
 
@@ -212,7 +212,7 @@ def parity_shape(name: str) -> ModelShape:
 
 def seeing_shape(kind: str, **sizes: int) -> ModelShape:
     """The shape of a model that sees, with its tower."""
-    return shape_from_hf_config(json.loads(config_of(kind, **sizes).to_json_string(use_diff=False)), sees=True)
+    return shape_from_hf_config(raw_config(kind, **sizes), sees=True)
 
 
 def states_line(entry: dict[str, Any]) -> str:
@@ -514,7 +514,7 @@ def check_activations(only: Sequence[str], report: Callable[[dict[str, Any]], No
         if _is_chosen(f"{case.name} {case.recompute}", only):
             results.append(measure_layer(case))
             report(results[-1])
-    for kind in ("qwen2_5_vl", "qwen3_vl"):
+    for kind in ("qwen2_5_vl", "qwen3_vl", "kimi_vl"):
         for recompute in ("none", "blocks"):
             if _is_chosen(f"{kind}: vision tower {recompute}", only):
                 results.append(measure_tower(kind, recompute))
@@ -554,7 +554,7 @@ def check_step(only: Sequence[str], report: Callable[[dict[str, Any]], None]) ->
         if _is_chosen(name, only):
             results.append({"name": name} | measure_step(shape_from_hf_config(raw), transformer))
             report(results[-1])
-    for kind in ("qwen2_5_vl", "qwen3_vl"):
+    for kind in ("qwen2_5_vl", "qwen3_vl", "kimi_vl"):
         shape = seeing_shape(kind, **_TOWER, layers=4, hidden=512, ffn=1536)
         for tower, flags in {"tower trained": {}, "tower frozen": {"freeze_vision": True}}.items():
             if _is_chosen(name := f"{kind}, images, {tower} | none", only):

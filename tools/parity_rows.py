@@ -118,6 +118,7 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe deep": {"layers": 12},
     "qwen3_5": {"layers": 4},
     "qwen3_5_moe": {"layers": 4},
+    "kimi_vl": {"layers": 4},
 }
 """Models that see (`tests/tiny_vision.py`), trained on texts and images."""
 
@@ -209,7 +210,7 @@ ROWS = [
     Row("gemma3_text", 2, {"pp": 2, "vpp": 2}),
     Row("gemma3_text", 2, note="full recompute", transformer=FULL),
     *(Row(model, 2, sizes) for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_5") for sizes in DENSE),
-    *(Row(model, 2, sizes) for model in ("qwen3_vl_moe", "qwen3_5_moe") for sizes in MIXED),
+    *(Row(model, 2, sizes) for model in ("qwen3_vl_moe", "qwen3_5_moe", "kimi_vl") for sizes in MIXED),
     *(Row(model, 2, note="overlapped", ddp=OVERLAP) for model in SEEING if "deep" not in model),
     *(Row(model, 2, {"tp": 2}, "full recompute", FULL) for model in SEEING if "deep" not in model),
     *(Row(model, 2, {"pp": 2}, "full recompute", FULL) for model in SEEING if "deep" not in model),
@@ -217,7 +218,10 @@ ROWS = [
         Row(model, 2, {"tp": 2}, "towers kept", flags={"vision_recompute": False})
         for model in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     ),
-    *(Row(model, 2, {"pp": 2, "vpp": 2}) for model in ("qwen2_5_vl", "qwen3_vl deep", "qwen3_vl_moe deep", "qwen3_5")),
+    *(
+        Row(model, 2, {"pp": 2, "vpp": 2})
+        for model in ("qwen2_5_vl", "qwen3_vl deep", "qwen3_vl_moe deep", "qwen3_5", "kimi_vl")
+    ),
     Row("qwen3", 4),
     Row("qwen3", 4, {"pp": 4}),
     Row("qwen3", 4, {"cp": 4}),
@@ -239,7 +243,7 @@ ROWS = [
     ),
     *(
         Row(model, 4, {"tp": 2, **sizes})
-        for model in ("qwen3_vl_moe", "qwen3_5_moe")
+        for model in ("qwen3_vl_moe", "qwen3_5_moe", "kimi_vl")
         for sizes in ({"cp": 2}, {"pp": 2}, {"ep": 2, "etp": 1})
     ),
     *(Row(model, 4, {"tp": 2, "pp": 2}, "full recompute", FULL) for model in ("qwen2_5_vl", "qwen3_vl_moe")),

@@ -10,6 +10,7 @@ from fusionrl.config.run_parts import uses_engines
 from fusionrl.data.images import ImageLimits
 from fusionrl.data.processor_files import read_processor_files
 from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused
+from fusionrl.models import families
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.vision import trains_tower
 
@@ -80,6 +81,12 @@ def engine_image_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors = []
     try:
         if (settings := image_settings(config, shape)) is not None:
+            form = families.get_family(shape.model_type).published
+            if config.cluster.rollout_external_engine_addrs and form is not None and form.is_nested:
+                errors.append(
+                    f"--rollout-external-engine-addrs: SGLang computes {form.model_type} otherwise than its checkpoint,"
+                    " which only the run's own engines correct; leave it out"
+                )
             for prefix, args in [("--sglang-", common), *groups]:
                 check_settings(settings, None if device == "auto" else device, args, prefix)
     except ValueError as error:

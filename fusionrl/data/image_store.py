@@ -104,7 +104,7 @@ class ImageStore:
         except UNREADABLE as error:
             raise ValueError(f"the image cannot be decoded ({error})") from error
         image = self.add_file(png_of(picture), limits)
-        self._put("pixels", image, _frozen(resized(picture, image.height, image.width)))
+        self._put("pixels", image, _frozen(resized(picture, image.height, image.width, limits.pads)))
         return image
 
     def _write(self, key: str, content: bytes) -> None:
@@ -142,7 +142,8 @@ class ImageStore:
         found = self._get("pixels", image.key)
         if isinstance(found, np.ndarray):
             return found
-        return self._put("pixels", image, _frozen(resized(self.original(image), image.height, image.width)))
+        pads = self.processor is not None and self.processor.limits.pads
+        return self._put("pixels", image, _frozen(resized(self.original(image), image.height, image.width, pads)))
 
     def png(self, image: ImageRef) -> bytes:
         """Return the normal form as a PNG file; raises as `pixels`."""

@@ -28,6 +28,7 @@ MAX_ASPECT = 200  # of the longer side to the shorter: processors refuse more
 _ORIENTATION = 0x0112  # EXIF's tag
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values → PIL's `Transpose` that makes an image upright
 _SWAPS = (2, 4, 5, 6)  # those that swap height and width
+_MOST_UNITS = 255  # tokens of a side: Kimi-VL's tower knows the places of 512 patches, and its processor takes fewer
 _RESIZES = 8  # of a thin image, until its size stays
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 UNREADABLE = (OSError, SyntaxError, EOFError)  # what PIL raises at a broken file
@@ -80,12 +81,14 @@ class ImageLimits:
     patch                   pixels of a patch's side
     merge                   so many by so many patches are one token
     min_pixels, max_pixels  of an image
+    pads                    images are not enlarged, and are filled up with black to whole tokens (Kimi-VL)
     """
 
     patch: int
     merge: int
     min_pixels: int
     max_pixels: int
+    pads: bool = False
 
     @property
     def unit(self) -> int:
@@ -98,6 +101,8 @@ class ImageLimits:
         Raises:
             ValueError: it has no pixels, or is too thin.
         """
+        if self.pads:
+            return padded_size(height, width, self.unit, self.max_pixels)
         size = (height, width)
         for _ in range(_RESIZES):  # `smart_resize` leaves a thin image over the limit, and would make it smaller again
             fitted = smart_resize(*size, self.unit, self.min_pixels, self.max_pixels)
@@ -126,8 +131,7 @@ def smart_resize(height: int, width: int, unit: int, min_pixels: int, max_pixels
     Raises:
         ValueError: no pixels, or one side over `MAX_ASPECT` times the other.
     """
-    if min(height, width) < 1:
-        raise ValueError(f"the image has {width} x {height} pixels")
+    _check_pixels(height, width)
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"one side of the image is over {MAX_ASPECT} times the other ({width} x {height} pixels)")
     rows, columns = round(height / unit), round(width / unit)
@@ -138,6 +142,35 @@ def smart_resize(height: int, width: int, unit: int, min_pixels: int, max_pixels
         scale = math.sqrt(min_pixels / (height * width))
         rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
     return rows * unit, columns * unit
+
+
+def padded_size(height: int, width: int, unit: int, max_pixels: int) -> tuple[int, int]:
+    """Return (height, width), multiples of `unit`, of an image that is filled up with black.
+
+    As Kimi-VL's processor pads, which lets the padding exceed the limit and so would make the result smaller again. A
+    larger image is scaled down until it fits with its padding.
+
+    Raises:
+        ValueError: no pixels.
+    """
+    _check_pixels(height, width)
+    scale = min(1.0, math.sqrt(max_pixels / (height * width)))
+    while True:
+        rows, columns = (max(1, -(-round(side * scale) // unit)) for side in (height, width))
+        if rows * columns * unit**2 <= max_pixels and max(rows, columns) <= _MOST_UNITS:
+            return rows * unit, columns * unit
+        scale = max((rows - 1) * unit / height, (columns - 1) * unit / width)
+
+
+def content_size(height: int, width: int, padded: tuple[int, int]) -> tuple[int, int]:
+    """Return the (height, width) of an image of this size within its `padded` form, from the upper left on."""
+    scale = min(1.0, padded[0] / height, padded[1] / width)
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _check_pixels(height: int, width: int) -> None:
+    if min(height, width) < 1:
+        raise ValueError(f"the image has {width} x {height} pixels")
 
 
 # ------------------------------------------------------------------------------------------------ files and pixels
@@ -218,16 +251,18 @@ def normal_form(image: bytes | Image, limits: ImageLimits) -> np.ndarray:
         ValueError: no image that can be read, or one that does not fit the limits.
     """
     picture = decoded(image) if isinstance(image, bytes) else image
-    return resized(picture, *limits.fit(picture.height, picture.width))
+    return resized(picture, *limits.fit(picture.height, picture.width), limits.pads)
 
 
-def resized(image: Image, height: int, width: int) -> np.ndarray:
-    """Return [height, width, 3] uint8 of an image in RGB."""
+def resized(image: Image, height: int, width: int, pads: bool = False) -> np.ndarray:
+    """Return [height, width, 3] uint8 of an image in RGB; `pads`: as `ImageLimits` have it."""
     from PIL.Image import Resampling
 
-    if image.size != (width, height):
-        image = image.resize((width, height), Resampling.BICUBIC)
-    return np.array(image)
+    rows, columns = content_size(image.height, image.width, (height, width)) if pads else (height, width)
+    if image.size != (columns, rows):
+        image = image.resize((columns, rows), Resampling.BICUBIC)
+    pixels = np.array(image)
+    return np.pad(pixels, ((0, height - rows), (0, width - columns), (0, 0))) if pads else pixels
 
 
 def key_of_file(content: bytes, height: int, width: int) -> str:

@@ -14,7 +14,8 @@ from fusionrl.observe.json_values import read_object
 # transformers' defaults, where a file leaves a field out.
 _PATCH, _MERGE, _MIN_PIXELS, _MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_MEDIA = ("image_token_id", "video_token_id", "audio_token_id")  # of config.json
+# Of config.json; the first is there, or the second (Kimi-VL).
+_MEDIA = ("image_token_id", "media_placeholder_token_id", "video_token_id", "audio_token_id")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class ProcessorFiles:
             cause = f"--image-min-pixels {least} is over --image-max-pixels {most}"
             from_file = "min" if min_pixels is None else "max" if max_pixels is None else ""
             raise ValueError(cause + (f" (the {from_file}imum is that of the model's files)" if from_file else ""))
+        if limits.pads and min_pixels is not None:
+            raise ValueError(f"--image-min-pixels {min_pixels}: this model's images are not enlarged; leave it out")
         return replace(self, limits=replace(limits, min_pixels=least, max_pixels=most))
 
 
@@ -69,7 +72,7 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
         raise ValueError(f"{folder} has no preprocessor_config.json, which says what images its model takes")
     config = read_object(folder / "config.json") or {}
     media = tuple(token for name in _MEDIA if type(token := config.get(name)) is int)
-    if type(config.get(_MEDIA[0])) is not int:
+    if not any(type(config.get(name)) is int for name in _MEDIA[:2]):
         raise ValueError(f"{folder}/config.json has no {_MEDIA[0]}: its model does not take images")
     try:
         return ProcessorFiles(
@@ -85,13 +88,32 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
 
 
 def _limits(settings: Mapping[str, object]) -> ImageLimits:
+    if "in_token_limit" in settings:
+        return _padding_limits(settings)
     size = settings.get("size")
     size = size if isinstance(size, dict) else {}
     least = settings.get("min_pixels") or size.get("shortest_edge") or _MIN_PIXELS
     most = settings.get("max_pixels") or size.get("longest_edge") or _MAX_PIXELS
+    sizes = settings.get("patch_size") or _PATCH, settings.get("merge_size") or _MERGE
+    patch, merge, least, most = _numbers(*sizes, least, most)
+    return ImageLimits(patch, merge, least, most)
+
+
+def _padding_limits(settings: Mapping[str, object]) -> ImageLimits:
+    """Kimi-VL's, whose limit counts patches."""
+    if settings.get("pad_input") is not True:
+        raise ValueError("pad_input is not true: images that are cut at their sides are not supported")
+    kernel = settings.get("merge_kernel_size") or [_MERGE, _MERGE]
+    if not isinstance(kernel, list) or len({*kernel}) != 1:
+        raise ValueError(f"merge_kernel_size {kernel!r} is not a square")
+    patch, merge, most = _numbers(settings.get("patch_size") or _PATCH, kernel[0], settings["in_token_limit"])
+    return ImageLimits(patch, merge, 1, most * patch**2, pads=True)
+
+
+def _numbers(*values: object) -> list[int]:
     numbers = []
-    for number in (settings.get("patch_size") or _PATCH, settings.get("merge_size") or _MERGE, least, most):
+    for number in values:
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{number!r} is not a number of pixels")
         numbers.append(number)
-    return ImageLimits(*numbers)
+    return numbers

@@ -16,7 +16,7 @@ from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.malloc import keep_freed
 from fusionrl.base.stack_signal import answer_with_stacks
-from fusionrl.engines import model_checks, rendezvous, stream_versions
+from fusionrl.engines import kimi_vl, model_checks, rendezvous, stream_versions
 
 _OF_SCHEDULERS = (
     "sglang.srt.managers.tp_worker",
@@ -136,6 +136,7 @@ def main(argv: list[str]) -> None:
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     model_checks.register()
+    kimi_vl.register()
     if _is_on_cpu():
         from fusionrl.cpu import sglang_patches
 
@@ -154,5 +155,6 @@ if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where th
     answer_with_stacks()
     stream_versions.register()
     model_checks.register()
+    kimi_vl.register()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -80,9 +80,14 @@ def _watch_dummy(loader: ModuleType) -> None:
 def _of_text_model(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     """The weights under the text model's names, where files may have those of a multimodal model around it."""
     from fusionrl.models.published import form_of, text_name
+    from fusionrl.models.vision import NAMES
 
     form = form_of({"model_type": getattr(getattr(model, "config", None), "model_type", "")})
-    return weights if form is None else ((text_name(name, form), tensor) for name, tensor in weights)
+    if form is None:
+        return weights
+    named = ((text_name(name, form), tensor) for name, tensor in weights)
+    has_tower = hasattr(model, _TOWER)
+    return ((name, tensor) for name, tensor in named if has_tower or not name.startswith(NAMES))
 
 
 def check_loaded(model: torch.nn.Module, load: Callable[[], None]) -> None:

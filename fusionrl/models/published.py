@@ -119,6 +119,14 @@ def text_name(stored: str, form: Published) -> str:
     return stored
 
 
+def whole_name(name: str, form: Published) -> str:
+    """The inverse: what the whole model's files call the text model's tensor, or the tower's, `name`."""
+    for prefix, own in form.prefixes.items():
+        if own and name.startswith(own):
+            return prefix + name.removeprefix(own)
+    return next((prefix for prefix, own in form.prefixes.items() if not own), "") + name
+
+
 def vision_of(raw: HfConfig, text: HfConfig) -> VisionShape:
     """The tower of a model, of its config.json and that of its text part.
 

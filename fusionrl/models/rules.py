@@ -244,6 +244,11 @@ class Published:
     may_turn: bool = False
     vision: Callable[[HfConfig, HfConfig], VisionShape] | None = None
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the text model is one module of the whole: engines that see have the names of the files then."""
+        return "" in self.prefixes.values()
+
 
 @dataclass(frozen=True)
 class Family:

@@ -32,9 +32,9 @@ class VisionShape(BaseModel):
     patch_size, temporal_patch_size, channels  of a patch of pixels; a still image is repeated in time
     merge              so many by so many patches become one feature
     out_hidden_size    of a feature: the text model's hidden size
-    image_token        id of the placeholder; start_token, end_token: of the tokens around an image
-    media_tokens       ids that the model's processor takes for images, videos or sound
-    mrope_section      of half a head's dimensions, so many are turned by time, row and column
+    image_token        id of the placeholder
+    mrope_section      of half a head's dimensions, so many are turned by time, row and column; None: all by the place
+                       in the sequence, as for text
     mrope_interleaved  these dimensions are mixed (Qwen3-VL), not one part after the other
     """
 
@@ -44,10 +44,12 @@ class VisionShape(BaseModel):
     engine_rows: ClassVar[tuple[str, ...]] = ()
     engine_columns: ClassVar[tuple[str, ...]] = ()
     engine_joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    engine_modules: ClassVar[Mapping[str, str]] = {".attn.qkv.": ".attn.qkv_proj."}  # modules that they call otherwise
     engine_multiple: ClassVar[int] = 1  # engines pad the width of an MLP to a multiple of this
 
     kept_hidden: ClassVar[int] = 0  # autograd keeps so many times the width of a block for each patch,
     kept_ffn: ClassVar[int] = 0  # and so many times that of its MLP
+    epsilon: ClassVar[float] = 1e-6  # of all norms
 
     kind: str
     num_layers: int = Field(gt=0)
@@ -60,16 +62,19 @@ class VisionShape(BaseModel):
     merge: int = Field(gt=0)
     out_hidden_size: int = Field(gt=0)
     image_token: int
-    start_token: int
-    end_token: int
-    media_tokens: tuple[int, ...]
-    mrope_section: tuple[int, int, int]
+    mrope_section: tuple[int, int, int] | None
     mrope_interleaved: bool = False
 
     @property
     def patch_dim(self) -> int:
         """Values of a patch."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def kernel(self) -> Sizes:
+        """Sizes of what embeds a patch, for each width of a block."""
+        times = (self.temporal_patch_size,) if self.temporal_patch_size > 1 else ()
+        return (self.channels, *times, self.patch_size, self.patch_size)
 
     @property
     def unit(self) -> int:
@@ -85,7 +90,7 @@ class VisionShape(BaseModel):
         """Raise ValueError for a tower that does not fit a text model of these sizes."""
         if self.out_hidden_size != hidden_size:
             raise ValueError(f"out_hidden_size {self.out_hidden_size} of the tower, hidden_size {hidden_size}")
-        if sum(self.mrope_section) != num_lanes:
+        if self.mrope_section is not None and sum(self.mrope_section) != num_lanes:
             raise ValueError(f"mrope_section {list(self.mrope_section)} for {num_lanes} pairs of dimensions of a head")
         if len(self.deepstack) > num_layers:
             raise ValueError(f"{len(self.deepstack)} deepstack_visual_indexes for a decoder of {num_layers} layers")
@@ -123,7 +128,11 @@ class VisionShape(BaseModel):
     def rules(self) -> Iterator[Rule]:
         """The rules of its tensors, which every tensor-parallel rank has whole."""
         for name, sizes in self.tensors():
-            yield Rule(f"{VISION}{name}", {f"{NAMES}{name}": sizes})
+            yield Rule(f"{VISION}{name}", {f"{NAMES}{self.stored(name)}": sizes})
+
+    def stored(self, name: str) -> str:
+        """What files call the tensor `name`."""
+        return name
 
 
 def _linear(name: str, out: int, inputs: int) -> Iterator[tuple[str, Sizes]]:
@@ -156,8 +165,7 @@ class WindowTower(VisionShape):
     def tensors(self) -> Iterator[tuple[str, Sizes]]:
         """RMSNorm, and a gated MLP with biases."""
         h, f, joined = self.hidden_size, self.ffn_hidden_size, self.hidden_size * self.merge**2
-        kernel = (self.channels, self.temporal_patch_size, self.patch_size, self.patch_size)
-        yield "patch_embed.proj.weight", (h, *kernel)
+        yield "patch_embed.proj.weight", (h, *self.kernel)
         for number in range(self.num_layers):
             block = f"blocks.{number}"
             yield f"{block}.norm1.weight", (h,)
@@ -192,11 +200,16 @@ class DeepstackTower(VisionShape):
         """As config.json lists them."""
         return self.deepstack_layers
 
+    @property
+    def table(self) -> tuple[int, int]:
+        """Rows and columns of the table of positions."""
+        side = round(self.num_positions**0.5)
+        return side, side
+
     def tensors(self) -> Iterator[tuple[str, Sizes]]:
         """LayerNorm, and an MLP of two layers."""
         h, f, joined = self.hidden_size, self.ffn_hidden_size, self.hidden_size * self.merge**2
-        kernel = (self.channels, self.temporal_patch_size, self.patch_size, self.patch_size)
-        yield "patch_embed.proj.weight", (h, *kernel)
+        yield "patch_embed.proj.weight", (h, *self.kernel)
         yield "patch_embed.proj.bias", (h,)
         yield "pos_embed.weight", (self.num_positions, h)
         for number in range(self.num_layers):
@@ -216,11 +229,60 @@ class DeepstackTower(VisionShape):
             yield from _linear(f"{merger}.linear_fc2", self.out_hidden_size, joined)
 
 
+class MoonTower(DeepstackTower):
+    """Kimi-VL's MoonViT (arXiv:2504.07491): as Qwen3-VL's, but that neighbours in a head are turned against each other,
+    and a norm after the last block.
+
+    position_table  rows and columns of the table of positions
+    """
+
+    engine_rows = ("mlp.fc0",)
+    engine_columns = ("wo", "mlp.fc1")
+    engine_modules = {".wqkv.": ".attn.qkv_proj.", ".wo.": ".attn.proj."}
+    epsilon = 1e-5
+
+    kind: Literal["moonvit"] = "moonvit"  # type: ignore[assignment]
+    position_table: tuple[int, int]
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """It need not be a square."""
+        return self.position_table
+
+    def tensors(self) -> Iterator[tuple[str, Sizes]]:
+        """As Qwen3-VL's, and the last norm."""
+        for name, sizes in super().tensors():
+            yield name, (*self.table, *sizes[1:]) if name == "pos_embed.weight" else sizes
+        yield "final_norm.weight", (self.hidden_size,)
+        yield "final_norm.bias", (self.hidden_size,)
+
+    def stored(self, name: str) -> str:
+        """Kimi-VL's names; the merger is its projector."""
+        for ours, theirs in _MOON_NAMES.items():
+            name = name.replace(ours, theirs)
+        return name
+
+
+_MOON_NAMES = {  # in this order
+    "blocks.": "encoder.blocks.",
+    "final_norm.": "encoder.final_layernorm.",
+    "pos_embed.": "patch_embed.pos_emb.",
+    ".norm1.": ".norm0.",
+    ".norm2.": ".norm1.",
+    ".attn.qkv.": ".wqkv.",
+    ".attn.proj.": ".wo.",
+    ".mlp.linear_fc1.": ".mlp.fc0.",
+    ".mlp.linear_fc2.": ".mlp.fc1.",
+    "merger.norm.": "merger.pre_norm.",
+    ".linear_fc": ".linear_",
+}
+
+
 def restored(value: object) -> object:
     """A tower's shape out of what `model_dump` made of it; others as they are."""
     if not isinstance(value, Mapping):
         return value
-    classes: tuple[type[VisionShape], ...] = (WindowTower, DeepstackTower)
+    classes: tuple[type[VisionShape], ...] = (WindowTower, DeepstackTower, MoonTower)
     return next(shape for shape in classes if shape.model_fields["kind"].default == value["kind"])(**value)
 
 

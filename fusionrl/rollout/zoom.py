@@ -14,7 +14,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageRef
+from fusionrl.data.images import ImageRef, content_size
 from fusionrl.data.sample import Sample
 from fusionrl.models.shape import read_hf_config
 from fusionrl.rollout.tools import ToolAnswer, ToolError
@@ -66,7 +66,11 @@ class ZoomTool:
     def _cut(self, image: ImageRef, box: list[float]) -> Image:
         original = IMAGES.original(image)
         sides = (image.width, image.height) if self._coordinates == "pixels" else (1000, 1000)
-        return original.crop(box_in_original(box, sides, original.size))
+        seen, processor = (image.height, image.width), IMAGES.processor
+        if processor is not None and processor.limits.pads:  # boxes count black, too
+            seen = content_size(original.height, original.width, seen)
+        limits = sides[0] * seen[1] / image.width, sides[1] * seen[0] / image.height
+        return original.crop(box_in_original(box, limits, original.size))
 
 
 def box_in_original(box: list[float], sides: tuple[float, float], size: tuple[int, int]) -> Box:

@@ -60,7 +60,8 @@ def place_images(shard: TrainShard, samples: Sequence[int], row: PackedRow, opti
     shape = options.vision
     assert shape is not None, "a model that sees no images has no spans"
     spans = [shard.spans[i] for i in samples] if shard.spans else [[] for _ in samples]
-    row.layout.axes = torch.from_numpy(_positions(row, spans, shape)).to(options.device)
+    if shape.mrope_section is not None:
+        row.layout.axes = torch.from_numpy(_positions(row, spans, shape)).to(options.device)
     if options.runs_tower:
         row.layout.images = _image_rows(shard, spans, row, options, shape)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,19 +75,23 @@ class SeeingModel(ChosenOutputs):
         self._features = {}
 
     def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[object, ...]:
-        parts = GPTModel._preprocess(self, *args, packed_seq_params=packed_seq_params, **kwargs)
-        hidden, table = parts[0], parts[1]
         assert isinstance(packed_seq_params, PackedLayout), "packed sequences only"
-        assert packed_seq_params.axes is not None, "options of a batch know the tower"
+        places = packed_seq_params.axes
+        preprocess = ChosenOutputs._preprocess if places is None else GPTModel._preprocess
+        parts: Any = preprocess(self, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, table = parts[0], parts[1]
         if self.pre_process:
             hidden = self._with_images(hidden, packed_seq_params.images)
+        if places is None:
+            return (hidden, *parts[1:])
         # One entry a packed token, of the row of all ranks: Megatron then applies it as it is, each rank its part.
-        return (hidden, self._angles(table[:, 0, 0], packed_seq_params.axes)[:, None, None], *parts[2:])
+        return (hidden, self._angles(table[:, 0, 0], places)[:, None, None], *parts[2:])
 
     def _angles(self, table: Tensor, places: Tensor) -> Tensor:
         """[longest, d] and positions [3, T] → [T, d]: each pair of dimensions by the position on its axis."""
         shape, num_lanes = self.sight.shape, table.size(1) // 2
         if self._lanes is None:
+            assert shape.mrope_section is not None
             self._lanes = torch.from_numpy(axes(shape.mrope_section, shape.mrope_interleaved, num_lanes))
             self._lanes = self._lanes.to(table.device)
         angles = table[places[self._lanes].t(), torch.arange(num_lanes, device=table.device)]

@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fusionrl.models.vision import DeepstackTower, Grid, VisionShape, WindowTower
+from fusionrl.models.vision import DeepstackTower, Grid, MoonTower, VisionShape, WindowTower
 
 Groups: TypeAlias = "list[tuple[int, Tensor | None]]"
 """(length, the patches of all segments of this length; None: all patches, in their order)."""
-
-_EPS = 1e-6  # of all norms
 
 
 class PixelScale(NamedTuple):
@@ -38,12 +36,14 @@ class _Places:
 
     order      [features] the features in the order of windows; None: in the order of images
     cos, sin   [patches, 1, d / 2] of each patch's place in its image, by which heads are turned
+    neighbours  pairs of neighbours in a head are turned, not its halves
     whole, windows  segments: images, and windows
     """
 
     order: Tensor | None
     cos: Tensor
     sin: Tensor
+    neighbours: bool
     whole: Groups
     windows: Groups
 
@@ -76,8 +76,11 @@ class _Attention(nn.Module):
 
 
 def _turned(x: Tensor, places: _Places) -> Tensor:
-    """Heads [patches, heads, d] whose halves are turned against each other, in fp32 meanwhile."""
-    first, second = x.float().chunk(2, -1)
+    """Heads [patches, heads, d] whose halves are turned against each other, in fp32 meanwhile.
+
+    Of neighbours the first ones come first then, in queries as in keys.
+    """
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1) if places.neighbours else x.float().chunk(2, -1)
     cos, sin = places.cos, places.sin
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -106,7 +109,7 @@ class _Mlp(nn.Module):
 class _Block(nn.Module):
     def __init__(self, shape: VisionShape, norm: type[nn.Module], mlp: type[nn.Module]) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (norm(shape.hidden_size, eps=_EPS) for _ in range(2))
+        self.norm1, self.norm2 = (norm(shape.hidden_size, eps=shape.epsilon) for _ in range(2))
         self.attn, self.mlp = _Attention(shape), mlp(shape)
 
     def forward(self, x: Tensor, places: _Places, groups: Groups) -> Tensor:
@@ -118,7 +121,7 @@ class _WindowMerger(nn.Module):
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
         self.size = shape.hidden_size * shape.merge**2
-        self.ln_q = nn.RMSNorm(shape.hidden_size, eps=_EPS)
+        self.ln_q = nn.RMSNorm(shape.hidden_size, eps=shape.epsilon)
         self.mlp = nn.Sequential(
             nn.Linear(self.size, self.size), nn.GELU(), nn.Linear(self.size, shape.out_hidden_size)
         )
@@ -134,7 +137,7 @@ class _Merger(nn.Module):
     def __init__(self, shape: VisionShape, joins_first: bool) -> None:
         super().__init__()
         self.size, self.joins_first = shape.hidden_size * shape.merge**2, joins_first
-        self.norm = nn.LayerNorm(self.size if joins_first else shape.hidden_size, eps=_EPS)
+        self.norm = nn.LayerNorm(self.size if joins_first else shape.hidden_size, eps=shape.epsilon)
         self.linear_fc1, self.linear_fc2 = (
             nn.Linear(self.size, self.size),
             nn.Linear(self.size, shape.out_hidden_size),
@@ -146,7 +149,12 @@ class _Merger(nn.Module):
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
-class _PatchProjection(nn.Conv3d):
+class _PatchProjection(nn.Module):
+    def __init__(self, shape: VisionShape, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.hidden_size, *shape.kernel))
+        self.bias = nn.Parameter(torch.empty(shape.hidden_size)) if bias else None
+
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, values of one] → [patches, h]."""
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
@@ -155,22 +163,25 @@ class _PatchProjection(nn.Conv3d):
 class _PatchEmbedding(nn.Module):
     def __init__(self, shape: VisionShape, bias: bool) -> None:
         super().__init__()
-        kernel = (shape.temporal_patch_size, shape.patch_size, shape.patch_size)
-        self.proj = _PatchProjection(shape.channels, shape.hidden_size, kernel, stride=kernel, bias=bias)
+        self.proj = _PatchProjection(shape, bias)
 
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, values of one] → [patches, h]."""
         return self.proj(patches)
 
 
-class _PlaceTable(nn.Embedding):
+class _PlaceTable(nn.Module):
+    def __init__(self, shape: DeepstackTower, bicubic: bool) -> None:
+        super().__init__()
+        self.weight, self.sides = nn.Parameter(torch.empty(dict(shape.tensors())["pos_embed.weight"])), shape.table
+        self.mode, self.align_corners = ("bicubic", False) if bicubic else ("bilinear", True)
+
     def forward(self, grid: Grid, merge: int) -> Tensor:
-        """[patches of an image, h]: the table, a square, stretched to the image."""
+        """[patches of an image, h]: the table, stretched to the image."""
         times, height, width = grid
-        side = round(self.num_embeddings**0.5)
-        table = self.weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        values = F.interpolate(table, (height, width), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
-        values = values.reshape(height // merge, merge, width // merge, merge, -1).transpose(1, 2)
+        table = self.weight.float().view(1, *self.sides, -1).permute(0, 3, 1, 2)
+        values = F.interpolate(table, (height, width), mode=self.mode, align_corners=self.align_corners)
+        values = values[0].permute(1, 2, 0).reshape(height // merge, merge, width // merge, merge, -1).transpose(1, 2)
         return values.reshape(height * width, -1).repeat(times, 1).to(self.weight.dtype)
 
 
@@ -183,6 +194,7 @@ class Tower(nn.Module):
     norm: ClassVar[type[nn.Module]]
     mlp: ClassVar[type[nn.Module]]
     has_patch_bias: ClassVar[bool]
+    neighbours: ClassVar[bool] = False  # see `_Places`
 
     def __init__(self, shape: VisionShape, scale: PixelScale, recompute: bool = False) -> None:
         super().__init__()
@@ -207,7 +219,7 @@ class Tower(nn.Module):
                 x = block(x, places, groups)
             if number in self.shape.deepstack:
                 deep.append(self.deep_features(self.shape.deepstack.index(number), x))
-        features = self.merger(x)
+        features = self.features(x)
         if places.order is not None:
             features = features.index_select(0, torch.argsort(places.order))
         return features, deep
@@ -219,6 +231,10 @@ class Tower(nn.Module):
     def groups(self, number: int, places: _Places) -> Groups:
         """The segments of block `number`."""
         return places.whole
+
+    def features(self, x: Tensor) -> Tensor:
+        """[patches, h] of the last block → [features, hidden size of the text model]."""
+        return self.merger(x)
 
     def deep_features(self, number: int, x: Tensor) -> Tensor:
         """Features of deepstack's layer `number`."""
@@ -246,9 +262,12 @@ class Tower(nn.Module):
             rows, order = self._by_features(rows).index_select(0, order).flatten(0, 1), order.to(device)
         quarter = self.shape.hidden_size // self.shape.num_heads // 4
         base = 10000.0 ** (torch.arange(quarter, dtype=torch.float32) / quarter)
-        angles = (rows[:, :, None] / base).flatten(1)[:, None]
+        # By rows and then by columns, or by column and row in turn.
+        angles = rows.flip(1)[:, None] / base[:, None] if self.neighbours else rows[:, :, None] / base
+        angles = angles.flatten(1)[:, None]
         turns = angles.cos().to(device), angles.sin().to(device)
-        return _Places(order, *turns, _groups(lengths, device), _groups(windows or lengths, device))
+        groups = _groups(lengths, device), _groups(windows or lengths, device)
+        return _Places(order, *turns, self.neighbours, *groups)
 
     def windows(self, grids: Sequence[Grid]) -> tuple[Tensor | None, list[int]]:
         """(features in the order of windows, patches of each window); (None, []): it has no windows."""
@@ -288,11 +307,12 @@ class StackedTower(Tower):
     """Qwen3-VL's and Qwen3.5's."""
 
     norm, mlp, has_patch_bias = nn.LayerNorm, _Mlp, True
+    bicubic: ClassVar[bool] = False
     shape: DeepstackTower
 
     def __init__(self, shape: DeepstackTower, scale: PixelScale, recompute: bool = False) -> None:
         super().__init__(shape, scale, recompute)
-        self.pos_embed = _PlaceTable(shape.num_positions, shape.hidden_size)
+        self.pos_embed = _PlaceTable(shape, self.bicubic)
         self.merger = _Merger(shape, joins_first=False)
         self.deepstack_merger_list = nn.ModuleList([_Merger(shape, joins_first=True) for _ in shape.deepstack])
 
@@ -306,7 +326,27 @@ class StackedTower(Tower):
         return self.deepstack_merger_list[number](x)
 
 
-TOWERS: dict[type[VisionShape], type[Tower]] = {WindowTower: WindowedTower, DeepstackTower: StackedTower}
+class MoonVit(StackedTower):
+    """Kimi-VL's."""
+
+    neighbours = True
+    bicubic = True
+    shape: MoonTower
+
+    def __init__(self, shape: MoonTower, scale: PixelScale, recompute: bool = False) -> None:
+        super().__init__(shape, scale, recompute)
+        self.final_norm = nn.LayerNorm(shape.hidden_size, eps=shape.epsilon)
+
+    def features(self, x: Tensor) -> Tensor:
+        """After a norm over each patch; the merger has one of its own."""
+        return super().features(self.final_norm(x))
+
+
+TOWERS: dict[type[VisionShape], type[Tower]] = {
+    WindowTower: WindowedTower,
+    DeepstackTower: StackedTower,
+    MoonTower: MoonVit,
+}
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from fusionrl.models import families
+from fusionrl.models.published import whole_name
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.vision import NAMES as TOWER
 from fusionrl.models.vision import VisionShape
@@ -73,6 +74,8 @@ def engine_checksums(
             experts.setdefault(key[0], []).append(parts[key])
         for path in family.engine_paths:
             target = target.replace(path, ".")
+        if shape.vision is not None and family.published is not None and family.published.is_nested:
+            target = whole_name(target, family.published)
         for rank in range(tp_size):
             part_of = (0, 1) if whole_tower and _is_tower(name) else (rank, tp_size)
             held = [torch.cat([_shard(*part, shape, *part_of) for part in of_expert]) for of_expert in experts.values()]
@@ -114,7 +117,9 @@ def _place(name: str, shape: ModelShape) -> tuple[str, tuple[int, int], int]:
         for joined, modules in shape.vision.engine_joined.items():
             if module := next((module for module in modules if head.endswith(module)), None):
                 return f"{head.removesuffix(module)}{joined}.{ending}", (0, modules.index(module)), len(modules)
-        return name.replace(".attn.qkv.", ".attn.qkv_proj."), (0, 0), 1
+        for module, joined in shape.vision.engine_modules.items():
+            name = name.replace(module, joined)
+        return name, (0, 0), 1
     if (match := _MODULE.fullmatch(name)) is not None and families.get_family(shape.model_type).engines_join:
         layer = int(match["layer"])
         for kind in (shape.attention[layer], shape.mlp[layer]):
@@ -199,7 +204,7 @@ def _is_tower(name: str) -> bool:
 def _tower_shard(name: str, tensor: torch.Tensor, vision: VisionShape, rank: int, tp_size: int) -> torch.Tensor:
     """Cut out an engine rank's part of a vision tower's tensor."""
     module, _, kind = name.rpartition(".")
-    if module.endswith("attn.qkv"):
+    if module.endswith(("attn.qkv", "wqkv")):
         return torch.cat([part.chunk(tp_size)[rank] for part in tensor.chunk(3)])
     if module.endswith(vision.engine_columns) and kind == "weight":
         return tensor.chunk(tp_size, dim=1)[rank]

@@ -14,13 +14,14 @@ from PIL import Image
 
 from fusionrl.checks.doctor.examine import probe_rows
 from fusionrl.checks.doctor.model import image_findings
+from fusionrl.checks.engine_images import engine_image_errors
 from fusionrl.checks.images import image_errors
 from fusionrl.checks.lengths import file_length_errors, length_errors
 from fusionrl.config.config import Config
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.models.shape import read_model_shape
+from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from tests.tiny_model import make_byte_tokenizer
-from tests.tiny_vision import CHAT_TEMPLATE, VISION_TOKENS, config_of, image_numbers
+from tests.tiny_vision import CHAT_TEMPLATE, VISION_TOKENS, config_of, image_numbers, raw_config
 
 KEYS = {"image": "images"}
 
@@ -111,6 +112,16 @@ def test_flags_and_evaluation_sets(model: Path, tiny_model: Path, tmp_path: Path
     ):
         (error,) = errors_of(model, eval_config=str(path), rollout_max_response_len=4, multimodal_keys=keys)
         assert error.startswith(f"--multimodal-keys: {wanted}")
+
+
+def test_engines_of_others_serve_no_kimi_vl(model: Path) -> None:
+    shape = shape_from_hf_config(raw_config("kimi_vl"), sees=True)
+    values: dict[str, Any] = {"hf_checkpoint": str(model), "multimodal_keys": KEYS}
+    assert engine_image_errors(Config.from_flat(values), shape) == []
+    values["rollout_external_engine_addrs"] = ["localhost:3000"]
+    assert engine_image_errors(Config.from_flat(values), read_model_shape(model, sees=True)) == []
+    (error,) = engine_image_errors(Config.from_flat(values), shape)
+    assert "SGLang computes kimi_vl otherwise than its checkpoint" in error
 
 
 def test_prompts_that_are_too_long_by_their_images(model: Path, tmp_path: Path) -> None:

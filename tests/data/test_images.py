@@ -72,6 +72,43 @@ def test_tokens_and_pixels_are_those_of_transformers(kind: str, backend: str, tm
     assert (files.placeholder, files.media_tokens) == (7, (7, 8))
 
 
+def test_kimi_vl_fills_images_up(tmp_path: Path) -> None:
+    """As its processor does where that keeps to its limit; and the result is one that it leaves as it is."""
+
+    def processed(height: int, width: int, limit: int) -> tuple[int, int]:
+        """(height, width) by the rule of the checkpoint's processor."""
+        if (patches := (height // 14) * (width // 14)) > limit:
+            height, width = (int(side * (limit / patches) ** 0.5) for side in (height, width))
+        return -(-height // 28) * 28, -(-width // 28) * 28
+
+    numbers = image_numbers("kimi_vl") | {"in_token_limit": 4096}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers))
+    (tmp_path / "config.json").write_text('{"media_placeholder_token_id": 7}')
+    files, random = read_processor_files(tmp_path), np.random.default_rng(2)
+    assert (files.placeholder, files.media_tokens, files.start) == (7, (7,), None)
+    assert files.limits == ImageLimits(14, 2, 1, 4096 * 14**2, pads=True)
+    sizes = (10 ** random.uniform(0, 4, (500, 2))).astype(int).tolist()
+    for height, width in sizes:
+        size = files.limits.fit(height, width)
+        assert processed(*size, 4096) == files.limits.fit(*size) == size
+        assert size[0] * size[1] <= files.limits.max_pixels and max(size) // 14 < 512
+        theirs = processed(height, width, 4096)
+        is_kept = processed(*theirs, 4096) == theirs and max(theirs) // 14 < 512
+        if is_kept and (height // 14) * (width // 14) <= 4096:
+            assert size == theirs and images.content_size(height, width, size) == (height, width)
+    original = picture(3, 30, 50)
+    pixels = normal_form(original, files.limits)
+    assert pixels.shape == (56, 56, 3) and not pixels[30:].any() and not pixels[:, 50:].any()
+    assert np.array_equal(pixels[:30, :50], np.asarray(original))
+    assert normal_form(picture(4, 2000, 1000), files.limits).shape == (1232, 616, 3)
+    with pytest.raises(ValueError, match="--image-min-pixels 900: this model's images are not enlarged"):
+        files.limited(900, None)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers | {"pad_input": False}))
+    read_processor_files.cache_clear()
+    with pytest.raises(ValueError, match="pad_input is not true: images that are cut at their sides"):
+        read_processor_files(tmp_path)
+
+
 def test_files_of_many_kinds_have_one_form() -> None:
     original = picture(1)
     turned = io.BytesIO()

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import importlib.util
 import io
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -279,6 +280,21 @@ def test_delta_nets_that_see(serve: Any) -> None:
         served.answer(TWO, wide, first)
 
 
+def test_kimi_vl(serve: Any, tmp_path: Path) -> None:
+    """Latent attention and experts; a push has the trainers' names. Without images an engine serves DeepSeek-V3."""
+    served = serve("kimi_vl", images=ImageSettings(True), chunked_prefill_size=16)
+    served.assert_has_the_folder_s_weights()
+    served.assert_sees()
+    _push(served, 7)
+    served.answer(TWO, served.image(1), served.image(3, 12, 10))
+    blind = real_engine(tmp_path / "kimi_vl", tmp_path, index=1)
+    try:
+        blind.start()
+        Served([blind], None, served.reference).answer(TAIL)
+    finally:
+        blind.shutdown()
+
+
 def test_kept_features_are_those_of_earlier_weights(serve: Any) -> None:
     """SGLang 0.5.23 keeps a tower's features over an update: fusionrl has it keep none where the tower is trained.
 
@@ -298,11 +314,11 @@ def _push(served: Served, seed: int) -> None:
     import torch
 
     random = torch.Generator().manual_seed(seed)
-    tower = [(name, x) for name, x in served.reference.model.state_dict().items() if ".visual." in name]
-    for _, tensor in tower:
-        with torch.no_grad():
-            if tensor.dim() > 1:
+    with torch.no_grad():
+        for name, tensor in served.reference.model.named_parameters():
+            if tensor.dim() > 1 and re.search(r"\.(visual|vision_tower|mm_projector)\.", name):
                 tensor.add_(0.3 * tensor.std() * torch.randn(tensor.shape, generator=random))
+    tower = [(name, x) for name, x in served.reference.pushed().items() if name.startswith("visual.")]
     engine = served.engines[0]
     engine.begin_weight_update()
     engine.update_weights_from_tensor([by_value(tower)], load_format=None, version=str(seed), flush_cache=True)

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from fusionrl.models import families
 from fusionrl.models.engine_config import pushed_arguments, text_view
 from fusionrl.models.hf_io import HFReader, as_stored, read_part
+from fusionrl.models.published import whole_name
 from fusionrl.models.shape import ModelShape, differences, read_model_shape, shape_from_hf_config
 from fusionrl.models.vision import DeepstackTower, axes, positions
 from fusionrl.models.weight_shapes import shape_errors
-from tests.tiny_vision import IMAGE, KINDS, VIDEO, config_of, make_tiny_vlm, random_image, turn_experts
+from tests.tiny_vision import IMAGE, KIMI, KINDS, config_of, make_tiny_vlm, random_image, turn_experts
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +70,18 @@ def test_axes_are_those_of_transformers() -> None:
         assert axes(section, True, num_lanes).tolist() == twice.flatten().tolist()[:num_lanes]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, KIMI])
 def test_names_and_shapes_are_those_of_a_checkpoint(made: Callable[[str], Path], kind: str) -> None:
     folder = made(kind)
     shape, blind = read_model_shape(folder, sees=True), read_model_shape(folder)
     assert shape.vision is not None and blind.vision is None
-    assert (shape.vision.image_token, shape.vision.media_tokens) == (IMAGE, (IMAGE, VIDEO))
+    assert shape.vision.image_token == IMAGE
     assert [name for name, *_ in differences(shape, blind)] == ["vision"]
     assert ModelShape(**json.loads(json.dumps(shape.model_dump()))) == shape
     assert shape_errors(folder, shape, is_loaded=True) == shape_errors(folder, blind, is_loaded=True) == []
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        names = [name for name in file.keys() if not name.endswith("bias") or ".gate." not in name]  # noqa: SIM118
+        count = sum(file.get_tensor(name).numel() for name in names)  # without buffers, which balance experts
     assert shape.num_parameters == count
     assert 0 < blind.num_parameters < count
     assert shape.num_active_parameters == blind.num_active_parameters
@@ -96,6 +98,22 @@ def test_text_part_is_that_of_another_family(made: Callable[[str], Path], kind: 
     wanted = shape_from_hf_config(text | {"model_type": plain, "rope_scaling": None})
     assert read_model_shape(made(kind)) == wanted.model_copy(update={"model_type": f"{kind}_text"})
     assert text_view(str(made(kind)), tmp_path) == str(made(kind))
+
+
+def test_text_part_of_kimi_vl_is_deepseek_v3(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """As which an engine of a run without images serves it; and its tensors have the names of the files again."""
+    folder = made(KIMI)
+    shape, text = read_model_shape(folder, sees=True), json.loads((folder / "config.json").read_text())["text_config"]
+    assert read_model_shape(folder) == shape_from_hf_config(text | {"tie_word_embeddings": False})
+    served = json.loads((Path(text_view(str(folder), tmp_path)) / "config.json").read_text())
+    assert (served["model_type"], served["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    form = families.get_family("deepseek_v3").published
+    assert form is not None
+    stored = set(load_file(folder / "model.safetensors"))
+    assert {whole_name(name, form) for name in families.hf_shapes(shape)} == stored
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"merge_kernel_size \[2, 1\] of the vision_config is not a square"):
+        shape_from_hf_config(raw | {"vision_config": raw["vision_config"] | {"merge_kernel_size": [2, 1]}}, sees=True)
 
 
 def respelled(folder: Path, copy: Path, spell: Callable[[str], str]) -> Path:
@@ -191,5 +209,5 @@ def test_what_does_not_fit_is_refused(made: Callable[[str], Path]) -> None:
     rope = {"mrope_section": [4, 2, 2]}
     for one in (rope, rope | {"mrope_interleaved": False}):
         assert "mrope_interleaved must be true" in refused("text_config", {"rope_parameters": one})
-    with pytest.raises(ValueError, match="here: a qwen3 model sees no images; models that do are qwen3_5, .*qwen3_vl"):
+    with pytest.raises(ValueError, match="here: a qwen3 model sees no images; models that do are kimi_vl, .*qwen3_vl"):
         shape_from_hf_config(raw["text_config"] | {"model_type": "qwen3"}, "here", sees=True)

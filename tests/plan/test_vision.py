@@ -23,7 +23,7 @@ from tests.tiny_vision import config_of
 SEES = {"multimodal_keys": {"image": "images"}}
 TOWER_7B: dict[str, Any] = {"num_layers": 32, "hidden_size": 1280, "ffn_hidden_size": 3420, "num_heads": 16}
 TOWER_7B |= {"patch_size": 14, "temporal_patch_size": 2, "channels": 3, "merge": 2, "out_hidden_size": 3584}
-TOWER_7B |= {"image_token": 1, "start_token": 2, "end_token": 3, "media_tokens": (1,), "mrope_section": (16, 24, 24)}
+TOWER_7B |= {"image_token": 1, "mrope_section": (16, 24, 24)}
 
 
 def shape_of(kind: str, **sizes: Any) -> ModelShape:

@@ -31,7 +31,7 @@ from fusionrl.rollout.agent import generate as generate_with_tools
 from fusionrl.rollout.image_requests import FOLDER, image_metrics, media_tokens, with_images
 from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
-from fusionrl.rollout.zoom import box_in_original
+from fusionrl.rollout.zoom import ZoomTool, box_in_original
 from tests.engines import streaming
 from tests.rollout import engine as scripted
 from tests.rollout.engine import Engine, Turn, call, needs, pictures
@@ -367,3 +367,19 @@ def test_a_part_in_pixels_of_the_original() -> None:
     for box in ([0, 0, float("nan"), 1], [1.0, 0, 0, 1]):
         with pytest.raises(ToolError, match="give"):
             box_in_original(box, (10, 10), (10, 10))
+
+
+def test_a_part_of_an_image_that_is_filled_up_with_black(tmp_path: Path) -> None:
+    """Kimi-VL's: boxes count the black, too, and parts of the original have none."""
+    (tmp_path / "config.json").write_text(json.dumps({"media_placeholder_token_id": IMAGE}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_numbers("kimi_vl")))
+    processor = read_processor_files(tmp_path)
+    IMAGES.configure(MEGABYTE, None, processor)
+    original = noise(100, 42)
+    image = IMAGES.add_picture(original, processor.limits)
+    assert (image.width, image.height) == (112, 56)
+    assert np.array_equal(IMAGES.pixels(image)[:42, :100], np.asarray(original))
+    parts = {"pixels": [50, 0, 112, 56], "thousandths": [500 * 100 / 112, 0, 1000, 1000]}
+    for coordinates, box in parts.items():
+        part = ZoomTool(Sample(), coordinates)._cut(image, box)  # type: ignore[arg-type]
+        assert np.array_equal(np.asarray(part), np.asarray(original)[:, 50:])

@@ -17,7 +17,11 @@ ACTIVATIONS = [
     "glm4: output norms mlp",
     *(f"qwen3_5_text: {kind}" for kind in ("a gated delta net none", "gated attention none")),
     "short_conv: a kind of a plug-in none",
-    *(f"{kind}: vision tower {recompute}" for kind in ("qwen2_5_vl", "qwen3_vl") for recompute in ("none", "blocks")),
+    *(
+        f"{kind}: vision tower {recompute}"
+        for kind in ("qwen2_5_vl", "qwen3_vl", "kimi_vl")
+        for recompute in ("none", "blocks")
+    ),
     *(f"deepseek_v3: latent attention, {kind}" for kind in ("mixture none", "MLP, long mla_up_proj")),
 ]
 

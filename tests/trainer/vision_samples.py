@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.train_batch import ShardSpan, TrainShard
-from tests.tiny_vision import IMAGE, Reference, random_image
+from tests import tiny_kimi
+from tests.tiny_vision import IMAGE, Reference, patch_of, random_image
 from tests.trainer.trainer_worker import Samples
 
 SIZES = {"a": (4, 4), "b": (6, 8), "c": (10, 4), "d": (4, 4)}  # columns and rows of patches; windows divide not all
@@ -23,7 +24,7 @@ class VisionSamples(Samples):
     """
 
     def __init__(self, kind: str, seed: int = 0) -> None:
-        patch, random = 14 if kind == "qwen2_5_vl" else 16, np.random.default_rng(seed)
+        patch, random = patch_of(kind), np.random.default_rng(seed)
         self.images = {key: random_image(ord(key), *size, patch=patch) for key, size in SIZES.items()}
         head, tail = random.integers(0, 250, 5).tolist(), random.integers(0, 250, 7).tolist()
 
@@ -87,6 +88,9 @@ class VisionSamples(Samples):
 
 def gradients_of(model: Any) -> dict[str, np.ndarray]:
     """The trainer's names → gradients, those of experts one by one."""
+    if model.config.model_type == "kimi_k25":
+        named = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        return {name: x.numpy() for name, x in tiny_kimi.text_names(tiny_kimi.published(model, named)).items()}
     found: dict[str, np.ndarray] = {}
     for name, param in model.named_parameters():
         if param.grad is None:

@@ -73,7 +73,7 @@ def _unserved(shape: ModelShape) -> str | None:
 
 _OTHERS = r"(visual|mtp)\..*"
 _PACKED = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
-_VISION = partial(read_stacked, tokens=(248056, 248057, 248053, 248054), deepstack=())
+_VISION = partial(read_stacked, token=248056, deepstack=())
 _DENSE_FORM = Published("qwen3_5", _OTHERS, "Qwen3_5ForCausalLM", vision=_VISION)
 _MIXED_FORM = Published("qwen3_5_moe", _OTHERS, "Qwen3_5MoeForCausalLM", packed=_PACKED, vision=_VISION)
 _MTP = MtpNames("mtp.layers.0", ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"))

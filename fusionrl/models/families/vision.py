@@ -1,6 +1,7 @@
 """Families that see: their text parts are those of other families, and a reader of the tower of each.
 
-In a run without images such a model is its text part alone, which has plain rotary embeddings.
+In a run without images such a model is its text part alone, which has plain rotary embeddings. Kimi-VL's text part is
+DeepSeek-V3 itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from fusionrl.models.families import llama, mixtures
 from fusionrl.models.rules import Family, HfConfig, Published
-from fusionrl.models.vision import DeepstackTower, VisionShape, WindowTower
+from fusionrl.models.vision import DeepstackTower, MoonTower, VisionShape, WindowTower
 
 _PLAIN = ("default", "mrope")
 
@@ -27,14 +28,12 @@ def _rope_type(rope: HfConfig) -> str:
     return name
 
 
-def _tower(
-    raw: HfConfig, text: HfConfig, tokens: tuple[int, int, int, int], usual: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Fields that all towers have.
+def _tower(raw: HfConfig, text: HfConfig, token: int, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that Qwen's towers have.
 
-    raw     config.json of the whole model, and `text` that of its text part
-    tokens  ids of image, video, start and end of media, if config.json does not say
-    usual   what transformers takes for sizes that are missing
+    raw    config.json of the whole model, and `text` that of its text part
+    token  id of an image's placeholder, if config.json does not say
+    usual  what transformers takes for sizes that are missing
     """
     vision = {**usual, **raw["vision_config"]}
     rope: HfConfig = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -42,8 +41,6 @@ def _tower(
         raise ValueError(f"rope type {_rope_type(rope)!r} is not supported together with images")
     if vision["hidden_act"] != usual["hidden_act"]:
         raise ValueError(f"hidden_act {vision['hidden_act']!r} of the vision_config is not supported")
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    image, video, start, end = (raw.get(name, token) for name, token in zip(names, tokens, strict=True))
     return {
         "num_layers": vision["depth"],
         "hidden_size": vision["hidden_size"],
@@ -54,16 +51,13 @@ def _tower(
         "channels": vision.get("in_channels", vision.get("in_chans", 3)),
         "merge": vision["spatial_merge_size"],
         "out_hidden_size": vision["out_hidden_size"],
-        "image_token": image,
-        "start_token": start,
-        "end_token": end,
-        "media_tokens": (image, video),
+        "image_token": raw.get("image_token_id", token),
         "mrope_section": tuple(rope["mrope_section"]),
         "mrope_interleaved": rope.get("mrope_interleaved", False),
     }
 
 
-_QWEN_TOKENS = (151655, 151656, 151652, 151653)
+_QWEN_TOKEN = 151655
 _COMMON: dict[str, Any] = {"spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 16, "out_hidden_size": 3584}
 _WINDOWS: dict[str, Any] = {
     "depth": 32,
@@ -81,7 +75,7 @@ def read_windows(raw: HfConfig, text: HfConfig) -> VisionShape:
     """Qwen2.5-VL's tower."""
     vision = {**_WINDOWS, **raw["vision_config"]}
     return WindowTower(
-        **_tower(raw, text, _QWEN_TOKENS, _COMMON | _WINDOWS),
+        **_tower(raw, text, _QWEN_TOKEN, _COMMON | _WINDOWS),
         window_size=vision["window_size"],
         full_layers=tuple(vision["fullatt_block_indexes"]),
     )
@@ -90,19 +84,47 @@ def read_windows(raw: HfConfig, text: HfConfig) -> VisionShape:
 def read_stacked(
     raw: HfConfig,
     text: HfConfig,
-    tokens: tuple[int, int, int, int] = _QWEN_TOKENS,
+    token: int = _QWEN_TOKEN,
     deepstack: tuple[int, ...] = (8, 16, 24),
 ) -> VisionShape:
     """Qwen3-VL's tower; `deepstack`: its layers if config.json does not say."""
     vision = {**_STACKED, **raw["vision_config"]}
     shape = DeepstackTower(
-        **_tower(raw, text, tokens, _COMMON | _STACKED),
+        **_tower(raw, text, token, _COMMON | _STACKED),
         num_positions=vision["num_position_embeddings"],
         deepstack_layers=tuple(vision.get("deepstack_visual_indexes", deepstack)),
     )
     if not shape.mrope_interleaved:  # transformers' classes do not read it, and engines go by it
         raise ValueError("this model's axes are always interleaved: mrope_interleaved must be true in rope_parameters")
     return shape
+
+
+def read_moon(raw: HfConfig, text: HfConfig) -> VisionShape:
+    """Kimi-VL's tower; the defaults are those of the checkpoint's own code."""
+    vision: Mapping[str, Any] = {**_MOON, **raw["vision_config"]}
+    merge, other = vision["merge_kernel_size"]
+    if merge != other:
+        raise ValueError(f"merge_kernel_size {vision['merge_kernel_size']!r} of the vision_config is not a square")
+    return MoonTower(
+        num_layers=vision["num_hidden_layers"],
+        hidden_size=vision["hidden_size"],
+        ffn_hidden_size=vision["intermediate_size"],
+        num_heads=vision["num_attention_heads"],
+        patch_size=vision["patch_size"],
+        temporal_patch_size=1,
+        channels=3,
+        merge=merge,
+        out_hidden_size=text["hidden_size"],
+        image_token=raw.get("media_placeholder_token_id", 163605),
+        mrope_section=None,
+        num_positions=vision["init_pos_emb_height"] * vision["init_pos_emb_width"],
+        position_table=(vision["init_pos_emb_height"], vision["init_pos_emb_width"]),
+    )
+
+
+_MOON: dict[str, Any] = {"patch_size": 14, "init_pos_emb_height": 64, "init_pos_emb_width": 64}
+_MOON |= {"num_attention_heads": 16, "num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304}
+_MOON |= {"merge_kernel_size": (2, 2)}
 
 
 def _read(text: Callable[[HfConfig], dict[str, object]], raw: HfConfig) -> dict[str, object]:
@@ -125,7 +147,16 @@ _QWEN3 = {"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_th
 _QWEN3_MOE = _QWEN3 | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 _QWEN3_MOE |= {"norm_topk_prob": True}
 _MIXED = Published("qwen3_vl_moe", _OTHERS, packed=_PACKED, may_turn=True, vision=read_stacked)
+_KIMI = Published(
+    "kimi_vl",
+    _OTHERS,
+    "DeepseekV3ForCausalLM",
+    prefixes={"language_model.": "", "multi_modal_projector.": "visual.merger.", "vision_tower.": "visual."},
+    vision=read_moon,
+)
+_DEEPSEEK = _TEXTS["deepseek_v3"]
 FAMILIES = (
+    replace(_DEEPSEEK, ignored=f"{_DEEPSEEK.ignored}|{_OTHERS}", published=_KIMI),  # in place of that without a tower
     _seeing(_TEXTS["qwen2"], Published("qwen2_5_vl", _OTHERS, vision=read_windows), _QWEN2_5),
     _seeing(_TEXTS["qwen3"], Published("qwen3_vl", _OTHERS, vision=read_stacked), _QWEN3),
     _seeing(_TEXTS["qwen3_moe"], _MIXED, _QWEN3_MOE),
