@@ -30,7 +30,7 @@ from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import add_images, as_ref, images_of
+from fusionrl.data.sample_images import add_images, as_ref
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import part
@@ -156,11 +156,9 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
         if sample.messages is None:
             raise ValueError("an agent's tools go into the prompt by the chat template: add --apply-chat-template")
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=args.apply_chat_template_kwargs)
-        tokenizer = load_tokenizer(args.hf_checkpoint)
-        sample.prompt = render_prompt(sample.messages, tokenizer, columns, schemas)
-        tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
-        whole = with_images(tokens, images_of(sample, IMAGES.processor))
-        sample.prompt_tokens, sample.image_spans = whole.ids, whole.spans
+        sample.prompt = render_prompt(sample.messages, load_tokenizer(args.hf_checkpoint), columns, schemas)
+        sample.prompt_tokens = None
+        sample.prompt_tokens = prompt_tokens(args, sample)
         sample.metadata["tools"] = schemas
     if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not continued
         clear_response(sample)
