@@ -158,6 +158,8 @@ def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) 
 
 def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     shape, layout = parity_shape(row.model), row.layout
+    row = replace(row, ddp={**row.ddp, "bucket_size": None})  # tiny ones would be padding for the most part
+    padding = 512 * (layout.vpp - 1)  # each further chunk of a rank has buffers of its own
     stages = stage_layers(layout, shape.num_layers, row.transformer)
     assert stages is not None
     counted = stage_parameters(shape, layout, stages)
@@ -172,7 +174,8 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
         weight_bytes = counted[stage].count * options.weight_bytes
         weight_bytes += sum(counted[stage].exact) * (4 - options.weight_bytes)
         is_equal &= measured["parameters"] == weight_bytes
-        is_equal &= (measured["weights"], measured["gradients"]) == (want.weights, want.gradients)
+        over = measured["weights"] - want.weights, measured["gradients"] - want.gradients
+        is_equal &= all(0 <= count <= padding for count in over)
         # Where a buffer ends in padding, the rank that has it holds less: the estimate is that of the others.
         is_equal &= measured["optimizer"] <= want.optimizer
         worst = max(worst, (want.optimizer - measured["optimizer"]) / want.optimizer)

@@ -157,7 +157,7 @@ def _read_loss(setting: Setting, code: int, output: str) -> Figures:
 
 
 def _tower(setting: Setting) -> list[str]:
-    size = ("--width", "64", "--layers", "2", "--patches", "64", "--turns", "1") if setting.rehearses else ()
+    size = ("--width", "64", "--layers", "2", "--patches", "64", "--turns", "5") if setting.rehearses else ()
     return [sys.executable, "-m", "tools.bench.tower", "--device", setting.device, *size]
 
 
