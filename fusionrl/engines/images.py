@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+FOLDER = "engine-images"
+"""Of a run, while it lasts: where engines find images as files."""
+
 
 @dataclass(frozen=True)
 class MediaTokens:

@@ -24,12 +24,11 @@ from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
 from fusionrl.data.sample import Sample
 from fusionrl.engines.answer_checks import AnswerError
-from fusionrl.engines.images import MediaTokens
+from fusionrl.engines.images import FOLDER, MediaTokens
 
 if TYPE_CHECKING:
     from fusionrl.engines.client import Generation
 
-FOLDER = "engine-images"  # of the run, where engines find images as files
 _being_made: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[None]] = {}  # by images' keys
 
 

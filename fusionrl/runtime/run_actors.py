@@ -1,6 +1,7 @@
 """`Actors`: every process of a run, composed: launcher, engines, trainers, weight sync and Buffer."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -9,6 +10,7 @@ from fusionrl.base.wording import counted
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.profile import ProfileOrder
+from fusionrl.engines.images import FOLDER as IMAGE_FILES
 from fusionrl.engines.process import ChildExited
 from fusionrl.observe.engine_list import engine_url
 from fusionrl.observe.spans import phase
@@ -183,6 +185,7 @@ class Actors:
         finally:
             self.trainers.actors, self.trainers.auxiliaries = [], []
             self._launcher.close()
+            shutil.rmtree(self._launcher.run_dir / IMAGE_FILES, ignore_errors=True)
 
 
 def start_all(
