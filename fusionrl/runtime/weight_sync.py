@@ -179,6 +179,7 @@ class WeightSync:
             temperature=self._config.rollout.rollout_temperature,
             tolerance=self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
             is_exact=self._plan.device == "cpu",
+            placeholder=-1 if (vision := self._plan.shape.vision) is None else vision.image_token,
         )
 
     def _probe_urls(self) -> list[str]:

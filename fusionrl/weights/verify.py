@@ -38,7 +38,8 @@ class Verification:
 
     The prompts of the probe are always the same, so that an engine that kept what it had cached of the weights before
     is found as well. `tolerance` bounds the mean |log-prob difference|. Where engines may lay tensors out in their own
-    way (not `is_exact`: on GPUs) different checksums are logged, and count if the log-probs differ as well.
+    way (not `is_exact`: on GPUs) different checksums are logged, and count if the log-probs differ as well. No
+    prompt has the `placeholder`, for which an engine may want an image (-1: there is none).
     """
 
     trainers: Sequence[ActorHandle]
@@ -51,9 +52,15 @@ class Verification:
     temperature: float
     tolerance: float
     is_exact: bool
+    placeholder: int = -1
     _num_tensors: int = field(default=0, init=False)
     _wrong: dict[int, str] = field(default_factory=dict, init=False)
     _answers: list[list[Generation]] = field(default_factory=list, init=False)
+
+    def _prompts(self) -> list[np.ndarray]:
+        random = np.random.default_rng(7)
+        prompts = [random.integers(0, self.vocab_size, length).astype(np.int32) for length in _PROBE_PROMPTS]
+        return [np.where(prompt == self.placeholder, 0, prompt) for prompt in prompts]
 
     def compare_tensors(self) -> None:
         """Compare the checksums of all tensors; both sides have their weights."""
@@ -65,7 +72,7 @@ class Verification:
 
     def ask_probe(self) -> None:
         """Let each engine answer a few prompts; the engines are whole."""
-        self._answers = asyncio.run(_ask(self.urls, self.api_key, self.vocab_size, self.temperature))
+        self._answers = asyncio.run(_ask(self.urls, self.api_key, self._prompts(), self.vocab_size, self.temperature))
         for target, answers in zip(self.targets, self._answers, strict=True):
             # The version may be a name, which no push gave.
             versions = sorted({v for answer in answers for v, _ in answer.weight_versions}, key=str)
@@ -80,7 +87,7 @@ class Verification:
         Returns sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
         sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
         """
-        shard = _shard(_prompts(self.vocab_size), self._answers)
+        shard = _shard(self._prompts(), self._answers)
         scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]
         means, largest = [], 0.0
         for target, answers in zip(self.targets, self._answers, strict=True):
@@ -137,14 +144,10 @@ def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[Engine
     return num_equal, wrong
 
 
-def _prompts(vocab_size: int) -> list[np.ndarray]:
-    random = np.random.default_rng(7)
-    return [random.integers(0, vocab_size, length).astype(np.int32) for length in _PROBE_PROMPTS]
-
-
-async def _ask(urls: Sequence[str], api_key: str | None, vocab_size: int, temperature: float) -> list[list[Generation]]:
-    """For each engine its answers of a few tokens to `_prompts`."""
-    prompts = _prompts(vocab_size)
+async def _ask(
+    urls: Sequence[str], api_key: str | None, prompts: Sequence[np.ndarray], vocab_size: int, temperature: float
+) -> list[list[Generation]]:
+    """For each engine its answers of a few tokens to the prompts."""
     params = {"max_new_tokens": _PROBE_TOKENS, "temperature": temperature, "ignore_eos": True}
 
     async def ask(url: str) -> list[Generation]:

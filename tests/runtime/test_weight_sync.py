@@ -46,7 +46,7 @@ def sync_of(
     """The sync of a run with `num_engines` engines of the policy, perhaps more that evaluate."""
     pool: Any = SimpleNamespace(**{"is_recovering": False, "is_memory_away": False} | engines)
     facts = {"transport": "broadcast", "device": "cpu", "knobs": None, "takes_turns": False, "has_pairs": False}
-    facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8)}
+    facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8, vision=None)}
     made: Any = SimpleNamespace(num_engines=num_engines, **{"engines_give_memory": False} | facts | plan)
     trainers: Any = SimpleNamespace(actors=[])
     return WeightSync(Config.from_flat({"verify_weights": when}), made, Path("run"), trainers, pool, "key", external)
