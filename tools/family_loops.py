@@ -2,6 +2,8 @@
 
     python -m tools.family_loops --out DIR [--only TEXT] [--pipelines on-policy,one-step-off] [--json FILE]
 
+Models that see run as text alone, and with images (`--only +images`).
+
 A row is a run of `fusionrl train` of three steps with a tiny random model in fp32 on this machine's CPU. Its columns
 are the largest difference of log-probs after a push (`sync/verify_logprob_diff`), and the mean one between the engine
 that sampled and the trainer, of tokens that both compute with the same weights (`train/logprob_diff_mean`, so on-policy
@@ -12,32 +14,43 @@ or a run fails. A row takes about 20 seconds on two cores.
 import argparse
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tools.make_quickstart import write_quickstart
+from tools.make_vision_quickstart import rows as picture_rows
+from tools.make_vision_quickstart import write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ("qwen3_5", "qwen3_5_moe")
+SEEING = "+images"
 _DELTA = ("qwen3_5", "qwen3_next")
 PUSH_BOUND, MEAN_BOUND, DELTA_BOUND = 1e-5, 1e-6, 3e-6
 
 
 def families() -> list[str]:
     """Those that the tests know, and published folders."""
+    from tests import tiny_vision
     from tests.trainer import hf_models
 
-    return [*hf_models.FAMILIES, *hf_models.SPARSE, *PUBLISHED]
+    seeing = [f"{kind}{SEEING}" for kind in (*tiny_vision.KINDS, *tiny_vision.HYBRIDS)]
+    return [*hf_models.FAMILIES, *hf_models.SPARSE, *PUBLISHED, *tiny_vision.KINDS, *seeing]
 
 
 def make_model(family: str, task: Path, folder: Path) -> None:
-    """Save a tiny random model of a family with the tokenizer of `task`/model."""
+    """Save a tiny random model of a family with the tokenizer of `task`/model, or its own where it sees."""
     from transformers import AutoConfig, AutoTokenizer
 
+    from tests import tiny_vision
     from tests.trainer import hf_models
 
+    kind = family.removesuffix(SEEING)
+    if kind != family or kind in tiny_vision.KINDS:
+        tiny_vision.make_tiny_vlm(folder, kind)
+        return
     tokens = AutoConfig.from_pretrained(task / "model")
     sizes = {name: getattr(tokens, name) for name in ("vocab_size", "max_position_embeddings", "eos_token_id")}
     if family in ("qwen2_moe", "qwen3_moe"):
@@ -66,13 +79,19 @@ class MiMoConfig(Qwen2Config):
 """
 
 
+_TEXTS = ("train.jsonl", "--input-key", "prompt", "--label-key", "label")
+_PICTURES = ("pictures.parquet", "--input-key", "problem", "--label-key", "answer")
+_PICTURES += ("--multimodal-keys", '{"image": "images"}')
+
+
 def run_family(family: str, pipeline: str, task: Path, folder: Path) -> dict[str, Any]:
     """Run it; what it measured, and why it is out of bounds."""
     folder.mkdir(parents=True)
     make_model(family, task, folder / "model")
+    file, *columns = _PICTURES if family.endswith(SEEING) else _TEXTS
     command = [
         *(sys.executable, "-m", "fusionrl.cli", "train", "--mode", "rl", "--hf-checkpoint", str(folder / "model")),
-        *("--prompt-data", str(task / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+        *("--prompt-data", str(task / file), *columns),
         *("--apply-chat-template", "--custom-rm-path", f"{ROOT}/tools/proof/hooks.py:partial_credit"),
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "12"),
         *("--lr", "1e-3", "--device", "cpu", "--num-rollout", "3", "--no-save", "--verify-weights", "always"),
@@ -108,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     out: Path = options.out.absolute()
     task = out / "task"
     write_quickstart(task, 0)
+    write_rows(task / _PICTURES[0], picture_rows(64, random.Random(0)))
     rows = []
     print("| family | pipeline | push | engine against trainer | |\n|---|---|---|---|---|", flush=True)
     for family in (name for name in families() if options.only in name):

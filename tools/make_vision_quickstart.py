@@ -122,6 +122,14 @@ def zoom_rows(number: int, generator: random.Random, shows: bool) -> list[dict[s
     return made
 
 
+def write_rows(path: Path, made: list[dict[str, Any]]) -> None:
+    """Write rows to a parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
+
+
 def build_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
     """Return a tokenizer of bytes, special tokens and `more`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -192,16 +200,13 @@ _IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video
 
 def write_quickstart(out: Path, seed: int, task: str = "count") -> dict[str, int]:
     """Write model and data under `out`; returns how many parameters and rows there are."""
-    import pyarrow
-    import pyarrow.parquet
-
     generator = random.Random(seed)
     out.mkdir(parents=True, exist_ok=True)
     zooms = task == "zoom"
     counts = {"parameters": write_model(out / "model", seed, (*CALL, *BOXES) if zooms else ())}
     for name, number in (("sft", NUM_TRAIN), ("train", NUM_TRAIN), ("eval", NUM_EVAL)):
         made = zoom_rows(number, generator, name == "sft") if zooms else rows(number, generator)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), out / f"{name}.parquet")
+        write_rows(out / f"{name}.parquet", made)
         counts[name] = number
     return counts
 
