@@ -23,8 +23,8 @@ task=(--multimodal-keys '{"image": "images"}')
 if [ "${3:-count}" = count ]; then
     what="pictures whose shapes it counts"
     sft=(--input-key problem --label-key answer --num-rollout 40)
-    rl=(--rm-type exact --rollout-max-response-len 4 --num-rollout 60 --lr 1e-3 --eval-interval 30
-        --eval-temperature 0)
+    rl=(--rm-type exact --rollout-max-response-len 4 --num-rollout 100 --lr 1e-3 --lr-decay-style cosine
+        --eval-interval 25 --eval-temperature 0)
 else
     what="pictures with patterns that it sees when it zooms in"
     task+=(--image-max-pixels 4096 --tool-key tools)
