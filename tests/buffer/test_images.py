@@ -9,6 +9,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +40,7 @@ from fusionrl.rollout import evaluation
 from tests.tiny_model import make_byte_tokenizer
 from tests.tiny_vision import CHAT_TEMPLATE, VISION_TOKENS, config_of, image_numbers
 
+ROOT = Path(__file__).parents[2]
 HOOKS = Path(__file__).with_name("image_hooks.py")
 KEYS = {"image": "images"}
 run = asyncio.run
@@ -303,3 +306,10 @@ def test_an_evaluation_set_has_its_own_keys_and_limits(model: Path, data: Path, 
     trained, small, own = (evaluation._prompts_of(args, each, "--eval-config") for each in eval_sets(args))
     sizes = [[image.num_tokens for sample in of for _, image in sample.image_spans] for of in (trained, small, own)]
     assert sizes == [[4] * 8, [1] * 8, [4] * 8]
+
+
+def test_runs_of_text_import_nothing_of_images() -> None:
+    """The Buffer and the trainers of a run without images pay nothing for them."""
+    code = "import sys, fusionrl.buffer.actor, fusionrl.trainer.policy; print({'PIL', 'av', 'cv2'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()", done.stderr
