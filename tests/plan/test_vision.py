@@ -16,6 +16,7 @@ from fusionrl.models.vision import WindowTower
 from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.memory.engine import engine_memory
 from fusionrl.plan.plan import plan_errors
 from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
 from tests.tiny_vision import config_of
@@ -181,3 +182,12 @@ def test_one_large_image_does_not_lift_the_limit_of_other_micro_batches() -> Non
     lengths = np.array([count + 10 for count in counts])
     ((*bins,),) = divide(lengths, lengths - 5, [[i] for i in range(len(counts))], 1, balance, images)
     assert sorted(sum(counts[i] for i in part) for part in bins if part) == [*[150] * 8, 900]
+
+
+def test_an_engine_of_two_devices_has_the_tower_once_or_twice() -> None:
+    shape = shape_of("qwen3_vl", tower=64)
+    args: list[dict[str, object]] = [{}, {"mm_enable_dp_encoder": True}]
+    found = [engine_memory(shape, 1e6, 2, "bf16", own, device_memory=None, on_cpu=True) for own in args]
+    divided, whole = (memory.weights for memory in found if memory is not None)
+    assert shape.vision is not None
+    assert (divided, whole) == (5e5, 5e5 + shape.vision.num_weights())
