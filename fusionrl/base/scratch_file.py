@@ -36,7 +36,7 @@ class ScratchFile:
         """Put bytes aside.
 
         Raises:
-            OSError: there is no room.
+            OSError: the disk is full.
         """
         with self._lock:
             extent = self._take(len(content))

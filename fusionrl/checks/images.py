@@ -40,7 +40,7 @@ def image_errors(config: Config, shape: ModelShape | None) -> list[str]:
 def _column_errors(column: ImageColumn, where: str, folder: str | None, shape: ModelShape | None) -> list[str]:
     errors, flag = [], f"{where}--multimodal-keys"
     if column.folder is not None and not Path(column.folder).is_dir():
-        errors.append(f"{where}--multimodal-folder {column.folder}: there is no such folder")
+        errors.append(f"{where}--multimodal-folder {column.folder}: this folder does not exist")
     if folder is None:
         return [*errors, f"{flag}: which sizes images have is the model's matter: give --hf-checkpoint"]
     try:
@@ -63,7 +63,7 @@ def _column_errors(column: ImageColumn, where: str, folder: str | None, shape: M
 
 
 def image_text(column: ImageColumn | None, files: TokenizerFiles | None) -> str:
-    """Return the text of the token that stands for an image; "" where the files do not say."""
+    """Return the text of the token that means an image; "" where the files do not say."""
     return "" if column is None or files is None else files.added_tokens.get(column.processor.placeholder, "")
 
 

@@ -1,6 +1,6 @@
 """Images in rows of prompt data: placeholders in texts, values of the image column, and what can be wrong with them.
 
-In a text `<image>` stands for the next image of the column. A message whose content is a list of parts keeps their
+In a text `<image>` means the next image of the column. A message whose content is a list of parts keeps their
 order: {"type": "image"} is the next image of the column, {"type": "image", "image": …} and {"type": "image_url", …}
 bring their own. A value is bytes, {"bytes": …, "path": …}, a path or a `data:` URI. Texts of the assistant stay as they
 are: a model may write `<image>`.
@@ -212,7 +212,7 @@ def image_file(value: object, folder: Path) -> ImageFile:
         return ImageFile(bytes(value))
     if not isinstance(value, str) or not value:
         hint = "give bytes, {'bytes': …, 'path': …}, a path or a data: URI"
-        raise FindingError(Finding("an image is of an unknown kind", f"{type(value).__name__} {value!r:.60}", hint))
+        raise FindingError(Finding("the kind of an image is unknown", f"{type(value).__name__} {value!r:.60}", hint))
     if value.startswith("data:"):
         return ImageFile(_of_uri(value))
     if value.startswith(("http://", "https://")):

@@ -287,7 +287,7 @@ def patches(pixels: np.ndarray, limits: ImageLimits, mean: Sequence[float], std:
 
 # ------------------------------------------------------------------------------------------------ among tokens
 def expanded(ids: Sequence[int] | np.ndarray, images: Sequence[ImageRef], placeholder: int, start: int = 0) -> Expanded:
-    """Expand ids in which the n-th placeholder stands for the n-th image.
+    """Expand ids in which the n-th placeholder means the n-th image.
 
     start  place of the first id in the sample's expanded ids
 
@@ -306,7 +306,7 @@ def expanded(ids: Sequence[int] | np.ndarray, images: Sequence[ImageRef], placeh
 
 @dataclass(frozen=True)
 class Expanded:
-    """Expanded ids [n] int32, the span of each image, and of each collapsed id how often it stands in `ids`."""
+    """Expanded ids [n] int32, the span of each image, and of each collapsed id how often `ids` has it."""
 
     ids: np.ndarray
     spans: list[ImageSpan]

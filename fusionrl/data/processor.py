@@ -64,7 +64,7 @@ class Processor:
     ) -> Processed:
         """Return input_ids and attention_mask, a list for each text, and of images pixel_values and image_grid_thw.
 
-        A placeholder of a text stands for the next image, and is expanded to all its tokens.
+        A placeholder of a text means the next image, and is expanded to all its tokens.
 
         Raises:
             ValueError: videos, or another number of placeholders than of images.

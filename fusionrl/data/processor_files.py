@@ -24,8 +24,8 @@ class ProcessorFiles:
 
     limits        sizes that images are brought to
     mean, std     of each channel, of values between 0 and 1
-    placeholder   token id that stands for an image
-    media_tokens  ids that stand for images, videos or sounds
+    placeholder   token id that means an image
+    media_tokens  ids that mean images, videos or sounds
     start         id before a placeholder; None: not known
     """
 

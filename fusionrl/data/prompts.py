@@ -110,7 +110,7 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def placeholder_of(tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> str:
-    """Return the text of the token that stands for an image; "" where the rows have none."""
+    """Return the text of the token that means an image; "" where the rows have none."""
     return "" if columns.images is None else str(tokenizer.convert_ids_to_tokens(columns.images.processor.placeholder))
 
 

@@ -102,7 +102,7 @@ class RowChecker:
     vocab_size      of the model, where it is known, for rows that hold tokens
     ask_reward      asks the reward that will grade with the label, where it is a built-in one
     data_file       file of the rows, where relative paths of images begin
-    placeholder     text of the token that stands for an image, where it is known
+    placeholder     text of the token that means an image, where it is known
     take_image      reads an image
     seen            prompt and images of the row that was checked last; None: something is wrong with its images
     """
@@ -179,7 +179,7 @@ class RowChecker:
         if self.is_sft and holds_tokens(row):
             messages = []  # its texts are for people
         if self.placeholder and any(self.placeholder in text for message in messages for text in _texts(message)):
-            cause = f"column {self.columns.input_key!r}: a text holds {self.placeholder}, which stands for an image"
+            cause = f"column {self.columns.input_key!r}: a text holds {self.placeholder}, which means an image"
             findings.append(Finding(cause, hint=f"write {PLACEHOLDERS[IMAGE]} for an image, and nothing else so"))
         seen.images, wrong = read_images(seen.values, column, column.folder_of(self.data_file), self.take_image)
         findings += wrong

@@ -123,7 +123,7 @@ def packed(name: str, value: object) -> np.ndarray:
     if array.dtype.kind not in "iufb" and array.size:
         is_too_long = array.dtype.kind == "O" and all(isinstance(number, int) for number in array.flat)
         if not is_too_long:
-            raise TypeError(f"{name} holds what is no number")
+            raise TypeError(f"{name} holds a value that is not a number")
     is_share = name == "loss_mask" and array.dtype.kind == "f"
     dtype = np.dtype(np.float32 if is_share else DTYPES[name])
     if dtype.kind == "i" and array.size and array.dtype.kind in "iuO" and array.dtype != dtype:

@@ -133,7 +133,7 @@ class TokenizerFiles:
     templates       name of a chat template → its text; `default` is the one that is used without tools
     named_tokens    `eos_token` and its like → the token's text, as templates see them
     special_tokens  texts of all tokens that a tokenizer writes as one control token
-    added_tokens    ids of tokens that stand beside the vocabulary → their texts
+    added_tokens    ids of tokens that are added to the vocabulary → their texts
     """
 
     templates: Mapping[str, str]

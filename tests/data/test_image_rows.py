@@ -458,8 +458,8 @@ BROKEN: dict[str, tuple[Row, str]] = {
     "empty file": ({"images": ["empty.png"]}, "it is not an image file of a known format"),
     "cut off": ({"images": ["cut.png"]}, "the image cannot be"),
     "thin": ({"images": ["thin.png"]}, "one side of the image is over 200 times the other (image 1: 300 x 1 pixels)"),
-    "number": ({"images": [7]}, "an image is of an unknown kind (image 1: int 7)"),
-    "empty name": ({"images": [""]}, "an image is of an unknown kind"),
+    "number": ({"images": [7]}, "the kind of an image is unknown (image 1: int 7)"),
+    "empty name": ({"images": [""]}, "the kind of an image is unknown"),
     "cut off late": ({"images": ["late.png"]}, "the image cannot be decoded (image 1: "),
     "base64": ({"images": [base64.b64encode(png(0)).decode()]}, "the file of an image cannot be read"),
     "bad uri": ({"images": ["data:image/png;base64,@@"]}, "an image is a data: URI that cannot be read"),
@@ -478,7 +478,7 @@ BROKEN: dict[str, tuple[Row, str]] = {
     ),
     "own placeholder": (
         {"problem": "<image> <|image_pad|>"},
-        "column 'problem': a text holds <|image_pad|>, which stands for an image; write <image> for an image",
+        "column 'problem': a text holds <|image_pad|>, which means an image; write <image> for an image",
     ),
     "placeholder in text": ({"problem": "<|image_pad|>", "images": None}, "a text holds <|image_pad|>"),
 }

@@ -83,7 +83,7 @@ def test_a_tower_that_is_trained(shapes: Path, flags: list[str], tmp_path: Path)
 
 
 def test_a_frozen_tower_and_answers_that_a_stop_interrupts(shapes: Path, flags: list[str], tmp_path: Path) -> None:
-    """Acceptance points A10 and A12: another layout goes on with the answers and their images."""
+    """Acceptance points A10 and A12: another layout continues with the answers and their images."""
     folder, model = tmp_path / "run", tmp_path / "trained"
     flags = [*flags, "--freeze-vision", "--pipeline", "async-partial", *LONG_ANSWERS, "--verify-weights", "always"]
     flags += ["--rollout-batch-size", "4", "--rollout-max-response-len", "48", "--run-dir", str(folder)]

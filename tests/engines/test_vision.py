@@ -184,7 +184,7 @@ def num_running(engine: EngineActor) -> int:
 
 
 def test_behind_a_router_and_after_the_death_of_an_engine(serve: Any) -> None:
-    """Qwen2.5-VL: whole and streamed answers; the engine that goes on gets the images again."""
+    """Qwen2.5-VL: whole and streamed answers; the engine that continues gets the images again."""
     served = serve("qwen2_5_vl", 2, images=ImageSettings(True), incremental_streaming_output=True)
     served.assert_has_the_folder_s_weights()
     served.assert_sees()

@@ -1,4 +1,4 @@
-"""Agents of somebody else's that show images, by the client packages of three protocols."""
+"""Agents of other packages that show images, by the client packages of three protocols."""
 
 import base64
 import io
