@@ -40,7 +40,7 @@ def image_errors(config: Config, shape: ModelShape | None) -> list[str]:
 def _column_errors(column: ImageColumn, where: str, folder: str | None, shape: ModelShape | None) -> list[str]:
     errors, flag = [], f"{where}--multimodal-keys"
     if column.folder is not None and not Path(column.folder).is_dir():
-        errors.append(f"{where}--multimodal-folder {column.folder}: this folder does not exist")
+        errors.append(f"{where}--multimodal-folder {column.folder}: there is no such folder")
     if folder is None:
         return [*errors, f"{flag}: which sizes images have is the model's matter: give --hf-checkpoint"]
     try:
