@@ -11,8 +11,21 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 
 from from_miles_stubs import OMEGACONF, STRANDS, TBENCH2
-from from_slime_cases import EVAL, Case, Outcome, Site, counted, metric, more_samples, response, retriever, teacher
-from from_slime_stubs import TAU_BENCH, StubServer
+from from_slime_cases import (
+    EVAL,
+    FIGURE,
+    GEO3K,
+    Case,
+    Outcome,
+    Site,
+    counted,
+    metric,
+    more_samples,
+    response,
+    retriever,
+    teacher,
+)
+from from_slime_stubs import QWEN_VL_UTILS, TAU_BENCH, StubServer
 
 _X = "{slime}/examples/experimental/"
 _SEARCH = f"{_X}search-r1/generate_with_search.py"
@@ -21,6 +34,7 @@ _AGENTS = f"{_X}multi_agent/rollout_with_multi_agents.py"
 _MIS = "{slime}/examples/infra_features/train_infer_mismatch_helper/mis"
 _RM = "{slime}/examples/on_policy_distillation/qwen3_5_35b_selfdistill/rm.py"
 _RETOOL = "{slime}/examples/retool_v2/tool_sandbox.py"
+_GEO3K = "{slime}/examples/geo3k_vlm/"
 _SWE = "{slime}/examples/swe-agent-harbor-docker/"
 _OPD = "miles.rollout.on_policy_distillation"
 _FILTERS = "miles.rollout.filter_hub.dynamic_sampling_filters"
@@ -377,11 +391,42 @@ MILES_CASES: Sequence[Case] = (
     Case(
         "hud",
         _of(f"{_X}hud/rollout.py", "generate", "reward_func"),
-        skip="it needs a vision model",
+        skip="it needs hud's environments, one in a sandbox of a service for each episode",
     ),
     Case(
         "geo3k",
-        ("examples/geo3k_vlm/rollout.py: generate", "examples/geo3k_vlm/multi_turn/rollout.py: generate"),
-        skip="it needs a vision model",
+        _of(f"{_GEO3K}rollout.py", "generate"),
+        (*GEO3K, "--rm-type", "math", "--custom-generate-function-path", f"{_GEO3K}rollout.py:generate", *EVAL),
+        row=FIGURE,
+        evidence=(metric("rollout/images"), metric("eval/held")),
+        sees=True,
+    ),
+    Case(
+        "geo3k-multi-turn",
+        _of(f"{_GEO3K}multi_turn/rollout.py", "generate") + _of(f"{_GEO3K}multi_turn/env_geo3k.py", "build_env"),
+        (*GEO3K, "--rm-type", "math", "--custom-generate-function-path", f"{_GEO3K}multi_turn/rollout.py:generate"),
+        row=FIGURE,
+        packages=QWEN_VL_UTILS,
+        config="max_turns: 3\nrollout_interaction_env_path: examples.geo3k_vlm.multi_turn.env_geo3k\n",
+        evidence=(response("calc_score result: 1.0"), response("Tool `look` is not supported")),
+        sees=True,
+    ),
+    Case(
+        "geo3k-sft",
+        ("miles.rollout.sft_rollout.generate_rollout: conversations with images",),
+        (
+            *("--mode", "sft", "--rollout-function-path", "miles.rollout.sft_rollout.generate_rollout"),
+            *("--n-samples-per-prompt", "1", "--rollout-batch-size", "8", "--multimodal-keys", '{"image": "images"}'),
+        ),
+        row={
+            "images": ["{image}"],
+            "prompt": [
+                {"role": "user", "content": FIGURE["problem"]},
+                {"role": "assistant", "content": "Answer: \\boxed{7}"},
+            ],
+            "label": "",
+        },
+        evidence=(_value("train/loss", "above 1", lambda loss: loss > 1), metric("train/patches")),
+        sees=True,
     ),
 )

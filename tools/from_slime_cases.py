@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from from_slime_stubs import IFBENCH, STRANDS, TAU_BENCH, WANDB, StubServer, search_answer, teacher_answer
+from from_slime_stubs import (
+    IFBENCH,
+    QWEN_VL_UTILS,
+    STRANDS,
+    TAU_BENCH,
+    WANDB,
+    StubServer,
+    search_answer,
+    teacher_answer,
+)
 
 RETRIEVER_PORT = 8000  # which the example names in its file
 BUFFER_PORT = 8889  # which the plug-in's server takes
@@ -52,7 +61,8 @@ class Case:
 
     functions  as `file: function`
     flags      those of the example's launch script that matter, with {slime} for the checkout
-    row        one row of prompts, or None for the usual ones
+    row        one row of prompts, or None for the usual ones; {number} and {image} are others in each
+    sees       the model sees
     packages   stand-ins for packages that are not installed
     server     what the example talks to; gives further flags
     evidence   what shows that the functions did their work, as (words, check)
@@ -71,6 +81,7 @@ class Case:
     exact: bool = True
     config: str = ""
     skip: str = ""
+    sees: bool = False
 
 
 @contextlib.contextmanager
@@ -154,6 +165,10 @@ _STRANDS = "{slime}/examples/strands_sglang/generate_with_strands.py"
 _TAU = "{slime}/examples/tau-bench/generate_with_tau.py"
 _MIS = "{slime}/examples/train_infer_mismatch_helper/"
 _BUFFER = "{slime}/slime_plugins/rollout_buffer/rollout_buffer_example.py"
+_GEO3K = "{slime}/examples/geo3k_vlm_multi_turn/"
+GEO3K = ("--input-key", "problem", "--label-key", "answer", "--multimodal-keys", '{"image": "images"}')
+GEO3K += ("--apply-chat-template",)
+FIGURE = {"images": ["{image}"], "problem": "<image>What is 3 + 4?", "answer": "7"}
 _OPD = "slime.rollout.on_policy_distillation"
 
 CASES: Sequence[Case] = (
@@ -291,7 +306,20 @@ CASES: Sequence[Case] = (
     ),
     Case(
         "geo3k",
-        ("examples/geo3k_vlm_multi_turn/rollout.py: generate",),
-        skip="it needs a vision model",
+        ("examples/geo3k_vlm/run_geo3k_qwen35.sh: its data and its reward",),
+        (*GEO3K, "--rm-type", "deepscaler", *EVAL),
+        row=FIGURE,
+        evidence=(metric("rollout/images"), metric("eval/held")),
+        sees=True,
+    ),
+    Case(
+        "geo3k-multi-turn",
+        ("examples/geo3k_vlm_multi_turn/rollout.py: generate", "examples/geo3k_vlm_multi_turn/env_geo3k.py: build_env"),
+        (*GEO3K, "--rm-type", "math", "--custom-generate-function-path", f"{_GEO3K}rollout.py:generate"),
+        row=FIGURE,
+        packages=QWEN_VL_UTILS,
+        config="max_turns: 3\nrollout_interaction_env_path: examples.geo3k_vlm_multi_turn.env_geo3k\n",
+        evidence=(response("calc_score result: 1.0"), response("Tool `look` is not supported")),
+        sees=True,
     ),
 )

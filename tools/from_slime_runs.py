@@ -27,7 +27,7 @@ from pathlib import Path
 
 from from_miles_cases import MILES_CASES
 from from_slime_cases import CASES, Case, Outcome, Site
-from from_slime_stubs import LONGEST, write_model, write_packages
+from from_slime_stubs import LONGEST, image_uri, write_model, write_packages
 
 REPO = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 420.0
@@ -37,8 +37,9 @@ LARGEST_DIFFERENCE = 1e-3  # of log-probs, engines to trainers
 COMMON = (
     *("--mode", "rl", "--device", "cpu", "--num-rollout", str(NUM_STEPS), "--no-save", "--lr", "1e-3"),
     *("--rollout-batch-size", "2", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "12"),
-    *("--rollout-max-context-len", str(LONGEST), "--input-key", "prompt", "--label-key", "label"),
+    *("--rollout-max-context-len", str(LONGEST)),
 )
+COLUMNS = ("--input-key", "prompt", "--label-key", "label")
 
 
 def command_of(case: Case, site: Site, model: Path, more: list[str]) -> list[str]:
@@ -46,14 +47,16 @@ def command_of(case: Case, site: Site, model: Path, more: list[str]) -> list[str
     data = site.folder / "prompts.jsonl"
     row = case.row or {"prompt": "What is 3 + 4?", "label": "7"}
     rows = [json.dumps(row).replace("{number}", str(number)) for number in range(case.num_rows)]
+    rows = [text.replace("{image}", image_uri(number)) if case.sees else text for number, text in enumerate(rows)]
     data.write_text("\n".join(rows) + "\n", encoding="utf-8")
     flags = [part.replace("{slime}", str(site.slime)).replace("{data}", str(data)) for part in case.flags]
     if case.config:
         path = site.folder / "custom.yaml"
         path.write_text(case.config.replace("{slime}", str(site.slime)), encoding="utf-8")
         flags += ["--custom-config-path", str(path)]
+    columns = () if "--input-key" in flags else COLUMNS
     files = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--run-dir", str(site.folder / "run")]
-    return [sys.executable, "-m", "fusionrl.cli", "train", *files, *COMMON, *flags, *more]
+    return [sys.executable, "-m", "fusionrl.cli", "train", *files, *COMMON, *columns, *flags, *more]
 
 
 def run_case(case: Case, site: Site, model: Path) -> str:
@@ -141,14 +144,14 @@ def main() -> int:
         if importlib.util.find_spec(name) is not None:
             parser.error(f"{name} itself is installed, and would be run; use an environment without it")
     work = options.keep.resolve() if options.keep else Path(tempfile.mkdtemp(prefix="from-slime-"))
-    model = work / "model"
     chosen = [case for case in cases if not options.only or case.name in options.only]
-    if not model.is_dir() and not all(case.skip for case in chosen):
-        texts = [file.read_text(encoding="utf-8") for file in sorted((root / "examples").rglob("*.py"))]
-        write_model(model, texts)
+    for sees in {case.sees for case in chosen if not case.skip}:
+        if not _model(work, sees).is_dir():
+            texts = [file.read_text(encoding="utf-8") for file in sorted((root / "examples").rglob("*.py"))]
+            write_model(_model(work, sees), texts, sees=sees)
     counts = {"pass": 0, "fail": 0, "skip": 0}
     for case in chosen:
-        counts[_report(case, root, work, model)] += len(case.functions)
+        counts[_report(case, root, work)] += len(case.functions)
     if not options.keep:
         shutil.rmtree(work, ignore_errors=True)
     totals = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
@@ -156,14 +159,18 @@ def main() -> int:
     return 0 if counts["pass"] >= options.least else 1
 
 
-def _report(case: Case, root: Path, work: Path, model: Path) -> str:
+def _model(work: Path, sees: bool) -> Path:
+    return work / ("model-that-sees" if sees else "model")
+
+
+def _report(case: Case, root: Path, work: Path) -> str:
     """Run one case and print its lines; returns pass, fail or skip."""
     since, reason, verdict = time.monotonic(), case.skip, "skip"
     if not case.skip:
         folder = work / case.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        reason = run_case(case, Site(root, folder), model)
+        reason = run_case(case, Site(root, folder), _model(work, case.sees))
         verdict = "fail" if reason else "pass"
     notes = [f"{time.monotonic() - since:.0f} s"] if not case.skip else []
     if case.packages:

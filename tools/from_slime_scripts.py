@@ -177,6 +177,21 @@ def config_json(claims: Mapping[str, object], family: str) -> dict[str, object]:
     return raw
 
 
+TEXT_PARTS = {"qwen3": "qwen3_vl", "qwen3_moe": "qwen3_vl_moe", "qwen3_5_text": "qwen3_5"}
+TEXT_PARTS |= {"qwen3_5_moe_text": "qwen3_5_moe"}
+
+
+def with_tower(raw: dict[str, object], family: str) -> dict[str, object]:
+    """A config.json of the model that sees whose text part `raw` is; its tower has the usual sizes."""
+    head = int(str(raw.get("head_dim", 128)))
+    lanes = int(head * float(str(raw["partial_rotary_factor"]))) // 2
+    section = {"mrope_section": [lanes - 2 * (lanes // 3), *[lanes // 3] * 2], "mrope_interleaved": True}
+    vision = {"out_hidden_size": raw["hidden_size"], "deepstack_visual_indexes": [8, 16, 24]}
+    text = raw | {"model_type": f"{TEXT_PARTS[family]}_text", "rope_scaling": section | {"rope_type": "default"}}
+    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]}
+    return {"model_type": TEXT_PARTS[family], "text_config": text, "vision_config": vision} | tied
+
+
 def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) -> Result:
     """Parse one launch as `fusionrl train` would, its model replaced. `written`: files that its script makes."""
     apart = set_apart(launch.argv)
@@ -188,6 +203,8 @@ def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) ->
     model = scratch / f"{len(list(scratch.iterdir()))}"
     model.mkdir()
     raw = config_json(claims, family) if {"num_layers", "hidden_size", "vocab_size"} <= claims.keys() else {}
+    sees = "--multimodal-keys" in argv and family in TEXT_PARTS
+    raw = with_tower(raw, family) if raw and sees else raw
     (model / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     for position, word in enumerate(argv[:-1]):
         if word == "--hf-checkpoint":
@@ -204,7 +221,7 @@ def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) ->
         shape = None
         if raw:
             try:
-                shape = shape_from_hf_config(raw, "the model")
+                shape = shape_from_hf_config(raw, "the model", sees=sees)
             except ValueError as error:
                 is_here = False
                 if not re.search(r"model_type '\w+' is not supported", str(error)):
@@ -218,6 +235,7 @@ def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) ->
     certain = [*apart.errors, *translated.errors]
     other_errors = [error for error in errors if not any(part in error for part in unknown)]
     known = dict.fromkeys([*certain, *other_errors])
+    family = TEXT_PARTS[family] if sees else family
     return Result(family if raw else "?", tuple(known), tuple(limits), is_here, tuple(apart.custom))
 
 

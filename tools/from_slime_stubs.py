@@ -4,6 +4,8 @@ The model writes what an agent would: calls of tools, answers, ends of thoughts.
 its random weights make likely, so that a few sampled tokens reach all branches of an example.
 """
 
+import base64
+import io
 import json
 import random
 import threading
@@ -18,52 +20,92 @@ PHRASES = (
     '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>',
     '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(3 + 4)"}}\n</tool_call>',
 )
+VISION_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+SCORE_CALL = '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "7"}}\n</tool_call>'  # of geometry3k
+PATCH, SIDE = 14, 56  # pixels
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONGEST = 8192
 _BONUS, _END_BONUS = 5.0, 7.0  # by which the logits of a phrase and of the end exceed that of another token
 
 
-def write_model(folder: Path, texts: Iterable[str]) -> None:
-    """Write a random Qwen3 of two layers that prefers `PHRASES`, with a tokenizer trained on `texts`."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def write_model(folder: Path, texts: Iterable[str], *, sees: bool = False) -> None:
+    """Write a random model of two layers that prefers `PHRASES`, with a tokenizer trained on `texts`.
 
-    tokenizer = _tokenizer(texts)
+    sees  it is a Qwen2.5-VL, which also likes to call geometry3k's tool; else a Qwen3
+    """
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
+
+    phrases = (*PHRASES, *([SCORE_CALL] if sees else []))
+    tokenizer = _tokenizer(texts, phrases, VISION_TOKENS.values() if sees else ())
     tokenizer.save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LONGEST,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    likely = [tokenizer.convert_tokens_to_ids(phrase) for phrase in PHRASES]
+    if sees:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**_seeing(folder, text, tokenizer)))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**text, head_dim=16))
+    body = model.model.language_model if sees else model.model
+    likely = [tokenizer.convert_tokens_to_ids(phrase) for phrase in phrases]
     with torch.no_grad():
         # The first coordinate is the same for all tokens, so the output layer's first column is a bias.
-        model.model.embed_tokens.weight[:, 0] = 1.0
-        for layer in model.model.layers:
+        body.embed_tokens.weight[:, 0] = 1.0
+        for layer in body.layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
         model.lm_head.weight[:, 0] = 0.0
-        largest = config.hidden_size**0.5  # about what the coordinate is behind the last norm
+        largest = text["hidden_size"] ** 0.5  # about what the coordinate is behind the last norm
         model.lm_head.weight[likely, 0] = _BONUS / largest
         model.lm_head.weight[tokenizer.eos_token_id, 0] = _END_BONUS / largest
     model.save_pretrained(folder)
 
 
-def _tokenizer(texts: Iterable[str]) -> object:
+def _seeing(folder: Path, text: dict, tokenizer: object) -> dict:
+    """Fields of a Qwen2.5-VL with this text part; its image processor's numbers are written."""
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"patch_size": PATCH, "window_size": SIDE, "fullatt_block_indexes": [1]}
+    numbers = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+    numbers |= {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    numbers |= {"min_pixels": (2 * PATCH) ** 2, "max_pixels": 64 * (2 * PATCH) ** 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(numbers), encoding="utf-8")
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": False} | ids
+
+
+def image_uri(seed: int) -> str:
+    """A picture of noise, as geometry3k's copy for slime has its figures: a `data:` URI."""
+    from PIL import Image
+
+    content = io.BytesIO()
+    Image.frombytes("L", (SIDE, SIDE), random.Random(seed).randbytes(SIDE**2)).save(content, "PNG")
+    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
+
+
+def _tokenizer(texts: Iterable[str], phrases: Iterable[str], more: Iterable[str]) -> object:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,8 +115,8 @@ def _tokenizer(texts: Iterable[str]) -> object:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=sorted(alphabet), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *more])
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=LONGEST
     )
@@ -275,6 +317,13 @@ Found = namedtuple("Found", "follow_all_instructions")
 
 def test_instruction_following_strict(asked, responses):
     return Found("," not in responses[asked.prompt])
+"""
+}
+QWEN_VL_UTILS = {
+    "qwen_vl_utils.py": """
+def process_vision_info(messages):
+    parts = [part for message in messages for part in message["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"] or None, None
 """
 }
 WANDB = {"wandb.py": "run = None\n\ndef log(*args, **kwargs):\n    pass\n"}

@@ -74,21 +74,21 @@ def check_settings(
 
 def engine_image_errors(config: Config, shape: ModelShape | None) -> list[str]:
     """List settings with which engines would see other images than trainers, or know features of earlier weights."""
-    if shape is None or not uses_engines(config):
+    if shape is None or shape.vision is None or not uses_engines(config):
         return []
     common, device = config.passthrough.sglang, config.cluster.device
     groups = [(f"--engine-group {group.name}: ", common | group.server_args) for group in engine_groups(config)]
     errors = []
     try:
-        if (settings := image_settings(config, shape)) is not None:
-            form = families.get_family(shape.model_type).published
-            if config.cluster.rollout_external_engine_addrs and form is not None and form.is_nested:
-                errors.append(
-                    f"--rollout-external-engine-addrs: SGLang computes {form.model_type} otherwise than its checkpoint,"
-                    " which only the run's own engines correct; leave it out"
-                )
-            for prefix, args in [("--sglang-", common), *groups]:
-                check_settings(settings, None if device == "auto" else device, args, prefix)
+        form = families.get_family(shape.model_type).published
+        if config.cluster.rollout_external_engine_addrs and form is not None and form.is_nested:
+            errors.append(
+                f"--rollout-external-engine-addrs: SGLang computes {form.model_type} otherwise than its checkpoint,"
+                " which only the run's own engines correct; leave it out"
+            )
+        settings = ImageSettings(trains_tower(config, shape))  # limits of pixels are a matter of `image_errors`
+        for prefix, args in [("--sglang-", common), *groups]:
+            check_settings(settings, None if device == "auto" else device, args, prefix)
     except ValueError as error:
         errors.append(str(error))
     return errors

@@ -162,6 +162,19 @@ _FINDER = _Finder()
 _STAND_IN_FINDER = _StandInFinder()
 
 
+class _Importlib(ModuleType):
+    """`importlib` for hooks: `import_module` finds what is next to them, too."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(importlib, name)
+
+    def import_module(self, name: str, package: str | None = None) -> ModuleType:
+        return importlib.import_module(name if name.startswith(".") else find_beside(name), package)
+
+
+_IMPORTLIB = _Importlib("importlib")
+
+
 class _Loader(SourceFileLoader):
     """Runs a module whose import statements search its own folder first.
 
@@ -182,6 +195,9 @@ def _import(
 ) -> ModuleType:
     package = str((globals or {}).get("__package__") or "")
     top = name.partition(".")[0]
+    if name == "importlib" or (top == "importlib" and not fromlist):
+        builtins.__import__(name)
+        return _IMPORTLIB
     if level or not package or (package, top) in _elsewhere:
         return builtins.__import__(name, globals, locals, fromlist, level)
     home = _home(top, package)

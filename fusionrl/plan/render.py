@@ -9,6 +9,7 @@ from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
 from fusionrl.models.families import model_rules
+from fusionrl.plan.balance import ImageCost, SequenceCost
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.pipeline_knobs import described as described_knobs
@@ -40,10 +41,11 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
     ]
     if (vision := shape.vision) is not None:
         count = sum(rule.numel for rule in model_rules(shape).values() if rule.is_vision)
+        work = 3 * ImageCost.of_shape(vision, is_trained=False).linear / SequenceCost.of_shape(shape).linear
         lines.append(
             f"vision     tower of {count / 1e6:.2f} M parameters, {counted(vision.num_layers, 'block')} x"
             f" {vision.hidden_size}, {'trained' if trains_tower(config, shape) else 'not trained'}; a token is"
-            f" {vision.unit} x {vision.unit} pixels"
+            f" {vision.unit} x {vision.unit} pixels, for which the tower does {work:.2f} of a text token's work"
         )
     if plan.start_order != "together":
         lines.append(f"turns      {_TURNS[plan.start_order]}")

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,11 +20,12 @@ import numpy as np
 import pybase64
 
 from fusionrl.base.network_interfaces import LOOPBACK
+from fusionrl.data.image_rows import image_file
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
+from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded, image_size
 from fusionrl.data.sample import Sample
 from fusionrl.engines.answer_checks import AnswerError
-from fusionrl.engines.images import FOLDER, MediaTokens
+from fusionrl.engines.images import FOLDER, MediaTokens, check_images
 
 if TYPE_CHECKING:
     from fusionrl.engines.client import Generation
@@ -102,6 +103,31 @@ def _file(image: ImageRef, path: Path) -> str:
     return path.absolute().as_uri()
 
 
+def function_request(payload: Mapping[str, object]) -> tuple[Mapping[str, object], int | None]:
+    """Return a user function's request of one prompt as engines take it, and the tokens that it has here.
+
+    Functions for slime send ids in which each image has all its placeholders. None: it has no images, or other ids.
+
+    Raises:
+        ValueError: an image cannot be read, or the ids have not one placeholder, or all, of each image.
+    """
+    media, ids, images = media_tokens(), payload.get("input_ids"), payload.get("image_data")
+    if media is None or IMAGES.processor is None or not isinstance(ids, list) or not isinstance(images, list):
+        return payload, None
+    if ids.count(media.image) == len(images):
+        return payload, None
+    limits, tokens = IMAGES.processor.limits, np.asarray(ids, np.int32)
+    sizes = (limits.fit(*image_size(image_file(image, Path()).content)) for image in images)
+    counts, is_image = [limits.num_tokens(*size) for size in sizes], tokens == media.image
+    edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
+    if (runs := np.diff(edges)[:, 0].tolist()) != counts:
+        raise ValueError(f"input_ids have runs of {runs} placeholders, and the images have {counts} tokens")
+    is_image[edges[:, 0]] = False  # the first of each stays
+    request = {**payload, "input_ids": tokens[~is_image].tolist()}
+    check_images(request, media)
+    return request, len(ids)
+
+
 def with_images(tokens: Sequence[int], images: Sequence[ImageRef], start: int = 0) -> Expanded:
     """Return rendered tokens with as many placeholders as the images have tokens, and the images' places.
 
@@ -147,8 +173,18 @@ def check_length(sample: Sample, answer: Generation, num_tokens: int) -> None:
     Raises:
         AnswerError: it has read another number of tokens than `num_tokens`, those of the sample at the request.
     """
-    if sample.image_spans and answer.finish_reason != "abort" and answer.prompt_tokens != num_tokens:
+    if sample.image_spans and answer.finish_reason != "abort":
+        check_expanded(answer.prompt_tokens, num_tokens, f"sample {sample.index}")
+
+
+def check_expanded(prompt_tokens: object, num_tokens: int, whose: str) -> None:
+    """Check that an engine has read as many tokens as there are here.
+
+    Raises:
+        AnswerError: it has not.
+    """
+    if prompt_tokens != num_tokens:
         raise AnswerError(
-            f"meta_info.prompt_tokens is {answer.prompt_tokens}, and sample {sample.index} had {num_tokens} tokens:"
+            f"meta_info.prompt_tokens is {prompt_tokens}, and {whose} had {num_tokens} tokens:"
             " the engine cuts its images otherwise than trainers do, or has tokenized its text again"
         )

@@ -87,10 +87,16 @@ def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[E
         _answers.reset(token)
 
 
+def is_policy(url: str) -> bool:
+    """Return whether this is the address of one of the policy's engines or their router, in a function of a user's."""
+    answers = _answers.get()
+    return answers is not None and f"{url}/".startswith(answers.urls or ("\0",))
+
+
 def note_answer(url: str, answer: object, payload: Mapping[str, object]) -> None:
     """Note what `url` answered to `payload`, if it is one of the policy's engines or their router."""
     answers = _answers.get()
-    if answers is not None and f"{url}/".startswith(answers.urls or ("\0",)):
+    if answers is not None and is_policy(url):
         several = answer if isinstance(answer, list) else [answer]
         params = payload.get("sampling_params")
         each = params if isinstance(params, list) and len(params) == len(several) else [params] * len(several)

@@ -109,15 +109,19 @@ class HardwareMetrics:
             self._peak = peak_flops(str(gpus[0]["name"]), gpus[0]["memory_bytes"])
 
     def _speeds(self, values: Mapping[str, float], work: Work) -> dict[str, float]:
-        """Tokens a second and device, and the share of the devices' peak."""
+        """Tokens a second and device, the share of the devices' peak, and what images take of it."""
         plan, metrics = self._plan, {}
         train_s, generate_s = values.get("perf/time_train_s"), values.get("perf/time_generate_s")
         if plan.layout is not None and train_s and work.tokens:
             devices = plan.layout.world_size
             metrics["perf/train_tokens_per_s_per_device"] = work.tokens / train_s / devices
+            images = None if plan.balance is None else plan.balance.images
+            flops = train_flops(plan.shape, work, images)
+            if images is not None and plan.shape.vision is not None:
+                metrics["train/patches"] = float(sum(work.images) * plan.shape.vision.merge**2)
+                metrics["train/image_share"] = sum(map(images, work.images)) / flops
             if self._peak is not None:
-                images = None if plan.balance is None else plan.balance.images
-                metrics["perf/mfu"] = train_flops(plan.shape, work, images) / (train_s * devices * self._peak)
+                metrics["perf/mfu"] = flops / (train_s * devices * self._peak)
         num_tokens = values.get("rollout/num_tokens")
         if plan.num_engines and generate_s and num_tokens:
             devices = sum(map(len, plan.engine_bundles))  # engines of groups differ in size

@@ -52,3 +52,9 @@ EVALUATION=(--eval-interval 20)
 # Mathematics: rows {"prompt": …, "label": "42"}, and answers in a box. Another task: other flags behind the script's name.
 # shellcheck disable=SC2034 # the recipes use it
 MATHS=(--prompt-data "${DATA:-train.jsonl}" --input-key prompt --label-key label --apply-chat-template --rm-type math)
+# geometry3k: rows {"images": […], "problem": "<image>…", "answer": "42"}; right or wrong, no reward for the format alone.
+# shellcheck disable=SC2034
+GEOMETRY=(
+    --prompt-data "${DATA:-geometry3k.parquet}" --input-key problem --label-key answer
+    --multimodal-keys '{"image": "images"}' --apply-chat-template --rm-type math
+)

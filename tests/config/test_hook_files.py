@@ -39,6 +39,8 @@ def write(tmp_path: Path) -> Write:
         "import calc_tool; add = calc_tool.add",
         "from . import calc_tool; add = calc_tool.add",
         "import tools.calc as calc; add = calc.add",
+        "import importlib.util; add = importlib.import_module('calc_tool').add",
+        "from importlib import import_module; add = import_module('calc_tool').add",
         "from tools import *; add = calc.add",
         "def add(a, b):\n    from calc_tool import add\n    return add(a, b)",
     ],

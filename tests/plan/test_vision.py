@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fusionrl import cli
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.freezing import frozen_names, frozen_tensors
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.vision import WindowTower
 from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
 from fusionrl.plan.critic import auxiliary_config
+from fusionrl.plan.devices import GIB
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.engine import engine_memory
 from fusionrl.plan.plan import plan_errors
@@ -25,6 +29,12 @@ SEES = {"multimodal_keys": {"image": "images"}}
 TOWER_7B: dict[str, Any] = {"num_layers": 32, "hidden_size": 1280, "ffn_hidden_size": 3420, "num_heads": 16}
 TOWER_7B |= {"patch_size": 14, "temporal_patch_size": 2, "channels": 3, "merge": 2, "out_hidden_size": 3584}
 TOWER_7B |= {"image_token": 1, "mrope_section": (16, 24, 24)}
+
+CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"  # of published models
+GEOMETRY = ["--prompt-data", "geometry3k.parquet", "--rm-type", "math", "--apply-chat-template", "--num-rollout", "9"]
+GEOMETRY += ["--rollout-batch-size", "128", "--n-samples-per-prompt", "8", "--colocate", "--max-tokens-per-gpu", "8192"]
+GEOMETRY += ["--rollout-max-prompt-len", "2048", "--rollout-max-response-len", "2048", "--actor-num-gpus-per-node", "8"]
+IMAGES = ["--multimodal-keys", '{"image": "images"}']
 
 
 def shape_of(kind: str, **sizes: Any) -> ModelShape:
@@ -191,3 +201,59 @@ def test_an_engine_of_two_devices_has_the_tower_once_or_twice() -> None:
     divided, whole = (memory.weights for memory in found if memory is not None)
     assert shape.vision is not None
     assert (divided, whole) == (5e5, 5e5 + shape.vision.num_weights())
+
+
+def planned(name: str, nodes: int, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    config = str(CONFIGS / f"{name}.json")
+    command = ["plan", "--cluster", f"{nodes}x8xh100", "--actor-num-nodes", f"{nodes}", "--hf-checkpoint", config]
+    code = cli.main([*command, *GEOMETRY, *flags])
+    text, errors = capsys.readouterr()
+    assert code == 0, errors
+    return text
+
+
+def part(text: str, bar: str, name: str) -> float:
+    """GiB of a part of a bar."""
+    found = re.search(rf"{bar}: .*?\b{name} ([\d.]+)", text)
+    return float(found[1]) if found is not None else 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "nodes", "tp", "pp"),
+    [
+        ("qwen2.5-vl-7b", "676.55 M", 1, 2, 1),
+        ("qwen2.5-vl-32b", "688.84 M", 4, 8, 1),
+        ("qwen2.5-vl-72b", "704.57 M", 8, 8, 4),
+    ],
+)
+def test_published_models_fit_where_others_train_them(
+    name: str, tower: str, nodes: int, tp: int, pp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On 8, 32 and 64 GPUs of 80 GB, as in NVIDIA's guide for verl."""
+    sizes = ("--tensor-model-parallel-size", f"{tp}", "--pipeline-model-parallel-size", f"{pp}")
+    text = planned(name, nodes, capsys, *IMAGES, *sizes, "--rollout-num-gpus-per-engine", f"{max(tp // 2, 1)}")
+    assert f"vision     tower of {tower} parameters" in text and "verdict    fits: " in text
+
+
+def test_memory_of_a_tower(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each tensor-parallel rank has it whole, an engine in its weights; a micro-batch full of images needs more."""
+    name, tp = "qwen2.5-vl-7b", ("--tensor-model-parallel-size", "2")
+    blind, sees = planned(name, 1, capsys, *tp), planned(name, 1, capsys, *tp, *IMAGES)
+    frozen = planned(name, 1, capsys, *tp, *IMAGES, "--freeze-vision")
+    count = 676_550_144
+    for states, size in (("weights", 2), ("gradients", 4), ("optimizer", 12 / 4)):
+        more = part(sees, "backward", states) - part(blind, "backward", states)
+        assert more == pytest.approx(size * count / GIB, abs=0.1), states
+        more = part(frozen, "backward", states) - part(blind, "backward", states)
+        assert more == pytest.approx(size * count / GIB if states == "weights" else 0.0, abs=0.1), states
+    # Features (7,168 bytes a token), and of each patch the inputs of 32 blocks and of the ends.
+    patches = 4 * 8192 / 2
+    kept = 8192 / 2 * 7168 + patches * 2 * (32 * 1280 + 5 * 1280 + 20 + 1176)
+    assert part(sees, "backward", "images") == pytest.approx(kept / GIB, abs=0.01)
+    few = planned(name, 1, capsys, *tp, *IMAGES, "--max-patches-per-gpu", "8192")
+    assert part(few, "backward", "images") == pytest.approx(kept / 2 / GIB, abs=0.01)
+    assert part(sees, "generation", "weights") == pytest.approx(8.292e9 * 2 / GIB, abs=0.05)
+    # SGLang leaves more memory free, and the images of a prefill chunk of 8,192 tokens need less than that.
+    images, cache = part(sees, "generation", "images"), part(blind, "generation", "KV cache")
+    assert part(blind, "generation", "images") == 0.0 < images < 3
+    assert part(sees, "generation", "KV cache") < cache - 2 * count / GIB - images

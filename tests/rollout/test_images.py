@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from fusionrl.buffer.actor import open_image_store
+from fusionrl.compat.slime.api.datasets import encode_image_for_rollout_engine
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data import image_store
@@ -21,16 +22,18 @@ from fusionrl.data.image_store import IMAGES, MEGABYTE
 from fusionrl.data.images import collapsed, normal_form
 from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import images_of, set_images
+from fusionrl.data.sample_images import adopt_images, images_of, set_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import Generation
 from fusionrl.engines.request_merging import RequestMerger
 from fusionrl.rollout.agent import generate as generate_with_tools
+from fusionrl.rollout.engine_post import post
 from fusionrl.rollout.image_requests import FOLDER, image_metrics, media_tokens, with_images
 from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
+from fusionrl.rollout.weight_versions import noting_answers
 from fusionrl.rollout.zoom import ZoomTool, box_in_original
 from tests.engines import streaming
 from tests.rollout import engine as scripted
@@ -223,6 +226,44 @@ def test_an_engine_that_cuts_images_otherwise_is_an_error(play: Any, monkeypatch
     monkeypatch.setattr(Engine, "num_repeated", lambda self, asked: 2)
     with pytest.raises(AnswerError, match="prompt_tokens is 30, and sample 0 had 31 tokens"):
         play(["One."], noise(64, 64))
+
+
+def test_functions_for_slime_ask_with_all_placeholders(seeing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As slime's example of geometry3k: ids of a processor, images as it encodes them, no span noted."""
+    sample = asking(seeing, noise(64, 64), noise(128, 96, 1))
+    ids, uris = sample.prompt_tokens, [encode_image_for_rollout_engine(image) for image in images_of_hook(sample)]
+    args, engine = scripted.prepare(seeing, ["Both."])
+    engine.image_unit = UNIT
+
+    async def ask(tokens: list[int]) -> Any:
+        with noting_answers([args.router_url]):
+            params = {"max_new_tokens": 9, "temperature": 1.0}
+            payload = {"input_ids": tokens, "image_data": uris, "sampling_params": params}
+            return await post(f"{args.router_url}/generate", payload, max_retries=1)
+
+    assert ids is not None and list(ids).count(IMAGE) == 16
+    answer = engine.serve(args, lambda: ask(list(map(int, ids))))
+    (asked,) = (exchange.asked for exchange in engine.exchanges)
+    assert asked["input_ids"] == collapsed(ids, sample.image_spans).tolist() and asked["image_data"] == uris
+    made = Sample(tokens=[*ids, *answer["output_ids"]], response_length=6, multimodal_inputs=sample.multimodal_inputs)
+    assert IMAGES.processor is not None
+    adopt_images(made, IMAGES.processor)
+    assert made.image_spans == sample.image_spans
+    with pytest.raises(ValueError, match=r"runs of \[4, 10\] placeholders, and the images have \[4, 12\] tokens"):
+        engine.serve(args, lambda: ask(list(map(int, ids[:-30]))))
+    with pytest.raises(ValueError, match=r"runs of \[4, 12, 1\] placeholders"):
+        engine.serve(args, lambda: ask([*map(int, ids), IMAGE]))
+    engine.turns = [Turn("Both.")]
+    monkeypatch.setattr(Engine, "num_repeated", lambda self, asked: 2)
+    with pytest.raises(AnswerError, match=f"prompt_tokens is {len(ids) - 12}, and the request had {len(ids)} tokens"):
+        engine.serve(args, lambda: ask(list(map(int, ids))))
+
+
+def images_of_hook(sample: Sample) -> list[Any]:
+    inputs = sample.multimodal_inputs
+    assert inputs is not None
+    images: list[Any] = inputs["images"]
+    return images
 
 
 # ------------------------------------------------------------------------------------------------ placeholders

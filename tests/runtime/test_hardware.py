@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import ray
 
-from fusionrl.models.shape import read_model_shape
+from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from fusionrl.observe import spans
+from fusionrl.plan.balance import ImageCost, SequenceCost
 from fusionrl.plan.flops import Work, train_flops
 from fusionrl.runtime import clock_offsets, hardware
 from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.clock_offsets import ClockOffsets
 from fusionrl.runtime.hardware import HardwareMetrics, pooled
 
+REPO = Path(__file__).parents[2]
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 << 30}
 
 
@@ -72,6 +74,19 @@ def test_speeds_are_of_one_device(hardware_of: Any, tiny_model: Path, tmp_path: 
     written = json.loads((tmp_path / "hardware.json").read_text())
     assert [len(written[name]) for name in ("trainers", "engines")] == [2, 4]
     assert written["trainers"][0]["gpus"] == [H100]
+
+
+def test_images_have_a_share_of_the_work(hardware_of: Any) -> None:
+    """One image of 448 x 448 that two samples have: 1,024 patches, which pass the tower once."""
+    config = json.loads((REPO / "tests/recipes/configs/qwen2.5-vl-7b.json").read_text())
+    shape, measured = shape_from_hf_config(config, sees=True), hardware_of([Actor({})], [])
+    assert shape.vision is not None
+    images = ImageCost.of_shape(shape.vision, is_trained=True)
+    measured._plan.shape, measured._plan.balance = shape, SimpleNamespace(images=images)
+    found = measured.measure({"perf/time_train_s": 2.0}, Work.of([300, 300], [256]))
+    text = SequenceCost.of_shape(shape)([300, 300]).sum()
+    assert found["train/patches"] == 1024
+    assert found["train/image_share"] == pytest.approx(images(256) / (images(256) + text))
 
 
 def test_a_peak_of_the_users_goes_first_and_without_one_there_is_no_share(hardware_of: Any) -> None:

@@ -23,9 +23,9 @@ def test_what_is_not_run_counts_as_such(tool: Any, command: Command, tmp_path: P
     run = partial(command, tool.main, "--slime", tmp_path)
     assert "has no folder examples" in run()[1]
     (tmp_path / "examples").mkdir()
-    code, shown = run("--only", "geo3k", "--only", "coding-agent", "--least", "1")
-    assert code == 1 and "skip  examples/geo3k_vlm_multi_turn/rollout.py: generate\n      it needs a vision" in shown
-    assert shown.endswith("0 of 2 functions run two steps (0 pass, 0 fail, 2 skip)\n")
+    code, shown = run("--only", "coding-agent", "--least", "1")
+    assert code == 1 and "skip  examples/coding_agent_rl/generate.py: generate\n      it needs the sandboxes" in shown
+    assert shown.endswith("0 of 1 functions run two steps (0 pass, 0 fail, 1 skip)\n")
     code, shown = run("--only", "serch")
     assert code == 2 and "--only serch" in shown
     (tmp_path / "miles").mkdir()  # a checkout of miles has cases of its own

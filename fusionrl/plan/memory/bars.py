@@ -112,7 +112,8 @@ def _training(stage: StageMemory) -> tuple[tuple[str, float], ...]:
     flying = f" ({stage.in_flight:g} micro-batches in flight)" if stage.in_flight > 1 else ""
     return (
         *_states(stage),
-        (f"activations{flying}", stage.activations),
+        (f"activations{flying}", stage.activations - stage.images),
+        ("images", stage.images),
         (f"{stage.transient_of} for a moment", stage.transient),
     )
 
@@ -155,7 +156,7 @@ def gpu_bars(
         bars.append(_with_margin(f"stage {stage.stage}, push", (*held, ("push", push)), [*engine_part, contexts]))
     if engine is not None:
         # An engine also keeps a reserve for activations and graphs; it is given out, not measured.
-        parts = (("weights", engine.weights), ("KV cache", engine.pool))
+        parts = (("weights", engine.weights), ("KV cache", engine.pool), ("images", engine.images))
         bars.append(Bar("generation", (*parts, *engine_parts, contexts), fills=True))
     for scorer, memory in scorers:
         if memory is not None:
@@ -252,6 +253,7 @@ def gpu_host_bars(plan: Plan, config: Config, groups: list[Group], scorers: Scor
             ("offloaded trainers", float(sum(_offloaded(s) for _, s in ranks)) if offloads else 0.0),
             ("a checkpoint's copy", float(sum(_saved(s) for _, s in ranks)) if saves else 0.0),
             ("rollout", _rollout_bytes(plan, config) if node == 0 else 0.0),
+            ("images", config.data.image_cache_mb * 1e6 if node == 0 and plan.shape.vision is not None else 0.0),
             ("processes", GPU_PROCESS * (len(ranks) + num_devices + len(readers)) + OTHER_PROCESSES),
         )
         bars.append(Bar("host memory", parts))

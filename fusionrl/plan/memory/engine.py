@@ -11,6 +11,7 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.models.vision import VisionShape
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import passed
+from fusionrl.plan.memory.tower import pass_bytes
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan
 
@@ -33,6 +34,7 @@ class EngineMemory:
     state_bytes   of the state of one request on the device, apart from its tokens; 0: no layer has one
     num_states    places for states
     num_requests  requests that have states at a time
+    images        what a vision tower needs for a moment; SGLang's fraction leaves room for it
     pool          the KV cache and the states
     """
 
@@ -43,6 +45,7 @@ class EngineMemory:
     state_bytes: float = 0.0
     num_states: int = 0
     num_requests: int = 0
+    images: float = 0.0
 
     @property
     def states(self) -> float:
@@ -82,6 +85,12 @@ def _num_states(server_args: Mapping[str, object], state: float, room: float, *,
     return count + 1, count // places  # one is for padding
 
 
+def prefill_chunk(device_memory: float) -> int:
+    """Tokens that SGLang 0.5 reads at once where --chunked-prefill-size is not given."""
+    bounds = ((20, 2048), (60, 4096), (160, 8192))
+    return next((size for limit, size in bounds if device_memory < limit * 2**30), 16384)
+
+
 def static_fraction(device_memory: float, tp: int) -> float:
     """About what SGLang 0.5 takes where --mem-fraction-static is not given.
 
@@ -89,9 +98,7 @@ def static_fraction(device_memory: float, tp: int) -> float:
     graphs; on a device of more than 60 GiB all but at least 10 GiB.
     """
     mebibytes = device_memory / 2**20
-    bounds = ((20, 2048), (60, 4096), (160, 8192))
-    chunk = next((size for limit, size in bounds if mebibytes < limit * 1024), 16384)
-    reserved = 512 + 1.5 * chunk + tp / 8 * 1024 + 1024
+    reserved = 512 + 1.5 * prefill_chunk(device_memory) + tp / 8 * 1024 + 1024
     if mebibytes > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return max(round(1 - reserved / mebibytes, 3), 0.1)
@@ -101,6 +108,12 @@ def seeing_fraction(vision: VisionShape) -> float:
     """Part of `static_fraction` that SGLang 0.5 takes with a vision tower of this width; it counts 24 layers."""
     complexity = (vision.hidden_size / 1024) ** 2
     return 0.95 * min(max(1.1 - 0.1 * complexity, 0.8), 1.05)
+
+
+def _of_images(vision: VisionShape, chunk: int, width: int) -> float:
+    """Bytes of a pass over the images of one prefill chunk, and of their features."""
+    features = chunk * vision.out_hidden_size * (1 + len(vision.deepstack)) * width
+    return pass_bytes(vision, chunk * vision.merge**2, width) + features
 
 
 def engine_memory(
@@ -123,7 +136,7 @@ def engine_memory(
     """
     kind, width = str(server_args.get("kv_cache_dtype", "auto")), _TORCH_WIDTHS[dtype]
     token, state = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, width)), request_bytes(shape, tp, width)
-    weights, limit = weight_bytes / tp, passed(server_args, "max_total_tokens", int)
+    weights, limit, images = weight_bytes / tp, passed(server_args, "max_total_tokens", int), 0.0
     if shape.vision is not None and server_args.get("mm_enable_dp_encoder"):  # each device has the tower whole
         weights += shape.vision.num_weights() * width * (1 - 1 / tp)
     if on_cpu:
@@ -134,10 +147,13 @@ def engine_memory(
     fraction = passed(server_args, "mem_fraction_static", float)
     if fraction is None or not fraction:
         fraction = static_fraction(device_memory, tp) * (seeing_fraction(shape.vision) if shape.vision else 1.0)
+    if shape.vision is not None:
+        chunk = passed(server_args, "chunked_prefill_size", int) or prefill_chunk(device_memory)
+        images = _of_images(shape.vision, chunk, width)
     room = fraction * device_memory - resident - weights
     states = _num_states(server_args, state, room, on_cpu=False) if state else (0, 0)
     tokens = int((room - states[0] * state) // (token or 1.0))
-    return EngineMemory(weights, min(tokens, limit) if limit else tokens, token, fraction, state, *states)
+    return EngineMemory(weights, min(tokens, limit) if limit else tokens, token, fraction, state, *states, images)
 
 
 def scorer_memory(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.vision import VisionShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.activations import ActivationOptions
 
@@ -38,6 +39,11 @@ class TowerMemory:
     forward: float = 0.0
 
 
+def pass_bytes(vision: VisionShape, patches: float, width: int) -> float:
+    """Bytes that a pass without gradients needs for a moment: pixels in fp32, and one block's values."""
+    return patches * (4 * vision.patch_dim + vision.kept_values * width)
+
+
 def tower_memory(
     shape: ModelShape, layout: TrainerLayout, batch: BatchOptions, options: ActivationOptions, frozen: Set[str]
 ) -> TowerMemory:
@@ -54,14 +60,14 @@ def tower_memory(
     trained = sum(prod(rule.sizes) for rule in rules if rule.megatron not in frozen)
     features = patches / of_token * shape.hidden_size * (1 + len(vision.deepstack)) * width
     pixels = patches * 4 * vision.patch_dim
-    block = patches * vision.kept_values * width
+    block, forward = patches * vision.kept_values * width, pass_bytes(vision, patches, width)
     ends = 5 * vision.hidden_size + 20 + 2.5 * vision.hidden_size * len(vision.deepstack)  # of the mergers above all
     if not trained:
         cache = min(features * batch.num_micro_batches, KEPT_FEATURES)
-        return TowerMemory(features, cache, forward=block + pixels)
+        return TowerMemory(features, cache, forward=forward)
     kept, again = features + patches * width * (ends + vision.patch_dim), block / 2
     if batch.recomputes_vision:
         kept, again = kept + patches * width * vision.hidden_size * vision.num_layers, float(block)
     else:
         kept += block * vision.num_layers
-    return TowerMemory(kept, 0.0, again + pixels, 4.0 * trained if layout.tp > 1 else 0.0, block + pixels)
+    return TowerMemory(kept, 0.0, again + pixels, 4.0 * trained if layout.tp > 1 else 0.0, forward)

@@ -40,6 +40,7 @@ class StageMemory:
     states       weights, gradients, optimizer
     activations  what forward passes keep at the worst moment: `in_flight` micro-batches
     head         of these, what the loss keeps (last stage)
+    images       of these, what the vision tower keeps: patches, inputs of its blocks, features (first stage)
     transient    more that backward needs for a moment, and `transient_of` which part does: "head", "layer"
     placeholders  bytes of `transient` that replace weights' gradients, see `_weight_gradients`
     scoring      what a forward pass without gradients needs for a moment
@@ -50,6 +51,7 @@ class StageMemory:
     activations: float
     in_flight: float
     head: float
+    images: float
     transient: float
     transient_of: str
     placeholders: float
@@ -125,8 +127,8 @@ def _stage(
     of_layers = tokens * (sum(each for each, _ in sizes) + entry)
     saved = of_layers * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
-    if stage == 0:
-        saved += tower.kept * flying + tower.cached
+    images = tower.kept * flying + tower.cached if stage == 0 else 0.0
+    saved += images
     rows = -(-shape.vocab_size // layout.tp)
     head = head_now = 0.0
     if is_last:
@@ -156,6 +158,7 @@ def _stage(
         activations=saved + head,
         in_flight=flying,
         head=head,
+        images=images,
         transient=max(head_now, layer_now) + placeholders,
         transient_of=transient_of,
         placeholders=placeholders,
