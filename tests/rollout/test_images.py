@@ -249,7 +249,7 @@ def test_functions_for_slime_ask_with_all_placeholders(seeing: str, monkeypatch:
     assert IMAGES.processor is not None
     adopt_images(made, IMAGES.processor)
     assert made.image_spans == sample.image_spans
-    with pytest.raises(ValueError, match=r"runs of \[4, 10\] placeholders, and the images have \[4, 12\] tokens"):
+    with pytest.raises(ValueError, match=r"runs of \[4, 2\] placeholders, and the images have \[4, 12\] tokens"):
         engine.serve(args, lambda: ask(list(map(int, ids[:-30]))))
     with pytest.raises(ValueError, match=r"runs of \[4, 12, 1\] placeholders"):
         engine.serve(args, lambda: ask([*map(int, ids), IMAGE]))
