@@ -431,8 +431,8 @@ def _unreadable_arguments(calls: Sequence[Mapping[str, Any]]) -> str | None:
     return next((arguments for arguments in read if isinstance(arguments, str)), None)
 
 
-def _texts(message: Mapping[str, object]) -> Iterable[str]:
-    content = message.get("content")
+def _texts(message: object) -> Iterable[str]:
+    content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         yield content
     for part in content if isinstance(content, list) else ():

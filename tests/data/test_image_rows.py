@@ -458,6 +458,7 @@ BROKEN: dict[str, tuple[Row, str]] = {
     "empty file": ({"images": ["empty.png"]}, "it is not an image file of a known format"),
     "cut off": ({"images": ["cut.png"]}, "the image cannot be"),
     "thin": ({"images": ["thin.png"]}, "one side of the image is over 200 times the other (image 1: 300 x 1 pixels)"),
+    "no messages": ({"problem": ["a", "b"]}, "column 'problem' is neither text nor a list of messages"),
     "number": ({"images": [7]}, "the kind of an image is unknown (image 1: int 7)"),
     "empty name": ({"images": [""]}, "the kind of an image is unknown"),
     "cut off late": ({"images": ["late.png"]}, "the image cannot be decoded (image 1: "),
