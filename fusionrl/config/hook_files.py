@@ -15,6 +15,7 @@ Python finds by itself, because the folder is in sys.path, keeps its own name: n
 """
 
 import builtins
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -163,16 +164,25 @@ _STAND_IN_FINDER = _StandInFinder()
 
 
 class _Importlib(ModuleType):
-    """`importlib` for hooks: `import_module` finds what is next to them, too."""
+    """`importlib` for a module of hooks, in `package`: `import_module` finds what is next to it first."""
+
+    def __init__(self, package: str, importer: str) -> None:
+        super().__init__("importlib")
+        self._package, self._importer = package, importer
 
     def __getattr__(self, name: str) -> object:
         return getattr(importlib, name)
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        return importlib.import_module(name if name.startswith(".") else find_beside(name), package)
+        if name.startswith("."):
+            return importlib.import_module(name, package)
+        home = _home_or_around(name, self._package) if self._package else None
+        if home is None or self._importer == f"{home}.{name.partition('.')[0]}":
+            return importlib.import_module(find_beside(name))
+        return importlib.import_module(f"{home}.{name}")
 
 
-_IMPORTLIB = _Importlib("importlib")
+_importlib_for = functools.cache(_Importlib)
 
 
 class _Loader(SourceFileLoader):
@@ -195,15 +205,14 @@ def _import(
 ) -> ModuleType:
     package = str((globals or {}).get("__package__") or "")
     top = name.partition(".")[0]
-    if name == "importlib" or (top == "importlib" and not fromlist):
-        builtins.__import__(name)
-        return _IMPORTLIB
+    importer = str((globals or {}).get("__name__"))
+    if not level and (name == "importlib" or (top == "importlib" and not fromlist)):
+        builtins.__import__(name, globals, locals, fromlist)  # also modules of it that the list names
+        return _importlib_for(package, importer)
     if level or not package or (package, top) in _elsewhere:
         return builtins.__import__(name, globals, locals, fromlist, level)
-    home = _home(top, package)
-    if home is None and top not in STAND_INS and _spec(top) is None:
-        home = _around(package, name)
-    if home is not None and (globals or {}).get("__name__") == f"{home}.{top}":  # openai.py, which imports openai
+    home = _home_or_around(name, package)
+    if home is not None and importer == f"{home}.{top}":  # openai.py, which imports openai
         return builtins.__import__(name, globals, locals, fromlist, level)
     if home is None:
         module = builtins.__import__(name, globals, locals, fromlist, level)
@@ -213,6 +222,13 @@ def _import(
         return builtins.__import__(f"{home}.{name}", globals, locals, fromlist, 0)
     importlib.import_module(f"{home}.{name}")
     return sys.modules[f"{home}.{top}"]
+
+
+def _home_or_around(name: str, package: str) -> str | None:
+    """Return the package in which a module of `package` finds `name`; None: it is imported as anywhere else."""
+    top = name.partition(".")[0]
+    home = _home(top, package)
+    return _around(package, name) if home is None and top not in STAND_INS and _spec(top) is None else home
 
 
 def _home(top: str, package: str) -> str | None:

@@ -75,6 +75,10 @@ def test_two_folders_with_modules_of_one_name_do_not_mix(write: Write) -> None:
     folder = write(utils | {"a/h.py": hook, "b/h.py": hook})
     found = [load_function(f"{folder / name / 'h.py'}:f") for name in "ab"]
     assert [function() for function in found] == [("a", "a"), ("b", "b")]
+    hook = "from importlib import import_module, simple\ndef f(): return import_module('utils').NAME, simple.__name__\n"
+    write({"a/by_name.py": hook, "b/by_name.py": hook})
+    found = [load_function(f"{folder / name / 'by_name.py'}:f") for name in "ab"]
+    assert [function() for function in found] == [("a", "importlib.simple"), ("b", "importlib.simple")]
 
 
 def test_a_neighbour_goes_before_a_module_of_python_and_hides_it_from_nobody(write: Write) -> None:
