@@ -6,6 +6,7 @@ import io
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fusionrl.compat.slime.api import datasets, distillation, http, losses, metr
 from fusionrl.config.config import Config
 from fusionrl.data.chat import get_response_lengths
 from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import ImageLimits
 from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
@@ -244,6 +246,10 @@ def test_the_processor_of_a_model_that_sees(tmp_path: Path) -> None:
     try:
         (row,) = datasets.Dataset(str(rows), load_tokenizer(str(tmp_path)), None, None, **options).samples
         assert [image.num_tokens for _, image in row.image_spans] == [4]
+        assert IMAGES.processor is not None
+        kimi = replace(IMAGES.processor, limits=ImageLimits(14, 2, 1, 56 * 56, pads=True))
+        limits = datasets._limits_of(kimi)
+        assert kimi.limited(limits.get("image_min_pixels"), limits["image_max_pixels"]) == kimi
     finally:
         IMAGES.__init__()  # type: ignore[misc]
     with pytest.raises(ValueError, match="1 placeholders of images in the tokens, but 0 images"):

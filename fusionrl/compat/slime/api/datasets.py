@@ -99,7 +99,9 @@ def _limits_of(files: ProcessorFiles | None) -> dict[str, int]:
     """Return the run's limits of pixels, as flags name them."""
     if files is None:
         return {}
-    return {"image_min_pixels": files.limits.min_pixels, "image_max_pixels": files.limits.max_pixels}
+    limits = files.limits
+    most = {"image_max_pixels": limits.max_pixels}
+    return most if limits.pads else most | {"image_min_pixels": limits.min_pixels}
 
 
 # ------------------------------------------------------------------------------------------------ processing_utils
