@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import threading
 import weakref
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,12 +53,12 @@ class Loan:
 
     processor  the model's settings of images
     file       path of its scratch file
-    extents    of the images there; others have a source
+    extents    of the images there, and checksums of their bytes; others have a source
     """
 
     processor: ProcessorFiles
     file: str = ""
-    extents: tuple[tuple[ImageRef, Extent], ...] = ()
+    extents: tuple[tuple[ImageRef, Extent, int], ...] = ()
 
 
 class ImageStore:
@@ -68,8 +69,8 @@ class ImageStore:
         self._living: dict[str, weakref.ref[ImageRef]] = {}
         self._dead: deque[str] = deque()  # keys of references that are gone
         self._scratch: ScratchFile | None = None
-        self._extents: dict[str, Extent] = {}
-        self._borrowed: dict[str, tuple[str, Extent]] = {}  # key → where it is in a scratch file of another process
+        self._extents: dict[str, tuple[Extent, int]] = {}  # with the checksum of what was written
+        self._borrowed: dict[str, tuple[str, Extent, int]] = {}  # the same, of a scratch file of another process
         self._cache: OrderedDict[tuple[str, str], np.ndarray | bytes] = OrderedDict()
         self.num_bytes = 0  # of the cache
         self.configure(max_bytes, folder)
@@ -111,7 +112,7 @@ class ImageStore:
         if key not in self._extents:
             if self._scratch is None:
                 self._scratch = ScratchFile(self._folder)
-            self._extents[key] = self._scratch.write(content)
+            self._extents[key] = self._scratch.write(content), zlib.crc32(content)
 
     def _watch(self, image: ImageRef) -> None:
         """Drop the image when its reference is gone."""
@@ -128,9 +129,9 @@ class ImageStore:
             for kind in ("pixels", "png"):
                 self._forget((kind, key))
             self._borrowed.pop(key, None)
-            if (extent := self._extents.pop(key, None)) is not None:
+            if (written := self._extents.pop(key, None)) is not None:
                 assert self._scratch is not None
-                self._scratch.give_back(extent)
+                self._scratch.give_back(written[0])
 
     # ------------------------------------------------------------------------------------------------ take out
     def pixels(self, image: ImageRef) -> np.ndarray:
@@ -177,17 +178,15 @@ class ImageStore:
         """Return the file of an image; raises as `pixels`."""
         with self._lock:
             self._sweep()
-            extent, scratch, borrowed = self._extents.get(image.key), self._scratch, self._borrowed.get(image.key)
-        if extent is not None and scratch is not None:
-            return scratch.read(extent)
+            written, scratch, borrowed = self._extents.get(image.key), self._scratch, self._borrowed.get(image.key)
+        if written is not None and scratch is not None:
+            return scratch.read(written[0])
         if borrowed is None and image.source is None:
             raise ValueError(f"the pixels of image {image.key} are not in this process, and no file has them")
-        path, part = borrowed or (str(image.source), None)
+        path = str(image.source) if borrowed is None else borrowed[0]
         try:
-            if part is not None:
-                with open(path, "rb") as file:
-                    file.seek(part.start)
-                    return file.read(part.size)
+            if borrowed is not None:
+                return _borrowed_content(image, *borrowed)
             content = Path(path).read_bytes()
         except OSError as error:
             raise ValueError(f"the image {path} cannot be read any more ({error})") from error
@@ -243,7 +242,7 @@ class ImageStore:
             return None
         with self._lock:
             known = ((image, self._extents.get(image.key)) for image in images)
-            extents = tuple((image, extent) for image, extent in known if extent is not None)
+            extents = tuple((image, *written) for image, written in known if written is not None)
             if not extents or self._scratch is None:
                 return Loan(self.processor)
             return Loan(self.processor, self._scratch.address, extents)
@@ -252,9 +251,18 @@ class ImageStore:
         """Read images of another process from now on."""
         with self._lock:
             self.processor = loan.processor
-            for image, extent in loan.extents:
+            for image, extent, checksum in loan.extents:
                 self._watch(image)
-                self._borrowed[image.key] = (loan.file, extent)
+                self._borrowed[image.key] = (loan.file, extent, checksum)
+
+
+def _borrowed_content(image: ImageRef, path: str, extent: Extent, checksum: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(extent.start)
+        content = file.read(extent.size)
+    if zlib.crc32(content) != checksum:
+        raise ValueError(f"the pixels of image {image.key} are gone: the process that had them needs them no more")
+    return content
 
 
 def _note_death(dead: deque[str], key: str, _: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import json
@@ -304,7 +305,12 @@ def test_another_process_reads_what_this_one_has(tmp_path: Path) -> None:
     loan = store.lend([image, REF])
     other.borrow(pickle.loads(pickle.dumps(loan)))
     assert other.processor == files and np.array_equal(other.pixels(image), store.pixels(image))
-    del image, loan
+    assert loan is not None
+    (lent, extent, checksum), late = loan.extents[0], ImageStore()
+    late.borrow(dataclasses.replace(loan, extents=((lent, extent, checksum + 1),)))  # the space has another image now
+    with pytest.raises(ValueError, match="are gone: the process that had them needs them no more"):
+        late.pixels(image)
+    del image, loan, lent
     gc.collect()
     other._sweep()
     assert not other._borrowed
