@@ -32,7 +32,8 @@ class SampleFiles:
 
     def __init__(self, config: Config, writer: RolloutWriter, attempt: int) -> None:
         self._config, self._writer, self._attempt = config, writer, attempt
-        self._num_bytes = sum(path.stat().st_size for path in writer.folder.glob("*.train.a*.jsonl"))
+        files = (path for pattern in ("*.train.a*.jsonl", "images/*.jpg") for path in writer.folder.glob(pattern))
+        self._num_bytes = sum(path.stat().st_size for path in files) if config.run.mode == "sft" else 0
         self._has_room = True
 
     def write(self, rollout_id: int, samples: Sequence[Sample]) -> Path | None:
@@ -46,7 +47,7 @@ class SampleFiles:
                 logger.info("rollouts/ has %.1f GiB of samples: those of step %d and later are left out", size, step)
             self._has_room = False
             return None
-        write_pictures(self._writer, samples)
+        self._num_bytes += write_pictures(self._writer, samples)
         path = self._writer.write(rollout_id, self._attempt, self._supervised_rows(samples))
         self._num_bytes += path.stat().st_size
         return path
@@ -61,10 +62,10 @@ class SampleFiles:
             yield sample.to_row() | texts | {"reward": None}
 
 
-def write_pictures(writer: RolloutWriter, samples: Iterable[Sample]) -> None:
-    """Write a small picture of each image of the samples."""
-    for image in {image.key: image for sample in samples for _, image in sample.image_spans}.values():
-        writer.add_picture(image.key, partial(IMAGES.thumbnail, image))
+def write_pictures(writer: RolloutWriter, samples: Iterable[Sample]) -> int:
+    """Write a small picture of each image of the samples, once; returns the bytes written."""
+    images = {image.key: image for sample in samples for _, image in sample.image_spans}.values()
+    return sum(writer.add_picture(image.key, partial(IMAGES.thumbnail, image)) for image in images)
 
 
 def save_samples(pattern: str, rollout_id: int, samples: Sequence[Sample]) -> None:

@@ -132,13 +132,15 @@ class RolloutWriter:
         path.parent.mkdir(exist_ok=True)
         return _write_rows(path, rows)
 
-    def add_picture(self, key: str, make: Callable[[], bytes]) -> None:
-        """Write the small picture of an image, once; `make` returns a JPEG file."""
-        path = picture_file(self.folder, key)
+    def add_picture(self, key: str, make: Callable[[], bytes]) -> int:
+        """Write the small picture of an image, once; `make` returns a JPEG file. Returns the bytes written."""
+        path, content = picture_file(self.folder, key), b""
         if key not in self._pictures and not path.exists():
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, [make()])
+            content = make()
+            write_atomically(path, [content])
         self._pictures.add(key)
+        return len(content)
 
 
 def picture_file(folder: Path, key: str) -> Path:

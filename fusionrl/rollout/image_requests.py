@@ -89,7 +89,8 @@ def _by_file(args: Namespace) -> bool:
 
 
 def _path(args: Namespace, image: ImageRef) -> Path:
-    return Path(args.run_dir, FOLDER, f"{image.key}.png")
+    # A name of this reference: when an earlier one of the same image is gone, so is its file.
+    return Path(args.run_dir, FOLDER, f"{image.key}-{id(image):x}.png")
 
 
 def _file(image: ImageRef, path: Path) -> str:
