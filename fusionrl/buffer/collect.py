@@ -24,6 +24,7 @@ from fusionrl.rollout.types import (
     as_train_output,
     check_samples,
     flatten,
+    take_images,
 )
 from fusionrl.rollout.weight_versions import fill_versions, noting_answers
 
@@ -143,8 +144,11 @@ class Collector:
         """Call the rollout function once; tokens of a user's function get the weight versions that engines said."""
         with noting_answers(self._border.policy_urls(), keeps_tokens=False) as answers:
             output = as_train_output(self._functions.generate(args, rollout_id, data_source))
-        if self._functions.where is not None and answers.urls:
-            fill_versions(flatten(output.samples), answers, self._functions.where)
+        if self._functions.where is not None:
+            samples = flatten(output.samples)
+            if answers.urls:
+                fill_versions(samples, answers, self._functions.where)
+            take_images(self._functions.where, samples)
         return output
 
     def _finish(self, args: Namespace, output: RolloutFnTrainOutput, dropped: Counter[str]) -> list[list[Sample]]:
@@ -181,7 +185,7 @@ class Collector:
             mark_removed(self._border.args(), groups)
         for position, group in enumerate(groups):
             _number_group(group, position)
-            check_samples("rollout_function_path", path, group, limits_of(self._plan))
+            check_samples("rollout_function_path", path, group, limits_of(self._plan), are_new=False)
         return flatten(groups)
 
 

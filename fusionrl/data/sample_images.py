@@ -137,6 +137,26 @@ def _given(sample: Sample) -> list[object]:
 
 
 # ------------------------------------------------------------------------------------------------ images of hooks
+def keep_images(samples: Iterable[Sample]) -> None:
+    """Undo what a reward or a filter did to the images of samples whose places are known."""
+    for sample in samples:
+        if sample.image_spans:
+            restore_images(sample)
+
+
+def restore_images(sample: Sample) -> None:
+    """Undo what a function did to the images of a sample that was generated: engines have seen those of its spans."""
+    fields = vars(sample)
+    if not sample.num_tokens:
+        return
+    if isinstance(inputs := fields["multimodal_inputs"], Mapping):
+        own = {name: value for name, value in inputs.items() if name not in ("images", "videos")}
+        fields["multimodal_inputs"] = None
+        if own:
+            fields["multimodal_inputs"] = {**(sample.multimodal_inputs or {}), **own}
+    fields["multimodal_train_inputs"] = None
+
+
 def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
     """Find the places of images that a hook gave to a sample without noting where, as functions for slime do.
 
@@ -145,7 +165,8 @@ def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
     length, that is not trained on. Without a place of its own, an image that came with the row was not shown.
 
     Raises:
-        ValueError: an image has no such run, or `multimodal_train_inputs` has other pixels than the images.
+        ValueError: an image has no such run, or came in another's stead after `generate_turn` had sent that one; or
+            `multimodal_train_inputs` has other pixels than the images.
     """
     fields = vars(sample)
     values, pixels = _given(sample), fields["multimodal_train_inputs"]
@@ -188,6 +209,8 @@ def _placed(sample: Sample, images: Sequence[ImageRef], has_own: bool, processor
     if len(images) < len(spans):
         raise ValueError(f"{name} {len(spans)} among its tokens")
     for number, ((start, held), image) in enumerate(zip(spans, images, strict=False)):
+        if image != held and sample.response_length and sample.temperature is not None:  # as `generate_turn` notes it
+            raise ValueError(f"{name} image {number + 1} is not the one that the engine saw; change it before the turn")
         if image.num_tokens != held.num_tokens:
             counts = f"{held.num_tokens} placeholders for image {number + 1}, which has {image.num_tokens} tokens"
             raise ValueError(f"{name} {counts}; make its tokens of the images that are there")

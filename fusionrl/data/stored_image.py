@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+from PIL._util import DeferredError
 
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, patches, picture, png_of
@@ -43,7 +44,7 @@ class StoredImage(Image.Image):
 
     def load(self) -> PixelAccess | None:
         """Read the pixels, where that was not done yet. What changes them in place works on a copy."""
-        if self._im is None:
+        if self._im is None or isinstance(self._im, DeferredError):  # closed
             self._pixels = _shared.get(self.ref.key) or _shared.setdefault(self.ref.key, _Pixels(self.ref))
             self.im = self._pixels.im
         return super().load()
@@ -51,7 +52,8 @@ class StoredImage(Image.Image):
     @property
     def is_changed(self) -> bool:
         """Whether it is no longer the image of its reference."""
-        return self._im is not None and (self._pixels is None or self._im is not self._pixels.im)
+        is_there = self._im is not None and not isinstance(self._im, DeferredError)
+        return is_there and (self._pixels is None or self._im is not self._pixels.im)
 
     def __copy__(self) -> Image.Image:
         return self.copy() if self.is_changed else type(self)(self.ref, self.is_new)

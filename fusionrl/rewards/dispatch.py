@@ -16,6 +16,7 @@ from typing import SupportsFloat, TypeGuard
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
+from fusionrl.data.sample_images import keep_images
 from fusionrl.observe.spans import part
 from fusionrl.rewards.pool import RewardPool
 from fusionrl.rewards.registry import MODEL, asks_model
@@ -156,7 +157,9 @@ async def _score(
     grading, asynchronous = settings.grading.with_args(_args_for(path, settings)), is_async(path)
     try:
         if settings.in_process:
-            return await score_here(grading, samples, call=call, kwargs=kwargs, is_async=asynchronous)
+            reward = await score_here(grading, samples, call=call, kwargs=kwargs, is_async=asynchronous)
+            keep_images(samples)
+            return reward
         pool = reward_pool(settings.num_processes or len(os.sched_getaffinity(0)))
         future = pool.submit(
             grading.packed(), samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=asynchronous

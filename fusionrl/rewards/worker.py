@@ -77,8 +77,8 @@ class _Job:
 
 
 def _attributes(sample: Sample) -> dict[str, bytes]:
-    """Return each attribute as a value that differs once it was changed."""
-    return {name: pickle.dumps(value) for name, value in vars(sample).items()}
+    """Return each attribute as a value that differs once it was changed; images stay what engines have seen."""
+    return {name: pickle.dumps(value) for name, value in vars(sample).items() if not name.startswith("multimodal_")}
 
 
 def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:

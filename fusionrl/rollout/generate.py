@@ -17,7 +17,7 @@ from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, user_code
 from fusionrl.data.attempts import join_attempt
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
-from fusionrl.data.sample_images import prompt_of
+from fusionrl.data.sample_images import keep_images, prompt_of
 from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward
@@ -250,6 +250,7 @@ def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> Dyna
     if path is None:
         return DynamicFilterOutput(True)
     verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
+    keep_images(group)
     if isinstance(verdict, bool | np.bool_):
         return DynamicFilterOutput(bool(verdict))
     if not hasattr(verdict, "keep"):

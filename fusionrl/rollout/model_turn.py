@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import expand_prompt, prompt_images
+from fusionrl.data.sample_images import adopt_images, expand_prompt, prompt_images
 from fusionrl.data.sampling import as_version, note_request
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError, routed_experts
@@ -185,6 +186,8 @@ async def _payload(args: Namespace, sample: Sample, params: SamplingParams, done
             note_no_room(sample)
         sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
         return None
+    if IMAGES.processor is not None:
+        adopt_images(sample, IMAGES.processor)
     if may_not_return(sample):
         sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
         return None

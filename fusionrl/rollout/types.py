@@ -14,7 +14,7 @@ from fusionrl.config.hooks import HookError
 from fusionrl.data.attempts import join_attempt
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import adopt_images
+from fusionrl.data.sample_images import adopt_images, restore_images
 from fusionrl.data.sample_json import check_values
 
 # In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
@@ -116,8 +116,10 @@ class Limits:
         return cls(getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
 
 
-def check_samples(field: str, path: str, samples: Sequence[object], limits: Limits) -> None:
+def check_samples(field: str, path: str, samples: Sequence[object], limits: Limits, *, are_new: bool = True) -> None:
     """Check what a user's function returned: samples whose fields fit together, with numbers within the limits.
+
+    Their images are taken in; not `are_new`: those were before, and stay what they were.
 
     Raises HookError, which names the flag of `field`, the function, and what is wrong.
     """
@@ -128,12 +130,24 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
             problem = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
             raise HookError(f"{_where(field, path)}: sample {sample.index} {problem} status to FAILED", [sample])
         try:
-            if IMAGES.processor is not None:
-                adopt_images(sample, IMAGES.processor)
+            if (processor := IMAGES.processor) is not None:
+                is_known = not are_new or (sample.image_spans and field not in _GENERATING)
+                restore_images(sample) if is_known else adopt_images(sample, processor)
             check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:
             raise HookError(f"{_where(field, path)}: {error}", [sample]) from error
         sample.pack()
+
+
+def take_images(where: str, samples: Sequence[Sample]) -> None:
+    """Take in the images of samples that a user's rollout function returned; HookError: they do not fit."""
+    if (processor := IMAGES.processor) is None:
+        return
+    for sample in samples:
+        try:
+            adopt_images(sample, processor)
+        except ValueError as error:
+            raise HookError(f"{where}: {error}", [sample]) from error
 
 
 def _where(field: str, path: str) -> str:

@@ -38,6 +38,18 @@ def sees(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False)
     return [[answered(sample) for sample in group] for group in groups]
 
 
+def draws(args: Any, groups: list[list[Sample]]) -> None:
+    """A filter that looks at images as it likes."""
+    for sample in (sample for group in groups for sample in group if sample.image_spans):
+        assert sample.multimodal_inputs is not None
+        images = sample.multimodal_inputs["images"]
+        images[0].putpixel((0, 0), (1, 2, 3))
+        if sample.index and sample.index % 2:
+            images[0].thumbnail((8, 8))
+            images.append(images[0])
+            sample.multimodal_train_inputs = {"pixel_values": ()}
+
+
 def hands_back(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """One group more than is wanted, which comes first in the next rollout with what it has."""
     *groups, last = data_source.get_samples(args.rollout_batch_size + 1)

@@ -23,6 +23,7 @@ from PIL import Image
 
 from fusionrl import cli
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.stream import Stream
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
@@ -142,6 +143,14 @@ def test_each_image_goes_to_a_rank_once(buffer: Callable[..., BufferActor], mode
     assert IMAGES.num_bytes <= 10 * 64 * 64 * 3  # 32 samples hold references
 
 
+def test_filters_change_no_image(buffer: Callable[..., BufferActor]) -> None:
+    wanted = run(buffer().generate(0)).shards
+    found = run(buffer(name="filtered", rollout_sample_filter_path=f"{HOOKS}:draws").generate(0)).shards
+    for want, shard in zip(wanted, found, strict=True):
+        assert shard.spans == want.spans
+        np.testing.assert_equal(shard.images, want.images)
+
+
 def test_memory_does_not_grow(buffer: Callable[..., BufferActor]) -> None:
     """Acceptance point A16: what tools made goes with the samples, also where the cache holds two images alone."""
     made = buffer(image_cache_mb=1)
@@ -194,7 +203,7 @@ def test_a_small_cache_decodes_an_image_once_a_shard(
 ) -> None:
     made, decoded = buffer(), list[str]()
     IMAGES._max_bytes = 0
-    monkeypatch.setattr(RolloutWriter, "add_picture", lambda *given: None)
+    monkeypatch.setattr(RolloutWriter, "add_picture", lambda *given: 0)
     monkeypatch.setattr(
         IMAGES, "original", lambda image, usual=IMAGES.original: decoded.append(image.key) or usual(image)
     )
@@ -232,6 +241,12 @@ def test_samples_in_files_and_on_pages(buffer: Callable[..., BufferActor], capsy
     run(made.generate(0))
     pictures = made.run_dir / "rollouts" / "images"
     assert len(list(pictures.iterdir())) == 10
+    samples = read_samples(next(pictures.parent.glob("*.jsonl")))
+    samples = [sample for sample in samples if all(image.source for _, image in sample.image_spans)]
+    writer = RolloutWriter(made.run_dir / "again")
+    written = [write_pictures(writer, samples) for _ in range(2)]  # in mode sft, their bytes are limited, too
+    files = list((writer.folder / "images").iterdir())
+    assert files and written == [sum(path.stat().st_size for path in files), 0]
     cli.main(["show", str(made.run_dir), "--sample", "9"])
     text = capsys.readouterr().out
     assert text.count("64 x 64  ") == 2 and str(next(pictures.iterdir()).parent) in text

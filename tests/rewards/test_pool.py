@@ -15,6 +15,7 @@ from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageLimits
 from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import images_of
 from fusionrl.data.stored_image import image_inputs
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
 from fusionrl.rewards.reward_call import LostReward, RewardRaised, is_async
@@ -50,6 +51,7 @@ def group(args, samples, **kwargs): return [float(s.index) for s in samples]
 def looks(args, sample, **kwargs):
     image, train = sample.multimodal_inputs["images"][0], sample.multimodal_train_inputs
     sample.metadata["pixel"] = image.getpixel((3, 5))
+    image.thumbnail((8, 8))
     return float(train["pixel_values"].sum()) if train else 0.0
 async def waits(args, sample, **kwargs):
     await asyncio.sleep(0.02)
@@ -215,6 +217,7 @@ def test_a_function_sees_the_images_of_a_sample(pool: RewardPool, hooks: str, tm
             reward = call(pool, grading(f"{hooks}:looks"), [sample]).result(20)
             assert reward == pytest.approx(wanted, rel=1e-4)
             assert sample.metadata["pixel"] == tuple(pixels[5, 3])
+        assert images_of(asked) == [ref]
         shown.pack()
         assert vars(shown)["multimodal_inputs"] is None
     finally:

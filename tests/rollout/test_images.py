@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import dataclasses
 import gc
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from fusionrl.data.image_store import IMAGES, MEGABYTE
 from fusionrl.data.images import collapsed, normal_form
 from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import adopt_images, images_of, set_images
+from fusionrl.data.sample_images import adopt_images, images_of, keep_images, set_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError
 from fusionrl.engines.client import GenerateClient
@@ -30,9 +32,10 @@ from fusionrl.engines.generation import Generation
 from fusionrl.engines.request_merging import RequestMerger
 from fusionrl.rollout.agent import generate as generate_with_tools
 from fusionrl.rollout.engine_post import post
-from fusionrl.rollout.image_requests import FOLDER, image_metrics, media_tokens, with_images
+from fusionrl.rollout.image_requests import FOLDER, image_data, image_metrics, media_tokens, with_images
 from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
+from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import noting_answers
 from fusionrl.rollout.zoom import ZoomTool, box_in_original
 from tests.engines import streaming
@@ -186,9 +189,11 @@ def test_images_as_files_live_as_long_as_their_samples(play: Any, tmp_path: Path
     (address,) = engine.exchanges[0].asked["image_data"]
     path = Path(address.removeprefix("file://"))
     assert path.parent.parent == tmp_path and path.is_file()
+    again = dataclasses.replace(sample.image_spans[0][1])  # the next reference to the image, while the last one goes
+    (newer,) = image_data(Namespace(run_dir=str(tmp_path), **flags), [again])
     del sample
     gc.collect()
-    assert not path.exists()
+    assert not path.exists() and Path(newer.removeprefix("file://")).is_file()
 
 
 def test_a_new_buffer_removes_the_files_of_one_that_was_killed(seeing: str, tmp_path: Path) -> None:
@@ -257,6 +262,31 @@ def test_functions_for_slime_ask_with_all_placeholders(seeing: str, monkeypatch:
     monkeypatch.setattr(Engine, "num_repeated", lambda self, asked: 2)
     with pytest.raises(AnswerError, match=f"prompt_tokens is {len(ids) - 12}, and the request had {len(ids)} tokens"):
         engine.serve(args, lambda: ask(list(map(int, ids))))
+
+
+def test_an_image_that_is_changed_in_place(seeing: str) -> None:
+    """Before the turn, the engine sees the change; after it, there is none."""
+    sample = asking(seeing, noise(64, 64), noise(128, 96, 1))
+    before = [image.key for _, image in sample.image_spans]
+    args, engine = scripted.prepare(seeing, ["Both."])
+    engine.image_unit = UNIT
+    images_of_hook(sample)[0].putpixel((3, 3), (1, 2, 3))
+    engine.serve(args, lambda: generate(args, sample, scripted.sampling_params(args)))
+    check(sample, engine)
+    seen = [image.key for _, image in sample.image_spans]
+    assert seen[0] != before[0] and seen[1] == before[1] and IMAGES.processor is not None
+    for image in images_of_hook(sample):
+        image.load()
+        image.close()
+    adopt_images(sample, IMAGES.processor)
+    images_of_hook(sample)[1].putpixel((3, 3), (1, 2, 3))
+    changed = copy.deepcopy(sample)
+    with pytest.raises(ValueError, match="image 2 is not the one that the engine saw"):
+        adopt_images(changed, IMAGES.processor)
+    check_samples("rollout_sample_hook_path", "", [sample], Limits())
+    keep_images([changed])
+    for kept in (sample, changed):
+        assert [image.key for _, image in kept.image_spans] == seen == [image.key for image in images_of(kept)]
 
 
 def images_of_hook(sample: Sample) -> list[Any]:
