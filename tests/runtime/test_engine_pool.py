@@ -310,7 +310,7 @@ class Party:
 @pytest.fixture(autouse=True)
 def requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of no model."""
-    monkeypatch.setattr(external_engines, "engine_requirements", lambda *_: None)
+    monkeypatch.setattr(external_engines, "engine_requirements", lambda *_: SimpleNamespace(images=None))
 
 
 @pytest.fixture
