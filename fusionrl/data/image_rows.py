@@ -256,17 +256,17 @@ def read_images(
 
 
 def header_ref(content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:
-    """Return a reference to an image file by its header alone; no store has its pixels.
+    """Return a reference without a key to an image file, by its header alone; no store has its pixels.
 
     Raises:
         ValueError: no image that can be read, or one that does not fit the limits.
     """
     size = limits.fit(*image_size(content))
-    return ImageRef(key_of_file(content, *size), *size, limits.num_tokens(*size), source)
+    return ImageRef("", *size, limits.num_tokens(*size), source)
 
 
 def decoded_ref(content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:
-    """As `header_ref`, of an image that can be decoded to its end."""
+    """As `header_ref`, with its key, of an image that can be decoded to its end."""
     image = header_ref(content, limits, source)
     decoded(content)
-    return image
+    return replace(image, key=key_of_file(content, image.height, image.width))
