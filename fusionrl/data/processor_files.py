@@ -107,6 +107,8 @@ def _padding_limits(settings: Mapping[str, object]) -> ImageLimits:
     if not isinstance(kernel, list) or len({*kernel}) != 1:
         raise ValueError(f"merge_kernel_size {kernel!r} is not a square")
     patch, merge, most = _numbers(settings.get("patch_size") or _PATCH, kernel[0], settings["in_token_limit"])
+    if most < merge**2:
+        raise ValueError(f"in_token_limit {most} is below the {merge**2} patches of one token")
     return ImageLimits(patch, merge, 1, most * patch**2, pads=True)
 
 

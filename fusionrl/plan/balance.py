@@ -164,7 +164,8 @@ def _fitting(group: Sequence[int], padded: np.ndarray, balance: Balance, images:
     for i in group:
         is_full = padded[i] > room or len(units[-1]) == balance.max_samples
         if images and balance.max_image_tokens is not None:
-            is_full |= sum(_images_of([*units[-1], i], images).values()) > balance.max_image_tokens
+            before, after = (sum(_images_of(unit, images).values()) for unit in (units[-1], [*units[-1], i]))
+            is_full |= after > max(balance.max_image_tokens, before)  # where one sample passes it, too
         if units[-1] and is_full:
             units.append([])
             room = balance.max_tokens

@@ -82,9 +82,12 @@ def test_kimi_vl_fills_images_up(tmp_path: Path) -> None:
             height, width = (int(side * (limit / patches) ** 0.5) for side in (height, width))
         return -(-height // 28) * 28, -(-width // 28) * 28
 
-    numbers = image_numbers("kimi_vl") | {"in_token_limit": 4096}
+    numbers = image_numbers("kimi_vl") | {"in_token_limit": 3}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers))
     (tmp_path / "config.json").write_text('{"media_placeholder_token_id": 7}')
+    with pytest.raises(ValueError, match="in_token_limit 3 is below the 4 patches of one token"):
+        read_processor_files(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers | {"in_token_limit": 4096}))
     files, random = read_processor_files(tmp_path), np.random.default_rng(2)
     assert (files.placeholder, files.media_tokens, files.start) == (7, (7,), None)
     assert files.limits == ImageLimits(14, 2, 1, 4096 * 14**2, pads=True)
