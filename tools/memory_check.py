@@ -109,13 +109,14 @@ def build(
 
 
 def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> dict[str, int]:
-    """Bytes of a rank as Megatron has them."""
+    """Bytes of a rank as Megatron has them; `weights` with those that are in no buffer."""
     import torch
 
-    from fusionrl.trainer import model
+    from fusionrl.trainer import freezing, model
 
     passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
-    config, modules, transformer = build(shape, row.layout, rank, precision, passthrough)
+    config, modules, transformer = build(shape, row.layout, rank, precision, passthrough, **row.flags)
+    freezing.freeze(modules, shape, frozen_of(config, shape))
     parameters = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
     trained = model.build_training(config, modules, transformer, trainer_plan(config, row.layout))
     buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -128,9 +129,10 @@ def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> di
                 # In fp32 the shard is a view of the model's own parameter.
                 shard = [] if param.untyped_storage().data_ptr() in held else [param]
                 optimizer += sum(t.numel() * t.element_size() for t in (*tensors, *shard))
+    frozen = sum(p.nbytes for module in modules for p in module.parameters() if not p.requires_grad)
     return {
         "parameters": parameters,
-        "weights": sum(b.param_data.numel() * b.param_data.element_size() for b in buffers),
+        "weights": sum(b.param_data.nbytes for b in buffers) + frozen,
         "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
         "optimizer": optimizer,
     }
@@ -145,10 +147,11 @@ def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) 
     """A dictionary for each model on one rank, in fp32 and bf16, and for each layout of tools/parity.py."""
     import_megatron()
     alone = [(Row(name, 1), precision) for name in (*MODELS, *SEEING) for precision in ("fp32", "bf16")]
-    rows = alone + [(row, "fp32") for row in ROWS]
+    frozen = Row("qwen3_5", 1, note="frozen", flags={"freeze_vision": True, "freeze_params_name_list": ["A_log"]})
+    rows = [*alone, (frozen, "bf16"), *((row, "fp32") for row in ROWS)]
     results = []
     for row, precision in rows:
-        name = f"{row.name or 'one rank'}{'' if precision == 'fp32' else ', bf16'}"
+        name = f"{row.name.removeprefix(', ') or 'one rank'}{'' if precision == 'fp32' else ', bf16'}"
         if not _is_chosen(f"{row.model} {name}", only):
             continue
         results.append(_states_of(row, name, precision))
@@ -162,7 +165,7 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     padding = 512 * (layout.vpp - 1)  # each further chunk of a rank has buffers of its own
     stages = stage_layers(layout, shape.num_layers, row.transformer)
     assert stages is not None
-    counted = stage_parameters(shape, layout, stages)
+    counted = stage_parameters(shape, layout, stages, frozen_of(Config.from_flat({"mode": "sft"} | row.flags), shape))
     options = StateOptions.of(precision, {}, row.ddp)
     estimates = [state_bytes(parameters, layout, options) for parameters in counted]
     least: list[int] = []
@@ -172,7 +175,7 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
         stage = layout.coordinates(rank).pp
         want = estimates[stage]
         weight_bytes = counted[stage].count * options.weight_bytes
-        weight_bytes += sum(counted[stage].exact) * (4 - options.weight_bytes)
+        weight_bytes += sum(counted[stage].exact + counted[stage].frozen_exact) * (4 - options.weight_bytes)
         is_equal &= measured["parameters"] == weight_bytes
         over = measured["weights"] - want.weights, measured["gradients"] - want.gradients
         is_equal &= all(0 <= count <= padding for count in over)
@@ -185,8 +188,8 @@ def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     replicas = {"dense": layout.dp * layout.cp, "expert": layout.expert_dp}
     per_stage = layout.world_size // layout.pp
     expected_total = sum(
-        options.optimizer_bytes
-        * ((p.count - sum(p.expert)) * per_stage // replicas["dense"] + sum(p.expert) * per_stage // replicas["expert"])
+        options.optimizer_bytes * (sum(p.dense + p.exact + p.shared) * per_stage // replicas["dense"])
+        + options.optimizer_bytes * (sum(p.expert) * per_stage // replicas["expert"])
         - (options.optimizer_bytes - options.of_fp32.optimizer_bytes) * sum(p.exact) * per_stage // replicas["dense"]
         for p in counted
     )

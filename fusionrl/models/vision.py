@@ -46,6 +46,7 @@ class VisionShape(BaseModel):
     engine_joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine_modules: ClassVar[Mapping[str, str]] = {".attn.qkv.": ".attn.qkv_proj."}  # modules that they call otherwise
     engine_multiple: ClassVar[int] = 1  # engines pad the width of an MLP to a multiple of this
+    engine_counts_layers: ClassVar[bool] = False  # config.json says their number where engines look for it
 
     kept_hidden: ClassVar[int] = 0  # autograd keeps so many times the width of a block for each patch,
     kept_ffn: ClassVar[int] = 0  # and so many times that of its MLP
@@ -124,6 +125,12 @@ class VisionShape(BaseModel):
     def num_weights(self, prefix: str = "") -> int:
         """Values of the tensors, but of norms and biases, whose names begin so."""
         return sum(prod(sizes) for name, sizes in self.tensors() if name.startswith(prefix) and len(sizes) > 1)
+
+    def num_whole_weights(self) -> int:
+        """Those of `num_weights` that each of an engine's ranks has whole."""
+        divided = (*self.engine_rows, *self.engine_columns, "attn.qkv", "wqkv")
+        named = ((self.stored(name).rpartition(".")[0], sizes) for name, sizes in self.tensors() if len(sizes) > 1)
+        return sum(prod(sizes) for module, sizes in named if not module.endswith(divided))
 
     def rules(self) -> Iterator[Rule]:
         """The rules of its tensors, which every tensor-parallel rank has whole."""
@@ -239,6 +246,7 @@ class MoonTower(DeepstackTower):
     engine_rows = ("mlp.fc0",)
     engine_columns = ("wo", "mlp.fc1")
     engine_modules = {".wqkv.": ".attn.qkv_proj.", ".wo.": ".attn.proj."}
+    engine_counts_layers = True
     epsilon = 1e-5
 
     kind: Literal["moonvit"] = "moonvit"  # type: ignore[assignment]

@@ -350,8 +350,9 @@ def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> No
     for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True)):
         lacks = "experts" if trains_experts and not parameters.expert else ""
         if lacks or not (parameters.dense or parameters.exact or parameters.shared):
+            which = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers"
             raise ValueError(
-                f"--pipeline-model-parallel-size {layout.pp}: stage {stage} (layers {layers[0]} to {layers[-1]}) trains"
+                f"--pipeline-model-parallel-size {layout.pp}: stage {stage} ({which}) trains"
                 f" no {lacks or 'parameters outside of experts'}, and a checkpoint of such a run could not be loaded"
                 " again; choose other stages, other parameters to train, or --no-save"
             )

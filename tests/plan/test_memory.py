@@ -15,7 +15,7 @@ from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Recompute, kinds_of, layer_bytes
 from fusionrl.plan.memory.advice import changes
 from fusionrl.plan.memory.bars import ENGINE_PROCESS, GPU_PROCESS
-from fusionrl.plan.memory.engine import engine_memory, kv_bytes, request_bytes, static_fraction
+from fusionrl.plan.memory.engine import engine_memory, kv_bytes, prefill_chunk, request_bytes, static_fraction
 from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
 from fusionrl.plan.memory.report import MemoryReport
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
@@ -168,7 +168,7 @@ def test_tokens_of_a_kv_cache() -> None:
     )
     assert engine == int((0.8 * 80 * GIB - 30e9) // (2 * 48 * 2 * 128 * 2))
     assert twice == pytest.approx(2 * engine, abs=1)
-    assert all(0.5 < static_fraction(kind.memory, 1) < 0.95 for kind in KINDS.values())
+    assert all(0.5 < static_fraction(kind.memory, 1, prefill_chunk(kind.memory, {})) < 0.95 for kind in KINDS.values())
 
 
 def test_an_engine_has_a_state_for_each_request() -> None:

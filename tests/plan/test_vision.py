@@ -20,10 +20,10 @@ from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.memory.engine import engine_memory
+from fusionrl.plan.memory.engine import engine_memory, prefill_chunk, seeing_fraction, static_fraction
 from fusionrl.plan.plan import plan_errors
 from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
-from tests.tiny_vision import config_of
+from tests.tiny_vision import config_of, raw_config
 
 SEES = {"multimodal_keys": {"image": "images"}}
 TOWER_7B: dict[str, Any] = {"num_layers": 32, "hidden_size": 1280, "ffn_hidden_size": 3420, "num_heads": 16}
@@ -105,9 +105,10 @@ def test_patterns_that_cannot_be(freeze: list[str], only: list[str], message: st
 def test_stages_that_train_nothing_of_a_kind() -> None:
     """Megatron neither saves nor loads such states."""
 
-    def errors(pp: int, shape: ModelShape, **flags: Any) -> list[str]:
+    def errors(pp: int, shape: ModelShape, passed: PassThrough | None = None, **flags: Any) -> list[str]:
         sizes = {"actor_num_gpus_per_node": pp, "pipeline_model_parallel_size": pp}
-        return plan_errors(Config.from_flat({"mode": "sft", "hf_checkpoint": "x"} | SEES | sizes | flags), 0, shape)
+        values = {"mode": "sft", "hf_checkpoint": "x"} | SEES | sizes | flags
+        return plan_errors(Config.from_flat(values, passed or PassThrough()), 0, shape)
 
     dense, tied = (shape_of("qwen2_5_vl", layers=4, tie=tie) for tie in (False, True))
     mixed = shape_of("qwen3_vl_moe", layers=6)
@@ -121,6 +122,9 @@ def test_stages_that_train_nothing_of_a_kind() -> None:
     (error,) = errors(2, mixed, freeze_params_name_list=[r"layers\.[345]\.mlp\.experts"])
     assert "stage 1 (layers 3 to 5) trains no experts, and a checkpoint" in error
     assert errors(2, mixed) == []
+    passed = PassThrough(transformer={"num_layers_in_last_pipeline_stage": 0})
+    (error,) = errors(2, dense, passed, only_train_params_name_list=["merger"])
+    assert "stage 1 (no layers) trains no parameters outside" in error
     assert errors(1, mixed, freeze_params_name_list=["experts"]) == []
 
 
@@ -186,21 +190,46 @@ def test_ranks_and_micro_batches_of_samples_with_images() -> None:
 
 
 def test_one_large_image_does_not_lift_the_limit_of_other_micro_batches() -> None:
-    balance = Balance(SequenceCost(1.0, 0.0), 10_000, images=ImageCost(1.0, 0.0), max_image_tokens=200)
-    counts = [900, *[150] * 8, 0, 0]
-    images = [{str(i): count} if count else {} for i, count in enumerate(counts)]
-    lengths = np.array([count + 10 for count in counts])
-    ((*bins,),) = divide(lengths, lengths - 5, [[i] for i in range(len(counts))], 1, balance, images)
-    assert sorted(sum(counts[i] for i in part) for part in bins if part) == [*[150] * 8, 900]
+    """And eight siblings that share it stay together."""
+    own_cost = ImageCost(1.0, 0.0)
+    balance = Balance(SequenceCost(1.0, 0.0), 10_000, share_prompts=True, images=own_cost, max_image_tokens=200)
+    counts = [*[900] * 8, *[150] * 8, 0, 0]
+    images = [{str(max(i, 7)): count} if count else {} for i, count in enumerate(counts)]
+    lengths, groups = np.array([count + 10 for count in counts]), [[*range(8)], *([i] for i in range(8, 18))]
+    ((*bins,),) = divide(lengths, lengths - 5, groups, 1, balance, images)
+    assert sorted(max(counts[i] for i in part) for part in bins if part) == [*[150] * 8, 900]
+    assert [part[:8] for part in bins if 0 in part] == [[*range(8)]]
 
 
-def test_an_engine_of_two_devices_has_the_tower_once_or_twice() -> None:
-    shape = shape_of("qwen3_vl", tower=64)
+@pytest.mark.parametrize(("kind", "more"), [("qwen3_vl", ()), ("kimi_vl", ("merger.",))])
+def test_an_engine_of_two_devices_has_the_tower_once_or_twice(kind: str, more: tuple[str, ...]) -> None:
+    """But for what each device has whole anyway."""
+    shape = shape_from_hf_config(raw_config(kind, tower=64), sees=True)
     args: list[dict[str, object]] = [{}, {"mm_enable_dp_encoder": True}]
     found = [engine_memory(shape, 1e6, 2, "bf16", own, device_memory=None, on_cpu=True) for own in args]
     divided, whole = (memory.weights for memory in found if memory is not None)
     assert shape.vision is not None
-    assert (divided, whole) == (5e5, 5e5 + shape.vision.num_weights())
+    always = sum(map(shape.vision.num_weights, ("patch_embed.", "pos_embed.", *more)))
+    assert (divided, whole) == (5e5 + always, 5e5 + shape.vision.num_weights())
+
+
+def test_what_an_engine_leaves_for_a_tower() -> None:
+    """By SGLang's rules; of Kimi-VL's files alone it reads the number of blocks."""
+    args: list[dict[str, object]] = [{}, {"chunked_prefill_size": 512}, {"chunked_prefill_size": -1}]
+    args.append(args[-1] | {"max_prefill_tokens": 4096})
+    chunks = [prefill_chunk(80 * GIB, own) for own in args]
+    assert chunks == [8192, 512, 16384, 4096]
+    assert [static_fraction(80 * GIB, 1, chunk) for chunk in chunks] == [0.83, 0.875, 0.68, 0.875]
+    shape = shape_of("qwen3_vl")
+    found = [engine_memory(shape, 1e6, 1, "bf16", own, device_memory=80 * GIB, on_cpu=False) for own in args]
+    images = [memory.images for memory in found if memory is not None]
+    assert images == pytest.approx([images[0] * chunk / 8192 for chunk in chunks]) and images[0] > 0
+    for kind, layers in (("kimi_vl", 27), ("qwen3_vl", 24)):
+        vision = shape_from_hf_config(raw_config(kind), sees=True).vision
+        assert vision is not None
+        vision = vision.model_copy(update={"num_layers": 27, "hidden_size": 1152})
+        factor = 1 - 0.1 * (layers * 1152**2 / (24 * 1024**2) - 1)
+        assert seeing_fraction(vision) == pytest.approx(0.95 * factor)
 
 
 def planned(name: str, nodes: int, capsys: pytest.CaptureFixture[str], *flags: str) -> str:

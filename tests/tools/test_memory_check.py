@@ -10,7 +10,7 @@ from tools import memory_check
 
 Rows = dict[str, list[dict[str, Any]]]
 STATES = {"qwen3_moe TP 2 EP 2 ETP 1": [4], "qwen3 tied PP 2 VPP 2": [2], "deepseek_v3 TP 2 PP 2 CP 2 EP 2": [8]}
-STATES |= {"qwen3_next TP 2": [2], "qwen3_vl TP 2 PP 2": [4]}
+STATES |= {"qwen3_5 frozen, bf16": [1], "qwen3_next TP 2": [2], "qwen3_vl TP 2 PP 2": [4]}
 ACTIVATIONS = [
     *(f"qwen3: attention with q/k norms, MLP{kind}" for kind in (" core_attn", " full", ", long none")),
     *(f"qwen2_moe: with a shared expert {recompute}" for recompute in ("none", "moe")),

@@ -16,6 +16,7 @@ from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.scorers import ScorerPlan
 
 _CPU_TOKENS, _CPU_STATES = 32768, 768  # `engines.spec`: the pools on a CPU
+_PREFILL_TOKENS = 16384  # SGLang's --max-prefill-tokens
 _STATE_RATIO = 0.9  # SGLang's --mamba-full-memory-ratio
 # Places that a request takes in the pool of states: its own, and with a prefix cache those of prefixes
 # (`_calculate_mamba_ratio` of SGLang 0.5).
@@ -85,28 +86,31 @@ def _num_states(server_args: Mapping[str, object], state: float, room: float, *,
     return count + 1, count // places  # one is for padding
 
 
-def prefill_chunk(device_memory: float) -> int:
-    """Tokens that SGLang 0.5 reads at once where --chunked-prefill-size is not given."""
-    bounds = ((20, 2048), (60, 4096), (160, 8192))
-    return next((size for limit, size in bounds if device_memory < limit * 2**30), 16384)
+def prefill_chunk(device_memory: float, server_args: Mapping[str, object]) -> int:
+    """Tokens that SGLang 0.5 reads at once; --chunked-prefill-size -1: it does not divide prompts."""
+    size = passed(server_args, "chunked_prefill_size", int)
+    if size is None:
+        bounds = ((20, 2048), (60, 4096), (160, 8192))
+        return next((size for limit, size in bounds if device_memory < limit * 2**30), 16384)
+    return size if size > 0 else passed(server_args, "max_prefill_tokens", int) or _PREFILL_TOKENS
 
 
-def static_fraction(device_memory: float, tp: int) -> float:
+def static_fraction(device_memory: float, tp: int, chunk: int) -> float:
     """About what SGLang 0.5 takes where --mem-fraction-static is not given.
 
-    All but 0.5 GiB, 1.5 MiB for each token of a prefill chunk, 1/8 GiB for each device of the engine, and 1 GiB for
-    graphs; on a device of more than 60 GiB all but at least 10 GiB.
+    All but 0.5 GiB, 1.5 MiB for each token of a prefill chunk (at least 2,048), 1/8 GiB for each device of the engine,
+    and 1 GiB for graphs; on a device of more than 60 GiB all but at least 10 GiB.
     """
     mebibytes = device_memory / 2**20
-    reserved = 512 + 1.5 * prefill_chunk(device_memory) + tp / 8 * 1024 + 1024
+    reserved = 512 + 1.5 * max(chunk, 2048) + tp / 8 * 1024 + 1024
     if mebibytes > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return max(round(1 - reserved / mebibytes, 3), 0.1)
 
 
 def seeing_fraction(vision: VisionShape) -> float:
-    """Part of `static_fraction` that SGLang 0.5 takes with a vision tower of this width; it counts 24 layers."""
-    complexity = (vision.hidden_size / 1024) ** 2
+    """Part of `static_fraction` that SGLang 0.5 takes with a vision tower of this size, where it finds its layers."""
+    complexity = (vision.num_layers if vision.engine_counts_layers else 24) / 24 * (vision.hidden_size / 1024) ** 2
     return 0.95 * min(max(1.1 - 0.1 * complexity, 0.8), 1.05)
 
 
@@ -137,19 +141,19 @@ def engine_memory(
     kind, width = str(server_args.get("kv_cache_dtype", "auto")), _TORCH_WIDTHS[dtype]
     token, state = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, width)), request_bytes(shape, tp, width)
     weights, limit, images = weight_bytes / tp, passed(server_args, "max_total_tokens", int), 0.0
-    if shape.vision is not None and server_args.get("mm_enable_dp_encoder"):  # each device has the tower whole
-        weights += shape.vision.num_weights() * width * (1 - 1 / tp)
+    if (vision := shape.vision) is not None:
+        whole = vision.num_weights() if server_args.get("mm_enable_dp_encoder") else vision.num_whole_weights()
+        weights += whole * width * (1 - 1 / tp)
     if on_cpu:
         states = _num_states(server_args, state, 0.0, on_cpu=True) if state else (0, 0)
         return EngineMemory(weights, limit or _CPU_TOKENS, token, None, state, *states)
     if device_memory is None:
         return None
-    fraction = passed(server_args, "mem_fraction_static", float)
+    chunk, fraction = prefill_chunk(device_memory, server_args), passed(server_args, "mem_fraction_static", float)
     if fraction is None or not fraction:
-        fraction = static_fraction(device_memory, tp) * (seeing_fraction(shape.vision) if shape.vision else 1.0)
-    if shape.vision is not None:
-        chunk = passed(server_args, "chunked_prefill_size", int) or prefill_chunk(device_memory)
-        images = _of_images(shape.vision, chunk, width)
+        fraction = static_fraction(device_memory, tp, chunk) * (seeing_fraction(vision) if vision else 1.0)
+    if vision is not None:
+        images = _of_images(vision, chunk, width)
     room = fraction * device_memory - resident - weights
     states = _num_states(server_args, state, room, on_cpu=False) if state else (0, 0)
     tokens = int((room - states[0] * state) // (token or 1.0))

@@ -86,6 +86,7 @@ class StageParameters:
     shared  those of an embedding that the first and the last stage share: in a bucket of their own
     expert  those of its experts, which are replicated over the expert data-parallel ranks alone
     frozen  those that are not trained: in no buffer
+    frozen_exact  those of `exact` that are not trained
     """
 
     dense: tuple[int, ...]
@@ -93,10 +94,11 @@ class StageParameters:
     shared: tuple[int, ...]
     expert: tuple[int, ...]
     frozen: tuple[int, ...] = ()
+    frozen_exact: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
-        return sum(map(sum, (self.dense, self.exact, self.shared, self.expert, self.frozen)))
+        return sum(map(sum, (self.dense, self.exact, self.shared, self.expert, self.frozen, self.frozen_exact)))
 
 
 def stage_parameters(
@@ -112,6 +114,7 @@ def stage_parameters(
     shared: list[list[int]] = [[] for _ in stages]
     expert: list[list[int]] = [[] for _ in stages]
     still: list[list[int]] = [[] for _ in stages]
+    still_exact: list[list[int]] = [[] for _ in stages]
     for rule in model_rules(shape).values():
         if rule.buffer:
             continue
@@ -125,9 +128,10 @@ def stage_parameters(
             for stage in {0, len(stages) - 1}:  # the output layer of the last stage is a copy of it, or it has one more
                 (still if rule.megatron in frozen else shared)[stage].append(part_size(rule, layout.tp))
         else:
-            of_stage = still if rule.megatron in frozen else exact if rule.exact else dense
+            kinds = (still, still_exact) if rule.megatron in frozen else (dense, exact)
+            of_stage = kinds[rule.exact]
             of_stage[stage_of(rule)].append(part_size(rule, layout.tp))
-    groups = zip(dense, exact, shared, expert, still, strict=True)
+    groups = zip(dense, exact, shared, expert, still, still_exact, strict=True)
     return tuple(StageParameters(*(tuple(numels) for numels in stage)) for stage in groups)
 
 
@@ -154,6 +158,7 @@ def state_bytes(parameters: StageParameters, layout: TrainerLayout, options: Sta
     """Bytes of the states of one rank; where the buffers' ends are padded, of the rank that has most."""
     ranks, expert_ranks = layout.dp * layout.cp, layout.expert_dp
     weights, gradients, optimizer = sum(parameters.frozen) * options.weight_bytes, 0, 0
+    weights += sum(parameters.frozen_exact) * 4
     dense, exact = parameters.dense, parameters.exact
     if options.weight_bytes == 4:
         dense, exact = dense + exact, ()
